@@ -90,13 +90,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def _count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of devices: 1 or more")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a number of devices: 1 or more"
+        )
     return int(text)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
-    _find_devices(early_config, early_config.known_args_namespace)  # conftest files may list them when imported
+    _find_devices(
+        early_config, early_config.known_args_namespace
+    )  # conftest files may list them when imported
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -121,7 +125,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def _find_devices(config: pytest.Config, options: argparse.Namespace) -> None:
-    config.stash[_REAL] = _real_devices() if options.real_devices else []  # before simulated ones take their place
+    config.stash[_REAL] = (
+        _real_devices() if options.real_devices else []
+    )  # before simulated ones take their place
     if options.as_cuda and options.simulate_devices is None:
         options.simulate_devices = max(options.ranks or 0, 2)
     if options.simulate_devices is not None:
@@ -157,7 +163,9 @@ def _alias(config: pytest.Config, count: int | None) -> None:
         )
     from torchstrategy.testing import cuda_alias, simulated_devices
 
-    if simulated_devices():  # where this torch cannot simulate any, the tests that need them are skipped
+    if (
+        simulated_devices()
+    ):  # where this torch cannot simulate any, the tests that need them are skipped
         alias = cuda_alias()
         alias.__enter__()
         config.add_cleanup(lambda: alias.__exit__(None, None, None))
@@ -189,7 +197,9 @@ def pytest_report_header(config: pytest.Config) -> str | None:
     parts = []
     if config.getoption("simulate_devices") is not None or config.getoption("as_cuda"):
         is_cuda = config.getoption("cuda_alias") or config.getoption("as_cuda")
-        parts.append(_simulated_in_words() + (', which "cuda" means' if is_cuda else ""))
+        parts.append(
+            _simulated_in_words() + (', which "cuda" means' if is_cuda else "")
+        )
     if config.getoption("ranks") is not None:
         parts.append(f"each test in {config.getoption('ranks')} ranks")
     if config.getoption("real_devices"):
@@ -238,18 +248,27 @@ def _topologies(metafunc: pytest.Metafunc) -> list[Topology]:
 
     here = devices_here(metafunc.config.stash.get(_REAL, []))
     found = list(metafunc.definition.iter_markers_with_node(_MARK))
-    marks = [mark for node, mark in found if node is found[0][0]] or [pytest.mark.strategies.mark]
+    marks = [mark for node, mark in found if node is found[0][0]] or [
+        pytest.mark.strategies.mark
+    ]
     try:
-        asked = [topologies(*mark.args, **_checked(mark.kwargs), here=here) for mark in reversed(marks)]
+        asked = [
+            topologies(*mark.args, **_checked(mark.kwargs), here=here)
+            for mark in reversed(marks)
+        ]
     except (TypeError, ValueError) as error:
-        raise pytest.Collector.CollectError(f"{metafunc.definition.nodeid}, mark `{_MARK}`: {error}") from error
+        raise pytest.Collector.CollectError(
+            f"{metafunc.definition.nodeid}, mark `{_MARK}`: {error}"
+        ) from error
     return list(dict.fromkeys(topology for some in asked for topology in some))
 
 
 def _checked(options: Mapping[str, Any]) -> Mapping[str, Any]:
     for name, value in options.items():
         if name not in _OPTIONS_OF_MARK:
-            raise TypeError(f"it does not take {name}={value!r}: choose from {', '.join(_OPTIONS_OF_MARK)}.")
+            raise TypeError(
+                f"it does not take {name}={value!r}: choose from {', '.join(_OPTIONS_OF_MARK)}."
+            )
     return options
 
 
@@ -289,10 +308,18 @@ def simulated_devices() -> list[torch.device]:
 
 def pytest_itemcollected(item: pytest.Item) -> None:
     ranks = item.config.getoption("ranks")
-    if ranks is not None and isinstance(item, pytest.Function) and item.get_closest_marker(_RANKS_MARK) is None:
+    if (
+        ranks is not None
+        and isinstance(item, pytest.Function)
+        and item.get_closest_marker(_RANKS_MARK) is None
+    ):
         item.add_marker(pytest.mark.ranks(ranks))
-    if item.get_closest_marker(_TIME_MARK) is not None and isinstance(item, pytest.Function):
-        item.fixturenames.append("virtual_time")  # last: what other fixtures prepare takes no time
+    if item.get_closest_marker(_TIME_MARK) is not None and isinstance(
+        item, pytest.Function
+    ):
+        item.fixturenames.append(
+            "virtual_time"
+        )  # last: what other fixtures prepare takes no time
     if item.get_closest_marker(_RANKS_MARK) is not None:
         _take_over(item)
 
@@ -321,7 +348,9 @@ def _of_time_mark(item: pytest.Item) -> tuple[Any, bool, dict[str, Any]]:
     limits = dict(mark.kwargs)
     shapes_only = limits.pop("shapes_only", False)
     profile = limits.pop("profile", None) if not mark.args else mark.args[0]
-    unknown = [f"{name}={value!r}" for name, value in limits.items() if name not in _LIMITS]
+    unknown = [
+        f"{name}={value!r}" for name, value in limits.items() if name not in _LIMITS
+    ]
     if unknown or len(mark.args) > 1 or profile is None:
         pytest.fail(
             f"The mark `{_TIME_MARK}` takes a profile, shapes_only and the limits {', '.join(_LIMITS)}; got "
@@ -357,7 +386,9 @@ def _draw(item: pytest.Item, trace: VirtualTrace) -> None:
     folder = item.config.getoption("timeline")
     if folder is None:
         return
-    path = Path(folder) / f"{re.sub(r'[^A-Za-z0-9._-]+', '-', item.nodeid).strip('-')}.svg"
+    path = (
+        Path(folder) / f"{re.sub(r'[^A-Za-z0-9._-]+', '-', item.nodeid).strip('-')}.svg"
+    )
     path.parent.mkdir(parents=True, exist_ok=True)
     trace.save(path)
     item.add_report_section("call", "timeline", f"What happened is drawn in {path}.")
@@ -373,7 +404,10 @@ def rank() -> int:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    if not isinstance(item, pytest.Function) or item.get_closest_marker(_RANKS_MARK) is not None:
+    if (
+        not isinstance(item, pytest.Function)
+        or item.get_closest_marker(_RANKS_MARK) is not None
+    ):
         return
     found = item._fixtureinfo.name2fixturedefs.get("rank", ())
     if found and found[-1].func.__module__ == __name__:
@@ -419,7 +453,9 @@ def _take_over(item: pytest.Item) -> None:
     runs: Any = item
     if not isinstance(item, pytest.Function):
         runs.runtest = functools.partial(
-            pytest.fail, f"{item.nodeid} is marked with `{_RANKS_MARK}`, and is no function of Python.", pytrace=False
+            pytest.fail,
+            f"{item.nodeid} is marked with `{_RANKS_MARK}`, and is no function of Python.",
+            pytrace=False,
         )
     elif item.cls is not None and issubclass(item.cls, unittest.TestCase):
         runs.runtest = functools.partial(_run_test_case, item)
@@ -430,7 +466,10 @@ def _run_test_case(item: pytest.Function) -> None:
 
     method = getattr(item.cls, item.name)
     for name, instead in (
-        ("is_hypothesis_test", "write it as a function, of which each example runs in ranks"),
+        (
+            "is_hypothesis_test",
+            "write it as a function, of which each example runs in ranks",
+        ),
         ("__unittest_expecting_failure__", "mark it with @pytest.mark.xfail"),
     ):
         if getattr(method, name, False):
@@ -446,8 +485,17 @@ def _run_test_case(item: pytest.Function) -> None:
 
 def _ranks_of(test: pytest.Function, mark: pytest.Mark) -> tuple[int, Any]:
     """How many ranks a mark says, and the order in which they go on."""
-    if len(mark.args) != 1 or not isinstance(mark.args[0], int) or mark.kwargs.keys() - {"order"}:
-        given = ", ".join([*map(repr, mark.args), *(f"{name}={value!r}" for name, value in mark.kwargs.items())])
+    if (
+        len(mark.args) != 1
+        or not isinstance(mark.args[0], int)
+        or mark.kwargs.keys() - {"order"}
+    ):
+        given = ", ".join(
+            [
+                *map(repr, mark.args),
+                *(f"{name}={value!r}" for name, value in mark.kwargs.items()),
+            ]
+        )
         pytest.fail(
             f"{test.nodeid} is marked with `{_RANKS_MARK}({given})`: give the number of ranks, as in "
             "@pytest.mark.ranks(4), and, if they are to go on in another order, order='reversed' or order='random:7'.",

@@ -37,19 +37,34 @@ SCRIPTS = (
 def main() -> int:
     """Runs the scripts that are named, or all of them. Returns how many failed."""
     parser = arguments(__doc__ or "")
-    parser.add_argument("names", nargs="*", help=f"some of {', '.join(SCRIPTS)}; all, if none is named")
-    parser.add_argument("--simulated", metavar="GPU", help="predict the contests of `accelerator` for a GPU: H100")
+    parser.add_argument(
+        "names", nargs="*", help=f"some of {', '.join(SCRIPTS)}; all, if none is named"
+    )
+    parser.add_argument(
+        "--simulated",
+        metavar="GPU",
+        help="predict the contests of `accelerator` for a GPU: H100",
+    )
     told = parser.parse_args()
     if told.simulated:
         told.names = ["accelerator"]
     if unknown := set(told.names) - set(SCRIPTS):
-        parser.error(f"there is no {', '.join(sorted(unknown))}; there are {', '.join(SCRIPTS)}")
+        parser.error(
+            f"there is no {', '.join(sorted(unknown))}; there are {', '.join(SCRIPTS)}"
+        )
     where, rows, failed = "", [], 0
     with tempfile.TemporaryDirectory() as folder:
         figures = Path(folder) / "figures.json"
         for name in told.names or SCRIPTS:
             script = str(Path(__file__).with_name(f"{name}.py"))
-            command = [sys.executable, script, "--rounds", str(told.rounds), "--json", str(figures)]
+            command = [
+                sys.executable,
+                script,
+                "--rounds",
+                str(told.rounds),
+                "--json",
+                str(figures),
+            ]
             command += ["--simulated", told.simulated] if told.simulated else []
             if subprocess.run(command, stdout=subprocess.DEVNULL).returncode:
                 print(f"{name}: failed", file=sys.stderr, flush=True)

@@ -30,7 +30,18 @@ from torch.nn import functional as F
 from torch.nn.parallel import parallel_apply
 
 import torchstrategy
-from contest import PREDICTED, Contender, Contest, Row, Work, arguments, clock, compared, hold, timed
+from contest import (
+    PREDICTED,
+    Contender,
+    Contest,
+    Row,
+    Work,
+    arguments,
+    clock,
+    compared,
+    hold,
+    timed,
+)
 from networks import GPT2
 from torchstrategy.testing import simulate_devices, virtual_time
 
@@ -53,7 +64,9 @@ class Training(NamedTuple):
 def model(width: int, layers: int = 5) -> nn.Sequential:
     """Linear layers and activations in turns."""
     torch.manual_seed(0)
-    return nn.Sequential(*[part for _ in range(layers) for part in (nn.Linear(width, width), nn.ReLU())])
+    return nn.Sequential(
+        *[part for _ in range(layers) for part in (nn.Linear(width, width), nn.ReLU())]
+    )
 
 
 def check_alike(trainings: Mapping[str, Training]) -> None:
@@ -65,7 +78,9 @@ def check_alike(trainings: Mapping[str, Training]) -> None:
     for name, found in changes.items():
         error = float((found - expected).norm() / expected.norm())
         if not error < 0.01:
-            note(f"{name} is not the same training as {first}: what two steps change differs by {error:.0%}.")
+            note(
+                f"{name} is not the same training as {first}: what two steps change differs by {error:.0%}."
+            )
 
 
 def change(training: Training) -> torch.Tensor:
@@ -128,17 +143,27 @@ def run_by(strategy: torchstrategy.Strategy, net: nn.Module, batch: Batch) -> Tr
     return Training(lambda: strategy.run(step, args=(dealt,)), list(net.parameters()))
 
 
-def one_device(device: torch.device, rounds: int, sizes: Sequence[int] = (SMALL, LARGE)) -> Iterator[Row]:
+def one_device(
+    device: torch.device, rounds: int, sizes: Sequence[int] = (SMALL, LARGE)
+) -> Iterator[Row]:
     """OneDeviceStrategy against the plain loop, batches already on the device."""
     for width in sizes:
-        batch = torch.randn(width, width, device=device), torch.randn(width, width, device=device)
+        batch = (
+            torch.randn(width, width, device=device),
+            torch.randn(width, width, device=device),
+        )
         trainings = {
             "plain": plain(device, model(width), batch),
             IN_CONTEXT: in_device_context(device, plain(device, model(width), batch)),
-            "OneDevice": run_by(torchstrategy.OneDeviceStrategy(device), model(width), batch),
+            "OneDevice": run_by(
+                torchstrategy.OneDeviceStrategy(device), model(width), batch
+            ),
         }
         check_alike(trainings)
-        measures = {name: timed(training.step, 50, clock(device)) for name, training in trainings.items()}
+        measures = {
+            name: timed(training.step, 50, clock(device))
+            for name, training in trainings.items()
+        }
         contenders = {
             "plain": Contender(measures["plain"]),
             IN_CONTEXT: Contender(measures[IN_CONTEXT], ("plain",)),
@@ -150,7 +175,9 @@ def one_device(device: torch.device, rounds: int, sizes: Sequence[int] = (SMALL,
 # Replicas that share it
 
 
-def piece_by_piece(device: torch.device, net: nn.Module, replicas: int, batch: Batch) -> Training:
+def piece_by_piece(
+    device: torch.device, net: nn.Module, replicas: int, batch: Batch
+) -> Training:
     """Each piece forward and backward, weighed, one after another."""
     net.to(device)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
@@ -165,7 +192,9 @@ def piece_by_piece(device: torch.device, net: nn.Module, replicas: int, batch: B
     return Training(step, list(net.parameters()))
 
 
-def data_parallel(device: torch.device, net: nn.Module, replicas: int, batch: Batch) -> tuple[str, Training]:
+def data_parallel(
+    device: torch.device, net: nn.Module, replicas: int, batch: Batch
+) -> tuple[str, Training]:
     """`nn.DataParallel` with the device listed several times; if torch refuses that, the part of it that it allows."""
     net.to(device)
     x, y = batch
@@ -174,8 +203,13 @@ def data_parallel(device: torch.device, net: nn.Module, replicas: int, batch: Ba
     try:
         whole(x).sum().backward()
     except (RuntimeError, ValueError) as error:
-        note(f"DataParallel refuses one device several times, so its threads are measured alone: {error}")
-        name, forward = "parallel_apply", lambda x: torch.cat(parallel_apply([net] * replicas, x.chunk(replicas)))
+        note(
+            f"DataParallel refuses one device several times, so its threads are measured alone: {error}"
+        )
+        name, forward = (
+            "parallel_apply",
+            lambda x: torch.cat(parallel_apply([net] * replicas, x.chunk(replicas))),
+        )
     optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
 
     def step() -> None:
@@ -186,10 +220,15 @@ def data_parallel(device: torch.device, net: nn.Module, replicas: int, batch: Ba
     return name, Training(step, list(net.parameters()))
 
 
-def sharing(device: torch.device, rounds: int, sizes: Sequence[int] = (SMALL, LARGE)) -> Iterator[Row]:
+def sharing(
+    device: torch.device, rounds: int, sizes: Sequence[int] = (SMALL, LARGE)
+) -> Iterator[Row]:
     """CentralStorage with several replicas on the one device, against `nn.DataParallel` on it."""
     for width in sizes:
-        batch = torch.randn(width, width, device=device), torch.randn(width, width, device=device)
+        batch = (
+            torch.randn(width, width, device=device),
+            torch.randn(width, width, device=device),
+        )
         for replicas in (2, 4):
             strategy = torchstrategy.CentralStorageStrategy([device] * replicas, device)
             peer, trained_by_peer = data_parallel(device, model(width), replicas, batch)
@@ -199,13 +238,18 @@ def sharing(device: torch.device, rounds: int, sizes: Sequence[int] = (SMALL, LA
                 "Central": run_by(strategy, model(width), batch),
             }
             check_alike(trainings)
-            measures = {name: timed(training.step, 10, clock(device)) for name, training in trainings.items()}
+            measures = {
+                name: timed(training.step, 10, clock(device))
+                for name, training in trainings.items()
+            }
             contenders = {
                 "by hand": Contender(measures["by hand"]),
                 peer: Contender(measures[peer]),
                 "Central": Contender(measures["Central"], (peer,), 1.0),
             }
-            yield from compared(f"{replicas} replicas, 5 layers of {width}", contenders, rounds)
+            yield from compared(
+                f"{replicas} replicas, 5 layers of {width}", contenders, rounds
+            )
 
 
 # Parameters in the CPU's memory
@@ -231,7 +275,10 @@ def the_link(device: torch.device, net: nn.Module) -> Work:
     there = [torch.empty_like(tensor, device=device) for tensor in here]
 
     def copy() -> None:
-        for target, source in (*zip(there, here, strict=True), *zip(here, there, strict=True)):
+        for target, source in (
+            *zip(there, here, strict=True),
+            *zip(here, there, strict=True),
+        ):
             target.copy_(source, non_blocking=True)
 
     return copy
@@ -240,7 +287,9 @@ def the_link(device: torch.device, net: nn.Module) -> Work:
 def layer_by_layer(device: torch.device, net: nn.Sequential, x: torch.Tensor) -> Work:
     """By hand: a layer computes when its parameters are there, and each gradient leaves when it is."""
     lanes: Any = torch.get_device_module(device)
-    here = [pinned(parameter.detach().clone(), device) for parameter in net.parameters()]
+    here = [
+        pinned(parameter.detach().clone(), device) for parameter in net.parameters()
+    ]
     gradients = [pinned(torch.empty_like(tensor), device) for tensor in here]
     net.to(device)
     up, down = lanes.Stream(), lanes.Stream()
@@ -255,7 +304,9 @@ def layer_by_layer(device: torch.device, net: nn.Sequential, x: torch.Tensor) ->
         parameter.grad = None
 
     for parameter, gradient in zip(net.parameters(), gradients, strict=True):
-        parameter.register_post_accumulate_grad_hook(lambda p, gradient=gradient: leave(p, gradient))
+        parameter.register_post_accumulate_grad_hook(
+            lambda p, gradient=gradient: leave(p, gradient)
+        )
 
     def step() -> None:
         current, arrived = lanes.current_stream(), []
@@ -274,7 +325,9 @@ def layer_by_layer(device: torch.device, net: nn.Sequential, x: torch.Tensor) ->
     return step
 
 
-def central(device: torch.device, net: nn.Module, loss: Callable[[nn.Module], torch.Tensor]) -> Work:
+def central(
+    device: torch.device, net: nn.Module, loss: Callable[[nn.Module], torch.Tensor]
+) -> Work:
     """CentralStorage: parameters, which have changed, to the device, and their gradients back."""
     strategy = torchstrategy.CentralStorageStrategy([device], "cpu")
     strategy.distribute_module(net)
@@ -299,7 +352,11 @@ def in_pinned_memory(net: nn.Module, device: torch.device) -> nn.Module:
 
 
 def central_memory(
-    device: torch.device, rounds: int, layers: int = LAYERS, width: int = WIDE, rows: int = 256
+    device: torch.device,
+    rounds: int,
+    layers: int = LAYERS,
+    width: int = WIDE,
+    rows: int = 256,
 ) -> Iterator[Row]:
     """Parameters in the CPU's memory and compute on the device, where the link between them is what limits a step."""
     x = torch.randn(rows, width, device=device)
@@ -310,20 +367,29 @@ def central_memory(
         return net(x).square().mean()
 
     contest = f"parameters of {size:,.0f} MB in the CPU's memory"
-    yield from beside_the_link(contest, device, rounds, lambda: linears(layers, width), loss, by_hand)
+    yield from beside_the_link(
+        contest, device, rounds, lambda: linears(layers, width), loss, by_hand
+    )
 
 
 def transformer(width: int, layers: int) -> nn.Module:
     """GPT-2 in the CPU's memory, with numbers that nobody looks at, and so takes no time to make."""
     with torch.device("meta"):
         net = GPT2(is_fused=True, width=width, layers=layers)
-    zeros = {name: torch.zeros(tensor.shape, dtype=tensor.dtype) for name, tensor in net.state_dict().items()}
+    zeros = {
+        name: torch.zeros(tensor.shape, dtype=tensor.dtype)
+        for name, tensor in net.state_dict().items()
+    }
     net.load_state_dict(zeros, assign=True)
     return net
 
 
 def central_transformer(
-    device: torch.device, rounds: int, layers: int = 24, width: int = 1024, tokens: int = 512
+    device: torch.device,
+    rounds: int,
+    layers: int = 24,
+    width: int = 1024,
+    tokens: int = 512,
 ) -> Iterator[Row]:
     """The same with GPT-2 355M, which has many small parameters, computes in bfloat16 and uses one parameter twice."""
     words = torch.zeros(1, tokens, dtype=torch.int64, device=device)
@@ -351,14 +417,19 @@ def beside_the_link(
     """CentralStorage beside what the link takes for as many bytes, from pinned memory and from other memory."""
     works = {
         LINK: (the_link(device, in_pinned_memory(net(), device)), ""),
-        "Central, in pinned memory": (central(device, in_pinned_memory(net(), device), loss), LINK),
+        "Central, in pinned memory": (
+            central(device, in_pinned_memory(net(), device), loss),
+            LINK,
+        ),
         SLOW_LINK: (the_link(device, net()), ""),
         "Central, parameters on the CPU": (central(device, net(), loss), SLOW_LINK),
     }
     if by_hand is not None:
         works["by hand, layer by layer"] = by_hand, LINK
     contenders = {
-        name: Contender(timed(work, 3, clock(device)), (link,) if link else (), LINK_BAR)
+        name: Contender(
+            timed(work, 3, clock(device)), (link,) if link else (), LINK_BAR
+        )
         for name, (work, link) in works.items()
     }
     return compared(contest, contenders, rounds)
@@ -371,17 +442,25 @@ def beside_the_link(
 def all_cores() -> Iterator[None]:
     """A block in which an operation on the CPU uses all cores."""
     threads = torch.get_num_threads()
-    torch.set_num_threads(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+    torch.set_num_threads(
+        len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else os.cpu_count() or 1
+    )
     try:
         yield
     finally:
         torch.set_num_threads(threads)
 
 
-def adam_in(strategy: torchstrategy.Strategy, net: nn.Module, x: torch.Tensor) -> Training:
+def adam_in(
+    strategy: torchstrategy.Strategy, net: nn.Module, x: torch.Tensor
+) -> Training:
     """A whole step with Adam, which runs where the strategy has the parameters."""
     strategy.distribute_module(net)
-    optimizer = strategy.distribute_optimizer(torch.optim.Adam(net.parameters(), lr=1e-3, fused=True))
+    optimizer = strategy.distribute_optimizer(
+        torch.optim.Adam(net.parameters(), lr=1e-3, fused=True)
+    )
 
     def train_step() -> None:
         optimizer.zero_grad()
@@ -398,7 +477,9 @@ def adam_alone(net: nn.Module) -> Work:
     return torch.optim.Adam(net.parameters(), lr=1e-3, fused=True).step
 
 
-def offloaded_by_fsdp(device: torch.device, net: nn.Sequential, x: torch.Tensor) -> Training:
+def offloaded_by_fsdp(
+    device: torch.device, net: nn.Sequential, x: torch.Tensor
+) -> Training:
     """A whole step with FSDP2 on one rank, which keeps parameters and gradients on the CPU, and Adam there."""
     mesh = init_device_mesh(device.type, (1,))
     offload = CPUOffloadPolicy(pin_memory=device.type != "cpu")
@@ -426,7 +507,11 @@ def one_rank(device: torch.device) -> Iterator[None]:
 
 
 def place_of_optimizer(
-    device: torch.device, rounds: int, layers: int = LAYERS, width: int = WIDE, rows: int = 256
+    device: torch.device,
+    rounds: int,
+    layers: int = LAYERS,
+    width: int = WIDE,
+    rows: int = 256,
 ) -> Iterator[Row]:
     """Adam on the CPU, with all cores, against Adam on the device, and against what FSDP2 does."""
 
@@ -435,29 +520,58 @@ def place_of_optimizer(
 
     def against(contest: str, name: str, works: Mapping[str, Work]) -> list[Row]:
         measures = {name: timed(work, 3, clock(device)) for name, work in works.items()}
-        contenders = {key: Contender(measure, () if key == name else (name,)) for key, measure in measures.items()}
+        contenders = {
+            key: Contender(measure, () if key == name else (name,))
+            for key, measure in measures.items()
+        }
         size = f"{layers * width * width * 4 / 1e6:,.0f} MB, {torch.get_num_threads()} threads"
         return compared(f"{contest}, {size}", contenders, rounds)
 
     with all_cores():
         x = torch.randn(rows, width, device=device)
         here, there = "Adam on the CPU", "Adam on the device"
-        alone = {there: adam_alone(net().to(device)), here: adam_alone(in_pinned_memory(net(), device))}
+        alone = {
+            there: adam_alone(net().to(device)),
+            here: adam_alone(in_pinned_memory(net(), device)),
+        }
         yield from against("Adam alone", there, alone)
-        on_cpu = adam_in(torchstrategy.CentralStorageStrategy([device], "cpu"), in_pinned_memory(net(), device), x)
+        on_cpu = adam_in(
+            torchstrategy.CentralStorageStrategy([device], "cpu"),
+            in_pinned_memory(net(), device),
+            x,
+        )
         on_device = adam_in(torchstrategy.OneDeviceStrategy(device), net(), x)
         check_alike({there: on_device, here: on_cpu})
-        yield from against("a whole step", there, {there: on_device.step, here: on_cpu.step})
+        yield from against(
+            "a whole step", there, {there: on_device.step, here: on_cpu.step}
+        )
         try:
             with one_rank(device):
                 peer = offloaded_by_fsdp(device, net(), x)
-                check_alike({here: adam_in(torchstrategy.OneDeviceStrategy(device), net(), x), FSDP: peer})
-                yield from against("a whole step", FSDP, {FSDP: peer.step, here: on_cpu.step})
+                check_alike(
+                    {
+                        here: adam_in(
+                            torchstrategy.OneDeviceStrategy(device), net(), x
+                        ),
+                        FSDP: peer,
+                    }
+                )
+                yield from against(
+                    "a whole step", FSDP, {FSDP: peer.step, here: on_cpu.step}
+                )
         except Exception as error:
-            note(f"{FSDP} is left out, since it fails here: {type(error).__name__}: {error}")
+            note(
+                f"{FSDP} is left out, since it fails here: {type(error).__name__}: {error}"
+            )
 
 
-OF_ONE_GPU = (one_device, sharing, central_memory, central_transformer, place_of_optimizer)
+OF_ONE_GPU = (
+    one_device,
+    sharing,
+    central_memory,
+    central_transformer,
+    place_of_optimizer,
+)
 
 
 def on_gpu(contest: Callable[[torch.device, int], Iterator[Row]]) -> Contest:
@@ -494,12 +608,17 @@ def threads_of_torch_in_turns() -> Iterator[None]:
 
 
 def in_virtual_time(
-    contest: Callable[[torch.device, int], Iterator[Row]], gpu: str, timelines: Path | None = None
+    contest: Callable[[torch.device, int], Iterator[Row]],
+    gpu: str,
+    timelines: Path | None = None,
 ) -> Contest:
     """A contest whose clock is virtual. One round says what all would; `compared` warms up for two."""
 
     def held(rounds: int) -> Iterator[Row]:
-        with threads_of_torch_in_turns(), virtual_time(gpu, shapes_only=True, program_clock=True) as trace:
+        with (
+            threads_of_torch_in_turns(),
+            virtual_time(gpu, shapes_only=True, program_clock=True) as trace,
+        ):
             yield from contest(torch.device("sim", 0), 2)
         if timelines is not None:
             timelines.mkdir(parents=True, exist_ok=True)
@@ -513,12 +632,24 @@ CONTESTS = tuple(map(on_gpu, OF_ONE_GPU))
 
 if __name__ == "__main__":
     parser = arguments(__doc__ or "")
-    parser.add_argument("--simulated", metavar="GPU", help="predict the times on such a GPU: H100, A100, ...")
-    parser.add_argument("--timelines", type=Path, metavar="FOLDER", help="where to write what happens in each contest")
+    parser.add_argument(
+        "--simulated",
+        metavar="GPU",
+        help="predict the times on such a GPU: H100, A100, ...",
+    )
+    parser.add_argument(
+        "--timelines",
+        type=Path,
+        metavar="FOLDER",
+        help="where to write what happens in each contest",
+    )
     told = parser.parse_args()
     if told.simulated:
         simulate_devices(1)
-        contests = [in_virtual_time(contest, told.simulated, told.timelines) for contest in OF_ONE_GPU]
+        contests = [
+            in_virtual_time(contest, told.simulated, told.timelines)
+            for contest in OF_ONE_GPU
+        ]
         hold(contests, "", told, PREDICTED)
     elif torch.cuda.is_available():
         hold(CONTESTS, "", told)

@@ -30,7 +30,15 @@ WORKER = "worker"
 Amounts = dict[str, float]
 """What each contender took in one round."""
 
-UNITS = {"s": 1.0, "ms": 1e3, "µs": 1e6, "B": 1.0, "MB": 1e-6, "GB/s": 1e-9, "waits": 1.0}
+UNITS = {
+    "s": 1.0,
+    "ms": 1e3,
+    "µs": 1e6,
+    "B": 1.0,
+    "MB": 1e-6,
+    "GB/s": 1e-9,
+    "waits": 1.0,
+}
 
 
 class Contender(NamedTuple):
@@ -56,10 +64,14 @@ class Row(NamedTuple):
     ratio: float
     low: float  # a quarter of the rounds are below
     high: float  # a quarter of the rounds are above
-    bar: float | None  # that the ratio should not exceed; or the amount, where there is no ratio
+    bar: (
+        float | None
+    )  # that the ratio should not exceed; or the amount, where there is no ratio
 
 
-def compared(contest: str, contenders: dict[str, Contender], rounds: int, unit: str = "ms") -> list[Row]:
+def compared(
+    contest: str, contenders: dict[str, Contender], rounds: int, unit: str = "ms"
+) -> list[Row]:
     """Measures all contenders in every round, each time in another order, after one that does not count.
 
     One round alone shows that everything runs, and its figures mean nothing: nothing is warmed up for it.
@@ -67,27 +79,51 @@ def compared(contest: str, contenders: dict[str, Contender], rounds: int, unit: 
     if rounds > 1:
         for contender in contenders.values():
             contender.measure()
-    shuffled = random.Random(0)  # torch's generators and Python's own are those of the contenders
+    shuffled = random.Random(
+        0
+    )  # torch's generators and Python's own are those of the contenders
     orders = [shuffled.sample(list(contenders), len(contenders)) for _ in range(rounds)]
     amounts = [{name: contenders[name].measure() for name in order} for order in orders]
     return rows_of(contest, contenders, amounts, unit)
 
 
 def rows_of(
-    contest: str, contenders: dict[str, Contender], amounts: Sequence[dict[str, float]], unit: str
+    contest: str,
+    contenders: dict[str, Contender],
+    amounts: Sequence[dict[str, float]],
+    unit: str,
 ) -> list[Row]:
     """The rows of what was measured of each contender in each round."""
     made = []
     for name, (_, against, bar, limit) in contenders.items():
         allowed = bar if against else limit
-        ratios = [amount[name] / max(amount[other] for other in against or [name]) for amount in amounts]
-        low, middle, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
+        ratios = [
+            amount[name] / max(amount[other] for other in against or [name])
+            for amount in amounts
+        ]
+        low, middle, high = (
+            statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
+        )
         median = statistics.median(amount[name] for amount in amounts)
-        made.append(Row(contest, name, median, unit, " or ".join(against), middle, low, high, allowed))
+        made.append(
+            Row(
+                contest,
+                name,
+                median,
+                unit,
+                " or ".join(against),
+                middle,
+                low,
+                high,
+                allowed,
+            )
+        )
     return made
 
 
-def timed(work: Work, repeats: int, clock: Callable[[], float] = time.thread_time) -> Measure:
+def timed(
+    work: Work, repeats: int, clock: Callable[[], float] = time.thread_time
+) -> Measure:
     """The seconds of one call; by default of this thread's CPU time, which other processes do not touch."""
 
     def measure() -> float:
@@ -111,7 +147,10 @@ def clock(device: torch.device) -> Callable[[], float]:
 
 
 def in_fresh_processes(
-    script: str, arguments: Sequence[Any], timeout: float = 120, before: Sequence[Sequence[str]] | None = None
+    script: str,
+    arguments: Sequence[Any],
+    timeout: float = 120,
+    before: Sequence[Sequence[str]] | None = None,
 ) -> list[Any]:
     """What a script's `worker` returns for each argument: each in an interpreter of its own, all at the same time.
 
@@ -128,10 +167,18 @@ def in_fresh_processes(
     """
     words = before or [()] * len(arguments)
     own = [sys.executable, script, WORKER]
-    commands = [[*first, *own, json.dumps(argument)] for first, argument in zip(words, arguments, strict=True)]
-    processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for command in commands]
+    commands = [
+        [*first, *own, json.dumps(argument)]
+        for first, argument in zip(words, arguments, strict=True)
+    ]
+    processes = [
+        subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        for command in commands
+    ]
     try:
-        return [json.loads(process.communicate(timeout=timeout)[0]) for process in processes]
+        return [
+            json.loads(process.communicate(timeout=timeout)[0]) for process in processes
+        ]
     finally:
         for process in processes:
             process.kill()
@@ -151,7 +198,9 @@ def left_out(what: str, why: object) -> None:
 
 
 HEADER = "| | | | times | spread | of | bar |\n|---|---|---:|---:|---:|---|---:|"
-PREDICTED = HEADER.replace("| | | |", "| | | predicted |", 1)  # of what was not measured
+PREDICTED = HEADER.replace(
+    "| | | |", "| | | predicted |", 1
+)  # of what was not measured
 
 
 def line(row: Row) -> str:
@@ -169,7 +218,11 @@ def line(row: Row) -> str:
 def machine() -> str:
     """What the figures are of."""
     device = torch.accelerator.current_accelerator(check_available=True)
-    name = "no accelerator" if device is None else torch.get_device_module(device).get_device_name(0)
+    name = (
+        "no accelerator"
+        if device is None
+        else torch.get_device_module(device).get_device_name(0)
+    )
     return (
         f"torch {torch.__version__}, Python {platform.python_version()}, {platform.machine()}, "
         f"{torch.get_num_threads()} thread, {name}"
@@ -183,13 +236,18 @@ Contest = Callable[[int], Iterable[Row]]
 def arguments(description: str) -> argparse.ArgumentParser:
     """What every script takes."""
     parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--rounds", type=int, default=15, help="how often each contender has its turn")
+    parser.add_argument(
+        "--rounds", type=int, default=15, help="how often each contender has its turn"
+    )
     parser.add_argument("--json", type=Path, help="a file to write the figures to")
     return parser
 
 
 def hold(
-    contests: Sequence[Contest], description: str, told: argparse.Namespace | None = None, header: str = HEADER
+    contests: Sequence[Contest],
+    description: str,
+    told: argparse.Namespace | None = None,
+    header: str = HEADER,
 ) -> None:
     """What each script does: holds its contests, prints their rows as one table, and writes them if it is told to."""
     told = told or arguments(description).parse_args()

@@ -21,9 +21,20 @@ from torch.nn import functional as F
 import torchstrategy
 from contest import PREDICTED, Contender, Row, hold, rows_of
 from networks import GPT2
-from torchstrategy.testing import DeviceProfile, VirtualTrace, run_ranks, simulate_devices, virtual_time
+from torchstrategy.testing import (
+    DeviceProfile,
+    VirtualTrace,
+    run_ranks,
+    simulate_devices,
+    virtual_time,
+)
 
-ALONE, DDP, VIEWS, OURS = "alone", "DDP", "DDP, gradients as views of its buckets", "MultiWorkerMirrored"
+ALONE, DDP, VIEWS, OURS = (
+    "alone",
+    "DDP",
+    "DDP, gradients as views of its buckets",
+    "MultiWorkerMirrored",
+)
 STEPS = 4  # the last one counts
 
 Make = Callable[[], nn.Module]
@@ -54,7 +65,10 @@ def in_ddp(make: Make, device: torch.device, **options: Any) -> Step:
     distributed.init_process_group("nccl")
     with device:
         net = make()
-    return stepping(net, nn.parallel.DistributedDataParallel(net, device_ids=[device.index], **options))
+    return stepping(
+        net,
+        nn.parallel.DistributedDataParallel(net, device_ids=[device.index], **options),
+    )
 
 
 def in_views(make: Make, device: torch.device) -> Step:
@@ -80,7 +94,9 @@ WAYS: dict[str, Callable[[Make, torch.device], Step]] = {
 }
 
 
-def seconds_of(way: str, ranks: int, make: Make, shape: tuple[int, int], profile: DeviceProfile) -> float:
+def seconds_of(
+    way: str, ranks: int, make: Make, shape: tuple[int, int], profile: DeviceProfile
+) -> float:
     """The predicted seconds of a step whose batch has so many rows of so many tokens for each rank."""
 
     def main(rank: int, trace: VirtualTrace) -> None:
@@ -100,7 +116,9 @@ def seconds_of(way: str, ranks: int, make: Make, shape: tuple[int, int], profile
     return trace.step(STEPS - 1).seconds
 
 
-def exposed_of(ranks: int, make: Make, shape: tuple[int, int], profile: DeviceProfile) -> dict[str, float]:
+def exposed_of(
+    ranks: int, make: Make, shape: tuple[int, int], profile: DeviceProfile
+) -> dict[str, float]:
     """What each contender adds to the step alone, in seconds."""
     took = {way: seconds_of(way, ranks, make, shape, profile) for way in WAYS}
     return {way: seconds - took[ALONE] for way, seconds in took.items() if way != ALONE}
@@ -117,7 +135,9 @@ def exposed(rounds: int) -> Iterator[Row]:
             OURS: Contender(float, (DDP,), 1.0),
         }
         contest = f"predicted: what sending adds to a step of GPT-2, {ranks} H100, {peer:.0f} GB/s"
-        yield from rows_of(contest, contenders, [exposed_of(ranks, GPT2, (8, 1024), profile)], "ms")
+        yield from rows_of(
+            contest, contenders, [exposed_of(ranks, GPT2, (8, 1024), profile)], "ms"
+        )
 
 
 CONTESTS = (exposed,)

@@ -41,10 +41,16 @@ class Figure(NamedTuple):
     channels_last: bool = False
     trains: bool = True
     optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW
-    published: float | None = None  # images, or rows of tokens, a second; None: nobody has measured it yet
+    published: float | None = (
+        None  # images, or rows of tokens, a second; None: nobody has measured it yet
+    )
     source: str = ""
-    used: str = "seen"  # known, and no constant was fitted to it; or fitted; or held out
-    foretold: float | None = None  # the ms of the prediction that was committed before the figure was looked up
+    used: str = (
+        "seen"  # known, and no constant was fitted to it; or fitted; or held out
+    )
+    foretold: float | None = (
+        None  # the ms of the prediction that was committed before the figure was looked up
+    )
 
 
 def sgd(parameters: Iterator[nn.Parameter]) -> torch.optim.Optimizer:
@@ -57,7 +63,13 @@ _4090 = DeviceProfile.named("RTX-4090")
 _3090 = replace(
     _4090,
     name="RTX-3090",
-    tflops={torch.float32: 35.6, torch.float16: 71.0, torch.bfloat16: 71.0, torch.float64: 0.56, "tf32": 35.6},
+    tflops={
+        torch.float32: 35.6,
+        torch.float16: 71.0,
+        torch.bfloat16: 71.0,
+        torch.float64: 0.56,
+        "tf32": 35.6,
+    },
     bandwidth=936,
     processors=82,
 )
@@ -68,17 +80,40 @@ NANOGPT = "README of nanoGPT, December 2022: batch 8 of that commit's train.py a
 EXAMPLES_A100 = "NVIDIA DeepLearningExamples, ResNet-50 v1.5, 21.03: batch 256 assumed"
 EXAMPLES_V100 = "NVIDIA DeepLearningExamples, ResNet-50 v1.5, V100 16 GB: batch 128 assumed for FP32 and 256 for AMP"
 TIMM = "timm at aa4b5850, results/benchmark-"
-TORCHVISION = "github.com/sandeepkumar-skb/pytorch_experiments, torchvision_exp: batch 128"
+TORCHVISION = (
+    "github.com/sandeepkumar-skb/pytorch_experiments, torchvision_exp: batch 128"
+)
 OWN = "benchmarks/figures.py --measure cuda:0"
 
 
 def timm(
-    what: str, gpu: str, make: Callable[[], nn.Module], batch: int, file: str, published: float, foretold: float
+    what: str,
+    gpu: str,
+    make: Callable[[], nn.Module],
+    batch: int,
+    file: str,
+    published: float,
+    foretold: float,
 ) -> Figure:
     """A figure of timm's tables; the name of its file says what was measured."""
     is_last, trains = "-nhwc-" in file, file.startswith("train")
-    used = "fitted" if (what, is_last) in CORRECTING and gpu == "RTX-4090" else "held out"
-    return Figure(what, gpu, make, batch, "AMP", is_last, trains, sgd, published, f"{TIMM}{file}.csv", used, foretold)
+    used = (
+        "fitted" if (what, is_last) in CORRECTING and gpu == "RTX-4090" else "held out"
+    )
+    return Figure(
+        what,
+        gpu,
+        make,
+        batch,
+        "AMP",
+        is_last,
+        trains,
+        sgd,
+        published,
+        f"{TIMM}{file}.csv",
+        used,
+        foretold,
+    )
 
 
 def own(
@@ -92,17 +127,64 @@ def own(
     foretold: float,
 ) -> Figure:
     """A figure that this script has measured, with torch 2.11, on 2026-11-27."""
-    used = "fitted" if (what, precision, is_last, batch) == ("ResNet-50", "float32", False, 128) else "held out"
-    return Figure(what, "H100", make, batch, precision, is_last, trains, sgd, measured, OWN, used, foretold)
+    used = (
+        "fitted"
+        if (what, precision, is_last, batch) == ("ResNet-50", "float32", False, 128)
+        else "held out"
+    )
+    return Figure(
+        what,
+        "H100",
+        make,
+        batch,
+        precision,
+        is_last,
+        trains,
+        sgd,
+        measured,
+        OWN,
+        used,
+        foretold,
+    )
 
 
-CORRECTING = (("ViT-L/16", False), ("ResNet-50", True))  # what the profile of the RTX 4090 was corrected by
+CORRECTING = (
+    ("ViT-L/16", False),
+    ("ResNet-50", True),
+)  # what the profile of the RTX 4090 was corrected by
 INFER_4090 = "infer-amp-{}-pt240-cu124-rtx4090"
 TRAIN_3090 = "train-amp-{}-pt112-cu113-rtx3090"
 FIGURES = [
-    Figure("GPT-2", "A100", GPT2, 16, "float32", published=16.0, source=LECTURE, used="fitted"),
-    Figure("GPT-2", "A100", GPT2, 16, "TF32", published=16 / 0.333, source=LECTURE, used="fitted"),
-    Figure("GPT-2", "A100", GPT2, 16, "bfloat16", published=16 / 0.300, source=LECTURE, used="fitted"),
+    Figure(
+        "GPT-2",
+        "A100",
+        GPT2,
+        16,
+        "float32",
+        published=16.0,
+        source=LECTURE,
+        used="fitted",
+    ),
+    Figure(
+        "GPT-2",
+        "A100",
+        GPT2,
+        16,
+        "TF32",
+        published=16 / 0.333,
+        source=LECTURE,
+        used="fitted",
+    ),
+    Figure(
+        "GPT-2",
+        "A100",
+        GPT2,
+        16,
+        "bfloat16",
+        published=16 / 0.300,
+        source=LECTURE,
+        used="fitted",
+    ),
     Figure(
         "GPT-2",
         "A100-SXM-40GB",
@@ -114,7 +196,19 @@ FIGURES = [
         used="fitted",
     ),
     *[
-        Figure("ResNet-50", gpu, lambda: resnet(50), batch, precision, is_last, True, sgd, rate, source, "fitted")
+        Figure(
+            "ResNet-50",
+            gpu,
+            lambda: resnet(50),
+            batch,
+            precision,
+            is_last,
+            True,
+            sgd,
+            rate,
+            source,
+            "fitted",
+        )
         for gpu, batch, precision, is_last, rate, source in (
             ("A100", 256, "TF32", False, 938.0, EXAMPLES_A100),
             ("A100", 256, "AMP", True, 2470.0, EXAMPLES_A100),
@@ -123,7 +217,19 @@ FIGURES = [
         )
     ],
     *[
-        Figure("ResNet-50", "V100", lambda: resnet(50), 128, precision, is_last, True, sgd, rate, TORCHVISION, "seen")
+        Figure(
+            "ResNet-50",
+            "V100",
+            lambda: resnet(50),
+            128,
+            precision,
+            is_last,
+            True,
+            sgd,
+            rate,
+            TORCHVISION,
+            "seen",
+        )
         for precision, is_last, rate in (
             ("float32", False, 128 / 0.34237),
             ("float32", True, 128 / 0.41284),
@@ -131,10 +237,42 @@ FIGURES = [
             ("AMP", True, 128 / 0.11093),
         )
     ],
-    timm("ResNet-18", "RTX-4090", lambda: resnet(18), 512, INFER_4090.format("nhwc"), 18247.43, 44.49),
-    timm("ResNet-50", "RTX-4090", lambda: resnet(50), 512, INFER_4090.format("nhwc"), 5088.39, 137.22),
-    timm("ResNet-50", "RTX-4090", lambda: resnet(50), 1024, INFER_4090.format("nchw"), 4217.6, 377.72),
-    timm("ResNet-101", "RTX-4090", lambda: resnet(101), 512, INFER_4090.format("nhwc"), 3320.94, 223.73),
+    timm(
+        "ResNet-18",
+        "RTX-4090",
+        lambda: resnet(18),
+        512,
+        INFER_4090.format("nhwc"),
+        18247.43,
+        44.49,
+    ),
+    timm(
+        "ResNet-50",
+        "RTX-4090",
+        lambda: resnet(50),
+        512,
+        INFER_4090.format("nhwc"),
+        5088.39,
+        137.22,
+    ),
+    timm(
+        "ResNet-50",
+        "RTX-4090",
+        lambda: resnet(50),
+        1024,
+        INFER_4090.format("nchw"),
+        4217.6,
+        377.72,
+    ),
+    timm(
+        "ResNet-101",
+        "RTX-4090",
+        lambda: resnet(101),
+        512,
+        INFER_4090.format("nhwc"),
+        3320.94,
+        223.73,
+    ),
     timm(
         "ViT-S/16",
         "RTX-4090",
@@ -162,9 +300,33 @@ FIGURES = [
         912.7,
         1435.19,
     ),
-    timm("ResNet-18", "RTX-3090", lambda: resnet(18), 512, TRAIN_3090.format("nchw"), 2764.22, 250.73),
-    timm("ResNet-50", "RTX-3090", lambda: resnet(50), 512, TRAIN_3090.format("nchw"), 826.06, 731.38),
-    timm("ResNet-50", "RTX-3090", lambda: resnet(50), 512, TRAIN_3090.format("nhwc"), 1218.01, 620.83),
+    timm(
+        "ResNet-18",
+        "RTX-3090",
+        lambda: resnet(18),
+        512,
+        TRAIN_3090.format("nchw"),
+        2764.22,
+        250.73,
+    ),
+    timm(
+        "ResNet-50",
+        "RTX-3090",
+        lambda: resnet(50),
+        512,
+        TRAIN_3090.format("nchw"),
+        826.06,
+        731.38,
+    ),
+    timm(
+        "ResNet-50",
+        "RTX-3090",
+        lambda: resnet(50),
+        512,
+        TRAIN_3090.format("nhwc"),
+        1218.01,
+        620.83,
+    ),
     timm(
         "ViT-B/16",
         "RTX-3090",
@@ -177,7 +339,16 @@ FIGURES = [
     *[
         own(what, make, batch, precision, is_last, trains, rate, foretold)
         for what, make, batch, precision, is_last, trains, rate, foretold in (
-            ("ResNet-50", lambda: resnet(50), 128, "float32", False, True, 836.6, 96.83),
+            (
+                "ResNet-50",
+                lambda: resnet(50),
+                128,
+                "float32",
+                False,
+                True,
+                836.6,
+                96.83,
+            ),
             ("ResNet-50", lambda: resnet(50), 128, "TF32", False, True, 1799.6, 70.56),
             ("ResNet-50", lambda: resnet(50), 128, "AMP", False, True, 2663.2, 36.51),
             ("ResNet-50", lambda: resnet(50), 128, "AMP", True, True, 4240.6, 28.79),
@@ -186,15 +357,87 @@ FIGURES = [
             ("GPT-2", GPT2, 8, "float32", False, True, 39.4, 197.52),
             ("GPT-2", GPT2, 8, "TF32", False, True, 83.0, 86.35),
             ("GPT-2", GPT2, 8, "bfloat16", False, True, 94.5, 77.56),
-            ("GPT-2, fused attention", lambda: GPT2(is_fused=True), 8, "bfloat16", False, True, 198.8, 36.37),
-            ("ViT-B/16", lambda: VisionTransformer(768, 12, True), 128, "AMP", False, True, 2647.9, 47.0),
-            ("ViT-L/16", lambda: VisionTransformer(1024, 24, True), 256, "AMP", False, False, 2820.0, 82.7),
-            ("ResNet-18", lambda: resnet(18), 128, "float32", False, True, 2610.1, 62.42),
-            ("ResNet-101", lambda: resnet(101), 64, "float32", False, True, 468.9, 139.54),
+            (
+                "GPT-2, fused attention",
+                lambda: GPT2(is_fused=True),
+                8,
+                "bfloat16",
+                False,
+                True,
+                198.8,
+                36.37,
+            ),
+            (
+                "ViT-B/16",
+                lambda: VisionTransformer(768, 12, True),
+                128,
+                "AMP",
+                False,
+                True,
+                2647.9,
+                47.0,
+            ),
+            (
+                "ViT-L/16",
+                lambda: VisionTransformer(1024, 24, True),
+                256,
+                "AMP",
+                False,
+                False,
+                2820.0,
+                82.7,
+            ),
+            (
+                "ResNet-18",
+                lambda: resnet(18),
+                128,
+                "float32",
+                False,
+                True,
+                2610.1,
+                62.42,
+            ),
+            (
+                "ResNet-101",
+                lambda: resnet(101),
+                64,
+                "float32",
+                False,
+                True,
+                468.9,
+                139.54,
+            ),
             ("ResNet-101", lambda: resnet(101), 64, "TF32", True, True, 1335.3, 45.41),
-            ("ResNet-50", lambda: resnet(50), 256, "float32", False, False, 3436.0, 102.14),
-            ("ViT-S/16", lambda: VisionTransformer(384, 12, True), 256, "TF32", False, True, 2728.3, 69.77),
-            ("GPT-2 355M", lambda: GPT2(is_fused=True, width=1024, layers=24), 8, "bfloat16", False, True, 101.9, 71.0),
+            (
+                "ResNet-50",
+                lambda: resnet(50),
+                256,
+                "float32",
+                False,
+                False,
+                3436.0,
+                102.14,
+            ),
+            (
+                "ViT-S/16",
+                lambda: VisionTransformer(384, 12, True),
+                256,
+                "TF32",
+                False,
+                True,
+                2728.3,
+                69.77,
+            ),
+            (
+                "GPT-2 355M",
+                lambda: GPT2(is_fused=True, width=1024, layers=24),
+                8,
+                "bfloat16",
+                False,
+                True,
+                101.9,
+                71.0,
+            ),
         )
     ],
 ]
@@ -204,7 +447,10 @@ def predicted(figure: Figure) -> float:
     """The seconds of a step, by the model."""
     profile = OTHERS.get(figure.gpu) or DeviceProfile.named(figure.gpu)
     # What fits is not the question here, and their batches did.
-    with precision(figure), virtual_time(replace(profile, memory=2**50), shapes_only=True) as trace:
+    with (
+        precision(figure),
+        virtual_time(replace(profile, memory=2**50), shapes_only=True) as trace,
+    ):
         step = step_of(figure, torch.device("sim", 0))
         for _ in range(2):  # the first step makes the state of the optimizer
             torch.accelerator.synchronize()
@@ -226,16 +472,26 @@ def measured(figure: Figure, device: torch.device) -> float:
 @contextmanager
 def precision(figure: Figure) -> Iterator[None]:
     """A block in which products and convolutions of float32 have a figure's precision."""
-    tf32 = torch.backends.cuda.matmul.fp32_precision, torch.backends.cudnn.conv.fp32_precision
+    tf32 = (
+        torch.backends.cuda.matmul.fp32_precision,
+        torch.backends.cudnn.conv.fp32_precision,
+    )
     kind = "ieee" if figure.precision == "float32" else "tf32"
-    torch.backends.cuda.matmul.fp32_precision = torch.backends.cudnn.conv.fp32_precision = kind
+    torch.backends.cuda.matmul.fp32_precision = (
+        torch.backends.cudnn.conv.fp32_precision
+    ) = kind
     try:
         yield
     finally:
-        torch.backends.cuda.matmul.fp32_precision, torch.backends.cudnn.conv.fp32_precision = tf32
+        (
+            torch.backends.cuda.matmul.fp32_precision,
+            torch.backends.cudnn.conv.fp32_precision,
+        ) = tf32
 
 
-def parts(figure: Figure, device: torch.device) -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
+def parts(
+    figure: Figure, device: torch.device
+) -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
     """The network, a batch and its labels: random numbers, since a GPU computes with zeros faster than with others."""
     layout = torch.channels_last if figure.channels_last else torch.contiguous_format
     with device:
@@ -244,7 +500,11 @@ def parts(figure: Figure, device: torch.device) -> tuple[nn.Module, torch.Tensor
             tokens = torch.randint(50257, (figure.batch, 1024))
             return model, tokens, tokens
         images = torch.randn(figure.batch, 3, 224, 224).contiguous(memory_format=layout)
-        return model.to(memory_format=layout), images, torch.randint(1000, (figure.batch,))
+        return (
+            model.to(memory_format=layout),
+            images,
+            torch.randint(1000, (figure.batch,)),
+        )
 
 
 def step_of(figure: Figure, device: torch.device) -> Callable[[], None]:
@@ -252,7 +512,9 @@ def step_of(figure: Figure, device: torch.device) -> Callable[[], None]:
     return (trained if figure.trains else inferred)(figure, device)
 
 
-def autocast(figure: Figure, device: torch.device) -> torch.autocast | nullcontext[None]:
+def autocast(
+    figure: Figure, device: torch.device
+) -> torch.autocast | nullcontext[None]:
     """The block in which half precision is used, if it is."""
     half = HALF.get(figure.precision)
     return nullcontext() if half is None else torch.autocast(device.type, half)
@@ -301,14 +563,22 @@ def figures(rounds: int) -> Iterator[Row]:
             says["foretold"] = figure.foretold / 1e3
         for word, amount in says.items():
             ratio = amount / published
-            errors.setdefault(figure.used if word == "predicted" else word, []).append(ratio - 1)
+            errors.setdefault(figure.used if word == "predicted" else word, []).append(
+                ratio - 1
+            )
             yield Row(name, word, amount, "ms", "published", ratio, ratio, ratio, 1.3)
     errors["all"] = errors["fitted"] + errors["seen"] + errors["held out"]
     for word, those in errors.items():
         mean, worst = statistics.mean(map(abs, those)), max(those, key=abs)
-        print(f"{word}: mean error {mean:.0%}, worst {worst:+.0%}, of {len(those)}", file=sys.stderr)
+        print(
+            f"{word}: mean error {mean:.0%}, worst {worst:+.0%}, of {len(those)}",
+            file=sys.stderr,
+        )
     right = [(slow, fast, seconds[fast] < seconds[slow]) for slow, fast in pairs()]
-    print(f"{sum(is_right for *_, is_right in right)} of {len(right)} gains on the right side", file=sys.stderr)
+    print(
+        f"{sum(is_right for *_, is_right in right)} of {len(right)} gains on the right side",
+        file=sys.stderr,
+    )
     for slow, fast, is_right in right:
         if not is_right:
             print(f"  not {named(slow)} -> {named(fast)}", file=sys.stderr)
@@ -316,12 +586,16 @@ def figures(rounds: int) -> Iterator[Row]:
 
 def measure(device: torch.device) -> None:
     """Prints what each of this script's own figures takes on a device, beside what was predicted."""
-    print(f"{machine()}\n\n| | measured | a second | foretold | of measured |\n|---|---:|---:|---:|---:|")
+    print(
+        f"{machine()}\n\n| | measured | a second | foretold | of measured |\n|---|---:|---:|---:|---:|"
+    )
     for figure in FIGURES:
         if figure.source == OWN:
             seconds, foretold = measured(figure, device), figure.foretold or math.nan
             rate, ratio = figure.batch / seconds, foretold / 1e3 / seconds
-            print(f"| {named(figure)} | {1e3 * seconds:.2f} ms | {rate:,.1f} | {foretold:.2f} ms | {ratio:.2f} |")
+            print(
+                f"| {named(figure)} | {1e3 * seconds:.2f} ms | {rate:,.1f} | {foretold:.2f} ms | {ratio:.2f} |"
+            )
 
 
 def named(figure: Figure) -> str:
@@ -334,11 +608,19 @@ def named(figure: Figure) -> str:
 def pairs() -> Iterator[tuple[Figure, Figure]]:
     """Figures of one source that differ in precision or layout, by 10 % or more: the slower and the faster."""
     for one, other in itertools.combinations(FIGURES, 2):
-        alike = one[:2] == other[:2] and one.batch == other.batch and one.trains == other.trains
+        alike = (
+            one[:2] == other[:2]
+            and one.batch == other.batch
+            and one.trains == other.trains
+        )
         is_of_one = one.source == other.source or one.source.startswith(TIMM)
         if alike and is_of_one and one.published and other.published:
-            slow, fast = (one, other) if one.published < other.published else (other, one)
-            if max(one.published, other.published) >= 1.1 * min(one.published, other.published):
+            slow, fast = (
+                (one, other) if one.published < other.published else (other, one)
+            )
+            if max(one.published, other.published) >= 1.1 * min(
+                one.published, other.published
+            ):
                 yield slow, fast
 
 
@@ -346,7 +628,12 @@ CONTESTS = (figures,)
 
 if __name__ == "__main__":
     parser = arguments(__doc__ or "")
-    parser.add_argument("--measure", metavar="DEVICE", type=torch.device, help="measure steps on a GPU: cuda:0")
+    parser.add_argument(
+        "--measure",
+        metavar="DEVICE",
+        type=torch.device,
+        help="measure steps on a GPU: cuda:0",
+    )
     told = parser.parse_args()
     if told.measure is not None:
         measure(told.measure)

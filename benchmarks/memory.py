@@ -41,7 +41,9 @@ def in_a_step(strategy: torchstrategy.Strategy, width: int, layers: int) -> list
     before = resident()
     with strategy.scope():
         torch.manual_seed(0)
-        net = nn.Sequential(*[nn.Linear(width, width, bias=False) for _ in range(layers)])
+        net = nn.Sequential(
+            *[nn.Linear(width, width, bias=False) for _ in range(layers)]
+        )
         optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
     (batch,) = strategy.experimental_distribute_dataset([torch.randn(ROWS, width)])
 
@@ -62,7 +64,11 @@ def worker(argument: Any) -> list[int]:
     """The figures of one contender."""
     kind, replicas = argument
     torch.set_num_threads(1)
-    strategy = getattr(torchstrategy, kind)(["cpu"] * replicas) if kind else torchstrategy.get_strategy()
+    strategy = (
+        getattr(torchstrategy, kind)(["cpu"] * replicas)
+        if kind
+        else torchstrategy.get_strategy()
+    )
     in_a_step(strategy, 64, 2)  # loads what torch loads at its first use
     return in_a_step(strategy, WIDTH, LAYERS)
 
@@ -73,7 +79,9 @@ def on_one_device(rounds: int) -> Iterator[Row]:
         left_out("memory", "there is no /proc")
         return
     names = list(CONTENDERS) if rounds > 1 else ["plain", "Central, replicas: 2"]
-    figures = {name: in_fresh_processes(__file__, [CONTENDERS[name]])[0] for name in names}
+    figures = {
+        name: in_fresh_processes(__file__, [CONTENDERS[name]])[0] for name in names
+    }
     for i, what in enumerate(WHAT):
         contenders = {
             name: Contender(
@@ -83,7 +91,9 @@ def on_one_device(rounds: int) -> Iterator[Row]:
             )
             for name in names
         }
-        yield from rows_of(what, contenders, [{name: float(figures[name][i]) for name in names}], "MB")
+        yield from rows_of(
+            what, contenders, [{name: float(figures[name][i]) for name in names}], "MB"
+        )
 
 
 CONTESTS = (on_one_device,)

@@ -45,14 +45,24 @@ class Trainer(NamedTuple):
 def made() -> tuple[nn.Module, torch.optim.Optimizer, DataLoader[Any]]:
     """A model, its optimizer and a loader of `STEPS` batches: the same at each call."""
     torch.manual_seed(0)
-    layers = [m for _ in range(LAYERS - 1) for m in (nn.Linear(WIDTH, WIDTH), nn.ReLU())]
+    layers = [
+        m for _ in range(LAYERS - 1) for m in (nn.Linear(WIDTH, WIDTH), nn.ReLU())
+    ]
     net = nn.Sequential(*layers, nn.Linear(WIDTH, WIDTH))
-    rows = TensorDataset(torch.randn(STEPS * ROWS, WIDTH), torch.randn(STEPS * ROWS, WIDTH))
-    return net, torch.optim.SGD(net.parameters(), lr=0.01), DataLoader(rows, batch_size=ROWS)
+    rows = TensorDataset(
+        torch.randn(STEPS * ROWS, WIDTH), torch.randn(STEPS * ROWS, WIDTH)
+    )
+    return (
+        net,
+        torch.optim.SGD(net.parameters(), lr=0.01),
+        DataLoader(rows, batch_size=ROWS),
+    )
 
 
 def stepping(
-    net: nn.Module, optimizer: torch.optim.Optimizer, backward: Callable[[torch.Tensor], Any] = torch.Tensor.backward
+    net: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    backward: Callable[[torch.Tensor], Any] = torch.Tensor.backward,
 ) -> Callable[[Batch], None]:
     """The step, which is the same for all."""
 
@@ -90,10 +100,14 @@ def of_accelerate() -> Trainer:
 
 def of_fabric() -> Trainer:
     """As Fabric has it."""
-    fabric = importlib.import_module("lightning.fabric").Fabric(accelerator="cpu", devices=1)
+    fabric = importlib.import_module("lightning.fabric").Fabric(
+        accelerator="cpu", devices=1
+    )
     net, optimizer, loader = made()
     net, optimizer = fabric.setup(net, optimizer)
-    return Trainer(net, fabric.setup_dataloaders(loader), stepping(net, optimizer, fabric.backward))
+    return Trainer(
+        net, fabric.setup_dataloaders(loader), stepping(net, optimizer, fabric.backward)
+    )
 
 
 STRATEGIES: dict[str, Callable[[], torchstrategy.Strategy]] = {
@@ -120,7 +134,9 @@ def trainers() -> dict[str, Trainer]:
             left_out(name, error)
             continue
         found[name].train(found[name].loader)
-        for one, other in zip(found["plain"].net.parameters(), found[name].net.parameters(), strict=True):
+        for one, other in zip(
+            found["plain"].net.parameters(), found[name].net.parameters(), strict=True
+        ):
             assert torch.equal(one, other), name
     return found
 
@@ -129,7 +145,10 @@ def training(rounds: int) -> Iterator[Row]:
     """Steps on batches that are at hand, and on those of a loader."""
     found = trainers()
     at_hand = list(found["plain"].loader)
-    for contest, batches in {"a step": at_hand, "a step and its `DataLoader`": None}.items():
+    for contest, batches in {
+        "a step": at_hand,
+        "a step and its `DataLoader`": None,
+    }.items():
         contenders = {
             name: Contender(
                 per_step(trainer, batches or trainer.loader),
@@ -138,7 +157,9 @@ def training(rounds: int) -> Iterator[Row]:
             )
             for name, trainer in found.items()
         }
-        yield from compared(contest, contenders, 40 * rounds)  # the turns are short, and a percent is looked for
+        yield from compared(
+            contest, contenders, 40 * rounds
+        )  # the turns are short, and a percent is looked for
 
 
 def per_step(trainer: Trainer, batches: Iterable[Batch]) -> Measure:
@@ -153,9 +174,13 @@ def calls() -> dict[str, Work]:
     works: dict[str, Work] = {}
     for name, make in STRATEGIES.items():
         strategy = make()
-        value = strategy.experimental_distribute_values_from_function(lambda _: torch.ones(ROWS, WIDTH))
+        value = strategy.experimental_distribute_values_from_function(
+            lambda _: torch.ones(ROWS, WIDTH)
+        )
         works[f"{name}, no argument"] = partial(strategy.run, nothing)
-        works[f"{name}, a per-replica batch"] = partial(strategy.run, nothing, ((value, value),))
+        works[f"{name}, a per-replica batch"] = partial(
+            strategy.run, nothing, ((value, value),)
+        )
     return works
 
 
@@ -172,14 +197,22 @@ def call(rounds: int) -> Iterator[Row]:
         measure = timed(work, 1)
 
         def of_some() -> float:
-            return statistics.median([(trainer.step(batch), measure())[1] for _ in range(TURN)])
+            return statistics.median(
+                [(trainer.step(batch), measure())[1] for _ in range(TURN)]
+            )
 
         return of_some
 
     works = calls()
-    again = {name: Contender(timed(work, 1000), limit=CALL_LIMIT) for name, work in works.items()}
+    again = {
+        name: Contender(timed(work, 1000), limit=CALL_LIMIT)
+        for name, work in works.items()
+    }
     yield from compared("`run` of an empty function", again, rounds, "µs")
-    between = {name: Contender(between_steps(work)) for name, work in {"no run": nothing, **works}.items()}
+    between = {
+        name: Contender(between_steps(work))
+        for name, work in {"no run": nothing, **works}.items()
+    }
     yield from compared("the same, between steps", between, 4 * rounds, "µs")
 
 
@@ -196,7 +229,9 @@ def allocated(rounds: int) -> Iterator[Row]:
         tracemalloc.stop()
         return peak - before
 
-    contenders = {name: Contender(partial(at_most, work)) for name, work in calls().items()}
+    contenders = {
+        name: Contender(partial(at_most, work)) for name, work in calls().items()
+    }
     yield from compared("memory of such a call", contenders, 1, "B")
 
 

@@ -23,7 +23,11 @@ AHEAD = torchstrategy.InputOptions(load_ahead=True)
 ON_DEMAND = torchstrategy.InputOptions(load_ahead=False)
 
 
-def central(dataset: Any, options: torchstrategy.InputOptions | None = None, replicas: int = REPLICAS) -> Any:
+def central(
+    dataset: Any,
+    options: torchstrategy.InputOptions | None = None,
+    replicas: int = REPLICAS,
+) -> Any:
     """A dataset, dealt out to replicas on the CPU."""
     strategy = torchstrategy.CentralStorageStrategy(["cpu"] * replicas)
     return strategy.experimental_distribute_dataset(dataset, options)
@@ -63,15 +67,24 @@ def overlap(rounds: int) -> Iterator[Row]:
     def step(batch: Any) -> None:
         strategy.run(lambda rows: time.sleep(WAIT / REPLICAS), args=(batch,))
 
-    def distributed(loader: Any, options: torchstrategy.InputOptions | None = None) -> Measure:
-        return lambda: loop(strategy.experimental_distribute_dataset(loader, options), step)
+    def distributed(
+        loader: Any, options: torchstrategy.InputOptions | None = None
+    ) -> Measure:
+        return lambda: loop(
+            strategy.experimental_distribute_dataset(loader, options), step
+        )
 
     alone, (some,) = DataLoader(Waits(), batch_size=None), central([torch.ones(8, 4)])
     with_worker = DataLoader(Waits(), batch_size=None, num_workers=1)
-    here, there = ("the loader", "the step"), ("the loader, `num_workers=1`", "the step")
+    here, there = (
+        ("the loader", "the step"),
+        ("the loader, `num_workers=1`", "the step"),
+    )
     contenders = {
         "the loader": Contender(lambda: loop(alone, lambda batch: None)),
-        "the loader, `num_workers=1`": Contender(lambda: loop(with_worker, lambda batch: None)),
+        "the loader, `num_workers=1`": Contender(
+            lambda: loop(with_worker, lambda batch: None)
+        ),
         "the step": Contender(lambda: loop([some] * (STEPS + 1), step)),
         "both, `num_workers=1`": Contender(distributed(with_worker), there, 1.1),
         "both, `load_ahead=True`": Contender(distributed(alone, AHEAD), here, 1.1),
@@ -100,7 +113,9 @@ def throughput(rounds: int) -> Iterator[Row]:
     rows = TensorDataset(torch.rand(BATCHES * 1024, 256))
     loaders: dict[str, DataLoader[Any]] = {
         "a loader that collates": DataLoader(rows, batch_size=1024),
-        "a loader of ready batches": DataLoader([torch.rand(1024, 256) for _ in range(BATCHES)], batch_size=None),  # type: ignore[arg-type]
+        "a loader of ready batches": DataLoader(
+            [torch.rand(1024, 256) for _ in range(BATCHES)], batch_size=None
+        ),  # type: ignore[arg-type]
     }
     for name, loader in loaders.items():
         bar = 1.1 if "collates" in name else None
@@ -120,10 +135,14 @@ def next_batch(rounds: int) -> Iterator[Row]:
         "a dict of 4": {key: torch.rand(256, 256) for key in "abcd"},
     }
     contenders = {}
-    for (name, batch), replicas, options in itertools.product(batches.items(), (1, REPLICAS), (ON_DEMAND, AHEAD)):
+    for (name, batch), replicas, options in itertools.product(
+        batches.items(), (1, REPLICAS), (ON_DEMAND, AHEAD)
+    ):
         how = "`load_ahead=True`" if options is AHEAD else "on demand"
         dataset = central([batch] * count, options, replicas)
-        contenders[f"{name}, replicas: {replicas}, {how}"] = Contender(reading(dataset, count))
+        contenders[f"{name}, replicas: {replicas}, {how}"] = Contender(
+            reading(dataset, count)
+        )
     yield from compared("`next`", contenders, rounds, "µs")
 
 
@@ -133,7 +152,9 @@ BATCH_BYTES, STEP_SECONDS, DEVICE_STEPS, WARM_UP = 64 << 20, 0.02, 40, 5
 BARRED = ("on demand, pinned", "`load_ahead=True`, pinned")
 
 
-def double_buffered(batches: Iterable[torch.Tensor], device: torch.device) -> Iterator[torch.Tensor]:
+def double_buffered(
+    batches: Iterable[torch.Tensor], device: torch.device
+) -> Iterator[torch.Tensor]:
     """As it is written by hand: the next batch is copied on a stream of its own while the step computes."""
     side = torch.Stream(device)
 
@@ -194,7 +215,11 @@ def device_step(device: torch.device) -> Callable[[torch.Tensor], None]:
     return step
 
 
-def device_loop(batches: Iterable[torch.Tensor], step: Callable[[torch.Tensor], None], device: torch.device) -> float:
+def device_loop(
+    batches: Iterable[torch.Tensor],
+    step: Callable[[torch.Tensor], None],
+    device: torch.device,
+) -> float:
     """Seconds of a step of a loop, after some to warm up."""
     began = 0.0
     for k, batch in enumerate(batches):
@@ -223,18 +248,28 @@ def copies(rounds: int) -> Iterator[Row]:
         turns: Any = [batches[k % len(batches)] for k in range(count)]
         return DataLoader(turns, batch_size=None)
 
-    def distributed(batches: Sequence[torch.Tensor], options: torchstrategy.InputOptions) -> Any:
+    def distributed(
+        batches: Sequence[torch.Tensor], options: torchstrategy.InputOptions
+    ) -> Any:
         return strategy.experimental_distribute_dataset(loader(batches), options)
 
-    ways: dict[str, Iterable[torch.Tensor] | Callable[[], Iterable[torch.Tensor]] | None] = {
+    ways: dict[
+        str, Iterable[torch.Tensor] | Callable[[], Iterable[torch.Tensor]] | None
+    ] = {
         "compute alone": [pinned[0].to(device)] * count,
         "on demand, pinned": distributed(pinned, ON_DEMAND),
         "on demand, not pinned": distributed(host, ON_DEMAND),
         "`load_ahead=True`, pinned": distributed(pinned, AHEAD),
         "`load_ahead=True`, not pinned": distributed(host, AHEAD),
-        "a double buffer by hand, pinned": lambda: double_buffered(loader(pinned), device),
-        "`batch.to(device)`, pinned": lambda: (batch.to(device, non_blocking=True) for batch in loader(pinned)),
-        "`batch.to(device)`, not pinned": lambda: (batch.to(device) for batch in loader(host)),
+        "a double buffer by hand, pinned": lambda: double_buffered(
+            loader(pinned), device
+        ),
+        "`batch.to(device)`, pinned": lambda: (
+            batch.to(device, non_blocking=True) for batch in loader(pinned)
+        ),
+        "`batch.to(device)`, not pinned": lambda: (
+            batch.to(device) for batch in loader(host)
+        ),
         "Accelerate, pinned": of_another_library("accelerate", loader(pinned)),
         "Fabric, pinned": of_another_library("lightning.fabric", loader(pinned)),
     }
@@ -244,12 +279,16 @@ def copies(rounds: int) -> Iterator[Row]:
 
     contenders = {
         name: Contender(
-            partial(measured, batches), ("compute alone",), 1.03 if name.endswith("ead=True`, pinned") else None
+            partial(measured, batches),
+            ("compute alone",),
+            1.03 if name.endswith("ead=True`, pinned") else None,
         )
         for name, batches in ways.items()
         if batches is not None
     }
-    yield from compared("copies of 64 MB, steps of 20 ms", contenders, max(1, rounds // 3))
+    yield from compared(
+        "copies of 64 MB, steps of 20 ms", contenders, max(1, rounds // 3)
+    )
 
 
 CONTESTS = (overlap, throughput, next_batch, copies)

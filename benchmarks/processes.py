@@ -45,7 +45,10 @@ STRATEGIES = {
 }
 PLAIN = "plain, 1 process"
 TASKS = {
-    "13 MB, 256 rows": (Task(1024, 3, 256, 15), (DDP, *STRATEGIES, "Central, 2 replicas, 2 threads", PLAIN)),
+    "13 MB, 256 rows": (
+        Task(1024, 3, 256, 15),
+        (DDP, *STRATEGIES, "Central, 2 replicas, 2 threads", PLAIN),
+    ),
     "70 kB, 64 rows": (Task(64, 4, 64, 150), (DDP, "Central, 2 replicas", PLAIN)),
 }
 UNITS = {
@@ -60,7 +63,11 @@ UNITS = {
 def made(task: Task) -> tuple[nn.Module, Batch]:
     """The model and the global batch."""
     torch.manual_seed(0)
-    layers = [m for _ in range(task.layers) for m in (nn.Linear(task.width, task.width), nn.ReLU())]
+    layers = [
+        m
+        for _ in range(task.layers)
+        for m in (nn.Linear(task.width, task.width), nn.ReLU())
+    ]
     return nn.Sequential(*layers, nn.Linear(task.width, 10)), (
         torch.randn(task.rows, task.width),
         torch.randint(10, (task.rows,)),
@@ -89,7 +96,9 @@ def plain(task: Task) -> tuple[nn.Module, Callable[[], None]]:
 
 def under(name: str, task: Task) -> tuple[nn.Module, Callable[[], None]]:
     """Two replicas in one process."""
-    torchstrategy = importlib.import_module("torchstrategy")  # here: it would count in the start of the others, too
+    torchstrategy = importlib.import_module(
+        "torchstrategy"
+    )  # here: it would count in the start of the others, too
     strategy = getattr(torchstrategy, name)(["cpu"] * 2)
     with strategy.scope():
         net, batch = made(task)
@@ -100,15 +109,23 @@ def under(name: str, task: Task) -> tuple[nn.Module, Callable[[], None]]:
 
 def in_ddp(task: Task, rank: int, store: str) -> tuple[nn.Module, Callable[[], None]]:
     """One of two processes."""
-    distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    distributed.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=2
+    )
     net, batch = made(task)
-    step, piece = stepping(nn.parallel.DistributedDataParallel(net)), [tensor.chunk(2)[rank] for tensor in batch]
+    step, piece = (
+        stepping(nn.parallel.DistributedDataParallel(net)),
+        [tensor.chunk(2)[rank] for tensor in batch],
+    )
     return net, lambda: step((piece[0], piece[1]))
 
 
 def memory() -> tuple[float, float]:
     """The bytes of this process, its part of what it shares included: of all, and of what is no file."""
-    sizes = dict(line.split(":") for line in Path("/proc/self/smaps_rollup").read_text().splitlines()[1:])
+    sizes = dict(
+        line.split(":")
+        for line in Path("/proc/self/smaps_rollup").read_text().splitlines()[1:]
+    )
     return tuple(1024.0 * int(sizes[name].split()[0]) for name in ("Pss", "Pss_Anon"))  # type: ignore[return-value]
 
 
@@ -151,35 +168,60 @@ def worker(argument: Any) -> Figures:
     steps(task.steps)
     wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
     pss, own = peak_memory(lambda: steps(task.steps // 2))
-    checksum = float(nn.utils.parameters_to_vector(net.parameters()).detach().double().norm())
+    checksum = float(
+        nn.utils.parameters_to_vector(net.parameters()).detach().double().norm()
+    )
     if name == DDP:
         distributed.barrier()
         distributed.destroy_process_group()
-    return dict(zip(UNITS, (wall / task.steps, cpu / task.steps, started, pss, own), strict=True), checksum=checksum)
+    return dict(
+        zip(
+            UNITS, (wall / task.steps, cpu / task.steps, started, pss, own), strict=True
+        ),
+        checksum=checksum,
+    )
 
 
 def measured(name: str, task: Task) -> Figures:
     """Of all processes of a contender."""
     with tempfile.TemporaryDirectory() as folder:
         ranks = range(2 if name == DDP else 1)
-        told = in_fresh_processes(__file__, [[name, task, rank, f"{folder}/store", time.time()] for rank in ranks])
+        told = in_fresh_processes(
+            __file__,
+            [[name, task, rank, f"{folder}/store", time.time()] for rank in ranks],
+        )
     summed = [what for what in UNITS if what.startswith(("CPU", "memory"))]
-    return {what: (sum if what in summed else max)(figures[what] for figures in told) for what in told[0]}
+    return {
+        what: (sum if what in summed else max)(figures[what] for figures in told)
+        for what in told[0]
+    }
 
 
 def against_processes(rounds: int) -> Iterator[Row]:
     """A step, its memory and its start."""
-    if not distributed.is_gloo_available() or not Path("/proc/self/smaps_rollup").exists():
+    if (
+        not distributed.is_gloo_available()
+        or not Path("/proc/self/smaps_rollup").exists()
+    ):
         left_out("processes", "gloo and /proc are not both here")
         return
     for title, (task, names) in list(TASKS.items())[rounds == 1 :]:
-        seen = [{name: measured(name, task) for name in names} for _ in range(max(1, rounds // 7))]
+        seen = [
+            {name: measured(name, task) for name in names}
+            for _ in range(max(1, rounds // 7))
+        ]
         for figures in seen:
             same = [figure["checksum"] for figure in figures.values()]
             assert max(same) - min(same) < 1e-3 * max(same), same
-        contenders = {name: Contender(lambda: 0.0, () if name == DDP else (DDP,)) for name in names}
+        contenders = {
+            name: Contender(lambda: 0.0, () if name == DDP else (DDP,))
+            for name in names
+        }
         for what, unit in UNITS.items():
-            amounts = [{name: figure[what] for name, figure in figures.items()} for figures in seen]
+            amounts = [
+                {name: figure[what] for name, figure in figures.items()}
+                for figures in seen
+            ]
             yield from rows_of(f"{title}: {what}", contenders, amounts, unit)
 
 

@@ -52,30 +52,54 @@ TO_DO = {
 }  # by the beginning of an error
 LEAST_GRADIENT = 1e-6  # below this, its norm is rounding
 DRAWN_ALIKE = "with the CPU's random numbers"
-BEGIN, END = "<!-- the table: benchmarks/public_programs.py -->", "<!-- the end of the table -->"
+BEGIN, END = (
+    "<!-- the table: benchmarks/public_programs.py -->",
+    "<!-- the end of the table -->",
+)
 
 
 def main() -> None:
     """Runs what has no result yet, and writes the page."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--only", default="", help="programs whose names have this word in them")
-    parser.add_argument("--for", dest="seconds", type=float, default=math.inf, help="begin no program after these")
-    parser.add_argument("--again", action="store_true", help="also those that have a result")
-    parser.add_argument("--page", type=Path, default=ROOT / "docs" / "public-programs.md")
+    parser.add_argument(
+        "--only", default="", help="programs whose names have this word in them"
+    )
+    parser.add_argument(
+        "--for",
+        dest="seconds",
+        type=float,
+        default=math.inf,
+        help="begin no program after these",
+    )
+    parser.add_argument(
+        "--again", action="store_true", help="also those that have a result"
+    )
+    parser.add_argument(
+        "--page", type=Path, default=ROOT / "docs" / "public-programs.md"
+    )
     options = parser.parse_args()
     file, began = options.folder / "results.json", time.monotonic()
     results: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
     for program in PROGRAMS:
         known = program.name in results and not options.again
-        if known or options.only not in program.name or not (options.folder / program.clone).is_dir():
+        if (
+            known
+            or options.only not in program.name
+            or not (options.folder / program.clone).is_dir()
+        ):
             continue
         if time.monotonic() - began > options.seconds:
             print("there is more: call it again")
             break
         results[program.name] = result_of(program, options.folder.resolve())
         file.write_text(json.dumps(results, indent=1))
-        print(program.name, "|", " | ".join(row(program, results[program.name])[3:]), flush=True)
+        print(
+            program.name,
+            "|",
+            " | ".join(row(program, results[program.name])[3:]),
+            flush=True,
+        )
     if options.page.exists():
         write_table(options.page, results)
 
@@ -85,7 +109,13 @@ def result_of(program: Program, folder: Path) -> dict[str, Any]:
     make_data(program, folder / program.clone)
     with tempfile.TemporaryDirectory() as scratch:
         report, notes = Path(scratch) / "report.json", Path(scratch) / "notes.json"
-        options = ["--json", str(report), "--as-cuda", "--devices", str(program.devices)]
+        options = [
+            "--json",
+            str(report),
+            "--as-cuda",
+            "--devices",
+            str(program.devices),
+        ]
         options += ["--ranks", str(program.ranks)] if program.ranks else []
         options += ["--stop-after", str(program.steps)] if program.steps else []
         options += [program.file, *program.arguments]
@@ -94,20 +124,35 @@ def result_of(program: Program, folder: Path) -> dict[str, Any]:
         result["commit"] = commit(folder / program.clone)
         if program.on_cpu is not None:
             plain = [str(program.steps), program.file, *program.on_cpu]
-            starts = [("cpu", ON_THE_CPU, plain), ("drawn_alike", ON_SIMULATED_DEVICES, options)]
+            starts = [
+                ("cpu", ON_THE_CPU, plain),
+                ("drawn_alike", ON_SIMULATED_DEVICES, options),
+            ]
             for name, start, rest in starts[:1] if result["status"] else starts:
                 notes.unlink(missing_ok=True)
-                start = LOADED_ALIKE + start if program.loads_otherwise_on_gpus else start
+                start = (
+                    LOADED_ALIKE + start if program.loads_otherwise_on_gpus else start
+                )
                 result[name] = run(["-c", start, str(notes), *rest], program, folder)
-                result[name]["gradients"] = json.loads(notes.read_text()) if notes.exists() else []
+                result[name]["gradients"] = (
+                    json.loads(notes.read_text()) if notes.exists() else []
+                )
     return result
 
 
 def run(command: Sequence[str], program: Program, folder: Path) -> dict[str, Any]:
     """The exit status and what was printed; a status of 124 if it took too long."""
     clone = folder / program.clone
-    paths = [str(ROOT), *(str(clone / path) for path in program.paths), os.environ.get("PYTHONPATH", "")]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "WANDB_MODE": "disabled"}
+    paths = [
+        str(ROOT),
+        *(str(clone / path) for path in program.paths),
+        os.environ.get("PYTHONPATH", ""),
+    ]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+        "WANDB_MODE": "disabled",
+    }
     environment["PYTHONHASHSEED"] = "0"  # sets of words have one order in all runs
     try:
         done = subprocess.run(
@@ -120,9 +165,17 @@ def run(command: Sequence[str], program: Program, folder: Path) -> dict[str, Any
             stdin=subprocess.DEVNULL,
         )
     except subprocess.TimeoutExpired:
-        return {"status": 124, "numbers": [], "error": f"not done after {SECONDS} seconds"}
+        return {
+            "status": 124,
+            "numbers": [],
+            "error": f"not done after {SECONDS} seconds",
+        }
     printed = done.stdout if numbers(done.stdout) else done.stderr
-    return {"status": done.returncode, "numbers": numbers(printed), "error": error_in(done.stderr)}
+    return {
+        "status": done.returncode,
+        "numbers": numbers(printed),
+        "error": error_in(done.stderr),
+    }
 
 
 def numbers(out: str) -> list[float]:
@@ -132,7 +185,11 @@ def numbers(out: str) -> list[float]:
 
 def error_in(errors: str) -> str:
     """The last line that names an error."""
-    named = [line for line in errors.splitlines() if re.match(r"[\w.]+(Error|Exception|Stopped|Unavailable)\b", line)]
+    named = [
+        line
+        for line in errors.splitlines()
+        if re.match(r"[\w.]+(Error|Exception|Stopped|Unavailable)\b", line)
+    ]
     return named[-1] if named else errors.strip().rpartition("\n")[2]
 
 
@@ -141,9 +198,12 @@ def picked(report: Mapping[str, Any]) -> dict[str, Any]:
     steps = max(1, report.get("steps", 0))
     return {
         "steps": report.get("steps", 0),
-        "waits": sum(one["times"] for one in report.get("synchronizations", [])) / steps,
+        "waits": sum(one["times"] for one in report.get("synchronizations", []))
+        / steps,
         "blocking": sum(report.get("blocking_copies", {}).values()) / steps,
-        "findings": [(one["name"], ", ".join(one["lines"])) for one in report.get("findings", [])],
+        "findings": [
+            (one["name"], ", ".join(one["lines"])) for one in report.get("findings", [])
+        ],
         "races": len(report.get("races", [])),
         "notes": report.get("notes", []),
     }
@@ -151,16 +211,24 @@ def picked(report: Mapping[str, Any]) -> dict[str, Any]:
 
 def commit(clone: Path) -> str:
     """The commit of a clone, short."""
-    done = subprocess.run(["git", "-C", str(clone), "rev-parse", "--short=7", "HEAD"], capture_output=True, text=True)
+    done = subprocess.run(
+        ["git", "-C", str(clone), "rev-parse", "--short=7", "HEAD"],
+        capture_output=True,
+        text=True,
+    )
     return done.stdout.strip() or "?"
 
 
-Called: TypeAlias = tuple[str, str, str]  # a program in the table: its repository, its file and its options
+Called: TypeAlias = tuple[
+    str, str, str
+]  # a program in the table: its repository, its file and its options
 
 
 def called(program: Program) -> Called:
     """What the table shows of a program before it has a result."""
-    options = " ".join([f"--ranks {program.ranks}" if program.ranks else "", program.short]).strip()
+    options = " ".join(
+        [f"--ranks {program.ranks}" if program.ranks else "", program.short]
+    ).strip()
     file = f"`{program.folder}/{program.file}`".replace("`./", "`")
     return program.repository, file, f"`{options}`" if options else ""
 
@@ -185,7 +253,9 @@ def ended(program: Program, result: Mapping[str, Any]) -> str:
         return f"well, {steps} step{'s' if steps > 1 else ''}" if steps else "well"
     error = result["error"].replace("|", "\\|")
     short = error if len(error) < 300 else error[:297] + "..."
-    advice = next((words for name, words in TO_DO.items() if error.startswith(name)), program.why)
+    advice = next(
+        (words for name, words in TO_DO.items() if error.startswith(name)), program.why
+    )
     return f"{short} {advice}".strip()
 
 
@@ -202,7 +272,11 @@ class Same(NamedTuple):
     def said(self, what: str = "") -> str:
         """In words."""
         things = f" {what}{'s' if self.of > 1 else ''}" if what else ""
-        return f"equal ({self.count}{things})" if self.is_all else f"{self.count} of {self.of}{things}"
+        return (
+            f"equal ({self.count}{things})"
+            if self.is_all
+            else f"{self.count} of {self.of}{things}"
+        )
 
 
 def compared(program: Program, result: Mapping[str, Any]) -> str:
@@ -229,10 +303,16 @@ def compared(program: Program, result: Mapping[str, Any]) -> str:
 
 def why(program: Program, *compared: Same) -> str:
     """Why some numbers are others; nothing if all are equal."""
-    return "" if all(same.is_all for same in compared) else f": {program.differs or 'it is not known why'}"
+    return (
+        ""
+        if all(same.is_all for same in compared)
+        else f": {program.differs or 'it is not known why'}"
+    )
 
 
-def same_of(some: Sequence[float], others: Sequence[float], least: float = TOLERANCE) -> Same:
+def same_of(
+    some: Sequence[float], others: Sequence[float], least: float = TOLERANCE
+) -> Same:
     """How many numbers are equal but for rounding. One that is missing is not equal."""
     count = sum(is_same(*pair, least) for pair in zip(some, others, strict=False))
     return Same(count, max(len(some), len(others)))
@@ -240,7 +320,9 @@ def same_of(some: Sequence[float], others: Sequence[float], least: float = TOLER
 
 def is_same(one: float, other: float, least: float = TOLERANCE) -> bool:
     """Whether two numbers are equal but for rounding."""
-    return math.isclose(one, other, rel_tol=TOLERANCE, abs_tol=least) or (math.isnan(one) and math.isnan(other))
+    return math.isclose(one, other, rel_tol=TOLERANCE, abs_tol=least) or (
+        math.isnan(one) and math.isnan(other)
+    )
 
 
 def what_was_found(result: Mapping[str, Any]) -> str:
@@ -248,7 +330,11 @@ def what_was_found(result: Mapping[str, Any]) -> str:
     found = [f"`{name}` ({lines})" for name, lines in result["findings"]]
     found += [f"{result['races']} races"] if result["races"] else []
     found += (
-        [f"{result['waits']:.1f} waits and {result['blocking']:.1f} blocking copies a step"] if result["steps"] else []
+        [
+            f"{result['waits']:.1f} waits and {result['blocking']:.1f} blocking copies a step"
+        ]
+        if result["steps"]
+        else []
     )
     return "; ".join([*found, *result["notes"]])
 
@@ -259,13 +345,17 @@ def write_table(page: Path, results: Mapping[str, Any]) -> None:
     before, after = text[: text.index(BEGIN)], text[text.index(END) :]
     written = dict(map(read_row, re.findall(r"^\| \[.*$", text, re.MULTILINE)))
     rows = [
-        row(program, results[program.name]) if program.name in results else written[called(program)]
+        row(program, results[program.name])
+        if program.name in results
+        else written[called(program)]
         for program in PROGRAMS
         if program.name in results or called(program) in written
     ]
     head = ["repository", "program", "with", "ended", "numbers of the CPU", "found"]
     lines = [f"| {' | '.join(cells)} |" for cells in [head, ["---"] * len(head), *rows]]
-    page.write_text("\n".join([before + BEGIN, "", summary(rows), "", *lines, "", after]))
+    page.write_text(
+        "\n".join([before + BEGIN, "", summary(rows), "", *lines, "", after])
+    )
 
 
 def read_row(line: str) -> tuple[Called, list[str]]:
@@ -278,7 +368,11 @@ def summary(rows: Sequence[Sequence[str]]) -> str:
     """How many there are, how many ended well, and of how many the numbers are those of the CPU."""
     well = [numbers for _, _, _, ended, numbers, _ in rows if ended.startswith("well")]
     both = [numbers for numbers in well if numbers and not numbers.startswith("not ")]
-    equal = [numbers for numbers in both if numbers.startswith("equal") and ":" not in numbers]
+    equal = [
+        numbers
+        for numbers in both
+        if numbers.startswith("equal") and ":" not in numbers
+    ]
     as_they_are = [numbers for numbers in equal if DRAWN_ALIKE not in numbers]
     version = torch.__version__.partition("+")[0]
     return (

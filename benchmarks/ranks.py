@@ -49,7 +49,9 @@ def ranks(rounds: int) -> Iterator[Row]:
     """A whole run, with the threads and the process groups, which other threads than this one compute."""
     contenders = {
         "plain PyTorch": Contender(timed(one_after_another, 1, time.perf_counter)),
-        "run_ranks": Contender(timed(in_ranks, 1, time.perf_counter), ("plain PyTorch",)),
+        "run_ranks": Contender(
+            timed(in_ranks, 1, time.perf_counter), ("plain PyTorch",)
+        ),
     }
     yield from compared(f"{RANKS} ranks of DDP, {STEPS} steps", contenders, rounds)
 

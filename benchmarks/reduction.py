@@ -17,12 +17,19 @@ from contest import Contender, Measure, Row, compared, hold, timed
 from torchstrategy import ReduceOp
 from torchstrategy._base.options import NO_OPTIONS
 from torchstrategy._copies.gradients.gradient_reducer import GradientReducer
-from torchstrategy._copies.gradients.replica_gradients import ReplicaParameter, make_local
+from torchstrategy._copies.gradients.replica_gradients import (
+    ReplicaParameter,
+    make_local,
+)
 from torchstrategy._group.group import InlineReplica
 from torchstrategy._group.participants import Participants
 
 REPLICAS, WEIGHT, BAR = 4, 0.25, 1.1
-LAYOUTS = {"10 of 10 MB": (10, 2_500_000), "1,000 of 100 kB": (1_000, 25_000), "10,000 of 10 kB": (10_000, 2_500)}
+LAYOUTS = {
+    "10 of 10 MB": (10, 2_500_000),
+    "1,000 of 100 kB": (1_000, 25_000),
+    "10,000 of 10 kB": (10_000, 2_500),
+}
 
 Tensors = list[torch.Tensor]
 
@@ -45,7 +52,10 @@ class Model(NamedTuple):
         """A model whose replicas share the memory of its parameters."""
         count, size = LAYOUTS[layout]
         owners = [nn.Parameter(torch.zeros(size)) for _ in range(count)]
-        return cls(owners, [[make(owner.detach()) for owner in owners] for _ in range(REPLICAS)])
+        return cls(
+            owners,
+            [[make(owner.detach()) for owner in owners] for _ in range(REPLICAS)],
+        )
 
     def take(self, gradients: list[Tensors]) -> None:
         """The replicas have run backward, and the owners have no gradients."""
@@ -106,8 +116,12 @@ def by_hand(layout: str, is_new: bool = False) -> Way:
 
 def reduced(layout: str) -> Way:
     """As in a run under CentralStorageStrategy."""
-    model = Model.of(layout, lambda data: make_local(ReplicaParameter, data, requires_grad=True))
-    together = GradientReducer(model.owners, [""] * len(model.owners), model.local, take_turns=True)
+    model = Model.of(
+        layout, lambda data: make_local(ReplicaParameter, data, requires_grad=True)
+    )
+    together = GradientReducer(
+        model.owners, [""] * len(model.owners), model.local, take_turns=True
+    )
     participants = Participants.of((), REPLICAS, NO_OPTIONS, ReduceOp.MEAN)
     replicas = [InlineReplica(index, torch.device("cpu")) for index in range(REPLICAS)]
 
@@ -132,7 +146,10 @@ def gradients(rounds: int) -> Iterator[Row]:
         }
         check_equal(layout, list(ways.values()))
         brought = in_replicas(layout)
-        contenders = {name: Contender(way.measure(brought), ("by hand",)) for name, way in ways.items()}
+        contenders = {
+            name: Contender(way.measure(brought), ("by hand",))
+            for name, way in ways.items()
+        }
         contenders["by hand"] = contenders["by hand"]._replace(against=())
         contenders["Central"] = contenders["Central"]._replace(bar=BAR)
         yield from compared(f"gradients, {layout}", contenders, rounds)
@@ -145,7 +162,11 @@ def check_equal(layout: str, ways: list[Way]) -> None:
         way.model.take(in_replicas(layout))
         way.combine()
         found.append(way.model.combined())
-    assert all(torch.equal(first, other) for first, *others in zip(*found, strict=True) for other in others)
+    assert all(
+        torch.equal(first, other)
+        for first, *others in zip(*found, strict=True)
+        for other in others
+    )
 
 
 def values(rounds: int) -> Iterator[Row]:
@@ -153,12 +174,19 @@ def values(rounds: int) -> Iterator[Row]:
     for layout in ("10 of 10 MB", "1,000 of 100 kB"):
         brought = in_replicas(layout)
         strategy = torchstrategy.CentralStorageStrategy(["cpu"] * REPLICAS)
-        value, to_one = distributed(strategy, brought), torchstrategy.ReductionToOneDevice()
+        value, to_one = (
+            distributed(strategy, brought),
+            torchstrategy.ReductionToOneDevice(),
+        )
         pairs = [(v, torch.device("cpu")) for v in value]
         ways: dict[str, Callable[[], list[Tensors]]] = {
             "by hand": lambda brought=brought: [summed(brought)],
-            "strategy.reduce": lambda strategy=strategy, value=value: [strategy.reduce("sum", value, axis=None)],
-            "ReductionToOneDevice": lambda ops=to_one, pairs=pairs: [ops.batch_reduce(ReduceOp.SUM, pairs)],
+            "strategy.reduce": lambda strategy=strategy, value=value: [
+                strategy.reduce("sum", value, axis=None)
+            ],
+            "ReductionToOneDevice": lambda ops=to_one, pairs=pairs: [
+                ops.batch_reduce(ReduceOp.SUM, pairs)
+            ],
         }
         yield from against_hand(f"a sum, {layout}", ways, rounds)
 
@@ -175,7 +203,10 @@ def all_reductions(rounds: int) -> Iterator[Row]:
                 strategy.run(summed_in_replica, args=(value,))
             ),
         }
-        for ops in (torchstrategy.ReductionToOneDevice(), torchstrategy.HierarchicalCopyAllReduce()):
+        for ops in (
+            torchstrategy.ReductionToOneDevice(),
+            torchstrategy.HierarchicalCopyAllReduce(),
+        ):
             ways[type(ops).__name__] = lambda ops=ops, value=value: components(
                 ops.batch_reduce(ReduceOp.SUM, [(v, v) for v in value])
             )
@@ -190,7 +221,10 @@ def distributed(strategy: torchstrategy.Strategy, brought: list[Tensors]) -> lis
 
 def components(values: list[Any]) -> list[Tensors]:
     """What each replica has of distributed values."""
-    return [list(tensors) for tensors in zip(*(value.values for value in values), strict=True)]
+    return [
+        list(tensors)
+        for tensors in zip(*(value.values for value in values), strict=True)
+    ]
 
 
 def summed_in_replica(tensors: Tensors) -> Any:
@@ -212,7 +246,9 @@ def everywhere(brought: list[Tensors]) -> list[Tensors]:
     return [total, *([tensor.clone() for tensor in total] for _ in brought[1:])]
 
 
-def against_hand(contest: str, ways: dict[str, Callable[[], list[Tensors]]], rounds: int) -> list[Row]:
+def against_hand(
+    contest: str, ways: dict[str, Callable[[], list[Tensors]]], rounds: int
+) -> list[Row]:
     """All ways against the one by hand, whose results they have, in each replica or in one."""
     for way in ways.values():
         for found, expected in zip(way(), ways["by hand"](), strict=True):

@@ -29,7 +29,9 @@ Made = tuple[nn.Module, torch.optim.Optimizer]
 def made(modules: int, width: int) -> Made:
     """Linear layers and activations in turns, and their optimizer."""
     torch.manual_seed(0)
-    model = nn.Sequential(*[m for _ in range(modules // 2) for m in (nn.Linear(width, width), nn.ReLU())])
+    model = nn.Sequential(
+        *[m for _ in range(modules // 2) for m in (nn.Linear(width, width), nn.ReLU())]
+    )
     return model, torch.optim.SGD(model.parameters(), lr=0.01)
 
 
@@ -56,9 +58,17 @@ def threads_by_hand(make: Callable[[], Made], replicas: int, batch: Batch) -> Wo
     """The least that replicas are: modules that share the memory of parameters, each on a thread, one after another."""
     model, optimizer = make()
     owners = list(model.parameters())
-    copies = [[nn.Parameter(owner.detach()) for owner in owners] for _ in range(replicas)]
-    models = [copy.deepcopy(model, {id(o): p for o, p in zip(owners, own, strict=True)}) for own in copies]
-    threads = [ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(1,)) for _ in range(replicas)]
+    copies = [
+        [nn.Parameter(owner.detach()) for owner in owners] for _ in range(replicas)
+    ]
+    models = [
+        copy.deepcopy(model, {id(o): p for o, p in zip(owners, own, strict=True)})
+        for own in copies
+    ]
+    threads = [
+        ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(1,))
+        for _ in range(replicas)
+    ]
 
     def backward(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> None:
         (F.mse_loss(model(x), y) * (len(x) / ROWS)).backward()
@@ -66,7 +76,9 @@ def threads_by_hand(make: Callable[[], Made], replicas: int, batch: Batch) -> Wo
     def step() -> None:
         optimizer.zero_grad()
         total: list[torch.Tensor] = []
-        for thread, model, own, (x, y) in zip(threads, models, copies, pieces(batch, replicas), strict=True):
+        for thread, model, own, (x, y) in zip(
+            threads, models, copies, pieces(batch, replicas), strict=True
+        ):
             thread.submit(backward, model, x, y).result()
             gradients = [p.grad for p in own if p.grad is not None]
             if total:
@@ -90,7 +102,9 @@ def copies_by_hand(make: Callable[[], Made], replicas: int, batch: Batch) -> Wor
     parameters = [list(model.parameters()) for model in models]
 
     def step() -> None:
-        for model, optimizer, (x, y) in zip(models, optimizers, pieces(batch, replicas), strict=True):
+        for model, optimizer, (x, y) in zip(
+            models, optimizers, pieces(batch, replicas), strict=True
+        ):
             optimizer.zero_grad()
             (F.mse_loss(model(x), y) * (len(x) / ROWS)).backward()
         total = [p.grad for p in parameters[0] if p.grad is not None]
@@ -104,7 +118,13 @@ def copies_by_hand(make: Callable[[], Made], replicas: int, batch: Batch) -> Wor
     return step
 
 
-def inside(strategy: torchstrategy.Strategy, make: Callable[[], Made], batch: Batch, *, clips: bool = False) -> Work:
+def inside(
+    strategy: torchstrategy.Strategy,
+    make: Callable[[], Made],
+    batch: Batch,
+    *,
+    clips: bool = False,
+) -> Work:
     """The whole step in each replica."""
     with strategy.scope():
         model, optimizer = make()
@@ -121,7 +141,9 @@ def inside(strategy: torchstrategy.Strategy, make: Callable[[], Made], batch: Ba
     return lambda: strategy.run(step, args=(dealt,))
 
 
-def outside(strategy: torchstrategy.Strategy, make: Callable[[], Made], batch: Batch) -> Work:
+def outside(
+    strategy: torchstrategy.Strategy, make: Callable[[], Made], batch: Batch
+) -> Work:
     """Forward and backward in each replica, and the optimizer's step after the run."""
     with strategy.scope():
         model, optimizer = make()
@@ -145,7 +167,10 @@ def same_batch(rounds: int, replicas: int, width: int, modules: int = 100) -> li
     torch.manual_seed(1)
     batch = torch.randn(ROWS, width), torch.randn(ROWS, width)
     devices = ["cpu"] * replicas
-    central, mirrored = torchstrategy.CentralStorageStrategy(devices), torchstrategy.MirroredStrategy(devices)
+    central, mirrored = (
+        torchstrategy.CentralStorageStrategy(devices),
+        torchstrategy.MirroredStrategy(devices),
+    )
 
     def make() -> Made:
         return made(modules, width)
@@ -157,20 +182,31 @@ def same_batch(rounds: int, replicas: int, width: int, modules: int = 100) -> li
         "Central, optimizer outside": (outside(central, make, batch), ("by hand",)),
         "copies by hand": (copies_by_hand(make, replicas, batch), ()),
         "Mirrored, whole step": (inside(mirrored, make, batch), ("copies by hand",)),
-        "Mirrored, optimizer outside": (outside(mirrored, make, batch), ("copies by hand",)),
+        "Mirrored, optimizer outside": (
+            outside(mirrored, make, batch),
+            ("copies by hand",),
+        ),
     }
     repeats = 1 if rounds == 1 else 3
     contenders = {
-        name: Contender(timed(work, repeats, time.process_time), against, None if "by hand" in name else BAR)
+        name: Contender(
+            timed(work, repeats, time.process_time),
+            against,
+            None if "by hand" in name else BAR,
+        )
         for name, (work, against) in works.items()
     }
-    return compared(f"{replicas} replicas, {modules} modules of {width}", contenders, rounds)
+    return compared(
+        f"{replicas} replicas, {modules} modules of {width}", contenders, rounds
+    )
 
 
 def overhead(rounds: int) -> Iterator[Row]:
     """Two, four and eight replicas of layers that take no time, and four of larger ones."""
     for replicas, width in ((2, 64), (4, 64), (8, 64), (4, 256), (4, 1024)):
-        yield from same_batch(rounds if width < 1024 else min(rounds, 5), replicas, width)
+        yield from same_batch(
+            rounds if width < 1024 else min(rounds, 5), replicas, width
+        )
 
 
 def growth(rounds: int) -> list[Row]:
@@ -182,8 +218,14 @@ def growth(rounds: int) -> list[Row]:
     contenders = {}
     for replicas in (2, 4, 8, 16, 32, 64):
         strategy = torchstrategy.CentralStorageStrategy(["cpu"] * replicas)
-        work = timed(lambda strategy=strategy: strategy.run(empty), 3 if rounds == 1 else 30, time.process_time)
-        contenders[f"{replicas} replicas"] = Contender(work, ("2 replicas",) if replicas > 2 else ())
+        work = timed(
+            lambda strategy=strategy: strategy.run(empty),
+            3 if rounds == 1 else 30,
+            time.process_time,
+        )
+        contenders[f"{replicas} replicas"] = Contender(
+            work, ("2 replicas",) if replicas > 2 else ()
+        )
     return compared("an empty function", contenders, rounds, "µs")
 
 
@@ -198,7 +240,9 @@ def clipping(rounds: int) -> Iterator[Row]:
     for parameters in (100, 400, 1600):
 
         def make(parameters: int = parameters) -> Made:
-            return made(parameters, width)  # every second module is a linear layer, with two parameters
+            return made(
+                parameters, width
+            )  # every second module is a linear layer, with two parameters
 
         strategy = torchstrategy.CentralStorageStrategy(["cpu", "cpu"])
         works = {
@@ -209,7 +253,11 @@ def clipping(rounds: int) -> Iterator[Row]:
         yield from compared(
             f"2 replicas, {parameters} parameters",
             {
-                name: Contender(timed(work, 1, time.process_time), () if name == "the step" else ("the step",), bar)
+                name: Contender(
+                    timed(work, 1, time.process_time),
+                    () if name == "the step" else ("the step",),
+                    bar,
+                )
                 for (name, work), bar in zip(works.items(), (None, 1.6), strict=True)
             },
             few,

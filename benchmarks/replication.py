@@ -33,7 +33,9 @@ BAR = 1.15
 
 def small(modules: int) -> nn.Module:
     """Linear layers and activations in turns."""
-    return nn.Sequential(*[m for _ in range(modules // 2) for m in (nn.Linear(64, 64), nn.ReLU())])
+    return nn.Sequential(
+        *[m for _ in range(modules // 2) for m in (nn.Linear(64, 64), nn.ReLU())]
+    )
 
 
 def large() -> nn.Module:
@@ -66,10 +68,18 @@ def first_run(rounds: int, replicas: int = 4) -> Iterator[Row]:
     """The run that makes the copies, which `torch.nn.parallel.replicate` makes at each forward."""
     for model in ("10 modules", "100 modules", "1,000 modules"):
         contenders = {
-            "copy.deepcopy for each": Contender(fresh(model, lambda m: [copy.deepcopy(m) for _ in range(replicas)])),
-            "replicate, without the broadcast": Contender(fresh(model, lambda m: structure(m, replicas)), FIRST),
-            "Central, the first run": Contender(first(torchstrategy.CentralStorageStrategy, model, replicas), FIRST),
-            "Mirrored, the first run": Contender(first(mirrored, model, replicas), FIRST),
+            "copy.deepcopy for each": Contender(
+                fresh(model, lambda m: [copy.deepcopy(m) for _ in range(replicas)])
+            ),
+            "replicate, without the broadcast": Contender(
+                fresh(model, lambda m: structure(m, replicas)), FIRST
+            ),
+            "Central, the first run": Contender(
+                first(torchstrategy.CentralStorageStrategy, model, replicas), FIRST
+            ),
+            "Mirrored, the first run": Contender(
+                first(mirrored, model, replicas), FIRST
+            ),
         }
         yield from compared(f"{replicas} replicas, {model}", contenders, rounds)
 
@@ -87,7 +97,9 @@ def fresh(model: str, work: Callable[[nn.Module], object]) -> Measure:
     return measure
 
 
-def first(kind: Callable[..., torchstrategy.Strategy], model: str, replicas: int) -> Measure:
+def first(
+    kind: Callable[..., torchstrategy.Strategy], model: str, replicas: int
+) -> Measure:
     """The first run with a model in the scope of its strategy."""
     strategy = kind(["cpu"] * replicas)
     strategy.run(nothing)  # its threads are there
@@ -107,7 +119,11 @@ def structure(model: nn.Module, replicas: int) -> list[nn.Module]:
     own = sys.modules[replicate.__module__]
     with (
         mock.patch.object(own, "_get_device_index", lambda device, optional: device),
-        mock.patch.object(own, "_broadcast_coalesced_reshape", lambda tensors, devices, detach: [tensors] * replicas),
+        mock.patch.object(
+            own,
+            "_broadcast_coalesced_reshape",
+            lambda tensors, devices, detach: [tensors] * replicas,
+        ),
     ):
         return replicate(model, range(replicas))
 
@@ -128,26 +144,38 @@ def unchanged(rounds: int, replicas: int = 2) -> Iterator[Row]:
             with count_traffic() as traffic:
                 strategy.run(nothing)
             assert traffic.writes == traffic.copies == 0
-        without = timed(lambda strategy=empty: strategy.run(nothing), 20, time.process_time)
+        without = timed(
+            lambda strategy=empty: strategy.run(nothing), 20, time.process_time
+        )
         contenders = {"no model": Contender(without)}
         for name, strategy in (("Central", central), ("Mirrored", mirrored)):
-            work = timed(lambda strategy=strategy: strategy.run(nothing), 20, time.process_time)
+            work = timed(
+                lambda strategy=strategy: strategy.run(nothing), 20, time.process_time
+            )
             contenders[f"{name}, unchanged"] = Contender(work, ("no model",))
-            contenders[f"{name}, unchanged: more, for each parameter"] = Contender(each(work, without, count))
+            contenders[f"{name}, unchanged: more, for each parameter"] = Contender(
+                each(work, without, count)
+            )
         yield from compared(f"{replicas} replicas, {model}", contenders, rounds, "µs")
 
 
 def strategies(replicas: int) -> list[torchstrategy.Strategy]:
     """One that shares the memory of parameters, one that copies them, and one to have no model."""
     devices = ["cpu"] * replicas
-    kinds = torchstrategy.CentralStorageStrategy, mirrored, torchstrategy.CentralStorageStrategy
+    kinds = (
+        torchstrategy.CentralStorageStrategy,
+        mirrored,
+        torchstrategy.CentralStorageStrategy,
+    )
     return [kind(devices) for kind in kinds]
 
 
 def mirrored(devices: Sequence[str]) -> torchstrategy.Strategy:
     """One that copies parameters to every replica but the first, though all are on one device."""
     compute = [torch.device(device) for device in devices]
-    storage = ReplicatedStorage(Placement(compute, compute[0], may_alias=False, is_mirrored=True))
+    storage = ReplicatedStorage(
+        Placement(compute, compute[0], may_alias=False, is_mirrored=True)
+    )
     return torchstrategy.Strategy(ReplicatedExtended(storage, ReduceOp.MEAN))
 
 
@@ -167,13 +195,31 @@ def changed(rounds: int, replicas: int = 2) -> Iterator[Row]:
         models = [put_into(strategy, model) for strategy in (central, mirrored)]
         check_copied(mirrored, list(models[1].parameters()))
         originals = [torch.rand_like(parameter) for parameter in models[0].parameters()]
-        copies = [[torch.empty_like(original) for original in originals] for _ in range(replicas - 1)]
-        contenders = {"the copy": Contender(after(rewriting(originals), lambda o=originals, c=copies: copy_to(c, o)))}
-        for name, strategy, made in (("Central", central, models[0]), ("Mirrored", mirrored, models[1])):
-            work = after(rewriting(list(made.parameters())), lambda strategy=strategy: strategy.run(nothing))
-            still = after(resting(strategy, originals), lambda strategy=strategy: strategy.run(nothing))
+        copies = [
+            [torch.empty_like(original) for original in originals]
+            for _ in range(replicas - 1)
+        ]
+        contenders = {
+            "the copy": Contender(
+                after(rewriting(originals), lambda o=originals, c=copies: copy_to(c, o))
+            )
+        }
+        for name, strategy, made in (
+            ("Central", central, models[0]),
+            ("Mirrored", mirrored, models[1]),
+        ):
+            work = after(
+                rewriting(list(made.parameters())),
+                lambda strategy=strategy: strategy.run(nothing),
+            )
+            still = after(
+                resting(strategy, originals),
+                lambda strategy=strategy: strategy.run(nothing),
+            )
             contenders[f"{name}, changed"] = Contender(work, ("the copy",), BAR)
-            contenders[f"{name}, changed: more than unchanged"] = Contender(each(work, still, 1), ("the copy",))
+            contenders[f"{name}, changed: more than unchanged"] = Contender(
+                each(work, still, 1), ("the copy",)
+            )
         yield from compared(f"{replicas} replicas, {model}", contenders, rounds, "µs")
 
 
@@ -183,7 +229,9 @@ def copy_to(copies: list[list[torch.Tensor]], originals: list[torch.Tensor]) -> 
         torch._foreach_copy_(targets, originals)
 
 
-def check_copied(strategy: torchstrategy.Strategy, parameters: Sequence[torch.Tensor]) -> None:
+def check_copied(
+    strategy: torchstrategy.Strategy, parameters: Sequence[torch.Tensor]
+) -> None:
     """Every parameter is copied once to each replica but the first, when it has changed, and soon no more.
 
     In the first runs without a change large ones are copied again: whoever writes on the memory of a CPU can do so in

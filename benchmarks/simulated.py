@@ -59,7 +59,9 @@ def gradient(model: nn.Module, x: torch.Tensor) -> Work:
 
 
 def mlp(width: int, batch: int, device: str) -> Work:
-    model = nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width)).to(device)
+    model = nn.Sequential(
+        nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width)
+    ).to(device)
     return gradient(model, torch.rand(batch, width, device=device))
 
 
@@ -100,8 +102,12 @@ WORK: dict[str, Callable[[str], Work]] = {
     "`x @ y`, 512 x 512": lambda device: mm(512, device),
     "`x.t()`": transpose,
     "`x.item()`": item,
-    "two layers of 16, batch of 8: forward and backward": lambda device: mlp(16, 8, device),
-    "two layers of 1,024, batch of 256: forward and backward": lambda device: mlp(1024, 256, device),
+    "two layers of 16, batch of 8: forward and backward": lambda device: mlp(
+        16, 8, device
+    ),
+    "two layers of 1,024, batch of 256: forward and backward": lambda device: mlp(
+        1024, 256, device
+    ),
     "two convolutions, 16 images: forward and backward": convolutions,
     "`TransformerEncoderLayer(64, 4, 128)`: forward and backward": transformer,
     "`LSTM(16, 32)`, 16 steps: forward and backward": lstm,
@@ -146,7 +152,9 @@ class Counts(TorchDispatchMode):
 
     count = 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         self.count += 1
         return func(*args, **(kwargs or {}))
 
@@ -161,11 +169,16 @@ def watched(rounds: int) -> Iterator[Row]:
         count = counts.count
         repeats = max(1, 500 // count)
 
-        def unwatched(work: Work = work, repeats: int = repeats, count: int = count) -> float:
+        def unwatched(
+            work: Work = work, repeats: int = repeats, count: int = count
+        ) -> float:
             # Of all threads: torch runs the backward of a device on another one.
             return timed(work, repeats, time.process_time)() / count
 
-        def beyond(block: Callable[[], AbstractContextManager[Any]], unwatched: Callable[[], float]) -> float:
+        def beyond(
+            block: Callable[[], AbstractContextManager[Any]],
+            unwatched: Callable[[], float],
+        ) -> float:
             plain = unwatched()
             with block():
                 return unwatched() - plain
@@ -175,7 +188,9 @@ def watched(rounds: int) -> Iterator[Row]:
         contenders = {simulated_alone: Contender(unwatched)}
         for what, block in BLOCKS.items():
             measure = partial(beyond, block, unwatched)
-            contenders[f"{each} {what}, beyond the simulation"] = Contender(measure, (simulated_alone,), BARS[what])
+            contenders[f"{each} {what}, beyond the simulation"] = Contender(
+                measure, (simulated_alone,), BARS[what]
+            )
         yield from compared(name, contenders, rounds, "µs")
 
 

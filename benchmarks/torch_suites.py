@@ -42,12 +42,23 @@ SECONDS = 60  # of CPU time that a test may take
 SECONDS_OF_A_FILE = 1200
 TESTS = "torch.testing._internal.distributed.distributed_test"  # what `test_distributed_spawn.py` runs
 SUITES = {
-    "functional collectives": ["test_functional_api.py", "test_c10d_functional_native.py"],
-    "collectives and meshes": ["test_device_mesh.py", "test_c10d_object_collectives.py", "test_collective_utils.py"],
+    "functional collectives": [
+        "test_functional_api.py",
+        "test_c10d_functional_native.py",
+    ],
+    "collectives and meshes": [
+        "test_device_mesh.py",
+        "test_c10d_object_collectives.py",
+        "test_collective_utils.py",
+    ],
     "DTensor": ["_tensor/**/test_*.py", "tensor/**/test_*.py"],
     "FSDP2": ["_composable/fsdp/test_*.py"],
     "checkpoints": ["checkpoint/**/test_*.py"],
-    "DDP": ["test_distributed_spawn.py", "_composable/test_replicate.py", "algorithms/**/test_*.py"],
+    "DDP": [
+        "test_distributed_spawn.py",
+        "_composable/test_replicate.py",
+        "algorithms/**/test_*.py",
+    ],
 }
 
 
@@ -55,37 +66,62 @@ def main() -> None:
     """Runs the suites, and prints what became of them."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("folder", type=Path)
-    parser.add_argument("patterns", nargs="*", help="parts of the names of files, all if there are none")
-    parser.add_argument("--only", default="", help="tests whose names have this word in them")
+    parser.add_argument(
+        "patterns", nargs="*", help="parts of the names of files, all if there are none"
+    )
+    parser.add_argument(
+        "--only", default="", help="tests whose names have this word in them"
+    )
     parser.add_argument("--as-cuda", action="store_true", help="simulate as many GPUs")
     parser.add_argument(
-        "--ranks", type=int, default=RANKS, help="ranks of tests that do not say how many, and simulated GPUs"
+        "--ranks",
+        type=int,
+        default=RANKS,
+        help="ranks of tests that do not say how many, and simulated GPUs",
     )
-    parser.add_argument("--without-profilers", action="store_true", help="leave out torch's profiler")
-    parser.add_argument("--processes", action="store_true", help="start processes, as torch's own runner does")
+    parser.add_argument(
+        "--without-profilers", action="store_true", help="leave out torch's profiler"
+    )
+    parser.add_argument(
+        "--processes",
+        action="store_true",
+        help="start processes, as torch's own runner does",
+    )
     parser.add_argument("--json", type=Path, help="where to write the results")
-    parser.add_argument("--file", type=Path, help=argparse.SUPPRESS)  # what an interpreter of its own is to run
+    parser.add_argument(
+        "--file", type=Path, help=argparse.SUPPRESS
+    )  # what an interpreter of its own is to run
     told = parser.parse_args()
     if told.file:
         run_file(told)
         return
     counts: dict[str, Counter[str]] = {}
     for suite, patterns in SUITES.items():
-        for file in sorted({file for pattern in patterns for file in told.folder.glob(pattern)}):
+        for file in sorted(
+            {file for pattern in patterns for file in told.folder.glob(pattern)}
+        ):
             name = str(file.relative_to(told.folder))
             if told.patterns and not any(pattern in name for pattern in told.patterns):
                 continue
             results = results_of(file, told)
             found = Counter(result["how"] for result in results)
-            print(f"{name}: {', '.join(f'{n} {how}' for how, n in found.items())}", flush=True)
+            print(
+                f"{name}: {', '.join(f'{n} {how}' for how, n in found.items())}",
+                flush=True,
+            )
             for result in results:
                 if result["how"] not in ("passed", "skipped"):
                     print(f"    {result['test']}: {result['why']}", flush=True)
             counts.setdefault(suite, Counter()).update(found)
             if told.json:
                 with told.json.open("a") as out:
-                    out.writelines(json.dumps({"file": name, **result}) + "\n" for result in results)
-    print("\n| suite | ran | passed | failed | skipped by the test |\n| --- | --- | --- | --- | --- |")
+                    out.writelines(
+                        json.dumps({"file": name, **result}) + "\n"
+                        for result in results
+                    )
+    print(
+        "\n| suite | ran | passed | failed | skipped by the test |\n| --- | --- | --- | --- | --- |"
+    )
     for suite, found in counts.items():
         passed, skipped = found["passed"], found["skipped"]
         ran = found.total() - skipped
@@ -99,24 +135,45 @@ def results_of(file: Path, told: argparse.Namespace) -> list[dict[str, str]]:
         (Path(scratch) / "barrier").mkdir()
         environment = {
             **os.environ,
-            "PYTHONPATH": os.pathsep.join([os.environ.get("PYTHONPATH", str(ROOT)), str(file.parent.resolve())]),
+            "PYTHONPATH": os.pathsep.join(
+                [os.environ.get("PYTHONPATH", str(ROOT)), str(file.parent.resolve())]
+            ),
             "OMP_NUM_THREADS": "1",
             "TEMP_DIR": scratch,
             "WORLD_SIZE": str(told.ranks),
             "BACKEND": "nccl" if told.as_cuda else "gloo",
             "RESULTS": str(out),
         }
-        command = [sys.executable, "-W", "ignore", str(Path(__file__).resolve()), *sys.argv[1:]]
+        command = [
+            sys.executable,
+            "-W",
+            "ignore",
+            str(Path(__file__).resolve()),
+            *sys.argv[1:],
+        ]
         command += ["--file", str(file.resolve())]
         said = ""
         try:
-            done = subprocess.run(command, env=environment, cwd=scratch, capture_output=True, timeout=SECONDS_OF_A_FILE)
+            done = subprocess.run(
+                command,
+                env=environment,
+                cwd=scratch,
+                capture_output=True,
+                timeout=SECONDS_OF_A_FILE,
+            )
             if done.returncode:
                 said = f"ended with status {done.returncode}: {done.stderr.decode(errors='replace').strip()[-300:]}"
         except subprocess.TimeoutExpired:
             said = f"not done after {SECONDS_OF_A_FILE} seconds"
-        results = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
-        return [*results, *([{"test": "(the file)", "how": "failed", "why": said}] if said else [])]
+        results = (
+            [json.loads(line) for line in out.read_text().splitlines()]
+            if out.exists()
+            else []
+        )
+        return [
+            *results,
+            *([{"test": "(the file)", "how": "failed", "why": said}] if said else []),
+        ]
 
 
 def run_file(told: argparse.Namespace) -> None:
@@ -124,7 +181,9 @@ def run_file(told: argparse.Namespace) -> None:
     with contextlib.ExitStack() as stack:
         if told.as_cuda:
             from torchstrategy.testing import simulate_devices
-            from torchstrategy.testing._runner.deep_alias import deep_alias  # as `python -m torchstrategy.testing.run`
+            from torchstrategy.testing._runner.deep_alias import (
+                deep_alias,
+            )  # as `python -m torchstrategy.testing.run`
 
             simulate_devices(told.ranks)
             stack.enter_context(deep_alias())
@@ -136,7 +195,9 @@ def run_file(told: argparse.Namespace) -> None:
             leave_out_profilers()
         module = importlib.import_module(told.file.stem)
         with contextlib.redirect_stdout(io.StringIO()):
-            for test in each_test(unittest.defaultTestLoader.loadTestsFromModule(module)):
+            for test in each_test(
+                unittest.defaultTestLoader.loadTestsFromModule(module)
+            ):
                 if told.only in test.id():
                     unittest.TestSuite([test]).run(Results())
 
@@ -157,11 +218,18 @@ class Results(unittest.TestResult):
         self._how, self._why, self._trace = "passed", "", ""
         signal.signal(signal.SIGUSR1, self._too_long)
         self._is_over = threading.Event()
-        threading.Thread(target=self._watch, args=(self._is_over, time.process_time()), daemon=True).start()
+        threading.Thread(
+            target=self._watch, args=(self._is_over, time.process_time()), daemon=True
+        ).start()
 
     def stopTest(self, test: unittest.TestCase) -> None:
         self._is_over.set()
-        result = {"test": test.id(), "how": self._how, "why": self._why, "trace": self._trace}
+        result = {
+            "test": test.id(),
+            "how": self._how,
+            "why": self._why,
+            "trace": self._trace,
+        }
         with open(os.environ["RESULTS"], "a") as out:
             out.write(json.dumps(result) + "\n")
 
@@ -172,7 +240,9 @@ class Results(unittest.TestResult):
         if test.__class__.__name__ == "_ErrorHolder":  # setUpClass
             self.startTest(test)
         self._how, self._trace = "failed", "".join(traceback.format_exception(*err))
-        self._why = f"{err[0].__name__}: {str(err[1]).strip() or '?'}".splitlines()[0][:300]
+        self._why = f"{err[0].__name__}: {str(err[1]).strip() or '?'}".splitlines()[0][
+            :300
+        ]
         if test.__class__.__name__ == "_ErrorHolder":
             self.stopTest(test)
 
@@ -209,7 +279,14 @@ def fork_processes() -> None:
 def leave_out_profilers() -> None:
     """Lets the tests of collectives call them without torch's profiler."""
 
-    def call(test: Any, title: str, is_async: bool, first: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+    def call(
+        test: Any,
+        title: str,
+        is_async: bool,
+        first: Callable[..., Any],
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
         second = kwargs.pop("secondary_op_call", None)
         for name in ("expect_event", "profile_cuda", "tensor_shapes"):
             kwargs.pop(name, None)
@@ -229,7 +306,9 @@ def put_ranks() -> None:
 
     from torchstrategy.testing import run_ranks
 
-    skips = {skip.exit_code: skip.message for skip in common_distributed.TEST_SKIPS.values()}
+    skips = {
+        skip.exit_code: skip.message for skip in common_distributed.TEST_SKIPS.values()
+    }
 
     def in_ranks(main: Callable[[int], object], n: int) -> None:
         if n < 1:
@@ -247,11 +326,24 @@ def put_ranks() -> None:
             if test.rank >= 0:
                 method()
             elif isinstance(test, common_distributed.MultiThreadedTestCase):
-                in_ranks(lambda rank: type(test)._run(test._testMethodName, rank, test.world_size), test.world_size)
+                in_ranks(
+                    lambda rank: type(test)._run(
+                        test._testMethodName, rank, test.world_size
+                    ),
+                    test.world_size,
+                )
             else:
-                name, kwargs = test._testMethodName, {"fake_pg": getattr(test, "fake_pg", False)}
+                name, kwargs = (
+                    test._testMethodName,
+                    {"fake_pg": getattr(test, "fake_pg", False)},
+                )
                 n = int(test.world_size)
-                in_ranks(lambda rank: type(test)._run(rank, name, test.file_name, None, **kwargs), n)
+                in_ranks(
+                    lambda rank: type(test)._run(
+                        rank, name, test.file_name, None, **kwargs
+                    ),
+                    n,
+                )
 
         return types.MethodType(run, self)
 
@@ -263,9 +355,14 @@ def put_ranks() -> None:
 
     def run_of_thread(test: Any, name: str, rank: int, ranks: int) -> None:
         if hasattr(test, "_tls"):  # torch keeps tolerances for each thread
-            test._tls.precision, test._tls.rel_tol = type(test)._precision, type(test)._rel_tol
+            test._tls.precision, test._tls.rel_tol = (
+                type(test)._precision,
+                type(test)._rel_tol,
+            )
         if torch.cuda.is_available():
-            torch.cuda.set_device(0)  # where each of torch's threads begins, and some tests put all of their tensors
+            torch.cuda.set_device(
+                0
+            )  # where each of torch's threads begins, and some tests put all of their tensors
         dist.init_process_group("gloo")
         test.perThreadSetUp()
         try:
@@ -274,7 +371,9 @@ def put_ranks() -> None:
             dist.destroy_process_group()
             test.perThreadTearDown()
 
-    def spawn_threads(function: Any = None, timeout: Any = None, world_size: int = RANKS) -> Any:
+    def spawn_threads(
+        function: Any = None, timeout: Any = None, world_size: int = RANKS
+    ) -> Any:
         def decorate(function: Any) -> Any:
             def run(test: Any, *args: Any, **kwargs: Any) -> None:
                 def main(rank: int) -> None:
@@ -296,9 +395,14 @@ def put_ranks() -> None:
         store.wait([f"end of barrier {number}"])
 
     importlib.import_module(TESTS).Barrier.sync = classmethod(sync)
-    processes, threads = common_distributed.MultiProcessTestCase, common_distributed.MultiThreadedTestCase
+    processes, threads = (
+        common_distributed.MultiProcessTestCase,
+        common_distributed.MultiThreadedTestCase,
+    )
     processes.join_or_run = threads.join_or_run = join_or_run
-    processes._spawn_processes = processes._start_processes = threads._spawn_threads = lambda test: None
+    processes._spawn_processes = processes._start_processes = threads._spawn_threads = (
+        lambda test: None
+    )
     processes.run_test, threads.run_test_with_threaded_pg = run_test, run_of_thread
     common_distributed.spawn_threads_and_init_comms = spawn_threads
 

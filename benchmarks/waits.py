@@ -18,7 +18,13 @@ from torch import nn
 
 import torchstrategy
 from contest import PREDICTED, Row, hold
-from torchstrategy.testing import VirtualTrace, run_ranks, simulate_devices, simulated_devices, virtual_time
+from torchstrategy.testing import (
+    VirtualTrace,
+    run_ranks,
+    simulate_devices,
+    simulated_devices,
+    virtual_time,
+)
 
 ROWS, WIDTH, WARM = 8, 16, 3
 PLAIN, WORKERS = "plain PyTorch", "one replica a worker"
@@ -32,7 +38,10 @@ class LongShortTerm(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.recurrent, self.head = nn.LSTM(4, 8, num_layers=2, batch_first=True), nn.Linear(8, 1)
+        self.recurrent, self.head = (
+            nn.LSTM(4, 8, num_layers=2, batch_first=True),
+            nn.Linear(8, 1),
+        )
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = self.head(self.recurrent(rows.view(-1, 4, 4))[0][:, -1])
@@ -53,7 +62,13 @@ class Words(nn.Module):
 
 
 def perceptron() -> nn.Module:
-    return nn.Sequential(*[part for _ in range(4) for part in (nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Dropout(0.1))])
+    return nn.Sequential(
+        *[
+            part
+            for _ in range(4)
+            for part in (nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Dropout(0.1))
+        ]
+    )
 
 
 def convolutions() -> nn.Module:
@@ -70,7 +85,9 @@ def in_sync() -> nn.Module:
 def transformer() -> nn.Module:
     layer = nn.TransformerEncoderLayer(4, 2, dim_feedforward=8, batch_first=True)
     encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
-    return nn.Sequential(nn.Unflatten(1, (4, 4)), encoder, nn.Flatten(), nn.Linear(WIDTH, 1))
+    return nn.Sequential(
+        nn.Unflatten(1, (4, 4)), encoder, nn.Flatten(), nn.Linear(WIDTH, 1)
+    )
 
 
 FAMILIES: dict[str, Callable[[], nn.Module]] = {
@@ -87,13 +104,22 @@ def strategies() -> dict[str, Callable[[], torchstrategy.Strategy]]:
     one, other = simulated_devices()[:2]
     return {
         "OneDevice": lambda: torchstrategy.OneDeviceStrategy(one),
-        "Central, 2 replicas on 1 GPU": lambda: torchstrategy.CentralStorageStrategy([one, one], one),
-        "Central, 2 GPUs": lambda: torchstrategy.CentralStorageStrategy([one, other], one),
+        "Central, 2 replicas on 1 GPU": lambda: torchstrategy.CentralStorageStrategy(
+            [one, one], one
+        ),
+        "Central, 2 GPUs": lambda: torchstrategy.CentralStorageStrategy(
+            [one, other], one
+        ),
         "Mirrored, 2 GPUs": lambda: torchstrategy.MirroredStrategy([one, other]),
     }
 
 
-def stepping(family: str, change: str, strategy: torchstrategy.Strategy | None, device: torch.device) -> Step:
+def stepping(
+    family: str,
+    change: str,
+    strategy: torchstrategy.Strategy | None,
+    device: torch.device,
+) -> Step:
     """A training step of a model, to be called again and again."""
     torch.manual_seed(0)
     net = FAMILIES[family]().to(device)
@@ -101,11 +127,17 @@ def stepping(family: str, change: str, strategy: torchstrategy.Strategy | None, 
     if strategy is not None:
         strategy.distribute_module(net)
         strategy.distribute_optimizer(optimizer)
-    scaler = torch.amp.GradScaler(device.type, enabled=change == "scaled", init_scale=1024.0)
+    scaler = torch.amp.GradScaler(
+        device.type, enabled=change == "scaled", init_scale=1024.0
+    )
 
     def step(rows: torch.Tensor) -> None:
         optimizer.zero_grad()
-        with torch.autocast(device.type, torch.float16) if change == "scaled" else contextlib.nullcontext():
+        with (
+            torch.autocast(device.type, torch.float16)
+            if change == "scaled"
+            else contextlib.nullcontext()
+        ):
             loss = net(rows).square().mean()
         scaler.scale(loss).backward()
         if change == "clipped":
@@ -124,7 +156,11 @@ def waits_of(step: Step, trace: VirtualTrace, rank: int | None = None) -> list[s
     """Why the program, or a rank, waits in a warm step: once for each wait, for a device or for other ranks."""
 
     def until_now() -> list[str]:
-        own = [one for one in trace.synchronizations if rank is None or one.host == f"rank {rank}"]
+        own = [
+            one
+            for one in trace.synchronizations
+            if rank is None or one.host == f"rank {rank}"
+        ]
         return [f"{one.where}: {one.why}" for one in own]
 
     for _ in range(WARM):
@@ -138,7 +174,9 @@ def waits_in_process(family: str, change: str, way: str) -> list[str]:
     """Of plain PyTorch, or of a strategy that has all replicas in this process."""
     make = strategies().get(way)
     with virtual_time("H100") as trace:
-        step = stepping(family, change, make() if make is not None else None, simulated_devices()[0])
+        step = stepping(
+            family, change, make() if make is not None else None, simulated_devices()[0]
+        )
         return waits_of(step, trace)
 
 
@@ -153,7 +191,12 @@ def waits_in_workers(family: str, change: str) -> list[str]:
     def main(rank: int, trace: VirtualTrace) -> None:
         torch.distributed.init_process_group("nccl")
         device = torch.device("sim", rank)
-        step = stepping(family, change, torchstrategy.MultiWorkerMirroredStrategy(devices=[device]), device)
+        step = stepping(
+            family,
+            change,
+            torchstrategy.MultiWorkerMirroredStrategy(devices=[device]),
+            device,
+        )
         found[rank] = waits_of(step, trace, rank)
 
     with virtual_time("H100") as trace:
@@ -169,7 +212,9 @@ def by_whom(reasons: Sequence[str]) -> tuple[list[str], list[str]]:
 
 def waits(family: str, change: str) -> dict[str, list[str]]:
     """Why the program waits in a warm step of a family of models, in plain PyTorch and in every other way."""
-    found = {way: waits_in_process(family, change, way) for way in (PLAIN, *strategies())}
+    found = {
+        way: waits_in_process(family, change, way) for way in (PLAIN, *strategies())
+    }
     return {**found, WORKERS: waits_in_workers(family, change)}
 
 
@@ -182,9 +227,29 @@ def counted(rounds: int) -> Iterator[Row]:
             name = ", ".join(filter(None, ("waits in a step", family, change)))
             for way, reasons in found.items():
                 of_devices, of_workers = by_whom(reasons)
-                yield Row(name, way, len(of_devices), "waits", "", 1.0, 1.0, 1.0, len(found[PLAIN]))
+                yield Row(
+                    name,
+                    way,
+                    len(of_devices),
+                    "waits",
+                    "",
+                    1.0,
+                    1.0,
+                    1.0,
+                    len(found[PLAIN]),
+                )
                 if of_workers:
-                    yield Row(name, f"{way}: for other workers", len(of_workers), "waits", "", 1.0, 1.0, 1.0, None)
+                    yield Row(
+                        name,
+                        f"{way}: for other workers",
+                        len(of_workers),
+                        "waits",
+                        "",
+                        1.0,
+                        1.0,
+                        1.0,
+                        None,
+                    )
 
 
 CONTESTS = (counted,)

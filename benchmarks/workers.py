@@ -27,7 +27,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import distributed, nn
 
-from contest import Amounts, Contender, Row, hold, in_fresh_processes, left_out, rows_of, timed, work
+from contest import (
+    Amounts,
+    Contender,
+    Row,
+    hold,
+    in_fresh_processes,
+    left_out,
+    rows_of,
+    timed,
+    work,
+)
 from processes import peak_memory
 
 DDP, OURS, PLAIN = "DDP", "MultiWorkerMirrored", "plain, nothing sent"
@@ -62,16 +72,26 @@ SHARDED_TASKS = {  # blocks of a transformer: those of examples/sharded.py, and 
 }
 SLOW_TASK, SLOW_BAR = Task(1320, 3, 128, 2), 1.05
 MORE_BYTES = 1024  # so many more than DDP a step may send
-ALONE = {"from start to the first step": "s", "memory (PSS), peak": "MB", "memory without files, peak": "MB"}
+ALONE = {
+    "from start to the first step": "s",
+    "memory (PSS), peak": "MB",
+    "memory without files, peak": "MB",
+}
 
 Step = Callable[[], None]
-Make = Callable[[Task, int], tuple[nn.Module, torch.Tensor]]  # makes a model, and the rows of all processes
+Make = Callable[
+    [Task, int], tuple[nn.Module, torch.Tensor]
+]  # makes a model, and the rows of all processes
 
 
 def made(task: Task, size: int) -> tuple[nn.Module, torch.Tensor]:
     """The model and the rows of all processes."""
     torch.manual_seed(0)
-    layers = [m for _ in range(task.layers) for m in (nn.Linear(task.width, task.width), nn.Tanh())]
+    layers = [
+        m
+        for _ in range(task.layers)
+        for m in (nn.Linear(task.width, task.width), nn.Tanh())
+    ]
     return nn.Sequential(*layers), torch.randn(task.rows * size, task.width)
 
 
@@ -99,7 +119,9 @@ def maker(name: str) -> Callable[[Task, int, int], tuple[nn.Module, Step]]:
     return makers[name]
 
 
-def plain(task: Task, rank: int, size: int, make: Make = made) -> tuple[nn.Module, Step]:
+def plain(
+    task: Task, rank: int, size: int, make: Make = made
+) -> tuple[nn.Module, Step]:
     """A process that does nothing to send gradients, with its rows. A sharded model sends them itself."""
     net, rows = make(task, size)
     step, own = stepping(net), rows.chunk(size)[rank]
@@ -109,13 +131,20 @@ def plain(task: Task, rank: int, size: int, make: Make = made) -> tuple[nn.Modul
 def in_ddp(task: Task, rank: int, size: int) -> tuple[nn.Module, Step]:
     """The same, joined by DDP."""
     net, rows = made(task, size)
-    step, own = stepping(nn.parallel.DistributedDataParallel(net)), rows.chunk(size)[rank]
+    step, own = (
+        stepping(nn.parallel.DistributedDataParallel(net)),
+        rows.chunk(size)[rank],
+    )
     return net, lambda: step(own)
 
 
-def under_strategy(task: Task, rank: int, size: int, make: Make = made) -> tuple[nn.Module, Step]:
+def under_strategy(
+    task: Task, rank: int, size: int, make: Make = made
+) -> tuple[nn.Module, Step]:
     """The same under a strategy, which splits the rows of all."""
-    torchstrategy = importlib.import_module("torchstrategy")  # here: it would count in the start of DDP, too
+    torchstrategy = importlib.import_module(
+        "torchstrategy"
+    )  # here: it would count in the start of DDP, too
     strategy = torchstrategy.MultiWorkerMirroredStrategy(devices=["cpu"])
     with strategy.scope():
         net, rows = make(task, size)
@@ -126,10 +155,15 @@ def under_strategy(task: Task, rank: int, size: int, make: Make = made) -> tuple
 
 def sharded(task: Task, size: int) -> tuple[nn.Module, torch.Tensor]:
     """Blocks of a transformer that are sharded, and the rows of all processes, each of eight words."""
-    fully_shard = importlib.import_module("torch.distributed.fsdp").fully_shard  # here: it counts in nobody's start
+    fully_shard = importlib.import_module(
+        "torch.distributed.fsdp"
+    ).fully_shard  # here: it counts in nobody's start
     torch.manual_seed(0)
     width = task.width
-    blocks = [nn.TransformerEncoderLayer(width, 4, 2 * width, 0.0, batch_first=True) for _ in range(task.layers)]
+    blocks = [
+        nn.TransformerEncoderLayer(width, 4, 2 * width, 0.0, batch_first=True)
+        for _ in range(task.layers)
+    ]
     net = nn.Sequential(*blocks)
     for part in (*blocks, net):
         fully_shard(part)
@@ -150,7 +184,9 @@ def worker(argument: Any) -> Any:
     """One of the processes."""
     kind, rank, size, store, *rest = argument
     torch.set_num_threads(1)
-    distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
+    distributed.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=size
+    )
     told = {"turns": in_turns, "alone": alone}[kind](rank, size, *rest)
     distributed.barrier()
     distributed.destroy_process_group()
@@ -162,16 +198,25 @@ WALL, CPU, SENT = range(3)
 
 
 def in_turns(
-    rank: int, size: int, tasks: Sequence[Sequence[int]], rounds: int, names: Sequence[str] = (DDP, OURS, PLAIN)
+    rank: int,
+    size: int,
+    tasks: Sequence[Sequence[int]],
+    rounds: int,
+    names: Sequence[str] = (DDP, OURS, PLAIN),
 ) -> list[list[list[Amounts]]]:
     """For each task what is measured of each contender, in each round."""
     return [turns(Task(*task), rank, size, rounds, names) for task in tasks]
 
 
-def turns(task: Task, rank: int, size: int, rounds: int, names: Sequence[str]) -> list[list[Amounts]]:
+def turns(
+    task: Task, rank: int, size: int, rounds: int, names: Sequence[str]
+) -> list[list[Amounts]]:
     """What is measured of one task: `WALL`, `CPU` and `SENT`. One round alone shows that everything runs."""
     made_of = {name: maker(name)(task, rank, size) for name in names}
-    shuffled, repeats = random.Random(0), task.steps if rounds > 1 else 1  # all processes have the same order
+    shuffled, repeats = (
+        random.Random(0),
+        task.steps if rounds > 1 else 1,
+    )  # all processes have the same order
     measured: list[list[Amounts]] = [[], [], []]
     for number in range(rounds + (rounds > 1)):
         amounts: list[Amounts] = [{}, {}, {}]
@@ -192,10 +237,16 @@ def turns(task: Task, rank: int, size: int, rounds: int, names: Sequence[str]) -
 def bytes_sent() -> float:
     """The bytes that have left the device by which the processes are joined; 0 for loopback."""
     device = os.environ.get("GLOO_SOCKET_IFNAME")
-    return float(Path(f"/sys/class/net/{device}/statistics/tx_bytes").read_text()) if device else 0.0
+    return (
+        float(Path(f"/sys/class/net/{device}/statistics/tx_bytes").read_text())
+        if device
+        else 0.0
+    )
 
 
-def alone(rank: int, size: int, name: str, task: Sequence[int], began: float) -> list[float]:
+def alone(
+    rank: int, size: int, name: str, task: Sequence[int], began: float
+) -> list[float]:
     """What the only contender of a process takes to start, and its memory."""
     _, step = maker(name)(Task(*task), rank, size)
     step()
@@ -205,7 +256,9 @@ def alone(rank: int, size: int, name: str, task: Sequence[int], began: float) ->
 # The contests
 
 
-def told_by(kind: str, size: int, *rest: Any, before: Sequence[Sequence[str]] | None = None) -> list[Any]:
+def told_by(
+    kind: str, size: int, *rest: Any, before: Sequence[Sequence[str]] | None = None
+) -> list[Any]:
     """What processes tell that are joined."""
     with tempfile.TemporaryDirectory() as folder:
         told = [[kind, rank, size, f"{folder}/store", *rest] for rank in range(size)]
@@ -215,7 +268,8 @@ def told_by(kind: str, size: int, *rest: Any, before: Sequence[Sequence[str]] | 
 def slowest(of_processes: Sequence[Sequence[Amounts]]) -> list[Amounts]:
     """In each round, what the slowest of the processes took."""
     return [
-        {name: max(one[name] for one in amounts) for name in amounts[0]} for amounts in zip(*of_processes, strict=True)
+        {name: max(one[name] for one in amounts) for name in amounts[0]}
+        for amounts in zip(*of_processes, strict=True)
     ]
 
 
@@ -243,11 +297,17 @@ def on_loopback(rounds: int) -> Iterator[Row]:
     for size in (2, 4) if rounds > 1 else (2,):
         told = told_by("turns", size, [task for task, _ in TASKS.values()], rounds)
         for number, (title, (_, bars)) in enumerate(TASKS.items()):
-            for what, kind, bar in (("step", WALL, bars.wall), ("step, CPU time", CPU, bars.cpu)):
+            for what, kind, bar in (
+                ("step", WALL, bars.wall),
+                ("step, CPU time", CPU, bars.cpu),
+            ):
                 amounts = slowest([of_process[number][kind] for of_process in told])
                 # Four processes on two cores wait for one another to be given a core: there the figures have no bar.
                 yield from rows_of(
-                    f"{size} processes, {title}: {what}", contenders(bar if size == 2 else None), amounts, "ms"
+                    f"{size} processes, {title}: {what}",
+                    contenders(bar if size == 2 else None),
+                    amounts,
+                    "ms",
                 )
 
 
@@ -255,11 +315,23 @@ def in_shards_of_a_model(rounds: int) -> Iterator[Row]:
     """Steps of 2 processes that share out a model by FSDP2, as a plain script does."""
     if not can_be_joined():
         return
-    told = told_by("turns", 2, [task for task, _ in SHARDED_TASKS.values()], rounds, (FSDP, OURS_SHARDED))
+    told = told_by(
+        "turns",
+        2,
+        [task for task, _ in SHARDED_TASKS.values()],
+        rounds,
+        (FSDP, OURS_SHARDED),
+    )
     for number, (title, (_, bars)) in enumerate(SHARDED_TASKS.items()):
-        for what, kind, bar in (("step", WALL, bars.wall), ("step, CPU time", CPU, bars.cpu)):
+        for what, kind, bar in (
+            ("step", WALL, bars.wall),
+            ("step, CPU time", CPU, bars.cpu),
+        ):
             amounts = slowest([of_process[number][kind] for of_process in told])
-            both = {FSDP: Contender(float), OURS_SHARDED: Contender(float, (FSDP,), bar)}
+            both = {
+                FSDP: Contender(float),
+                OURS_SHARDED: Contender(float, (FSDP,), bar),
+            }
             yield from rows_of(f"2 processes, {title}: {what}", both, amounts, "ms")
 
 
@@ -280,7 +352,9 @@ def on_a_slow_link(rounds: int) -> Iterator[Row]:
     yield from rows_of(f"{title}: step", contenders(SLOW_BAR), steps, "ms")
     sent = slowest([of_process[0][SENT] for of_process in told])
     bar = 1 + MORE_BYTES / bytes_of_gradients(SLOW_TASK)
-    both = {name: contender for name, contender in contenders(bar).items() if name != PLAIN}
+    both = {
+        name: contender for name, contender in contenders(bar).items() if name != PLAIN
+    }
     yield from rows_of(f"{title}: bytes sent in a step", both, sent, "B")
 
 
@@ -302,7 +376,10 @@ def backward_seconds(task: Task) -> float:
 @contextlib.contextmanager
 def slow_link(rate: float) -> Iterator[list[list[str]]]:
     """Two namespaces, each with an end of a link of so many bytes a second. Yields what starts a command in each."""
-    names, ends = ([f"{word}{os.getpid()}{side}" for side in "ab"] for word in ("torchstrategy-", "ts"))
+    names, ends = (
+        [f"{word}{os.getpid()}{side}" for side in "ab"]
+        for word in ("torchstrategy-", "ts")
+    )
 
     def ip(*words: str) -> None:
         subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
@@ -310,26 +387,58 @@ def slow_link(rate: float) -> Iterator[list[list[str]]]:
     try:
         for name in names:
             ip("netns", "add", name)
-        ip("link", "add", ends[0], "netns", names[0], "type", "veth", "peer", "name", ends[1], "netns", names[1])
+        ip(
+            "link",
+            "add",
+            ends[0],
+            "netns",
+            names[0],
+            "type",
+            "veth",
+            "peer",
+            "name",
+            ends[1],
+            "netns",
+            names[1],
+        )
         for number, (name, end) in enumerate(zip(names, ends, strict=True), start=1):
             ip("-n", name, "address", "add", f"10.213.0.{number}/24", "dev", end)
             for device in ("lo", end):
                 ip("-n", name, "link", "set", device, "up")
             limit = ["rate", f"{rate * 8:.0f}bit", "burst", "1mb", "latency", "100ms"]
-            command = ["tc", "-n", name, "qdisc", "add", "dev", end, "root", "tbf", *limit]
+            command = [
+                "tc",
+                "-n",
+                name,
+                "qdisc",
+                "add",
+                "dev",
+                end,
+                "root",
+                "tbf",
+                *limit,
+            ]
             subprocess.run(command, check=True, capture_output=True, text=True)
         enter = zip(names, ends, strict=True)
-        yield [["ip", "netns", "exec", name, "env", f"GLOO_SOCKET_IFNAME={end}"] for name, end in enter]
+        yield [
+            ["ip", "netns", "exec", name, "env", f"GLOO_SOCKET_IFNAME={end}"]
+            for name, end in enter
+        ]
     finally:
         for name in names:
-            subprocess.run(["ip", "netns", "delete", name], check=False, capture_output=True)
+            subprocess.run(
+                ["ip", "netns", "delete", name], check=False, capture_output=True
+            )
 
 
 def in_processes_of_their_own(rounds: int) -> Iterator[Row]:
     """The start and the memory, of all processes."""
     if not can_be_joined() or not Path("/proc/self/smaps_rollup").exists():
         return
-    title, size = "5,200,000 parameters", 2 if rounds > 1 else 1  # an import of torch takes longer than all else here
+    title, size = (
+        "5,200,000 parameters",
+        2 if rounds > 1 else 1,
+    )  # an import of torch takes longer than all else here
     task, _ = TASKS[title]
     seen = [
         {name: told_by("alone", size, name, task, time.time()) for name in (DDP, OURS)}
@@ -337,13 +446,27 @@ def in_processes_of_their_own(rounds: int) -> Iterator[Row]:
     ]
     for number, (what, unit) in enumerate(ALONE.items()):
         of_all = max if unit == "s" else sum
-        amounts = [{name: of_all(one[number] for one in told[name]) for name in told} for told in seen]
+        amounts = [
+            {name: of_all(one[number] for one in told[name]) for name in told}
+            for told in seen
+        ]
         bar = 1.1 if unit == "s" else 1.0
-        both = {name: contender for name, contender in contenders(bar).items() if name != PLAIN}
-        yield from rows_of(f"{title}, {size} process{'es' * (size > 1)}: {what}", both, amounts, unit)
+        both = {
+            name: contender
+            for name, contender in contenders(bar).items()
+            if name != PLAIN
+        }
+        yield from rows_of(
+            f"{title}, {size} process{'es' * (size > 1)}: {what}", both, amounts, unit
+        )
 
 
-CONTESTS = (on_loopback, in_shards_of_a_model, on_a_slow_link, in_processes_of_their_own)
+CONTESTS = (
+    on_loopback,
+    in_shards_of_a_model,
+    on_a_slow_link,
+    in_processes_of_their_own,
+)
 
 if __name__ == "__main__":
     work(worker)

@@ -67,7 +67,11 @@ class Row(NamedTuple):
     @property
     def place(self) -> str:
         """Where it is in torchstrategy, or how the parameter is called."""
-        return self.here or self.parameter or SECTIONS[self.section] + self.name.removeprefix(self.section)
+        return (
+            self.here
+            or self.parameter
+            or SECTIONS[self.section] + self.name.removeprefix(self.section)
+        )
 
 
 def rows() -> list[Row]:
@@ -79,18 +83,35 @@ def rows() -> list[Row]:
 def page(table: Sequence[Row]) -> str:
     """The page, in Markdown."""
     counts = Counter(row.status for row in table)
-    legend = "".join(f"- **{status}** ({counts[status]} rows): {meaning}\n" for status, meaning in STATUSES.items())
-    return HEAD + legend + "".join(_section(name, [row for row in table if row.section == name]) for name in SECTIONS)
+    legend = "".join(
+        f"- **{status}** ({counts[status]} rows): {meaning}\n"
+        for status, meaning in STATUSES.items()
+    )
+    return (
+        HEAD
+        + legend
+        + "".join(
+            _section(name, [row for row in table if row.section == name])
+            for name in SECTIONS
+        )
+    )
 
 
 def _section(section: str, table: Sequence[Row]) -> str:
-    lines = [line for _, of_name in groupby(table, key=lambda row: row.name) for line in _lines(list(of_name))]
+    lines = [
+        line
+        for _, of_name in groupby(table, key=lambda row: row.name)
+        for line in _lines(list(of_name))
+    ]
     here = (
         ""
         if section == SECTIONS[section]
         else f"Here it is `{SECTIONS[section]}*`, unless the table says otherwise.\n\n"
     )
-    return f"\n## {section}*\n\n{here}| name | releases | is | |\n|---|---|---|---|\n" + "".join(lines)
+    return (
+        f"\n## {section}*\n\n{here}| name | releases | is | |\n|---|---|---|---|\n"
+        + "".join(lines)
+    )
 
 
 def _lines(of_name: Sequence[Row]) -> Iterator[str]:
@@ -99,7 +120,9 @@ def _lines(of_name: Sequence[Row]) -> Iterator[str]:
         name = row.name.removeprefix(row.section)
         if not row.parameter:
             place = f"`{row.here}`." if row.here else ""
-            yield _line(name + _parentheses(row, of_name), row, f"{place} {row.why}".strip())
+            yield _line(
+                name + _parentheses(row, of_name), row, f"{place} {row.why}".strip()
+            )
         elif row.status != "same":
             yield _line(f"{name}(... {row.parameter} ...)", row, row.why)
 
@@ -109,7 +132,9 @@ def _line(name: str, row: Row, sentences: str) -> str:
 
 
 def _parentheses(row: Row, of_name: Sequence[Row]) -> str:
-    newest = [r for r in of_name if r.parameter and r.releases[-3:] == row.releases[-3:]]
+    newest = [
+        r for r in of_name if r.parameter and r.releases[-3:] == row.releases[-3:]
+    ]
     if not newest and row.kind not in ("function", "method"):
         return ""
     parameters = [r.parameter + (f"={r.default}" if r.default else "") for r in newest]

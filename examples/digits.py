@@ -46,7 +46,9 @@ def train(options: Namespace) -> tuple[nn.Module, list[Tensor]]:
     for epoch in range(options.epochs):
         for batch in problem.progress(loader, epoch):
             per_replica_losses = strategy.run(train_step, args=(batch,))
-            losses.append(strategy.reduce(torchstrategy.ReduceOp.MEAN, per_replica_losses, axis=0))
+            losses.append(
+                strategy.reduce(torchstrategy.ReduceOp.MEAN, per_replica_losses, axis=0)
+            )
     return model, losses
 
 

@@ -22,12 +22,16 @@ import digits_plain
 import digits_problem as problem
 import torchstrategy
 
-Found = tuple[int, int, float]  # the number of rows, how many of them are classified correctly, and their mean loss
+Found = tuple[
+    int, int, float
+]  # the number of rows, how many of them are classified correctly, and their mean loss
 
 ALLOWED_LOSS = 1e-5  # replicas add the same losses in another order, and so may differ by rounding; counts may not
 
 
-def evaluate(strategy: torchstrategy.Strategy, model: nn.Module, loader: DataLoader) -> Found:
+def evaluate(
+    strategy: torchstrategy.Strategy, model: nn.Module, loader: DataLoader
+) -> Found:
     """Evaluates a model of the strategy on all rows of the loader."""
 
     @torch.no_grad()
@@ -46,7 +50,11 @@ def evaluate(strategy: torchstrategy.Strategy, model: nn.Module, loader: DataLoa
     for batch in strategy.experimental_distribute_dataset(loader):
         per_replica = strategy.run(test_step, args=(batch,))
         totals.update(strategy.reduce("sum", per_replica, axis=0))
-    return int(totals["rows"]), int(totals["right"]), float(totals["loss"] / totals["rows"])
+    return (
+        int(totals["rows"]),
+        int(totals["right"]),
+        float(totals["loss"] / totals["rows"]),
+    )
 
 
 @torch.no_grad()
@@ -64,7 +72,9 @@ def evaluate_plainly(model: nn.Module, loader: DataLoader) -> Found:
 
 def train() -> nn.Module:
     """The network of digits_plain.py, after an epoch."""
-    options = argparse.Namespace(epochs=1, batch_size=100, optimizer="sgd", lr=0.2, seed=0)
+    options = argparse.Namespace(
+        epochs=1, batch_size=100, optimizer="sgd", lr=0.2, seed=0
+    )
     return digits_plain.train(options)[0]
 
 
@@ -90,7 +100,9 @@ def check(model: nn.Module, loader: DataLoader) -> None:
         found = evaluate_under(replicas, model, loader)
         same = found[:2] == expected[:2] and abs(found[2] - expected[2]) <= ALLOWED_LOSS
         if not same:
-            sys.exit(f"{replicas} replicas: {described(found)}, which is not what plain PyTorch finds")
+            sys.exit(
+                f"{replicas} replicas: {described(found)}, which is not what plain PyTorch finds"
+            )
     print("1 to 5 replicas: the same")
 
 
@@ -98,17 +110,28 @@ def main(options: argparse.Namespace) -> None:
     _, test = problem.digits()
     loader = DataLoader(test, batch_size=options.batch_size)
     model = train()
-    print(f"{options.replicas} replicas: {described(evaluate_under(options.replicas, model, loader))}")
+    print(
+        f"{options.replicas} replicas: {described(evaluate_under(options.replicas, model, loader))}"
+    )
     if options.check:
         check(model, loader)
 
 
 def argument_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--replicas", type=problem.positive, default=4, help="default: 4")
-    parser.add_argument("--batch-size", type=problem.positive, default=119, help="over all replicas; default: 119")
     parser.add_argument(
-        "--check", action="store_true", help="also evaluate plainly and under 1 to 5 replicas, and compare"
+        "--replicas", type=problem.positive, default=4, help="default: 4"
+    )
+    parser.add_argument(
+        "--batch-size",
+        type=problem.positive,
+        default=119,
+        help="over all replicas; default: 119",
+    )
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="also evaluate plainly and under 1 to 5 replicas, and compare",
     )
     return parser
 

@@ -65,23 +65,33 @@ class Gan:
             nn.Tanh(),
         )
         self.discriminator = nn.Sequential(
-            nn.Linear(64, WIDTH), nn.LeakyReLU(0.2), nn.Linear(WIDTH, WIDTH), nn.LeakyReLU(0.2), nn.Linear(WIDTH, 1)
+            nn.Linear(64, WIDTH),
+            nn.LeakyReLU(0.2),
+            nn.Linear(WIDTH, WIDTH),
+            nn.LeakyReLU(0.2),
+            nn.Linear(WIDTH, 1),
         )
         self.generator_optimizer = adam(self.generator, options.lr)
         self.discriminator_optimizer = adam(self.discriminator, options.lr)
 
     def step(self, batch: tuple[Tensor, Tensor]) -> None:
-        real, noise = batch  # local variables, and not attributes: all replicas share `self`
+        real, noise = (
+            batch  # local variables, and not attributes: all replicas share `self`
+        )
         fake = self.generator(noise)
 
         self.discriminator_optimizer.zero_grad()
         # -log p(real) - log(1 - p(fake)), where p is the sigmoid of what the discriminator returns
-        judged = F.softplus(-self.discriminator(real)) + F.softplus(self.discriminator(fake.detach()))
+        judged = F.softplus(-self.discriminator(real)) + F.softplus(
+            self.discriminator(fake.detach())
+        )
         judged.mean().backward()
         self.discriminator_optimizer.step()
 
         self.generator_optimizer.zero_grad()
-        unmasked = F.softplus(-self.discriminator(fake))  # judged by the updated discriminator
+        unmasked = F.softplus(
+            -self.discriminator(fake)
+        )  # judged by the updated discriminator
         unmasked.mean().backward()
         self.generator_optimizer.step()
 
@@ -92,7 +102,9 @@ def adam(network: nn.Module, lr: float) -> torch.optim.Optimizer:
 
 def average_of(network: nn.Module) -> AveragedModel:
     """A network of the same kind, whose weights and statistics are a moving average of those of `network`."""
-    return AveragedModel(network, multi_avg_fn=get_ema_multi_avg_fn(0.99), use_buffers=True)
+    return AveragedModel(
+        network, multi_avg_fn=get_ema_multi_avg_fn(0.99), use_buffers=True
+    )
 
 
 def batches(options: argparse.Namespace) -> DataLoader[tuple[Tensor, Tensor]]:
@@ -102,7 +114,15 @@ def batches(options: argparse.Namespace) -> DataLoader[tuple[Tensor, Tensor]]:
 def repeated(loader: Iterable[Any], steps: int) -> Iterator[Any]:
     """As many batches as steps, epoch after epoch."""
     epochs = itertools.chain.from_iterable(itertools.repeat(loader))
-    return iter(tqdm(itertools.islice(epochs, steps), total=steps, unit="step", disable=None, leave=False))
+    return iter(
+        tqdm(
+            itertools.islice(epochs, steps),
+            total=steps,
+            unit="step",
+            disable=None,
+            leave=False,
+        )
+    )
 
 
 def train(options: argparse.Namespace, steps: int) -> tuple[Gan, AveragedModel]:
@@ -113,11 +133,15 @@ def train(options: argparse.Namespace, steps: int) -> tuple[Gan, AveragedModel]:
     with strategy.scope():
         gan = Gan(options)
         # Each replica sees a part of the batch, but needs the mean and variance of the whole batch.
-        gan.generator = torchstrategy.nn.SyncBatchNorm.convert_sync_batchnorm(gan.generator)
+        gan.generator = torchstrategy.nn.SyncBatchNorm.convert_sync_batchnorm(
+            gan.generator
+        )
     average = average_of(gan.generator)
     for batch in repeated(loader, steps):
         strategy.run(gan.step, args=(batch,))
-        average.update_parameters(gan.generator)  # not in the step, which runs in every replica
+        average.update_parameters(
+            gan.generator
+        )  # not in the step, which runs in every replica
     return gan, average
 
 
@@ -139,7 +163,9 @@ def distance_to_digits(generator: nn.Module) -> float:
     real, made = digits(), generator.eval()(torch.randn(2000, NOISE))
     mean = (real.mean(0) - made.mean(0)).square().sum()
     a, b = real.T.cov(), made.T.cov()
-    return (mean + a.trace() + b.trace() - 2 * torch.linalg.eigvals(a @ b).sqrt().real.sum()).item()
+    return (
+        mean + a.trace() + b.trace() - 2 * torch.linalg.eigvals(a @ b).sqrt().real.sum()
+    ).item()
 
 
 @torch.no_grad()
@@ -147,19 +173,30 @@ def drawing(generator: nn.Module, count: int = 8) -> str:
     """Some made images, side by side."""
     made = generator.eval()(torch.randn(count, NOISE)).unflatten(1, (8, 8))
     shades = ((made + 1) / 2 * (len(SHADES) - 1)).round().long()
-    return "\n".join("   ".join("".join(SHADES[s] * 2 for s in image[row]) for image in shades) for row in range(8))
+    return "\n".join(
+        "   ".join("".join(SHADES[s] * 2 for s in image[row]) for image in shades)
+        for row in range(8)
+    )
 
 
 def check(options: argparse.Namespace, steps: int = 20) -> None:
     """Trains a little in replicas and plainly, and exits with an error unless the results are the same."""
     torch.set_default_dtype(torch.float64)
-    (gan, average), (plain_gan, plain_average) = train(options, steps), train_plainly(options, steps)
+    (gan, average), (plain_gan, plain_average) = (
+        train(options, steps),
+        train_plainly(options, steps),
+    )
     torch.set_default_dtype(torch.float32)
     networks = [gan.generator, gan.discriminator, average]
     plain_networks = [plain_gan.generator, plain_gan.discriminator, plain_average]
     pairs = zip(networks, plain_networks, strict=True)
-    difference = max(problem.distance(a.state_dict().values(), b.state_dict().values()) for a, b in pairs)
-    print(f"largest difference from plain PyTorch after {steps} steps: {difference:.1e} (allowed {ALLOWED:.0e})")
+    difference = max(
+        problem.distance(a.state_dict().values(), b.state_dict().values())
+        for a, b in pairs
+    )
+    print(
+        f"largest difference from plain PyTorch after {steps} steps: {difference:.1e} (allowed {ALLOWED:.0e})"
+    )
     if not difference <= ALLOWED:  # written like this, so that a NaN fails
         sys.exit("the run under the strategy is not the plain one")
 
@@ -172,7 +209,9 @@ def main(options: argparse.Namespace) -> None:
     _, generator = train(options, options.steps)
     print(f"{options.steps} steps in {time.perf_counter() - start:.1f} s")
     before, after = distance_to_digits(untrained), distance_to_digits(generator)
-    print(f"Fréchet distance of made images to real ones: {before:.1f} after one step, {after:.1f} now")
+    print(
+        f"Fréchet distance of made images to real ones: {before:.1f} after one step, {after:.1f} now"
+    )
     print(drawing(generator))
     if options.check and not after < before / 4:
         sys.exit("the generator has not learned to draw")
@@ -180,12 +219,29 @@ def main(options: argparse.Namespace) -> None:
 
 def argument_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--replicas", type=problem.positive, default=2, help="default: 2")
-    parser.add_argument("--steps", type=problem.positive, default=1000, help="default: 1000")
-    parser.add_argument("--batch-size", type=problem.positive, default=100, help="over all replicas; default: 100")
-    parser.add_argument("--lr", type=float, default=0.001, help="learning rate; default: 0.001")
-    parser.add_argument("--seed", type=int, default=0, help="of all random numbers; default: 0")
-    parser.add_argument("--check", action="store_true", help="also train plainly, and fail if the two differ")
+    parser.add_argument(
+        "--replicas", type=problem.positive, default=2, help="default: 2"
+    )
+    parser.add_argument(
+        "--steps", type=problem.positive, default=1000, help="default: 1000"
+    )
+    parser.add_argument(
+        "--batch-size",
+        type=problem.positive,
+        default=100,
+        help="over all replicas; default: 100",
+    )
+    parser.add_argument(
+        "--lr", type=float, default=0.001, help="learning rate; default: 0.001"
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, help="of all random numbers; default: 0"
+    )
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="also train plainly, and fail if the two differ",
+    )
     return parser
 
 

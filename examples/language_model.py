@@ -42,19 +42,36 @@ ALLOWED = {"float32": (1e-5, 1e-5), "bfloat16": (5e-3, 5e-2), "float16": (5e-3, 
 @functools.cache
 def corpus() -> tuple[list[list[int]], list[list[int]], int]:
     """Sentences to train on, and others to test on, as numbers of words; and how many different words there are."""
-    paragraphs = (" ".join(paragraph.split()) for topic in topics.values() for paragraph in topic.split("\n\n"))
-    sentences = dict.fromkeys(s for p in paragraphs if p.endswith(".") for s in re.split(r"(?<=[.:;]) ", p))
-    tokens = [re.findall(r"\w+|[^\w\s]", sentence.lower()) for sentence in sentences]  # words and punctuation
+    paragraphs = (
+        " ".join(paragraph.split())
+        for topic in topics.values()
+        for paragraph in topic.split("\n\n")
+    )
+    sentences = dict.fromkeys(
+        s for p in paragraphs if p.endswith(".") for s in re.split(r"(?<=[.:;]) ", p)
+    )
+    tokens = [
+        re.findall(r"\w+|[^\w\s]", sentence.lower()) for sentence in sentences
+    ]  # words and punctuation
     counts = Counter(word for sentence in tokens for word in sentence)
     known = [word for word, count in counts.items() if count > 1]
     numbers = {word: number for number, word in enumerate(known, start=END + 1)}
-    encoded = [[END, *(numbers.get(word, UNKNOWN) for word in sentence), END] for sentence in tokens]
-    return [s for i, s in enumerate(encoded) if i % 10], encoded[::10], END + 1 + len(known)
+    encoded = [
+        [END, *(numbers.get(word, UNKNOWN) for word in sentence), END]
+        for sentence in tokens
+    ]
+    return (
+        [s for i, s in enumerate(encoded) if i % 10],
+        encoded[::10],
+        END + 1 + len(known),
+    )
 
 
 def padded(sentences: list[list[int]]) -> tuple[Tensor, int]:
     """A batch, of shape [sentences, longest]; and how many words there are in it to predict."""
-    batch = pad_sequence([torch.tensor(s) for s in sentences], batch_first=True, padding_value=PAD)
+    batch = pad_sequence(
+        [torch.tensor(s) for s in sentences], batch_first=True, padding_value=PAD
+    )
     return batch, sum(len(s) - 1 for s in sentences)
 
 
@@ -76,11 +93,17 @@ class LanguageModel(nn.Module):
         return self.decoder(features)
 
 
-def word_loss(model: nn.Module, sentences: Tensor, precision: str = "float32") -> Tensor:
+def word_loss(
+    model: nn.Module, sentences: Tensor, precision: str = "float32"
+) -> Tensor:
     """The mean loss of the next words; padding is none."""
-    with torch.autocast(sentences.device.type, getattr(torch, precision), enabled=precision != "float32"):
+    with torch.autocast(
+        sentences.device.type, getattr(torch, precision), enabled=precision != "float32"
+    ):
         logits = model(sentences[:, :-1])
-    return F.cross_entropy(logits.float().transpose(1, 2), sentences[:, 1:], ignore_index=PAD)
+    return F.cross_entropy(
+        logits.float().transpose(1, 2), sentences[:, 1:], ignore_index=PAD
+    )
 
 
 def build(options: argparse.Namespace, updates: int) -> tuple[Any, ...]:
@@ -88,9 +111,13 @@ def build(options: argparse.Namespace, updates: int) -> tuple[Any, ...]:
     model = LanguageModel(corpus()[2])
     # The usual eps of 1e-8 is as small as float32's rounding errors here, and Adam would amplify these errors.
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, eps=1e-6)
-    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=options.lr, total_steps=updates)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, max_lr=options.lr, total_steps=updates
+    )
     # Only float16 needs a scaler. For the others it is disabled and does nothing, and the step is the same for all.
-    scaler = torch.amp.GradScaler(torch.device(options.device).type, enabled=options.precision == "float16")
+    scaler = torch.amp.GradScaler(
+        torch.device(options.device).type, enabled=options.precision == "float16"
+    )
     return model, optimizer, scheduler, scaler
 
 
@@ -116,13 +143,19 @@ def train(options: argparse.Namespace, updates: int) -> tuple[nn.Module, list[Te
     """The trained model, and the mean loss of each update."""
     torch.manual_seed(options.seed)
     devices = [options.device] * options.replicas
-    strategy = torchstrategy.CentralStorageStrategy(devices, options.device, gradient_reduction="loss")
-    loader = DataLoader(corpus()[0], options.batch_size, shuffle=True, collate_fn=padded)
+    strategy = torchstrategy.CentralStorageStrategy(
+        devices, options.device, gradient_reduction="loss"
+    )
+    loader = DataLoader(
+        corpus()[0], options.batch_size, shuffle=True, collate_fn=padded
+    )
     loader = strategy.experimental_distribute_dataset(loader)
     with strategy.scope():
         model, optimizer, scheduler, scaler = build(options, updates)
 
-    def train_step(sentences: Tensor, share: float, is_last: bool) -> tuple[Tensor, Tensor]:
+    def train_step(
+        sentences: Tensor, share: float, is_last: bool
+    ) -> tuple[Tensor, Tensor]:
         """Trains on one batch, which has this share of the words of the update."""
         loss = word_loss(model, sentences, options.precision) * share
         scaler.scale(loss).backward()
@@ -132,20 +165,31 @@ def train(options: argparse.Namespace, updates: int) -> tuple[nn.Module, list[Te
 
     losses = []
     all_groups = itertools.islice(groups(loader, options.accumulate), updates)
-    for group in tqdm(all_groups, total=updates, unit="update", disable=None, leave=False):
+    for group in tqdm(
+        all_groups, total=updates, unit="update", disable=None, leave=False
+    ):
         words = sum(count for _, count in group)
         loss = 0.0
         for i, (sentences, count) in enumerate(group, start=1):
-            own_losses, own_words = strategy.run(train_step, args=(sentences, count / words, i == len(group)))
+            own_losses, own_words = strategy.run(
+                train_step, args=(sentences, count / words, i == len(group))
+            )
             loss += strategy.reduce("mean", own_losses, axis=None, weights=own_words)
         losses.append(loss)
     return model, losses
 
 
-def train_plainly(options: argparse.Namespace, updates: int) -> tuple[nn.Module, list[Tensor]]:
+def train_plainly(
+    options: argparse.Namespace, updates: int
+) -> tuple[nn.Module, list[Tensor]]:
     """The same in plain PyTorch, with one large batch for each update."""
     torch.manual_seed(options.seed)
-    loader = DataLoader(corpus()[0], options.batch_size * options.accumulate, shuffle=True, collate_fn=padded)
+    loader = DataLoader(
+        corpus()[0],
+        options.batch_size * options.accumulate,
+        shuffle=True,
+        collate_fn=padded,
+    )
     with torch.device(options.device):
         model, optimizer, scheduler, scaler = build(options, updates)
     losses = []
@@ -161,7 +205,10 @@ def train_plainly(options: argparse.Namespace, updates: int) -> tuple[nn.Module,
 def perplexity(model: nn.Module, device: str) -> float:
     """The perplexity of the held-out sentences. Outside `run` the model is plain PyTorch."""
     loader = DataLoader(corpus()[1], 64, collate_fn=padded)
-    loss = sum(word_loss(model, sentences.to(device)).item() * words for sentences, words in loader)
+    loss = sum(
+        word_loss(model, sentences.to(device)).item() * words
+        for sentences, words in loader
+    )
     return math.exp(loss / sum(words for _, words in loader))
 
 
@@ -170,7 +217,11 @@ def unigram_perplexity() -> float:
     sentences, held_out, different = corpus()
     counts = Counter(word for sentence in sentences for word in sentence[1:])
     total = sum(counts.values()) + different
-    logs = [math.log((counts[word] + 1) / total) for sentence in held_out for word in sentence[1:]]
+    logs = [
+        math.log((counts[word] + 1) / total)
+        for sentence in held_out
+        for word in sentence[1:]
+    ]
     return math.exp(-sum(logs) / len(logs))
 
 
@@ -186,12 +237,16 @@ def check(options: argparse.Namespace, precision: str, updates: int = 8) -> None
         f"largest difference from plain PyTorch in {precision}: losses {loss:.1e} (allowed {allowed_loss:.0e}), "
         f"weights {weight:.1e} (allowed {allowed_weight:.0e})"
     )
-    if not (loss <= allowed_loss and weight <= allowed_weight):  # written like this, so that a NaN fails
+    if not (
+        loss <= allowed_loss and weight <= allowed_weight
+    ):  # written like this, so that a NaN fails
         sys.exit("the run under the strategy is not the plain one")
 
 
 def distance(tensors: Iterable[Tensor], expected: Iterable[Tensor]) -> float:
-    return max((a - b).abs().max().item() for a, b in zip(tensors, expected, strict=True))
+    return max(
+        (a - b).abs().max().item() for a, b in zip(tensors, expected, strict=True)
+    )
 
 
 def main(options: argparse.Namespace) -> None:
@@ -200,9 +255,13 @@ def main(options: argparse.Namespace) -> None:
             check(options, precision)
     start = time.perf_counter()
     model, losses = train(options, options.updates)
-    print(f"{len(losses)} updates in {time.perf_counter() - start:.1f} s, last loss {losses[-1]:.4f}")
+    print(
+        f"{len(losses)} updates in {time.perf_counter() - start:.1f} s, last loss {losses[-1]:.4f}"
+    )
     found, unigram = perplexity(model, options.device), unigram_perplexity()
-    print(f"perplexity of held-out sentences: {found:.1f}; of a unigram model: {unigram:.1f}")
+    print(
+        f"perplexity of held-out sentences: {found:.1f}; of a unigram model: {unigram:.1f}"
+    )
     if options.check and not found < unigram / 2:
         sys.exit("the model has not learned the language")
 
@@ -218,13 +277,47 @@ def argument_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser()
     parser.add_argument("--replicas", type=positive, default=2, help="default: 2")
     parser.add_argument("--device", default="cpu", help="of all replicas; default: cpu")
-    parser.add_argument("--precision", choices=list(ALLOWED), default="bfloat16", help="default: bfloat16")
-    parser.add_argument("--updates", type=positive, default=270, help="default: 270, four times through the text")
-    parser.add_argument("--batch-size", type=positive, default=16, help="sentences, over all replicas; default: 16")
-    parser.add_argument("--accumulate", type=positive, default=2, help="batches of an update; default: 2")
-    parser.add_argument("--lr", type=float, default=0.02, help="the highest learning rate; default: 0.02")
-    parser.add_argument("--seed", type=int, default=0, help="of the first weights and of the shuffling; default: 0")
-    parser.add_argument("--check", action="store_true", help="also train plainly, and fail if the two differ")
+    parser.add_argument(
+        "--precision",
+        choices=list(ALLOWED),
+        default="bfloat16",
+        help="default: bfloat16",
+    )
+    parser.add_argument(
+        "--updates",
+        type=positive,
+        default=270,
+        help="default: 270, four times through the text",
+    )
+    parser.add_argument(
+        "--batch-size",
+        type=positive,
+        default=16,
+        help="sentences, over all replicas; default: 16",
+    )
+    parser.add_argument(
+        "--accumulate",
+        type=positive,
+        default=2,
+        help="batches of an update; default: 2",
+    )
+    parser.add_argument(
+        "--lr",
+        type=float,
+        default=0.02,
+        help="the highest learning rate; default: 0.02",
+    )
+    parser.add_argument(
+        "--seed",
+        type=int,
+        default=0,
+        help="of the first weights and of the shuffling; default: 0",
+    )
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="also train plainly, and fail if the two differ",
+    )
     return parser
 
 

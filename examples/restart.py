@@ -35,9 +35,17 @@ class Training:
         torch.manual_seed(0)
         self.strategy = strategy
         training_rows, _ = problem.digits()
-        self.dataset = strategy.experimental_distribute_dataset(DataLoader(training_rows, batch_size=100, shuffle=True))
+        self.dataset = strategy.experimental_distribute_dataset(
+            DataLoader(training_rows, batch_size=100, shuffle=True)
+        )
         with strategy.scope():
-            self.model = nn.Sequential(nn.Flatten(), nn.Linear(64, 128), nn.Tanh(), nn.Dropout(), nn.Linear(128, 10))
+            self.model = nn.Sequential(
+                nn.Flatten(),
+                nn.Linear(64, 128),
+                nn.Tanh(),
+                nn.Dropout(),
+                nn.Linear(128, 10),
+            )
             self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.01)
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 10, 0.7)
         self.steps = 0
@@ -64,7 +72,9 @@ class Training:
         }
         new = path.with_suffix(".new")
         torch.save(state, new)
-        os.replace(new, path)  # so that a process that is killed while it writes leaves the last checkpoint whole
+        os.replace(
+            new, path
+        )  # so that a process that is killed while it writes leaves the last checkpoint whole
 
     def load(self, path: Path) -> None:
         """Reads the checkpoint, in every process."""
@@ -77,7 +87,11 @@ class Training:
         self.steps, self.epoch = state["steps"], state["epoch"]
 
 
-def train(strategy: torchstrategy.Strategy, options: argparse.Namespace, checkpoint: Path | None) -> nn.Module:
+def train(
+    strategy: torchstrategy.Strategy,
+    options: argparse.Namespace,
+    checkpoint: Path | None,
+) -> nn.Module:
     """The trained model. Without a checkpoint it begins at the first step, and saves nothing."""
     training = Training(strategy)
     if checkpoint is not None and checkpoint.exists():
@@ -99,7 +113,10 @@ def train(strategy: torchstrategy.Strategy, options: argparse.Namespace, checkpo
 
 def is_to_be_killed() -> bool:
     """Whether this is the last of the processes, and torchrun has not restarted it yet."""
-    rank, size = (int(os.environ.get(name, default)) for name, default in (("RANK", "0"), ("WORLD_SIZE", "1")))
+    rank, size = (
+        int(os.environ.get(name, default))
+        for name, default in (("RANK", "0"), ("WORLD_SIZE", "1"))
+    )
     return rank == size - 1 and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
 
 
@@ -115,7 +132,11 @@ def say(text: str) -> None:
 def check(model: nn.Module, unbroken: nn.Module) -> None:
     """Exits with an error unless the weights of the two are the same."""
     expected = unbroken.state_dict()
-    unlike = [name for name, value in model.state_dict().items() if not torch.equal(value, expected[name])]
+    unlike = [
+        name
+        for name, value in model.state_dict().items()
+        if not torch.equal(value, expected[name])
+    ]
     if unlike:
         sys.exit(f"{', '.join(unlike)}: not the weights of an unbroken run")
     say("all weights are those of an unbroken run, to the bit")
@@ -129,22 +150,41 @@ def main(options: argparse.Namespace) -> None:
     if options.check:
         check(model, train(strategy, options, None))
     if strategy.extended.should_checkpoint:
-        options.checkpoint.unlink(missing_ok=True)  # the training is over, and the next one is not to go on from here
+        options.checkpoint.unlink(
+            missing_ok=True
+        )  # the training is over, and the next one is not to go on from here
 
 
 def argument_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--epochs", type=problem.positive, default=3, help="default: 3, of 15 steps each")
     parser.add_argument(
-        "--every", type=problem.positive, default=7, help="steps from checkpoint to checkpoint; default: 7"
+        "--epochs",
+        type=problem.positive,
+        default=3,
+        help="default: 3, of 15 steps each",
     )
     parser.add_argument(
-        "--checkpoint", type=Path, default="restart.pt", help="a file all processes see; default: restart.pt"
+        "--every",
+        type=problem.positive,
+        default=7,
+        help="steps from checkpoint to checkpoint; default: 7",
     )
     parser.add_argument(
-        "--kill", type=problem.positive, help="the step after which one process kills itself; default: none"
+        "--checkpoint",
+        type=Path,
+        default="restart.pt",
+        help="a file all processes see; default: restart.pt",
     )
-    parser.add_argument("--check", action="store_true", help="also train without a break, and fail if the two differ")
+    parser.add_argument(
+        "--kill",
+        type=problem.positive,
+        help="the step after which one process kills itself; default: none",
+    )
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="also train without a break, and fail if the two differ",
+    )
     return parser
 
 

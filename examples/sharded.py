@@ -48,7 +48,12 @@ class Transformer(nn.Module):
         super().__init__()
         self.words = nn.Linear(8, width)
         self.places = nn.Parameter(0.02 * torch.randn(8, width))
-        layers = (nn.TransformerEncoderLayer(width, 4, 2 * width, dropout=0.0, batch_first=True) for _ in range(2))
+        layers = (
+            nn.TransformerEncoderLayer(
+                width, 4, 2 * width, dropout=0.0, batch_first=True
+            )
+            for _ in range(2)
+        )
         self.blocks = nn.Sequential(*layers)
         self.head = nn.Linear(width, 10)
 
@@ -69,7 +74,9 @@ class Training:
         strategy: How to train. None: as one device does, in plain PyTorch.
     """
 
-    def __init__(self, strategy: torchstrategy.MultiWorkerMirroredStrategy | None) -> None:
+    def __init__(
+        self, strategy: torchstrategy.MultiWorkerMirroredStrategy | None
+    ) -> None:
         torch.manual_seed(0)
         self.steps = 0
         self.epoch = 0
@@ -99,8 +106,14 @@ class Training:
         weights, moments = get_state_dict(self.model, self.optimizer)
         if problem.is_first_process():
             newest.mkdir(parents=True, exist_ok=True)
-            state = {"data": self.data.state_dict(), "steps": self.steps, "epoch": self.epoch}
-            torch.save(state | {"random": torch.get_rng_state()}, newest / "rest.pt")  # the same in all processes
+            state = {
+                "data": self.data.state_dict(),
+                "steps": self.steps,
+                "epoch": self.epoch,
+            }
+            torch.save(
+                state | {"random": torch.get_rng_state()}, newest / "rest.pt"
+            )  # the same in all processes
         dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=newest)
 
     def load(self, folder: Path) -> None:
@@ -108,14 +121,21 @@ class Training:
         newest = max(file.parent for file in folder.glob("step-*/.metadata"))
         weights, moments = get_state_dict(self.model, self.optimizer)
         dcp.load({"model": weights, "optimizer": moments}, checkpoint_id=newest)
-        set_state_dict(self.model, self.optimizer, model_state_dict=weights, optim_state_dict=moments)
+        set_state_dict(
+            self.model,
+            self.optimizer,
+            model_state_dict=weights,
+            optim_state_dict=moments,
+        )
         rest = torch.load(newest / "rest.pt")
         self.data.load_state_dict(rest["data"])
         torch.set_rng_state(rest["random"])
         self.steps, self.epoch = rest["steps"], rest["epoch"]
 
 
-def train(strategy: torchstrategy.MultiWorkerMirroredStrategy, options: argparse.Namespace) -> Training:
+def train(
+    strategy: torchstrategy.MultiWorkerMirroredStrategy, options: argparse.Namespace
+) -> Training:
     training = Training(strategy)
     if any(options.checkpoints.glob("step-*/.metadata")):
         training.load(options.checkpoints)
@@ -165,20 +185,41 @@ def main(options: argparse.Namespace) -> None:
     if options.check:
         check(model, train_plainly(options))
     if strategy.extended.should_checkpoint:
-        shutil.rmtree(options.checkpoints, ignore_errors=True)  # the next training is not to go on from here
+        shutil.rmtree(
+            options.checkpoints, ignore_errors=True
+        )  # the next training is not to go on from here
 
 
 def argument_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--epochs", type=problem.positive, default=3, help="default: 3, of 15 steps each")
     parser.add_argument(
-        "--every", type=problem.positive, default=7, help="steps from checkpoint to checkpoint; default: 7"
+        "--epochs",
+        type=problem.positive,
+        default=3,
+        help="default: 3, of 15 steps each",
     )
     parser.add_argument(
-        "--checkpoints", type=Path, default="sharded", help="a folder all processes see; default: sharded"
+        "--every",
+        type=problem.positive,
+        default=7,
+        help="steps from checkpoint to checkpoint; default: 7",
     )
-    parser.add_argument("--stop", type=problem.positive, help="the step after which the program ends; default: none")
-    parser.add_argument("--check", action="store_true", help="also train in plain PyTorch, and fail if the two differ")
+    parser.add_argument(
+        "--checkpoints",
+        type=Path,
+        default="sharded",
+        help="a folder all processes see; default: sharded",
+    )
+    parser.add_argument(
+        "--stop",
+        type=problem.positive,
+        help="the step after which the program ends; default: none",
+    )
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="also train in plain PyTorch, and fail if the two differ",
+    )
     return parser
 
 

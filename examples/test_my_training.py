@@ -32,7 +32,11 @@ def make_optimizer(model: nn.Module) -> Optimizer:
 
 
 def make_batches() -> Iterator[Batch]:
-    for rows in (8, 7, 3):  # four replicas get 2, 2, 2, 2 rows; 2, 2, 2, 1; and 1, 1, 1, 0
+    for rows in (
+        8,
+        7,
+        3,
+    ):  # four replicas get 2, 2, 2, 2 rows; 2, 2, 2, 1; and 1, 1, 1, 0
         yield torch.randn(rows, 6), torch.randint(3, (rows,))
 
 
@@ -49,33 +53,51 @@ def train_step(model: nn.Module, optimizer: Optimizer, batch: Batch) -> Tensor:
 
 
 def test_replicas_train_as_one_device_does(strategy: torchstrategy.Strategy) -> None:
-    assert_same_as_plain(train_step, make_model, make_optimizer, make_batches(), strategy)
+    assert_same_as_plain(
+        train_step, make_model, make_optimizer, make_batches(), strategy
+    )
 
 
 # Four bugs. On one device, each of these steps is correct.
 
 
 @pytest.mark.strategies("central", replicas=[4], places=["sim"])
-def test_a_tensor_left_on_device_0(strategy: torchstrategy.Strategy, simulated_devices: list[torch.device]) -> None:
-    class_weights = torch.tensor([1.0, 2.0, 0.5], device=simulated_devices[0])  # the bug: the other devices have none
+def test_a_tensor_left_on_device_0(
+    strategy: torchstrategy.Strategy, simulated_devices: list[torch.device]
+) -> None:
+    class_weights = torch.tensor(
+        [1.0, 2.0, 0.5], device=simulated_devices[0]
+    )  # the bug: the other devices have none
 
     def step(model: nn.Module, optimizer: Optimizer, batch: Batch) -> Tensor:
         inputs, labels = batch
-        return update(optimizer, F.cross_entropy(model(inputs), labels, class_weights, reduction="none"))
+        return update(
+            optimizer,
+            F.cross_entropy(model(inputs), labels, class_weights, reduction="none"),
+        )
 
-    with pytest.raises(AssertionError, match=r"`class_weights`, a closure variable of `step`, is a tensor on sim:0"):
+    with pytest.raises(
+        AssertionError,
+        match=r"`class_weights`, a closure variable of `step`, is a tensor on sim:0",
+    ):
         assert_same_as_plain(step, make_model, make_optimizer, make_batches(), strategy)
 
 
 @pytest.mark.strategies("central", replicas=[2, 4])
-def test_a_loss_that_depends_on_the_replica_count(strategy: torchstrategy.Strategy) -> None:
+def test_a_loss_that_depends_on_the_replica_count(
+    strategy: torchstrategy.Strategy,
+) -> None:
     def step(model: nn.Module, optimizer: Optimizer, batch: Batch) -> Tensor:
         inputs, labels = batch
         losses = F.cross_entropy(model(inputs), labels, reduction="none")
         replicas = torchstrategy.get_strategy().num_replicas_in_sync
-        return update(optimizer, losses / replicas)  # the bug: gradients are averaged already
+        return update(
+            optimizer, losses / replicas
+        )  # the bug: gradients are averaged already
 
-    with pytest.raises(AssertionError, match=r"The loss depends on the number of replicas"):
+    with pytest.raises(
+        AssertionError, match=r"The loss depends on the number of replicas"
+    ):
         assert_same_as_plain(step, make_model, make_optimizer, make_batches(), strategy)
 
 
@@ -91,8 +113,12 @@ def test_state_written_in_forward(strategy: torchstrategy.Strategy) -> None:
             self.rows_seen += len(inputs)  # the bug: each replica counts its own rows
             return self.layers(inputs)
 
-    with pytest.raises(AssertionError, match=r"State is written in the step: the attribute `rows_seen`"):
-        assert_same_as_plain(train_step, CountsRows, make_optimizer, make_batches(), strategy)
+    with pytest.raises(
+        AssertionError, match=r"State is written in the step: the attribute `rows_seen`"
+    ):
+        assert_same_as_plain(
+            train_step, CountsRows, make_optimizer, make_batches(), strategy
+        )
 
 
 @pytest.mark.strategies("central", replicas=[2, 4])
@@ -101,8 +127,17 @@ def test_a_shared_generator(strategy: torchstrategy.Strategy) -> None:
 
     def step(model: nn.Module, optimizer: Optimizer, batch: Batch) -> Tensor:
         inputs, labels = batch
-        noise = torch.randn(inputs.shape, generator=generator, device="cpu")  # the bug: all replicas share it
-        return update(optimizer, F.cross_entropy(model(inputs + noise.to(inputs.device)), labels, reduction="none"))
+        noise = torch.randn(
+            inputs.shape, generator=generator, device="cpu"
+        )  # the bug: all replicas share it
+        return update(
+            optimizer,
+            F.cross_entropy(
+                model(inputs + noise.to(inputs.device)), labels, reduction="none"
+            ),
+        )
 
-    with pytest.raises(AssertionError, match=r"`generator`, .*, is a generator that all replicas share"):
+    with pytest.raises(
+        AssertionError, match=r"`generator`, .*, is a generator that all replicas share"
+    ):
         assert_same_as_plain(step, make_model, make_optimizer, make_batches(), strategy)

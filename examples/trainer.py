@@ -25,8 +25,12 @@ class Trainer:
     def __init__(self, options: Namespace) -> None:
         torch.manual_seed(options.seed)
         self.options = options
-        self.strategy = torchstrategy.CentralStorageStrategy(options.device.split(",") * options.replicas)
-        self.loader, self.test_loader = map(self.strategy.experimental_distribute_dataset, problem.loaders(options))
+        self.strategy = torchstrategy.CentralStorageStrategy(
+            options.device.split(",") * options.replicas
+        )
+        self.loader, self.test_loader = map(
+            self.strategy.experimental_distribute_dataset, problem.loaders(options)
+        )
         with self.strategy.scope():
             self.build()
         self.log = problem.Log(options)
@@ -39,9 +43,15 @@ class Trainer:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01, eps=1e-6)
         warm_up = lr_scheduler.LinearLR(self.optimizer, 0.1, total_iters=5)
         cosine = lr_scheduler.CosineAnnealingLR(self.optimizer, updates - 5)
-        self.scheduler = lr_scheduler.SequentialLR(self.optimizer, [warm_up, cosine], [5])
-        self.scaler = torch.amp.GradScaler("cpu", enabled=self.options.precision != "float64")
-        self.average = swa_utils.AveragedModel(self.model, multi_avg_fn=swa_utils.get_ema_multi_avg_fn(0.9))
+        self.scheduler = lr_scheduler.SequentialLR(
+            self.optimizer, [warm_up, cosine], [5]
+        )
+        self.scaler = torch.amp.GradScaler(
+            "cpu", enabled=self.options.precision != "float64"
+        )
+        self.average = swa_utils.AveragedModel(
+            self.model, multi_avg_fn=swa_utils.get_ema_multi_avg_fn(0.9)
+        )
 
     def backward(self, batch: list[Tensor]) -> Tensor:
         images, labels = batch
@@ -65,9 +75,13 @@ class Trainer:
         return (self.average(images).argmax(1) == labels).sum()
 
     def train_epoch(self) -> None:
-        for number, batch in enumerate(digits_problem.progress(self.loader, self.epoch), 1):
+        for number, batch in enumerate(
+            digits_problem.progress(self.loader, self.epoch), 1
+        ):
             losses = self.strategy.run(self.backward, args=(batch,))
-            self.losses.append(self.strategy.reduce("mean", losses, axis=None, weights=batch))
+            self.losses.append(
+                self.strategy.reduce("mean", losses, axis=None, weights=batch)
+            )
             if number % self.options.accumulate == 0 or number == len(self.loader):
                 self.update()
 
@@ -83,13 +97,20 @@ class Trainer:
         while self.epoch < epochs:
             self.train_epoch()
             self.epoch += 1
-            self.log.write(self.epoch, loss=self.losses[-1].item(), accuracy=self.validate())
+            self.log.write(
+                self.epoch, loss=self.losses[-1].item(), accuracy=self.validate()
+            )
             self.save()
 
     def state_dict(self) -> dict[str, object]:
         names = ("model", "optimizer", "scheduler", "scaler", "average")
         parts = {name: getattr(self, name).state_dict() for name in names}
-        return {**parts, "epoch": self.epoch, "losses": self.losses, "random": torch.get_rng_state()}
+        return {
+            **parts,
+            "epoch": self.epoch,
+            "losses": self.losses,
+            "random": torch.get_rng_state(),
+        }
 
     def save(self) -> None:
         problem.save(self.state_dict(), self.options.checkpoint)
@@ -104,7 +125,20 @@ class Trainer:
 
 if __name__ == "__main__":
     parser = problem.argument_parser()
-    parser.add_argument("--device", default="cpu", help="of the replicas, with commas between; default: cpu")
-    parser.add_argument("--replicas", type=digits_problem.positive, default=4, help="on each device; default: 4")
-    parser.add_argument("--check", action="store_true", help="also train in plain PyTorch, and fail if the two differ")
+    parser.add_argument(
+        "--device",
+        default="cpu",
+        help="of the replicas, with commas between; default: cpu",
+    )
+    parser.add_argument(
+        "--replicas",
+        type=digits_problem.positive,
+        default=4,
+        help="on each device; default: 4",
+    )
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="also train in plain PyTorch, and fail if the two differ",
+    )
     problem.main(Trainer, parser.parse_args())

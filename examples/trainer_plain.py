@@ -36,9 +36,15 @@ class Trainer:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01, eps=1e-6)
         warm_up = lr_scheduler.LinearLR(self.optimizer, 0.1, total_iters=5)
         cosine = lr_scheduler.CosineAnnealingLR(self.optimizer, updates - 5)
-        self.scheduler = lr_scheduler.SequentialLR(self.optimizer, [warm_up, cosine], [5])
-        self.scaler = torch.amp.GradScaler("cpu", enabled=self.options.precision != "float64")
-        self.average = swa_utils.AveragedModel(self.model, multi_avg_fn=swa_utils.get_ema_multi_avg_fn(0.9))
+        self.scheduler = lr_scheduler.SequentialLR(
+            self.optimizer, [warm_up, cosine], [5]
+        )
+        self.scaler = torch.amp.GradScaler(
+            "cpu", enabled=self.options.precision != "float64"
+        )
+        self.average = swa_utils.AveragedModel(
+            self.model, multi_avg_fn=swa_utils.get_ema_multi_avg_fn(0.9)
+        )
 
     def backward(self, batch: list[Tensor]) -> Tensor:
         images, labels = batch
@@ -62,7 +68,9 @@ class Trainer:
         return (self.average(images).argmax(1) == labels).sum()
 
     def train_epoch(self) -> None:
-        for number, batch in enumerate(digits_problem.progress(self.loader, self.epoch), 1):
+        for number, batch in enumerate(
+            digits_problem.progress(self.loader, self.epoch), 1
+        ):
             self.losses.append(self.backward(batch))
             if number % self.options.accumulate == 0 or number == len(self.loader):
                 self.update()
@@ -78,13 +86,20 @@ class Trainer:
         while self.epoch < epochs:
             self.train_epoch()
             self.epoch += 1
-            self.log.write(self.epoch, loss=self.losses[-1].item(), accuracy=self.validate())
+            self.log.write(
+                self.epoch, loss=self.losses[-1].item(), accuracy=self.validate()
+            )
             self.save()
 
     def state_dict(self) -> dict[str, object]:
         names = ("model", "optimizer", "scheduler", "scaler", "average")
         parts = {name: getattr(self, name).state_dict() for name in names}
-        return {**parts, "epoch": self.epoch, "losses": self.losses, "random": torch.get_rng_state()}
+        return {
+            **parts,
+            "epoch": self.epoch,
+            "losses": self.losses,
+            "random": torch.get_rng_state(),
+        }
 
     def save(self) -> None:
         problem.save(self.state_dict(), self.options.checkpoint)

@@ -21,7 +21,9 @@ ALLOWED = {"float64": 1e-9, "bfloat16": 0.03}
 def loaders(options: argparse.Namespace) -> tuple[DataLoader, DataLoader]:
     """The rows to train on, in an order that torch's generator draws, and the rows to validate on."""
     training, test = digits_problem.digits()
-    return DataLoader(training, options.batch_size, shuffle=True), DataLoader(test, options.batch_size)
+    return DataLoader(training, options.batch_size, shuffle=True), DataLoader(
+        test, options.batch_size
+    )
 
 
 def autocast(options: argparse.Namespace) -> torch.autocast:
@@ -45,7 +47,10 @@ class Log:
     def write(self, epoch: int, **numbers: float) -> None:
         if self.quiet:
             return
-        print(f"epoch {epoch}: " + ", ".join(f"{name} {number:.4f}" for name, number in numbers.items()))
+        print(
+            f"epoch {epoch}: "
+            + ", ".join(f"{name} {number:.4f}" for name, number in numbers.items())
+        )
         if self.writer is not None:
             for name, number in numbers.items():
                 self.writer.add_scalar(name, number, epoch)
@@ -63,11 +68,27 @@ def argument_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser()
     parser.set_defaults(check=False, quiet=False)
     for name, default in {"epochs": 4, "batch-size": 50, "accumulate": 2}.items():
-        parser.add_argument(f"--{name}", type=digits_problem.positive, default=default, help=f"default: {default}")
-    parser.add_argument("--precision", choices=list(ALLOWED), default="bfloat16", help="default: bfloat16")
+        parser.add_argument(
+            f"--{name}",
+            type=digits_problem.positive,
+            default=default,
+            help=f"default: {default}",
+        )
+    parser.add_argument(
+        "--precision",
+        choices=list(ALLOWED),
+        default="bfloat16",
+        help="default: bfloat16",
+    )
     parser.add_argument("--seed", type=int, default=0, help="default: 0")
-    parser.add_argument("--checkpoint", type=Path, help="a file that is written after each epoch; default: none")
-    parser.add_argument("--resume", action="store_true", help="go on from the checkpoint")
+    parser.add_argument(
+        "--checkpoint",
+        type=Path,
+        help="a file that is written after each epoch; default: none",
+    )
+    parser.add_argument(
+        "--resume", action="store_true", help="go on from the checkpoint"
+    )
     parser.add_argument("--log-dir", help="a folder for TensorBoard; default: none")
     return parser
 
@@ -98,9 +119,13 @@ def check(trainer: Any, options: argparse.Namespace) -> None:
         resumed.load()
         resumed.fit(options.epochs)
     loss = digits_problem.distance(resumed.losses, plain.losses)
-    weight = digits_problem.distance(resumed.average.state_dict().values(), plain.average.state_dict().values())
+    weight = digits_problem.distance(
+        resumed.average.state_dict().values(), plain.average.state_dict().values()
+    )
     right, expected = resumed.validate(), plain.validate()
-    print(f"largest difference from plain PyTorch: losses {loss:.1e}, weights {weight:.1e}")
+    print(
+        f"largest difference from plain PyTorch: losses {loss:.1e}, weights {weight:.1e}"
+    )
     print(f"accuracy {right:.4f}, and {expected:.4f} in plain PyTorch")
     if not (max(loss, weight, abs(right - expected)) <= ALLOWED[options.precision]):
         sys.exit("the training under the strategy is not the plain one")

@@ -30,19 +30,31 @@ if sys.version_info >= (3, 14) and hasattr(os, "fork"):
     # worker of a loader imports torch. `tests/surroundings` has loaders of every kind.
     multiprocessing.set_start_method("fork")
 
-with suppress(ImportError):  # `python -m tests.gpu` runs the tests that need no package but torch and pytest
+with suppress(
+    ImportError
+):  # `python -m tests.gpu` runs the tests that need no package but torch and pytest
     import hypothesis
 
     # A machine that is busy with something else is no failure.
     too_slow = [hypothesis.HealthCheck.too_slow]
-    hypothesis.settings.register_profile("no_deadline", deadline=None, suppress_health_check=too_slow)
+    hypothesis.settings.register_profile(
+        "no_deadline", deadline=None, suppress_health_check=too_slow
+    )
     hypothesis.settings.load_profile("no_deadline")
 
-collect_ignore = ["thirdparty"]  # a package of its own, which test_thirdparty.py installs and runs
+collect_ignore = [
+    "thirdparty"
+]  # a package of its own, which test_thirdparty.py installs and runs
 if simulated_devices():
     # What no device can change: text, settings, the order of rows, and which context holds where. What moves data,
     # reads gradients, copies models or draws numbers runs. `unit/testing` simulates devices in processes of its own.
-    collect_ignore += ["house", "pages", "unit/cluster_resolver", "unit/strategy", "unit/testing"]
+    collect_ignore += [
+        "house",
+        "pages",
+        "unit/cluster_resolver",
+        "unit/strategy",
+        "unit/testing",
+    ]
     collect_ignore += [
         "contract/test_context.py",
         "contract/test_pickling.py",
@@ -62,19 +74,27 @@ if simulated_devices():
 # Of each test that has parameters, where CI is not set. On simulated devices, a test has mostly run on the CPU before.
 VARIANTS, VARIANTS_OF_SIMULATED_TESTS = 2, 1
 VARIANTS_OF_SLOW_TESTS = 1  # most of these start processes, each of which imports torch
-HOUSE = Path(__file__).parent / "house"  # its parameters are files and names: all of them are checked, in half a minute
+HOUSE = (
+    Path(__file__).parent / "house"
+)  # its parameters are files and names: all of them are checked, in half a minute
 # With CI set, all variants run on the CPU. On simulated devices the long tables, such as every option with every
 # strategy, run in part, since they are about values and not about devices.
 VARIANTS_ON_SIMULATED_DEVICES = 12
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(
+    config: pytest.Config, items: list[pytest.Item]
+) -> None:
     """Runs each test with some of its parameters, spread evenly: all of them take a quarter of an hour.
 
     A person who names a test, or asks for tests by a word, gets every variant of it.
     """
     is_whole = "CI" in os.environ and not config.getoption("simulate_devices")
-    if is_whole or config.option.keyword or any("::" in argument for argument in config.args):
+    if (
+        is_whole
+        or config.option.keyword
+        or any("::" in argument for argument in config.args)
+    ):
         return
     variants: dict[str, list[pytest.Item]] = {}
     for item in items:
@@ -89,9 +109,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         elif config.getoption("simulate_devices"):
             most = VARIANTS_OF_SIMULATED_TESTS
         else:
-            most = VARIANTS if of_one[0].get_closest_marker("slow") is None else VARIANTS_OF_SLOW_TESTS
+            most = (
+                VARIANTS
+                if of_one[0].get_closest_marker("slow") is None
+                else VARIANTS_OF_SLOW_TESTS
+            )
         step = -(-len(of_one) // most)
-        first = zlib.crc32(name.encode()) % step  # so that not all tests run under the same strategies
+        first = (
+            zlib.crc32(name.encode()) % step
+        )  # so that not all tests run under the same strategies
         left_out.update(item for i, item in enumerate(of_one) if i % step != first)
     config.hook.pytest_deselected(items=[item for item in items if item in left_out])
     items[:] = [item for item in items if item not in left_out]
@@ -132,11 +158,17 @@ def as_found() -> Iterator[None]:
     """Seeds torch, and fails the test that leaves a scope, a mode or a setting behind."""
     # Without accelerators, `torch.manual_seed` notes a stack trace for each kind of accelerator, for a later use of it:
     # that takes longer than many a test.
-    seed = torch.manual_seed if torch.accelerator.is_available() else torch.default_generator.manual_seed
+    seed = (
+        torch.manual_seed
+        if torch.accelerator.is_available()
+        else torch.default_generator.manual_seed
+    )
     seed(0)
     before = _state()
     yield
-    assert _state() == before, "the test left torch or torchstrategy in another state than it found it in"
+    assert _state() == before, (
+        "the test left torch or torchstrategy in another state than it found it in"
+    )
 
 
 @pytest.fixture

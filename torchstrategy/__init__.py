@@ -41,7 +41,11 @@ from importlib import import_module as _import_module
 from typing import TYPE_CHECKING
 
 from torchstrategy import cluster_resolver, compat, experimental, nn
-from torchstrategy._base.context import has_strategy, in_cross_replica_context, set_default
+from torchstrategy._base.context import (
+    has_strategy,
+    in_cross_replica_context,
+    set_default,
+)
 from torchstrategy._base.distributed_values import DistributedValues, PerReplica
 from torchstrategy._base.errors import (
     LossWeightWarning,
@@ -51,9 +55,19 @@ from torchstrategy._base.errors import (
 )
 from torchstrategy._base.errors import did_you_mean as _did_you_mean
 from torchstrategy._base.errors import explain_keywords as _explain_keywords
-from torchstrategy._base.options import ReduceOp, RunOptions, ValueContext, VariableAggregation, VariableSynchronization
+from torchstrategy._base.options import (
+    ReduceOp,
+    RunOptions,
+    ValueContext,
+    VariableAggregation,
+    VariableSynchronization,
+)
 from torchstrategy._data.batch_types import register_batch_type
-from torchstrategy._data.dataset import DistributedDataset, DistributedIterator, OutOfRangeError
+from torchstrategy._data.dataset import (
+    DistributedDataset,
+    DistributedIterator,
+    OutOfRangeError,
+)
 from torchstrategy._data.options import InputContext, InputOptions, InputReplicationMode
 from torchstrategy._data.steps import PerReplicaSpec, TensorSpec
 from torchstrategy._group.workers import WorkerError
@@ -135,9 +149,17 @@ for _name in __all__:
     if getattr(globals()[_name], "__module__", "").startswith("torchstrategy."):
         globals()[_name].__module__ = "torchstrategy"
 # Those that a run makes are left out: it makes many of them. So is a function that is the same object in `compat.v1`.
-_LEFT_OUT = {"DistributedValues", "PerReplica", "ReplicaContext", "ValueContext", "experimental_set_strategy"}
+_LEFT_OUT = {
+    "DistributedValues",
+    "PerReplica",
+    "ReplicaContext",
+    "ValueContext",
+    "experimental_set_strategy",
+}
 _called = [_name for _name in __all__ if _name not in _LEFT_OUT]
-_explain_keywords(globals(), _called, methods_of=(Strategy, ReplicaContext, DistributedDataset))
+_explain_keywords(
+    globals(), _called, methods_of=(Strategy, ReplicaContext, DistributedDataset)
+)
 del _name, _called, DefaultStrategy, LoneFrame, set_default
 
 if TYPE_CHECKING:
@@ -150,11 +172,15 @@ else:
             return _import_module("torchstrategy.testing")
         meant = _did_you_mean(name, (*__all__, "testing"))
         raise AttributeError(
-            f"module {__name__!r} has no attribute {name!r}.{meant}", name=name, obj=_sys.modules[__name__]
+            f"module {__name__!r} has no attribute {name!r}.{meant}",
+            name=name,
+            obj=_sys.modules[__name__],
         )
 
     def __dir__() -> list[str]:
-        return sorted({*__all__, "testing", "__version__", "__doc__"} - {"compat"})  # what users need
+        return sorted(
+            {*__all__, "testing", "__version__", "__doc__"} - {"compat"}
+        )  # what users need
 
 
 del TYPE_CHECKING

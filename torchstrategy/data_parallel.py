@@ -27,15 +27,36 @@ from torch.nn.utils.rnn import PackedSequence
 
 from torchstrategy._base import row_errors
 from torchstrategy._base.context import is_accelerator, is_in_replica, using_device
-from torchstrategy._base.devices import canonical_device, copies_by_itself, local_accelerators, memory_device
-from torchstrategy._base.distributed_values import ABSENT, DistributedValues, PerReplica, select
+from torchstrategy._base.devices import (
+    canonical_device,
+    copies_by_itself,
+    local_accelerators,
+    memory_device,
+)
+from torchstrategy._base.distributed_values import (
+    ABSENT,
+    DistributedValues,
+    PerReplica,
+    select,
+)
 from torchstrategy._base.errors import an, as_int, hide_frames, require_type
 from torchstrategy._base.objects.module_traversal import move
 from torchstrategy._base.options import ReduceOp
 from torchstrategy._base.torch_internals import hide_from_compiler, is_transforming
-from torchstrategy._base.tree import columns_of, is_record, leaves_within, map_within, parts_of, with_parts
+from torchstrategy._base.tree import (
+    columns_of,
+    is_record,
+    leaves_within,
+    map_within,
+    parts_of,
+    with_parts,
+)
 from torchstrategy._base.types import Device, DeviceLike, Tree
-from torchstrategy._copies.given_weights import call_with, own_weights_in_place, send_given
+from torchstrategy._copies.given_weights import (
+    call_with,
+    own_weights_in_place,
+    send_given,
+)
 from torchstrategy._copies.gradients.gradient_hooks import attach_to_graph
 from torchstrategy._copies.refusals import refuse_uncopyable
 from torchstrategy._data.steps import split_equally
@@ -118,20 +139,37 @@ class DataParallel(nn.Module):
     ) -> None:
         super().__init__()
         if isinstance(device_ids, (str, int, torch.device)):
-            raise TypeError(f"device_ids is a list of devices, one for each replica: write [{device_ids!r}].")
-        devices = local_accelerators() if device_ids is None else devices_of_replicas("device_ids", device_ids)
+            raise TypeError(
+                f"device_ids is a list of devices, one for each replica: write [{device_ids!r}]."
+            )
+        devices = (
+            local_accelerators()
+            if device_ids is None
+            else devices_of_replicas("device_ids", device_ids)
+        )
         self._devices: tuple[Device, ...] = tuple(devices)
         require_type(module, nn.Module, "DataParallel runs a torch.nn.Module")
         if isinstance(module, DataParallel):
-            raise TypeError("The module is a DataParallel already: its replicas would have replicas. Wrap it once.")
+            raise TypeError(
+                "The module is a DataParallel already: its replicas would have replicas. Wrap it once."
+            )
         if len(self._devices) > 1:
             with own_weights_in_place(module):
                 refuse_uncopyable([module], are_all=False)
-        output = self._devices[0] if output_device is None and self._devices else output_device
+        output = (
+            self._devices[0]
+            if output_device is None and self._devices
+            else output_device
+        )
         self._output = None if output is None else canonical_device(output)
-        self.dim = as_int(dim, f"dim is the index of a dimension; got {dim!r}, {an(type(dim).__name__)}.")
+        self.dim = as_int(
+            dim,
+            f"dim is the index of a dimension; got {dim!r}, {an(type(dim).__name__)}.",
+        )
         self.device_ids = [_as_torch_has_it(device) for device in self._devices]
-        self.output_device = None if self._output is None else _as_torch_has_it(self._output)
+        self.output_device = (
+            None if self._output is None else _as_torch_has_it(self._output)
+        )
         self.module = module
         self._strategy: CentralStorageStrategy | None = None
         nn.Module.register_state_dict_post_hook(self, _take_prefix_off)
@@ -163,7 +201,11 @@ class DataParallel(nn.Module):
             _require_place(self.module, devices[0])
             inputs, kwargs = move_to((inputs, kwargs), devices[0])
         output = self.module(*inputs, **kwargs)
-        return output if self._output is None or self._output in devices else move_to(output, self._output)
+        return (
+            output
+            if self._output is None or self._output in devices
+            else move_to(output, self._output)
+        )
 
     def _in_replicas(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if is_transforming():
@@ -172,9 +214,17 @@ class DataParallel(nn.Module):
         with own_weights_in_place(self.module) as given:
             return self._with_weights(given, inputs, kwargs)
 
-    def _with_weights(self, given: dict[str, torch.Tensor], inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _with_weights(
+        self,
+        given: dict[str, torch.Tensor],
+        inputs: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
         # `self.module` may have been replaced since the last forward, by one that the strategy does not have.
-        if self._strategy is None or not self._strategy.extended.variable_created_in_scope(self.module):
+        if (
+            self._strategy is None
+            or not self._strategy.extended.variable_created_in_scope(self.module)
+        ):
             self._strategy = _strategy_for(self.module, self._devices)
             self._strategy.distribute_module(self.module)
         pieces = cut(inputs, kwargs, self._devices, self.dim)
@@ -182,12 +232,22 @@ class DataParallel(nn.Module):
         # default device of the replicas' type, it is on the replica's device, as in a step.
         default = torch.get_default_device()
         callers_device = None if default.type == self._devices[0].type else default
-        weights = PerReplica([send_given(given, device) for device in self._devices]) if given else None
+        weights = (
+            PerReplica([send_given(given, device) for device in self._devices])
+            if given
+            else None
+        )
         owners = list(self.module.parameters())
-        outputs = self._strategy.run(forward, (self.module, owners, pieces, callers_device, weights))
-        present = [r for r, piece in enumerate(pieces._components) if piece is not ABSENT]
+        outputs = self._strategy.run(
+            forward, (self.module, owners, pieces, callers_device, weights)
+        )
+        present = [
+            r for r, piece in enumerate(pieces._components) if piece is not ABSENT
+        ]
         assert self._output is not None
-        return put_together([select(outputs, r) for r in present], present, self.dim, self._output)
+        return put_together(
+            [select(outputs, r) for r in present], present, self.dim, self._output
+        )
 
 
 # A compiler that traced a DataParallel would trace its threads and locks, and not the forward that they run.
@@ -243,22 +303,30 @@ def data_parallel(
 
 
 # The strategies of modules that `data_parallel` has called: without them, each call would make replicas anew.
-_of_calls: weakref.WeakKeyDictionary[nn.Module, CentralStorageStrategy | None] = weakref.WeakKeyDictionary()
+_of_calls: weakref.WeakKeyDictionary[nn.Module, CentralStorageStrategy | None] = (
+    weakref.WeakKeyDictionary()
+)
 _strategies: weakref.WeakSet[CentralStorageStrategy] = weakref.WeakSet()
 _lock = threading.Lock()
 
 
-def _strategy_for(module: nn.Module, devices: tuple[Device, ...]) -> CentralStorageStrategy:
+def _strategy_for(
+    module: nn.Module, devices: tuple[Device, ...]
+) -> CentralStorageStrategy:
     """The strategy for a module: that of another DataParallel on these devices if they share a part, else a new one."""
     # A module or parameter belongs to one strategy, so two DataParallels over the same layers have to share theirs.
     things: list[Any] = [*module.modules(), *module.parameters()]
     with _lock:
         for strategy in _strategies:
             extended = strategy.extended
-            if extended.worker_devices == devices and any(map(extended.variable_created_in_scope, things)):
+            if extended.worker_devices == devices and any(
+                map(extended.variable_created_in_scope, things)
+            ):
                 return strategy
         # Gradients of a backward within forward are added up over the replicas, as those of a backward outside are.
-        strategy = CentralStorageStrategy(devices, devices[0], gradient_reduction=ReduceOp.SUM)
+        strategy = CentralStorageStrategy(
+            devices, devices[0], gradient_reduction=ReduceOp.SUM
+        )
         _strategies.add(strategy)
         return strategy
 
@@ -272,7 +340,9 @@ def forward(
 ) -> Any:
     """Calls the module, with given weights if there are any. Runs in each replica."""
     inputs, kwargs = arguments
-    pairs = zip(module.parameters(), owners, strict=True) if torch.is_grad_enabled() else ()
+    pairs = (
+        zip(module.parameters(), owners, strict=True) if torch.is_grad_enabled() else ()
+    )
     with using_device(callers_device), attach_to_graph(pairs):
         if weights:
             return call_with(module, weights, inputs, kwargs)
@@ -305,10 +375,20 @@ def _as_torch_has_it(device: Device) -> int | Device:
 
 def _require_place(module: nn.Module, device: Device) -> None:
     kind, place = type(module).__name__, memory_device(device)
-    tables = (table for part in module.modules() for table in (part._parameters, part._buffers))
-    if all(tensor is None or tensor.device == place for table in tables for tensor in table.values()):
+    tables = (
+        table
+        for part in module.modules()
+        for table in (part._parameters, part._buffers)
+    )
+    if all(
+        tensor is None or tensor.device == place
+        for table in tables
+        for tensor in table.values()
+    ):
         return  # without the names, which take longer than the devices
-    for name, tensor in chain(module.named_parameters(kind), module.named_buffers(kind)):
+    for name, tensor in chain(
+        module.named_parameters(kind), module.named_buffers(kind)
+    ):
         if tensor.device != place:
             raise RuntimeError(
                 f"The module of a DataParallel has to be on the first of its devices, {place}, and {name} is on "
@@ -319,10 +399,19 @@ def _require_place(module: nn.Module, device: Device) -> None:
 # Names in a state dict
 
 
-def _take_prefix_off(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+def _take_prefix_off(
+    module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any
+) -> None:
     """Gives a state dict the names that the module has without a DataParallel."""
     long = f"{prefix}module."
-    _rename(state_dict, {key: prefix + key.removeprefix(long) for key in state_dict if key.startswith(long)})
+    _rename(
+        state_dict,
+        {
+            key: prefix + key.removeprefix(long)
+            for key in state_dict
+            if key.startswith(long)
+        },
+    )
     # The versions of modules stay under their long names and get the short ones, too: the state dict may be loaded with
     # a DataParallel or without.
     versions = getattr(state_dict, "_metadata", {})
@@ -333,7 +422,9 @@ def _take_prefix_off(module: nn.Module, state_dict: dict[str, Any], prefix: str,
             versions[short.rstrip(".")] = version
 
 
-def _put_prefix_on(module: DataParallel, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+def _put_prefix_on(
+    module: DataParallel, state_dict: dict[str, Any], prefix: str, *_: Any
+) -> None:
     """Gives a state dict that is loaded the names with `module.`, unless it has them.
 
     It may have been saved with a `torch.nn.DataParallel`, or without.
@@ -341,14 +432,18 @@ def _put_prefix_on(module: DataParallel, state_dict: dict[str, Any], prefix: str
     own, long = module.module.state_dict(keep_vars=True).keys(), f"{prefix}module."
     keys = [key for key in state_dict if key.startswith(prefix)]
     num_without = sum(key.removeprefix(prefix) in own for key in keys)
-    num_with = sum(key.startswith(long) and key.removeprefix(long) in own for key in keys)
+    num_with = sum(
+        key.startswith(long) and key.removeprefix(long) in own for key in keys
+    )
     if num_without < num_with:
         return  # it was saved with them
     _rename(state_dict, {key: long + key.removeprefix(prefix) for key in keys})
     # Only a whole state dict has the versions of modules. For a part of one, as of a parent module, there are none.
     versions = getattr(state_dict, "_metadata", {"module": None})
     if "module" not in versions:
-        versions.update({f"module.{key}".rstrip("."): version for key, version in versions.items()})
+        versions.update(
+            {f"module.{key}".rstrip("."): version for key, version in versions.items()}
+        )
 
 
 def _rename(state_dict: dict[str, Any], names: dict[str, str]) -> None:
@@ -358,7 +453,9 @@ def _rename(state_dict: dict[str, Any], names: dict[str, str]) -> None:
 # Scattering the arguments, and gathering the outputs
 
 
-def cut(inputs: tuple[Any, ...], kwargs: dict[str, Any], devices: Sequence[Device], dim: int) -> PerReplica:
+def cut(
+    inputs: tuple[Any, ...], kwargs: dict[str, Any], devices: Sequence[Device], dim: int
+) -> PerReplica:
     """The arguments of each replica, on its device: the pieces have ceil(rows / replicas) rows, the last ones fewer.
 
     If nothing has rows, only the first replica gets the arguments. Gradients flow back to them.
@@ -369,21 +466,38 @@ def cut(inputs: tuple[Any, ...], kwargs: dict[str, Any], devices: Sequence[Devic
     """
     rows = _rows([("inputs", inputs), *kwargs.items()], dim)
     if not rows:
-        return PerReplica([move_to((inputs, kwargs), devices[0]), *[ABSENT] * (len(devices) - 1)])
+        return PerReplica(
+            [move_to((inputs, kwargs), devices[0]), *[ABSENT] * (len(devices) - 1)]
+        )
 
     def piece(part: slice, device: Device) -> Tree:
         def narrow_leaf(leaf: Tree) -> Tree:
             is_cut = isinstance(leaf, torch.Tensor) and leaf.dim()
-            return leaf.narrow(dim, part.start, part.stop - part.start) if is_cut else leaf
+            return (
+                leaf.narrow(dim, part.start, part.stop - part.start) if is_cut else leaf
+            )
 
-        return move_to(map_within(narrow_leaf, (inputs, kwargs)), device) if part.stop > part.start else ABSENT
+        return (
+            move_to(map_within(narrow_leaf, (inputs, kwargs)), device)
+            if part.stop > part.start
+            else ABSENT
+        )
 
-    parts = split_equally(len(devices), rows)  # as `torch.chunk` cuts the inputs of `torch.nn.DataParallel`
-    return PerReplica(list(map(piece, parts, devices)), tuple(part.stop - part.start for part in parts))
+    parts = split_equally(
+        len(devices), rows
+    )  # as `torch.chunk` cuts the inputs of `torch.nn.DataParallel`
+    return PerReplica(
+        list(map(piece, parts, devices)),
+        tuple(part.stop - part.start for part in parts),
+    )
 
 
 def put_together(
-    outputs: Sequence[Tree], replicas: Sequence[int], dim: int, device: Device, name: str = "output"
+    outputs: Sequence[Tree],
+    replicas: Sequence[int],
+    dim: int,
+    device: Device,
+    name: str = "output",
 ) -> Tree:
     """Makes one value on `device` of the values that replicas returned as `name`. Gradients flow back to these.
 
@@ -391,8 +505,14 @@ def put_together(
         ValueError: If they differ in structure, or tensors do not fit together.
     """
     columns, spec = columns_of(outputs, replicas, are_results=False, what=f"an {name}")
-    names = [path for path, _ in leaves_within(outputs[0], name, is_record=lambda leaf: False)]
-    united = [_unite(column, replicas, dim, device, path) for column, path in zip(columns, names, strict=True)]
+    names = [
+        path
+        for path, _ in leaves_within(outputs[0], name, is_record=lambda leaf: False)
+    ]
+    united = [
+        _unite(column, replicas, dim, device, path)
+        for column, path in zip(columns, names, strict=True)
+    ]
     return spec.unflatten(united)
 
 
@@ -402,7 +522,11 @@ def move_to(tree: Tree, device: Device) -> Tree:
 
     def move(leaf: Tree) -> Tree:
         is_movable = isinstance(leaf, (torch.Tensor, PackedSequence))
-        return leaf.to(target, non_blocking=copies_by_itself(target)) if is_movable else leaf
+        return (
+            leaf.to(target, non_blocking=copies_by_itself(target))
+            if is_movable
+            else leaf
+        )
 
     return map_within(move, tree)
 
@@ -410,7 +534,9 @@ def move_to(tree: Tree, device: Device) -> Tree:
 def _rows(arguments: Sequence[tuple[str, Tree]], dim: int) -> int | None:
     """How many rows all tensors have; None if there are no tensors with rows."""
     first_name, first_rows = "", None
-    for name, leaf in chain.from_iterable(leaves_within(tree, name) for name, tree in arguments):
+    for name, leaf in chain.from_iterable(
+        leaves_within(tree, name) for name, tree in arguments
+    ):
         if isinstance(leaf, DistributedValues):
             raise TypeError(
                 f"{name} is a distributed value, which is in pieces already. Give the whole batch, or call the module "
@@ -428,11 +554,15 @@ def _rows(arguments: Sequence[tuple[str, Tree]], dim: int) -> int | None:
         if first_rows is None:
             first_name, first_rows = name, leaf.size(dim)
         if leaf.size(dim) != first_rows:
-            raise row_errors.unequal_inputs_error(dim, first_name, first_rows, name, leaf.size(dim))
+            raise row_errors.unequal_inputs_error(
+                dim, first_name, first_rows, name, leaf.size(dim)
+            )
     return first_rows
 
 
-def _unite(values: Sequence[Tree], replicas: Sequence[int], dim: int, device: Device, name: str) -> Tree:
+def _unite(
+    values: Sequence[Tree], replicas: Sequence[int], dim: int, device: Device, name: str
+) -> Tree:
     first = values[0]
     if all(isinstance(value, torch.Tensor) for value in values):
         return _unite_tensors(values, dim, memory_device(device), name)
@@ -449,22 +579,32 @@ def _unite(values: Sequence[Tree], replicas: Sequence[int], dim: int, device: De
             )
 
     def unite_part(part: str, _: Tree) -> Tree:
-        return put_together([held[part] for held in parts], replicas, dim, device, f"{name}{part}")
+        return put_together(
+            [held[part] for held in parts], replicas, dim, device, f"{name}{part}"
+        )
 
     return with_parts(first, unite_part)
 
 
-def _unite_tensors(tensors: Sequence[torch.Tensor], dim: int, device: Device, name: str) -> torch.Tensor:
+def _unite_tensors(
+    tensors: Sequence[torch.Tensor], dim: int, device: Device, name: str
+) -> torch.Tensor:
     if all(tensor.dim() == 0 for tensor in tensors):
         return torch.stack([tensor.to(device) for tensor in tensors])
     try:
         check_gatherable(tensors, dim)
     except ValueError:
-        shapes = " and ".join(dict.fromkeys(f"{tuple(tensor.shape)} {tensor.dtype}" for tensor in tensors))
+        shapes = " and ".join(
+            dict.fromkeys(f"{tuple(tensor.shape)} {tensor.dtype}" for tensor in tensors)
+        )
         raise ValueError(
             f"What the replicas returned as {name} cannot be put together along dim={dim}: {shapes}. The tensors may "
             "differ in the size of that dimension only. Two causes are frequent: squeeze() takes away the rows, too, "
             "where there is one: name the dimension, as in squeeze(1). And pad_packed_sequence pads to the longest of "
             "a replica's own rows: give it total_length."
         ) from None
-    return tensors[0].to(device) if len(tensors) == 1 else concatenate_on(tensors, dim, device)
+    return (
+        tensors[0].to(device)
+        if len(tensors) == 1
+        else concatenate_on(tensors, dim, device)
+    )

@@ -16,7 +16,12 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
-from torchstrategy._base.context import current_replica_context, current_strategy, require_cross_replica, using_device
+from torchstrategy._base.context import (
+    current_replica_context,
+    current_strategy,
+    require_cross_replica,
+    using_device,
+)
 from torchstrategy._base.devices import canonical_device
 from torchstrategy._base.distributed_values import (
     ABSENT,
@@ -37,7 +42,11 @@ from torchstrategy._data.batch_types import rows_of
 from torchstrategy._data.dataset import next_of
 from torchstrategy._data.options import DatasetFn, InputOptions
 from torchstrategy._group.reductions import as_axis, as_tensor, sum_along
-from torchstrategy._parity.options import USUAL_OPTIONS, CommunicationOptions, as_options
+from torchstrategy._parity.options import (
+    USUAL_OPTIONS,
+    CommunicationOptions,
+    as_options,
+)
 from torchstrategy._variables.kinds import VariablesOfExtended
 from torchstrategy.cluster_resolver import ClusterResolver
 
@@ -64,7 +73,9 @@ class MultiStepContext:
         self.last_step_outputs = dict(last_step_outputs)
         self.non_tensor_outputs: dict[str, Tree] = {}
 
-    def set_last_step_output(self, name: str, output: Tree, reduce_op: ReduceOp | str | None = None) -> None:
+    def set_last_step_output(
+        self, name: str, output: Tree, reduce_op: ReduceOp | str | None = None
+    ) -> None:
         """Keeps `output` under `name` in `last_step_outputs`. In a replica this is a synchronization point.
 
         Args:
@@ -86,7 +97,11 @@ class MultiStepContext:
         # The name is not brought to the synchronization point: a name that each replica has put together is another
         # object in each of them.
         def keep(strategy: StrategyLike, merged: Tree) -> None:
-            reduced = merged if reduce_op is None else strategy.reduce(reduce_op, merged, axis=None)
+            reduced = (
+                merged
+                if reduce_op is None
+                else strategy.reduce(reduce_op, merged, axis=None)
+            )
             self.last_step_outputs[name] = reduced
 
         if context is None:
@@ -126,7 +141,9 @@ class StrategyExtended(VariablesOfExtended):
     Source: https://www.tensorflow.org/versions/r2.4/api_docs/python/tf/distribute/StrategyExtended
     """
 
-    _cluster_resolver: ClusterResolver | None = None  # what a strategy over several processes was given
+    _cluster_resolver: ClusterResolver | None = (
+        None  # what a strategy over several processes was given
+    )
 
     @property
     def worker_devices(self) -> tuple[Device, ...]:
@@ -156,7 +173,10 @@ class StrategyExtended(VariablesOfExtended):
     should_save_summary = should_checkpoint
 
     def call_for_each_replica(
-        self, fn: ReplicaFn, args: Sequence[Tree] = (), kwargs: dict[str, Tree] | None = None
+        self,
+        fn: ReplicaFn,
+        args: Sequence[Tree] = (),
+        kwargs: dict[str, Tree] | None = None,
     ) -> Tree:
         """Does what `Strategy.run` does.
 
@@ -208,7 +228,12 @@ class StrategyExtended(VariablesOfExtended):
         require_cross_replica(self._container_strategy(), "reduce_to")
         with self._exchanging("reduce_to"):
             _check_destinations(destinations)
-            return self._reduce_to(ReduceOp.of(reduce_op), value, destinations, as_options("reduce_to", options))
+            return self._reduce_to(
+                ReduceOp.of(reduce_op),
+                value,
+                destinations,
+                as_options("reduce_to", options),
+            )
 
     def batch_reduce_to(
         self,
@@ -232,11 +257,17 @@ class StrategyExtended(VariablesOfExtended):
             pairs = list(value_destination_pairs)
             for pair in pairs:
                 if not isinstance(pair, tuple) or len(pair) != 2:
-                    raise ValueError(f"batch_reduce_to takes (value, destinations) pairs; got {pair!r}.")
+                    raise ValueError(
+                        f"batch_reduce_to takes (value, destinations) pairs; got {pair!r}."
+                    )
                 _check_destinations(pair[1])
-            return self._batch_reduce_to(ReduceOp.of(reduce_op), pairs, as_options("batch_reduce_to", options))
+            return self._batch_reduce_to(
+                ReduceOp.of(reduce_op), pairs, as_options("batch_reduce_to", options)
+            )
 
-    def broadcast_to(self, tensor: Tree, destinations: DeviceLike | DistributedValues) -> Tree:
+    def broadcast_to(
+        self, tensor: Tree, destinations: DeviceLike | DistributedValues
+    ) -> Tree:
         """A tensor on the devices of one's choice.
 
         Args:
@@ -317,9 +348,15 @@ class StrategyExtended(VariablesOfExtended):
         """
         strategy = self._container_strategy()
         require_cross_replica(strategy, "update_non_slot")
-        places = colocate_with if isinstance(colocate_with, (list, tuple)) else [colocate_with]
+        places = (
+            colocate_with
+            if isinstance(colocate_with, (list, tuple))
+            else [colocate_with]
+        )
         if not places:
-            raise ValueError("update_non_slot(colocate_with=()) names no device to call its function for.")
+            raise ValueError(
+                "update_non_slot(colocate_with=()) names no device to call its function for."
+            )
         named = [one.device if isinstance(one, torch.Tensor) else one for one in places]
         devices = [canonical_device(one) for one in named]
 
@@ -330,16 +367,22 @@ class StrategyExtended(VariablesOfExtended):
         with strategy.scope():
             return self._call_for_each(on_device, devices, args, kwargs, group)
 
-    def experimental_make_numpy_dataset(self, numpy_input: Tree, session: None = None) -> Dataset[Tree]:
+    def experimental_make_numpy_dataset(
+        self, numpy_input: Tree, session: None = None
+    ) -> Dataset[Tree]:
         """What `Strategy.experimental_make_numpy_dataset` does.
 
         Args:
             numpy_input: See there.
             session: None: there are no sessions.
         """
-        require_cross_replica(self._container_strategy(), "Strategy.experimental_make_numpy_dataset")
+        require_cross_replica(
+            self._container_strategy(), "Strategy.experimental_make_numpy_dataset"
+        )
         if session is not None:
-            raise ValueError(f"experimental_make_numpy_dataset(session={session!r}): there are no sessions here.")
+            raise ValueError(
+                f"experimental_make_numpy_dataset(session={session!r}): there are no sessions here."
+            )
         return ArrayDataset(numpy_input)
 
     def experimental_run_steps_on_iterator(
@@ -380,7 +423,9 @@ class StrategyExtended(VariablesOfExtended):
         require_cross_replica(strategy, "experimental_run_steps_on_iterator")
         with self._exchanging("experimental_run_steps_on_iterator"):
             if iterations < 0:
-                raise ValueError(f"experimental_run_steps_on_iterator(iterations={iterations}): a number of batches.")
+                raise ValueError(
+                    f"experimental_run_steps_on_iterator(iterations={iterations}): a number of batches."
+                )
         context = MultiStepContext(initial_loop_values or {})
         with strategy.scope():
             for _ in range(iterations):
@@ -394,7 +439,9 @@ class StrategyExtended(VariablesOfExtended):
         """How many replicas there are."""
         raise self._missing("_num_replicas_in_sync")
 
-    def _call_for_each_replica(self, fn: ReplicaFn, args: tuple[Tree, ...], kwargs: dict[str, Tree]) -> Tree:
+    def _call_for_each_replica(
+        self, fn: ReplicaFn, args: tuple[Tree, ...], kwargs: dict[str, Tree]
+    ) -> Tree:
         """Calls `fn` in a `ReplicaContext` for each replica, and puts together what the calls return."""
         raise self._missing("_call_for_each_replica")
 
@@ -402,25 +449,47 @@ class StrategyExtended(VariablesOfExtended):
         """The components of a value; of one that is not distributed, that one."""
         raise self._missing("_local_results")
 
-    def _reduce_to(self, reduce_op: ReduceOp, value: Tree, destinations: Any, options: CommunicationOptions) -> Tree:
+    def _reduce_to(
+        self,
+        reduce_op: ReduceOp,
+        value: Tree,
+        destinations: Any,
+        options: CommunicationOptions,
+    ) -> Tree:
         """The sum or mean of a value over the replicas, at its destinations."""
         raise self._missing("_reduce_to")
 
     def _batch_reduce_to(
-        self, reduce_op: ReduceOp, value_destination_pairs: Sequence[tuple[Tree, Any]], options: CommunicationOptions
+        self,
+        reduce_op: ReduceOp,
+        value_destination_pairs: Sequence[tuple[Tree, Any]],
+        options: CommunicationOptions,
     ) -> list[Tree]:
         """`reduce_to` of several values."""
-        return [self._reduce_to(reduce_op, value, where, options) for value, where in value_destination_pairs]
+        return [
+            self._reduce_to(reduce_op, value, where, options)
+            for value, where in value_destination_pairs
+        ]
 
-    def _run(self, fn: ReplicaFn, args: tuple[Tree, ...], kwargs: dict[str, Tree], options: RunOptions) -> Tree:
+    def _run(
+        self,
+        fn: ReplicaFn,
+        args: tuple[Tree, ...],
+        kwargs: dict[str, Tree],
+        options: RunOptions,
+    ) -> Tree:
         if options != NO_OPTIONS:
-            raise ValueError(f"{type(self).__name__} has no use for {options}: call run without options.")
+            raise ValueError(
+                f"{type(self).__name__} has no use for {options}: call run without options."
+            )
         with self._container_strategy().scope():
             return self._call_for_each_replica(fn, args, kwargs)
 
     def _reduce_leaf(self, op: ReduceOp, value: Tree) -> Tree:
         """The sum or mean of one leaf over the replicas."""
-        return self._local_results(self._reduce_to(op, value, torch.device("cpu"), USUAL_OPTIONS))[0]
+        return self._local_results(
+            self._reduce_to(op, value, torch.device("cpu"), USUAL_OPTIONS)
+        )[0]
 
     def _reduce_nested(self, op: ReduceOp, value: Tree) -> Tree:
         """What a step returned, with the sum or mean in place of each leaf."""
@@ -430,7 +499,9 @@ class StrategyExtended(VariablesOfExtended):
         if not isinstance(value, DistributedValues):
             return self._reduce_leaf(ReduceOp.MEAN, value)
         products, sizes = _weighted_parts(value, weights)
-        mean = self._reduce_leaf(ReduceOp.SUM, products) / self._reduce_leaf(ReduceOp.SUM, sizes)
+        mean = self._reduce_leaf(ReduceOp.SUM, products) / self._reduce_leaf(
+            ReduceOp.SUM, sizes
+        )
         # A worker whose replicas have no rows has a value that tells the dtype.
         shown = value.values[0] if value.values else getattr(value, "understudy", mean)
         dtype = as_tensor(shown).dtype
@@ -441,25 +512,42 @@ class StrategyExtended(VariablesOfExtended):
         found = distributed_within(batch)
         if not found:
             return _rows(batch, batch)
-        rows = {leaf.rows for leaf in found if isinstance(leaf, PerReplica) and leaf.rows is not None}
+        rows = {
+            leaf.rows
+            for leaf in found
+            if isinstance(leaf, PerReplica) and leaf.rows is not None
+        }
         if len(rows) > 1:
             raise several_batches_error(rows)
-        of_all = {leaf.rows_of_all for leaf in found if isinstance(leaf, PerReplica) and leaf.rows_of_all is not None}
+        of_all = {
+            leaf.rows_of_all
+            for leaf in found
+            if isinstance(leaf, PerReplica) and leaf.rows_of_all is not None
+        }
         if len(of_all) == 1:
             return sum(of_all.pop())
         if rows:
             own = sum(rows.pop())
         else:  # what a step returned
-            there = [r for r, one in enumerate(found[0]._components) if one is not ABSENT]
+            there = [
+                r for r, one in enumerate(found[0]._components) if one is not ABSENT
+            ]
             own = sum(_rows(select(batch, r), batch) for r in there)
         return sum(self._workers.all_gather_object(own, "strategy.count_rows"))
 
-    def _reduce_along_axis(self, op: ReduceOp, value: Tree, axis: int | tuple[int, ...]) -> Tree:
+    def _reduce_along_axis(
+        self, op: ReduceOp, value: Tree, axis: int | tuple[int, ...]
+    ) -> Tree:
         """The sum or mean of one leaf over the replicas and, in each of them, along one or several axes."""
-        total = self._reduce_leaf(ReduceOp.SUM, self._run(lambda v: sum_along(v, axis)[0], (value,), {}, NO_OPTIONS))
+        total = self._reduce_leaf(
+            ReduceOp.SUM,
+            self._run(lambda v: sum_along(v, axis)[0], (value,), {}, NO_OPTIONS),
+        )
         if op is ReduceOp.SUM:
             return total
-        sizes = self._run(lambda v: torch.tensor(sum_along(v, axis)[1]), (value,), {}, NO_OPTIONS)
+        sizes = self._run(
+            lambda v: torch.tensor(sum_along(v, axis)[1]), (value,), {}, NO_OPTIONS
+        )
         return total / self._reduce_leaf(ReduceOp.SUM, sizes)
 
     def _gather(self, value: Tree, axis: int) -> Tree:
@@ -494,14 +582,18 @@ class StrategyExtended(VariablesOfExtended):
     def _distribute_dataset(self, dataset: Any, options: InputOptions) -> Any:
         raise self._missing("_distribute_dataset")
 
-    def _distribute_from_function(self, dataset_fn: DatasetFn, options: InputOptions) -> Any:
+    def _distribute_from_function(
+        self, dataset_fn: DatasetFn, options: InputOptions
+    ) -> Any:
         raise self._missing("_distribute_from_function")
 
     def _distribute_values(self, value_fn: Callable[[ValueContext], Tree]) -> Tree:
         everyone = self._num_replicas_in_sync
         count = everyone // self._workers.count
         own = range(self._workers.index * count, (self._workers.index + 1) * count)
-        return regroup([value_fn(ValueContext(r, everyone)) for r in own], always_wrap=True)
+        return regroup(
+            [value_fn(ValueContext(r, everyone)) for r in own], always_wrap=True
+        )
 
     def _distribute_module(self, module: nn.Module) -> nn.Module:
         raise self._missing("_distribute_module")
@@ -528,9 +620,13 @@ _ALONE = nullcontext()  # what no other process waits for
 
 def _check_destinations(destinations: object) -> None:
     if isinstance(destinations, (list, tuple)):
-        raise TypeError(f"destinations is one device, tensor or distributed value; got {destinations!r}.")
+        raise TypeError(
+            f"destinations is one device, tensor or distributed value; got {destinations!r}."
+        )
     if destinations is None:
-        raise ValueError("destinations says where the result goes: a device, tensor or distributed value; got None.")
+        raise ValueError(
+            "destinations says where the result goes: a device, tensor or distributed value; got None."
+        )
 
 
 def _rows(component: Tree, batch: Tree) -> int:
@@ -540,7 +636,9 @@ def _rows(component: Tree, batch: Tree) -> int:
     return rows
 
 
-def _weighted_parts(value: DistributedValues, weights: Tree) -> tuple[PerReplica, PerReplica]:
+def _weighted_parts(
+    value: DistributedValues, weights: Tree
+) -> tuple[PerReplica, PerReplica]:
     """The components times their weights, and the weights; the mean is the sum of the former over that of the latter.
 
     Raises:
@@ -550,11 +648,17 @@ def _weighted_parts(value: DistributedValues, weights: Tree) -> tuple[PerReplica
     components = value._components
     products: list[Tree] = []
     sizes: list[Tree] = []
-    for component, weight in zip(components, _weights(weights, len(components)), strict=True):
-        product, size = (ABSENT, ABSENT) if component is ABSENT else _multiply(component, weight)
+    for component, weight in zip(
+        components, _weights(weights, len(components)), strict=True
+    ):
+        product, size = (
+            (ABSENT, ABSENT) if component is ABSENT else _multiply(component, weight)
+        )
         products.append(product)
         sizes.append(size)
-    spare = getattr(value, "understudy", None)  # of a worker without rows: what it would bring does not count
+    spare = getattr(
+        value, "understudy", None
+    )  # of a worker without rows: what it would bring does not count
     product, size = (None, None) if spare is None else _multiply(spare, 0)
     return PerReplica(products, understudy=product), PerReplica(sizes, understudy=size)
 
@@ -562,27 +666,43 @@ def _weighted_parts(value: DistributedValues, weights: Tree) -> tuple[PerReplica
 def _multiply(component: Tree, weight: Tree) -> tuple[torch.Tensor, torch.Tensor]:
     """A component times its weight, and the weight, as tensors."""
     if weight is ABSENT:
-        raise ValueError("weights=... has no weight for a replica that has a value: give the batch of the same step.")
+        raise ValueError(
+            "weights=... has no weight for a replica that has a value: give the batch of the same step."
+        )
     tensor = as_tensor(component)
     # A sum of many rows may be more than a half can hold.
-    wide = tensor.detach().to(torch.promote_types(tensor.dtype, torch.get_default_dtype()))
+    wide = tensor.detach().to(
+        torch.promote_types(tensor.dtype, torch.get_default_dtype())
+    )
     size = as_tensor(weight).detach().to(wide)
     if size.numel() != 1:
-        raise ValueError(f"A weight is one number for each replica; got one of shape {tuple(size.shape)}.")
+        raise ValueError(
+            f"A weight is one number for each replica; got one of shape {tuple(size.shape)}."
+        )
     size = size.reshape(())
-    return torch.where(size == 0, 0, wide * size), size  # the mean of no rows is NaN, and does not count
+    return torch.where(
+        size == 0, 0, wide * size
+    ), size  # the mean of no rows is NaN, and does not count
 
 
 def _weights(weights: Tree, count: int) -> Sequence[Tree]:
     found = distributed_within(weights)
-    rows = {leaf.rows for leaf in found if isinstance(leaf, PerReplica) and leaf.rows is not None}
+    rows = {
+        leaf.rows
+        for leaf in found
+        if isinstance(leaf, PerReplica) and leaf.rows is not None
+    }
     if len(rows) == 1:
         return rows.pop()
     if isinstance(weights, DistributedValues) and not rows:
         return weights._components
     if isinstance(weights, (list, tuple)) and not found and len(weights) == count:
         return weights
-    got = f"a batch that was split with different rows, {sorted(rows)}" if rows else f"{weights!r}"
+    got = (
+        f"a batch that was split with different rows, {sorted(rows)}"
+        if rows
+        else f"{weights!r}"
+    )
     raise ValueError(
         "weights=... says how much each replica weighs: give the batch that the strategy split, what strategy.run "
         f"returned, such as a count of tokens, or a list of {plural(count, 'number')}, one for each replica. Got {got}."

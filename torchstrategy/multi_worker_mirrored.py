@@ -57,7 +57,11 @@ class MultiWorkerMirroredBase(StrategyBase):
         examples: Callable[..., Any] | None = None,
     ) -> None:
         count = check_count(examples)
-        require_type(cluster_resolver, ClusterResolver | None, "cluster_resolver is a ClusterResolver or None")
+        require_type(
+            cluster_resolver,
+            ClusterResolver | None,
+            "cluster_resolver is a ClusterResolver or None",
+        )
         _check_timeout(timeout)
         said = as_options(_NAME, communication_options)
         if said.bytes_per_pack:
@@ -69,11 +73,24 @@ class MultiWorkerMirroredBase(StrategyBase):
         if timeout is None and said.timeout_seconds:
             timeout = timedelta(seconds=said.timeout_seconds)
         place = _find_place(cluster_resolver)
-        on = _own_devices(place) if devices is None else devices_of_replicas("devices", devices)
+        on = (
+            _own_devices(place)
+            if devices is None
+            else devices_of_replicas("devices", devices)
+        )
         workers = _workers(place, process_group, timeout, len(on))
         streams = WorkerStreams(workers, on[0]) if workers.count > 1 else None
-        storage = make_storage(on, on[0], buffer_aggregation, is_mirrored=True, workers=workers, streams=streams)
-        super().__init__(ReplicatedExtended(storage, gradient_reduction, examples=count))
+        storage = make_storage(
+            on,
+            on[0],
+            buffer_aggregation,
+            is_mirrored=True,
+            workers=workers,
+            streams=streams,
+        )
+        super().__init__(
+            ReplicatedExtended(storage, gradient_reduction, examples=count)
+        )
         self._extended._cluster_resolver = cluster_resolver
 
 
@@ -174,10 +191,21 @@ class PreemptionCheckpointHandler:
     Source: https://www.tensorflow.org/api_docs/python/tf/distribute/experimental/PreemptionCheckpointHandler
     """
 
-    def __init__(self, strategy: StrategyBase, *, signals: tuple[signal.Signals, ...] = (signal.SIGTERM,)) -> None:
-        require_type(strategy, StrategyBase, "PreemptionCheckpointHandler takes a torchstrategy.Strategy")
+    def __init__(
+        self,
+        strategy: StrategyBase,
+        *,
+        signals: tuple[signal.Signals, ...] = (signal.SIGTERM,),
+    ) -> None:
+        require_type(
+            strategy,
+            StrategyBase,
+            "PreemptionCheckpointHandler takes a torchstrategy.Strategy",
+        )
         if threading.current_thread() is not threading.main_thread():
-            raise RuntimeError("A PreemptionCheckpointHandler gets signals in the main thread only: make it there.")
+            raise RuntimeError(
+                "A PreemptionCheckpointHandler gets signals in the main thread only: make it there."
+            )
         self._workers = strategy.extended._workers
         self._workers.watches_leaving = True
         self._is_asked = False
@@ -212,28 +240,45 @@ def _check_timeout(timeout: object) -> None:
             f"{_NAME}(timeout={timeout!r}): a number does not say of what. Write "
             f"timeout=timedelta(seconds={timeout!r}), after `from datetime import timedelta`."
         )
-    require_type(timeout, timedelta | None, f"{_NAME}(timeout=...) takes a datetime.timedelta or None")
+    require_type(
+        timeout,
+        timedelta | None,
+        f"{_NAME}(timeout=...) takes a datetime.timedelta or None",
+    )
     if isinstance(timeout, timedelta) and timeout <= timedelta():
-        raise ValueError(f"{_NAME}(timeout={timeout!r}): the others have no time to come. Give a timeout above 0.")
+        raise ValueError(
+            f"{_NAME}(timeout={timeout!r}): the others have no time to come. Give a timeout above 0."
+        )
 
 
 def _find_place(resolver: ClusterResolver | None) -> WorkerPlace:
     """Where this process stands, if a resolver or the environment says so; else it is alone."""
-    local_rank, local_count = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    local_rank, local_count = (
+        int(os.environ.get("LOCAL_RANK", 0)),
+        int(os.environ.get("LOCAL_WORLD_SIZE", 1)),
+    )
     if has_group():
         rank, count = dist.get_rank(), dist.get_world_size()
-        return WorkerPlace(rank=rank, num_workers=count, local_rank=local_rank, local_count=local_count)
+        return WorkerPlace(
+            rank=rank, num_workers=count, local_rank=local_rank, local_count=local_count
+        )
     if resolver is None and "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         rank, count = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        return WorkerPlace(rank=rank, num_workers=count, local_rank=local_rank, local_count=local_count)
+        return WorkerPlace(
+            rank=rank, num_workers=count, local_rank=local_rank, local_count=local_count
+        )
     return _place_in_cluster(resolver or TFConfigClusterResolver())
 
 
 def _place_in_cluster(resolver: ClusterResolver) -> WorkerPlace:
     spec, kind, index = resolver.cluster_spec(), resolver.task_type, resolver.task_id
-    jobs = sorted({"chief", "master", "worker"}.intersection(spec.jobs))  # the chief comes first
+    jobs = sorted(
+        {"chief", "master", "worker"}.intersection(spec.jobs)
+    )  # the chief comes first
     training = [(job, i) for job in jobs for i in spec.task_indices(job)]
-    if kind in ("ps", "evaluator") or (kind is not None and kind not in spec.jobs and spec):
+    if kind in ("ps", "evaluator") or (
+        kind is not None and kind not in spec.jobs and spec
+    ):
         raise ValueError(
             f"This process is the task {kind!r} of the cluster {spec}, and {_NAME} trains in the jobs 'chief' and "
             "'worker'. Start only these with this script: there are no parameter servers, and an evaluator is another."
@@ -262,7 +307,9 @@ def _own_devices(place: WorkerPlace) -> list[Device]:
     accelerators = local_accelerators()
     if place.local_count < 2 or not accelerators:
         return devices_of_replicas("devices", None)
-    if len(accelerators) == 1 and any(name.endswith("VISIBLE_DEVICES") for name in os.environ):
+    if len(accelerators) == 1 and any(
+        name.endswith("VISIBLE_DEVICES") for name in os.environ
+    ):
         return accelerators  # as where Slurm shows each task its own one only
     if len(accelerators) < place.local_count:
         raise ValueError(
@@ -273,7 +320,10 @@ def _own_devices(place: WorkerPlace) -> list[Device]:
 
 
 def _workers(
-    place: WorkerPlace, group: dist.ProcessGroup | None, timeout: timedelta | None, num_replicas: int
+    place: WorkerPlace,
+    group: dist.ProcessGroup | None,
+    timeout: timedelta | None,
+    num_replicas: int,
 ) -> Workers:
     if group is None and place.num_workers == 1:
         return LONE

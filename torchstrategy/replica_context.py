@@ -61,12 +61,16 @@ class ReplicaContext:
         try:
             self._replica_id = operator.index(replica_id_in_sync_group)
         except TypeError:
-            raise ValueError(f"A replica id is an integer; got {replica_id_in_sync_group!r}.") from None
+            raise ValueError(
+                f"A replica id is an integer; got {replica_id_in_sync_group!r}."
+            ) from None
         self._strategy = strategy
         self._group: ReplicaGroup | None = None
         self._published: Callable[[], Published] = nullcontext
         self._is_over = False
-        self._alone = "was entered by hand: bring the replicas' results together after run"
+        self._alone = (
+            "was entered by hand: bring the replicas' results together after run"
+        )
         self._entries: list[Frame] = []  # of a context that is entered by hand
 
     @property
@@ -89,7 +93,10 @@ class ReplicaContext:
         """
         if self._group is None:
             return self._replica_id == 0
-        return self._group.workers.index == 0 and self._group.replica.index == self._group.participants.present[0]
+        return (
+            self._group.workers.index == 0
+            and self._group.replica.index == self._group.participants.present[0]
+        )
 
     @property
     def num_replicas_in_sync(self) -> int:
@@ -106,7 +113,12 @@ class ReplicaContext:
         self._require_here("devices")
         return (self._strategy.extended._device_of(self._replica_id),)
 
-    def merge_call(self, merge_fn: Callable[..., Tree], args: Sequence[Tree] = (), kwargs: Any = None) -> Tree:
+    def merge_call(
+        self,
+        merge_fn: Callable[..., Tree],
+        args: Sequence[Tree] = (),
+        kwargs: Any = None,
+    ) -> Tree:
         """Synchronizes with the other replicas: `merge_fn(strategy, *args, **kwargs)` is called once for all of them.
 
         It runs in the cross-replica context, on the thread that called `run`, with the arguments of all replicas put
@@ -136,7 +148,9 @@ class ReplicaContext:
         def combine(brought: Sequence[Tree]) -> list[Tree]:
             trees = dict(zip(group.participants.present, brought, strict=True))
             with refusing():
-                merged_args, merged_kwargs = group.participants.regroup(trees, group.workers)
+                merged_args, merged_kwargs = group.participants.regroup(
+                    trees, group.workers
+                )
             with Frame(self._strategy), self._published() as for_all:
                 function = merge_fn if for_all is None else for_all(merge_fn)
                 result = function(self._strategy, *merged_args, **merged_kwargs)
@@ -147,7 +161,12 @@ class ReplicaContext:
             given = tuple(args), dict(kwargs or {})
         return group.replica.synchronize("merge_call", combine, given)
 
-    def all_reduce(self, reduce_op: ReduceOp | str, value: Tree, options: CommunicationOptions | None = None) -> Tree:
+    def all_reduce(
+        self,
+        reduce_op: ReduceOp | str,
+        value: Tree,
+        options: CommunicationOptions | None = None,
+    ) -> Tree:
         """Synchronizes with the other replicas, and returns the sum or mean of their values, of any nesting.
 
         Each replica gets a tensor of its own. Gradients flow through it, scaled by the replicas' shares in
@@ -177,7 +196,10 @@ class ReplicaContext:
         group = self._require_active("all_reduce")
 
         def devices() -> list[Device]:
-            return [self._strategy.extended._device_of(r) for r in group.participants.present]
+            return [
+                self._strategy.extended._device_of(r)
+                for r in group.participants.present
+            ]
 
         with refusing():
             op = ReduceOp.of(reduce_op)
@@ -187,12 +209,16 @@ class ReplicaContext:
             tensors = [as_tensor(leaf) for leaf in leaves]
         if not leaves:
             return value
-        sums = group.with_buckets(said.bytes_per_pack).all_reduce(tensors, names, f"all_reduce({op.value})")
+        sums = group.with_buckets(said.bytes_per_pack).all_reduce(
+            tensors, names, f"all_reduce({op.value})"
+        )
         if op is ReduceOp.MEAN and self.num_replicas_in_sync > 1:
             sums = [total / group.participants.count for total in sums]
         return put_back(sums)
 
-    def all_gather(self, value: Tree, axis: int, options: CommunicationOptions | None = None) -> Tree:
+    def all_gather(
+        self, value: Tree, axis: int, options: CommunicationOptions | None = None
+    ) -> Tree:
         """Synchronizes with the other replicas, and returns their values, of any nesting, joined along `axis`.
 
         Sizes along `axis` may differ. Gradients flow through it.
@@ -222,7 +248,9 @@ class ReplicaContext:
             check_usable("all_gather", said)
             names, leaves, put_back = by_name(value)
             tensors, along = [as_tensor(leaf) for leaf in leaves], as_axis(axis)
-        return put_back(group.with_buckets(said.bytes_per_pack).all_gather(tensors, along, names))
+        return put_back(
+            group.with_buckets(said.bytes_per_pack).all_gather(tensors, along, names)
+        )
 
     def __enter__(self) -> Self:
         entry = Frame(self._strategy, self)
@@ -255,7 +283,11 @@ class ReplicaContext:
     def _require_here(self, what: str, can_synchronize: bool = True) -> None:
         if current_replica_context() is not self or not can_synchronize:
             frame = current_frame()
-            where = "in the cross-replica context" if frame and frame.replica_context is None else "elsewhere"
+            where = (
+                "in the cross-replica context"
+                if frame and frame.replica_context is None
+                else "elsewhere"
+            )
             raise RuntimeError(
                 f"Mismatching replica context: {what} was called on replica {self._replica_id}, and the caller is "
                 f"{where}. A context is good for one call of the step: ask torchstrategy.get_replica_context() in it."
@@ -279,7 +311,9 @@ def get_replica_context() -> ReplicaContext | None:
 
 
 def running_context(
-    strategy: StrategyLike, group: ReplicaGroup, published: Callable[[], Published] = nullcontext
+    strategy: StrategyLike,
+    group: ReplicaGroup,
+    published: Callable[[], Published] = nullcontext,
 ) -> ReplicaContext:
     """The context of a replica that runs.
 
@@ -289,7 +323,9 @@ def running_context(
         published: A block in which a merge function runs: there, the parameters of the user's own model have the
             gradients. It may give a function that makes, of a replica's function, one over the user's own objects.
     """
-    context = ReplicaContext(strategy, group.workers.index * len(group.devices) + group.replica.index)
+    context = ReplicaContext(
+        strategy, group.workers.index * len(group.devices) + group.replica.index
+    )
     context._group, context._published = group, published
     return context
 
@@ -297,9 +333,7 @@ def running_context(
 def counting_context(strategy: StrategyLike, replica: int) -> ReplicaContext:
     """The context of a replica that is asked how much it counts, before its step."""
     context = ReplicaContext(strategy, replica)
-    context._alone = (
-        "is asked how much it counts: examples= tells its own number, and the strategy adds up those of all"
-    )
+    context._alone = "is asked how much it counts: examples= tells its own number, and the strategy adds up those of all"
     return context
 
 
@@ -316,7 +350,11 @@ class LoneFrame(Frame):
 
     __slots__ = ("_make_group",)
 
-    def __init__(self, strategy: StrategyLike, make_group: Callable[[], ReplicaGroup] | None = None) -> None:
+    def __init__(
+        self,
+        strategy: StrategyLike,
+        make_group: Callable[[], ReplicaGroup] | None = None,
+    ) -> None:
         # As `Frame` does, without a call: each run makes one.
         self.strategy, self._replica_context, self.local_objects = strategy, None, {}
         self._make_group = make_group

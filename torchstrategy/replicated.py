@@ -23,13 +23,21 @@ from torchstrategy._base.context import (
     using_device,
 )
 from torchstrategy._base.devices import memory_device
-from torchstrategy._base.distributed_values import DistributedValues, Mirrored, PerReplica, check_component_counts
+from torchstrategy._base.distributed_values import (
+    DistributedValues,
+    Mirrored,
+    PerReplica,
+    check_component_counts,
+)
 from torchstrategy._base.errors import require_type
 from torchstrategy._base.objects.module_traversal import move
 from torchstrategy._base.options import ReduceOp, RunOptions
 from torchstrategy._base.plain import PLAIN
 from torchstrategy._base.row_lists import own_rows
-from torchstrategy._base.torch_internals import are_parametrizations_cached, parametrizations_computed_anew
+from torchstrategy._base.torch_internals import (
+    are_parametrizations_cached,
+    parametrizations_computed_anew,
+)
 from torchstrategy._base.trace import traced
 from torchstrategy._base.tree import by_name, map_leaves, tree_flatten, tree_leaves
 from torchstrategy._base.types import Device, ReplicaFn, Tree
@@ -42,11 +50,20 @@ from torchstrategy._group.device_streams import DeviceStreams
 from torchstrategy._group.group import Replica, ReplicaGroup
 from torchstrategy._group.instruments import call_step_alone
 from torchstrategy._group.participants import Participants
-from torchstrategy._group.reductions import as_axis, as_tensor, gather_values, reduce_values
+from torchstrategy._group.reductions import (
+    as_axis,
+    as_tensor,
+    gather_values,
+    reduce_values,
+)
 from torchstrategy._group.replica_threads import Replicas
 from torchstrategy._group.workers import Workers
 from torchstrategy._parity.cross_device_ops import ON_ONE_DEVICE, CrossDeviceOps
-from torchstrategy._parity.options import USUAL_OPTIONS, CommunicationOptions, check_usable
+from torchstrategy._parity.options import (
+    USUAL_OPTIONS,
+    CommunicationOptions,
+    check_usable,
+)
 from torchstrategy._run import given_values
 from torchstrategy._run.example_counts import count_examples
 from torchstrategy._run.lone_replica import run_on_own_objects
@@ -80,18 +97,35 @@ class ReplicatedExtended(StrategyExtended):
     ) -> None:
         super().__init__()
         self._storage = storage
-        self._workers, self._streams = storage.placement.workers, storage.placement.streams
-        self._num_local = len(storage.devices)  # all workers have the same number of replicas
-        self._replicas = Replicas(storage.devices, self._workers.index * self._num_local)
-        self._losses = RunLosses(gradient_reduction, self._workers, self._num_local, examples is not None)
+        self._workers, self._streams = (
+            storage.placement.workers,
+            storage.placement.streams,
+        )
+        self._num_local = len(
+            storage.devices
+        )  # all workers have the same number of replicas
+        self._replicas = Replicas(
+            storage.devices, self._workers.index * self._num_local
+        )
+        self._losses = RunLosses(
+            gradient_reduction, self._workers, self._num_local, examples is not None
+        )
         self._gradient_reduction = self._losses.reduction
         self._examples = examples
         self._ops = ops
-        self._alone_on: Device | None = storage.devices[0]  # where a lone replica runs; None: wherever the caller is
+        self._alone_on: Device | None = storage.devices[
+            0
+        ]  # where a lone replica runs; None: wherever the caller is
         self._owns = storage.owns
-        self._accelerators = list(filter(is_accelerator, (*storage.devices, storage.parameter_device)))
-        self._side_streams: tuple[torch.Stream, ...] = ()  # those that the steps of the last run have used
-        self._is_running = False  # whether a run is under way, where there are several workers
+        self._accelerators = list(
+            filter(is_accelerator, (*storage.devices, storage.parameter_device))
+        )
+        self._side_streams: tuple[
+            torch.Stream, ...
+        ] = ()  # those that the steps of the last run have used
+        self._is_running = (
+            False  # whether a run is under way, where there are several workers
+        )
 
     @property
     def worker_devices(self) -> tuple[Device, ...]:
@@ -106,7 +140,11 @@ class ReplicatedExtended(StrategyExtended):
         return not self._storage.placement.is_mirrored
 
     def variable_created_in_scope(self, v: nn.Module | torch.Tensor) -> bool:
-        require_type(v, nn.Module | torch.Tensor, "variable_created_in_scope asks about a module or a parameter")
+        require_type(
+            v,
+            nn.Module | torch.Tensor,
+            "variable_created_in_scope asks about a module or a parameter",
+        )
         return self._owns(self.value_container(v))
 
     def _take_variable(self, variable: Variable) -> None:
@@ -133,7 +171,13 @@ class ReplicatedExtended(StrategyExtended):
     # 6. End the run: what the step has changed in its copies comes to the user's own objects. If the changes of the
     #    replicas do not fit together, the run raises an error and is undone.
     # A strategy with a plain `Storage` has nothing of this to do: it calls the step with the user's own objects.
-    def _run(self, fn: ReplicaFn, args: tuple[Tree, ...], kwargs: dict[str, Tree], options: RunOptions) -> Tree:
+    def _run(
+        self,
+        fn: ReplicaFn,
+        args: tuple[Tree, ...],
+        kwargs: dict[str, Tree],
+        options: RunOptions,
+    ) -> Tree:
         if self._workers.count > 1:
             return self._run_with_others(fn, args, kwargs, options)
         if not callable(fn):
@@ -143,7 +187,11 @@ class ReplicatedExtended(StrategyExtended):
         return self._run_together(fn, args, kwargs, options)
 
     def _run_with_others(
-        self, fn: ReplicaFn, args: tuple[Tree, ...], kwargs: dict[str, Tree], options: RunOptions
+        self,
+        fn: ReplicaFn,
+        args: tuple[Tree, ...],
+        kwargs: dict[str, Tree],
+        options: RunOptions,
     ) -> Tree:
         """A run in which other workers have replicas, too."""
         if self._is_running:
@@ -159,10 +207,14 @@ class ReplicatedExtended(StrategyExtended):
             if isinstance(self._storage, OwnObjects):
                 strategy, losses = self._container_strategy(), self._losses
                 counts = self._counts(args, kwargs, options)
-                return run_on_own_objects(strategy, self._storage, fn, args, kwargs, options, losses, counts)
+                return run_on_own_objects(
+                    strategy, self._storage, fn, args, kwargs, options, losses, counts
+                )
             return self._run_together(fn, args, kwargs, options)
         except BaseException as error:
-            self._workers.tell_why(error, "the beginning of a run", self._workers.num_exchanges == before)
+            self._workers.tell_why(
+                error, "the beginning of a run", self._workers.num_exchanges == before
+            )
             raise
         finally:
             self._is_running = False
@@ -173,24 +225,53 @@ class ReplicatedExtended(StrategyExtended):
             self._workers.refuse(error, "the beginning of a run")
 
     def _exchanging(self, call: str) -> AbstractContextManager[None]:
-        return super()._exchanging(call) if self._workers.count == 1 else self._workers.exchanging(call)
+        return (
+            super()._exchanging(call)
+            if self._workers.count == 1
+            else self._workers.exchanging(call)
+        )
 
     def _run_together(
-        self, fn: ReplicaFn, args: tuple[Tree, ...], kwargs: dict[str, Tree], options: RunOptions
+        self,
+        fn: ReplicaFn,
+        args: tuple[Tree, ...],
+        kwargs: dict[str, Tree],
+        options: RunOptions,
     ) -> Tree:
-        strategy, storage, leaves = self._container_strategy(), self._storage, tree_leaves((args, kwargs))
+        strategy, storage, leaves = (
+            self._container_strategy(),
+            self._storage,
+            tree_leaves((args, kwargs)),
+        )
         assert isinstance(storage, ReplicatedStorage)
         check_component_counts(leaves, self._num_local)
         # The numbers below are the steps of Note [The story of a step].
-        weights = self._weights(storage, leaves, options, self._counts(args, kwargs, options))  # 1
+        weights = self._weights(
+            storage, leaves, options, self._counts(args, kwargs, options)
+        )  # 1
         # What a settled step is, `RunLosses.settled` says. `_run/lone_replica.py` has this line, too.
-        is_settled = options.gradient_reduction is None and getattr(fn, "__code__", None) in self._losses.settled
-        losses = None if is_settled else self._losses.begin_run(fn, options, weights, leaves)
+        is_settled = (
+            options.gradient_reduction is None
+            and getattr(fn, "__code__", None) in self._losses.settled
+        )
+        losses = (
+            None if is_settled else self._losses.begin_run(fn, options, weights, leaves)
+        )
         # See Note [Why a worker without rows runs the step] in `_group/participants`.
         uncounted = storage.as_before() if weights.is_understudy else _NO_BLOCK
-        caching = parametrizations_computed_anew() if are_parametrizations_cached() else _NO_BLOCK
-        streams = DeviceStreams(self._accelerators, self._side_streams) if self._accelerators else None
-        run = storage.begin_run(weights, fn, leaves, partial(Frame, strategy))  # 2 and, when the block is left, 6
+        caching = (
+            parametrizations_computed_anew()
+            if are_parametrizations_cached()
+            else _NO_BLOCK
+        )
+        streams = (
+            DeviceStreams(self._accelerators, self._side_streams)
+            if self._accelerators
+            else None
+        )
+        run = storage.begin_run(
+            weights, fn, leaves, partial(Frame, strategy)
+        )  # 2 and, when the block is left, 6
         telling = self._workers.arrive if self._workers.count > 1 else None
         with streams or _NO_BLOCK, run as run_state, uncounted, caching:
 
@@ -207,7 +288,9 @@ class ReplicatedExtended(StrategyExtended):
                 with (
                     traced("run {} [replica {}]", fn, replica.index),
                     Frame(strategy, context, run_state.local_objects(replica)),
-                    losses.watching(replica, run_state.replica_set.gradients) if losses else _NO_BLOCK,
+                    losses.watching(replica, run_state.replica_set.gradients)
+                    if losses
+                    else _NO_BLOCK,
                 ):
                     try:
                         result = own_fn(*own_args, **own_kwargs)
@@ -217,7 +300,9 @@ class ReplicatedExtended(StrategyExtended):
                     finally:
                         context._ends()
 
-            results = self._replicas.run(call, weights.present, run_state.watch, streams)  # 3, and in it 4
+            results = self._replicas.run(
+                call, weights.present, run_state.watch, streams
+            )  # 3, and in it 4
             if self._streams is not None:
                 self._workers.arrive("the end of strategy.run")
                 self._streams.has_drawn |= self._replicas.has_drawn
@@ -230,19 +315,30 @@ class ReplicatedExtended(StrategyExtended):
             losses.warn()
         return result
 
-    def _regroup_results(self, results: dict[int, Tree], weights: Participants, run_state: ReplicatedRun) -> Tree:
+    def _regroup_results(
+        self, results: dict[int, Tree], weights: Participants, run_state: ReplicatedRun
+    ) -> Tree:
         """What the replicas have returned, as one result. The program may call backward on it when the run is over."""
         if any(_may_require_grad(leaf) for leaf in tree_leaves(list(results.values()))):
             run_state.replica_set.gradients.deliver_late_ones()
         return weights.regroup(results, self._workers, are_results=True)
 
-    def _counts(self, args: tuple[Tree, ...], kwargs: dict[str, Tree], options: RunOptions) -> Sequence[float] | None:
+    def _counts(
+        self, args: tuple[Tree, ...], kwargs: dict[str, Tree], options: RunOptions
+    ) -> Sequence[float] | None:
         """What a function of the user's says of the replicas of this worker; None: there is none."""
         count = self._examples if options.examples is None else options.examples
         if not callable(count):
             return None
         devices = [self._alone_on] if self._num_local == 1 else self._storage.devices
-        return count_examples(self._container_strategy(), count, args, kwargs, devices, self._replicas.first)
+        return count_examples(
+            self._container_strategy(),
+            count,
+            args,
+            kwargs,
+            devices,
+            self._replicas.first,
+        )
 
     def _weights(
         self,
@@ -257,12 +353,20 @@ class ReplicatedExtended(StrategyExtended):
             return Participants.of(leaves, n, options, default, counts=counts)
         refuse_other_rows = mention_reads(self._workers, leaves)
         self._streams.begin()
-        weights = Participants.of(leaves, n, options, default, self._workers, storage.has_news, counts)
+        weights = Participants.of(
+            leaves, n, options, default, self._workers, storage.has_news, counts
+        )
         refuse_other_rows()
         self._streams.settle()
         return weights
 
-    def _run_alone(self, fn: ReplicaFn, args: tuple[Tree, ...], kwargs: dict[str, Tree], options: RunOptions) -> Tree:
+    def _run_alone(
+        self,
+        fn: ReplicaFn,
+        args: tuple[Tree, ...],
+        kwargs: dict[str, Tree],
+        options: RunOptions,
+    ) -> Tree:
         """Calls the step in a single replica, which uses the user's own objects. This has to cost next to nothing.
 
         It runs between steps, when its code is in no cache of the processor: each function that it calls takes half a
@@ -270,13 +374,22 @@ class ReplicatedExtended(StrategyExtended):
         """
         if options.examples is not None or self._examples is not None:
             # The only replica is the whole batch. But counts that do not fit are refused, as where there are several.
-            Participants.of((), 1, options, ReduceOp.MEAN, counts=self._counts(args, kwargs, options))
+            Participants.of(
+                (),
+                1,
+                options,
+                ReduceOp.MEAN,
+                counts=self._counts(args, kwargs, options),
+            )
         if args or kwargs:
             found = distributed_values.distributed_within((*args, *kwargs.values()))
             if found:
                 check_component_counts(found, 1)
             if found or self._makes_containers:
-                args, kwargs = distributed_values.select(args, 0), distributed_values.select(kwargs, 0)
+                args, kwargs = (
+                    distributed_values.select(args, 0),
+                    distributed_values.select(kwargs, 0),
+                )
         frame, frames = LoneFrame(self._container_strategy()), this_thread.frames
         depth, device = len(frames), self._alone_on
         try:  # not a block: see Note [What happens on Ctrl-C] in `_group/replica_threads`
@@ -295,16 +408,22 @@ class ReplicatedExtended(StrategyExtended):
         (own, *_), matters = self._parts_of(value)
         told = (matters, own.cpu() if isinstance(own, torch.Tensor) else own)
         with self._exchanging("the assignment of a variable"):
-            of_all = self._workers.all_gather_object(told, "the assignment of a variable")
+            of_all = self._workers.all_gather_object(
+                told, "the assignment of a variable"
+            )
         return next((value for matters, value in of_all if matters), own)
 
-    def _of_all_workers(self, put_together: Callable[..., torch.Tensor], value: Tree) -> torch.Tensor:
+    def _of_all_workers(
+        self, put_together: Callable[..., torch.Tensor], value: Tree
+    ) -> torch.Tensor:
         """One tensor of what all workers have of a value; `put_together` is `reduce_values` or `gather_values`."""
         with self._exchanging("strategy.reduce or strategy.gather"):
             check_component_counts([value], self._num_local)
             values, matter = self._parts_of(value)
             refuse_other_rows = mention_reads(self._workers, [value])
-            total = put_together(values, self._storage.parameter_device, self._workers, matter)
+            total = put_together(
+                values, self._storage.parameter_device, self._workers, matter
+            )
             refuse_other_rows()
             return total
 
@@ -317,17 +436,38 @@ class ReplicatedExtended(StrategyExtended):
             return [value] * self._num_local, True
         return value.values or [getattr(value, "understudy", None)], bool(value.values)
 
-    def _reduce_to(self, reduce_op: ReduceOp, value: Tree, destinations: Any, options: CommunicationOptions) -> Tree:
-        return self._batch_reduce_to(reduce_op, [(value, destinations)], options, "reduce_to")[0]
+    def _reduce_to(
+        self,
+        reduce_op: ReduceOp,
+        value: Tree,
+        destinations: Any,
+        options: CommunicationOptions,
+    ) -> Tree:
+        return self._batch_reduce_to(
+            reduce_op, [(value, destinations)], options, "reduce_to"
+        )[0]
 
     def _batch_reduce_to(
-        self, op: ReduceOp, pairs: Sequence[Any], options: CommunicationOptions, method: str = "batch_reduce_to"
+        self,
+        op: ReduceOp,
+        pairs: Sequence[Any],
+        options: CommunicationOptions,
+        method: str = "batch_reduce_to",
     ) -> list[Tree]:
-        check_usable(method, options, lambda: [self._device_of(r) for r in range(self._num_replicas_in_sync)])
+        check_usable(
+            method,
+            options,
+            lambda: [self._device_of(r) for r in range(self._num_replicas_in_sync)],
+        )
         names, leaves, put_back = by_name([value for value, _ in pairs])
         self._agree_on_parts(lambda: names)
-        reduced = zip(put_back(self._reduce_leaves(op, leaves, options)), pairs, strict=True)
-        return [map_leaves(partial(given_values.send_to, destinations=where), value) for value, (_, where) in reduced]
+        reduced = zip(
+            put_back(self._reduce_leaves(op, leaves, options)), pairs, strict=True
+        )
+        return [
+            map_leaves(partial(given_values.send_to, destinations=where), value)
+            for value, (_, where) in reduced
+        ]
 
     def _reduce_leaf(self, op: ReduceOp, value: Tree) -> Tree:
         return self._reduce_leaves(op, [value], USUAL_OPTIONS)[0]
@@ -336,7 +476,9 @@ class ReplicatedExtended(StrategyExtended):
         if self._workers.count == 1:
             return
         own = list(paths())
-        if own == [""]:  # a value of one part; a worker with several comes to another exchange
+        if own == [
+            ""
+        ]:  # a value of one part; a worker with several comes to another exchange
             return
         of_all = self._workers.all_gather_object(own, "the parts of a value")
         for w, theirs in enumerate(of_all):
@@ -354,33 +496,52 @@ class ReplicatedExtended(StrategyExtended):
 
     def _reduce_nested(self, op: ReduceOp, value: Tree) -> Tree:
         leaves, spec = tree_flatten(value)
-        if self._workers.count == 1 and len(leaves) > 1 and all(map(given_values.holds_tensors, leaves)):
-            with suppress(TypeError, ValueError):  # the value that does not fit is named below
+        if (
+            self._workers.count == 1
+            and len(leaves) > 1
+            and all(map(given_values.holds_tensors, leaves))
+        ):
+            with suppress(
+                TypeError, ValueError
+            ):  # the value that does not fit is named below
                 return spec.unflatten(self._reduce_leaves(op, leaves, USUAL_OPTIONS))
         return super()._reduce_nested(op, value)
 
-    def _reduce_leaves(self, op: ReduceOp, leaves: Sequence[Tree], options: CommunicationOptions) -> list[Tree]:
+    def _reduce_leaves(
+        self, op: ReduceOp, leaves: Sequence[Tree], options: CommunicationOptions
+    ) -> list[Tree]:
         """The sum or mean of each of several leaves."""
         reduced = [self._without_sending(op, leaf) for leaf in leaves]
         check_component_counts(reduced, self._num_local)
         apart = [leaf for leaf in reduced if isinstance(leaf, DistributedValues)]
         if self._workers.count > 1:
-            totals = [self._of_all_workers(partial(reduce_values, op, None), value) for value in apart]
+            totals = [
+                self._of_all_workers(partial(reduce_values, op, None), value)
+                for value in apart
+            ]
         else:
             # Outside of replicas a variable acts as one tensor. Its values for the replicas are what is reduced.
-            values = [value if isinstance(value, PerReplica) else PerReplica(value.values) for value in apart]
+            values = [
+                value if isinstance(value, PerReplica) else PerReplica(value.values)
+                for value in apart
+            ]
             where = self._storage.parameter_device
             if len(values) == 1:
                 totals = [self._ops.reduce(op, values[0], where, options)]
             else:
-                totals = self._ops.batch_reduce(op, [(value, where) for value in values], options)
+                totals = self._ops.batch_reduce(
+                    op, [(value, where) for value in values], options
+                )
             if op is ReduceOp.MEAN:
                 for i, value in enumerate(values):
                     # The mean of integers is of torch's default dtype, also if one replica was present.
                     if len(value.values) == 1:
                         totals[i] = totals[i] / 1
         in_order = iter(totals)
-        return [next(in_order) if isinstance(leaf, DistributedValues) else leaf for leaf in reduced]
+        return [
+            next(in_order) if isinstance(leaf, DistributedValues) else leaf
+            for leaf in reduced
+        ]
 
     def _without_sending(self, op: ReduceOp, value: Tree) -> Tree:
         """The sum or mean of a value that is known to be the same in all replicas; else the value itself."""
@@ -393,14 +554,22 @@ class ReplicatedExtended(StrategyExtended):
             given_values.refuse_sum(value, self._num_replicas_in_sync)
         return as_tensor(value).clone()
 
-    def _reduce_along_axis(self, op: ReduceOp, value: Tree, axis: int | tuple[int, ...]) -> Tree:
+    def _reduce_along_axis(
+        self, op: ReduceOp, value: Tree, axis: int | tuple[int, ...]
+    ) -> Tree:
         return self._of_all_workers(partial(reduce_values, op, axis), value)
 
     def _gather(self, value: Tree, axis: int) -> Tree:
         if not isinstance(value, DistributedValues):
-            return given_values.gather_alone(value, axis) if self._num_replicas_in_sync == 1 else value
+            return (
+                given_values.gather_alone(value, axis)
+                if self._num_replicas_in_sync == 1
+                else value
+            )
 
-        def put_together(values: Sequence[Tree], device: Device, workers: Workers, matter: bool) -> torch.Tensor:
+        def put_together(
+            values: Sequence[Tree], device: Device, workers: Workers, matter: bool
+        ) -> torch.Tensor:
             return gather_values(as_axis(axis), values, device, workers, matter)
 
         return self._of_all_workers(put_together, value)
@@ -410,7 +579,9 @@ class ReplicatedExtended(StrategyExtended):
             return super()._gather_rows(value)  # the same list in all workers
         refuse_other_rows = mention_reads(self._workers, [value])
         rows = list(chain.from_iterable(own_rows(value) or []))
-        of_all = self._workers.all_gather_object(rows, "gather(axis=0) of Python objects")
+        of_all = self._workers.all_gather_object(
+            rows, "gather(axis=0) of Python objects"
+        )
         refuse_other_rows()
         return list(chain.from_iterable(of_all))
 
@@ -421,10 +592,16 @@ class ReplicatedExtended(StrategyExtended):
         return distributed_values.local_results(distributed_value, self._num_local)
 
     def _distribute_dataset(self, dataset: Any, options: InputOptions) -> Any:
-        return distribute_dataset(dataset, self._storage.devices, options, self._workers)
+        return distribute_dataset(
+            dataset, self._storage.devices, options, self._workers
+        )
 
-    def _distribute_from_function(self, dataset_fn: DatasetFn, options: InputOptions) -> Any:
-        return distribute_from_function(dataset_fn, self._storage.devices, options, self._workers)
+    def _distribute_from_function(
+        self, dataset_fn: DatasetFn, options: InputOptions
+    ) -> Any:
+        return distribute_from_function(
+            dataset_fn, self._storage.devices, options, self._workers
+        )
 
     def _distribute_module(self, module: nn.Module) -> nn.Module:
         self._storage.take_module(module)
@@ -440,8 +617,15 @@ class ReplicatedExtended(StrategyExtended):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         if self._workers.count > 1:
-            raise TypeError("A strategy of several processes cannot be copied: its exchanges would have no order.")
-        return type(self)(type(self._storage)(self._storage.placement), self._losses.said, self._ops, self._examples)
+            raise TypeError(
+                "A strategy of several processes cannot be copied: its exchanges would have no order."
+            )
+        return type(self)(
+            type(self._storage)(self._storage.placement),
+            self._losses.said,
+            self._ops,
+            self._examples,
+        )
 
 
 _NO_BLOCK: AbstractContextManager[None] = nullcontext()

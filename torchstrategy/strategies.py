@@ -14,16 +14,32 @@ import torch.distributed as dist
 from torch import nn
 
 from torchstrategy._base.context import current_strategy, set_strategy
-from torchstrategy._base.devices import canonical_device, local_accelerators, memory_device
-from torchstrategy._base.distributed_values import DistributedValues, check_component_counts
+from torchstrategy._base.devices import (
+    canonical_device,
+    local_accelerators,
+    memory_device,
+)
+from torchstrategy._base.distributed_values import (
+    DistributedValues,
+    check_component_counts,
+)
 from torchstrategy._base.errors import plural, require_type, warn
 from torchstrategy._base.options import ReduceOp, RunOptions, ValueContext
 from torchstrategy._base.result_leaves import map_results
 from torchstrategy._base.types import Device, DeviceLike, Tree
 from torchstrategy._copies.replicated_storage import ReplicatedStorage
-from torchstrategy._data.options import DatasetFn, InputContext, InputOptions, InputReplicationMode
+from torchstrategy._data.options import (
+    DatasetFn,
+    InputContext,
+    InputOptions,
+    InputReplicationMode,
+)
 from torchstrategy._group.reductions import as_tensor, reduce_values
-from torchstrategy._parity.cross_device_ops import CrossDeviceOps, ReductionToOneDevice, default_for
+from torchstrategy._parity.cross_device_ops import (
+    CrossDeviceOps,
+    ReductionToOneDevice,
+    default_for,
+)
 from torchstrategy._parity.options import CommunicationOptions
 from torchstrategy._run.example_counts import check_count
 from torchstrategy._run.given_values import gather_alone
@@ -40,22 +56,32 @@ class OneDeviceExtended(ReplicatedExtended):
     _makes_containers = False
     _run = ReplicatedExtended._run_alone
 
-    def _reduce_leaves(self, op: ReduceOp, leaves: Sequence[Tree], options: CommunicationOptions) -> list[Tree]:
+    def _reduce_leaves(
+        self, op: ReduceOp, leaves: Sequence[Tree], options: CommunicationOptions
+    ) -> list[Tree]:
         return list(map(_own_value, leaves))
 
     def _reduce_nested(self, op: ReduceOp, value: Tree) -> Tree:
-        return map_results(_own_value, value)  # which is what the above comes to, and costs less
+        return map_results(
+            _own_value, value
+        )  # which is what the above comes to, and costs less
 
-    def _reduce_along_axis(self, op: ReduceOp, value: Tree, axis: int | tuple[int, ...]) -> Tree:
+    def _reduce_along_axis(
+        self, op: ReduceOp, value: Tree, axis: int | tuple[int, ...]
+    ) -> Tree:
         tensor = as_tensor(_own_value(value))
         return reduce_values(op, axis, [tensor], tensor.device)
 
     def _gather(self, value: Tree, axis: int) -> Tree:
         return gather_alone(_own_value(value), axis)
 
-    def _distribute_from_function(self, dataset_fn: DatasetFn, options: InputOptions) -> Any:
+    def _distribute_from_function(
+        self, dataset_fn: DatasetFn, options: InputOptions
+    ) -> Any:
         if options.experimental_replication_mode is InputReplicationMode.PER_REPLICA:
-            raise NotImplementedError("OneDeviceStrategy has one replica: leave out InputReplicationMode.PER_REPLICA.")
+            raise NotImplementedError(
+                "OneDeviceStrategy has one replica: leave out InputReplicationMode.PER_REPLICA."
+            )
         return super()._distribute_from_function(dataset_fn, options)
 
     def _distribute_values(self, value_fn: Callable[[ValueContext], Tree]) -> Tree:
@@ -67,24 +93,32 @@ class DefaultExtended(OneDeviceExtended):
     """The same, wherever the caller is: it has no device of its own, and nothing belongs to it."""
 
     def __init__(self) -> None:
-        super().__init__(Storage(Placement([torch.device("cpu", 0)], torch.device("cpu", 0))))  # which stays empty
+        super().__init__(
+            Storage(Placement([torch.device("cpu", 0)], torch.device("cpu", 0)))
+        )  # which stays empty
         self._alone_on, self._owns = None, is_nobodys
 
     @property
     def worker_devices(self) -> tuple[Device, ...]:
-        raise RuntimeError("The default strategy has no devices of its own: it runs wherever its caller is.")
+        raise RuntimeError(
+            "The default strategy has no devices of its own: it runs wherever its caller is."
+        )
 
     parameter_devices = worker_devices
 
     @property
     def experimental_between_graph(self) -> bool:
-        raise NotImplementedError("The default strategy does not say: there are no graphs, and it has no devices.")
+        raise NotImplementedError(
+            "The default strategy does not say: there are no graphs, and it has no devices."
+        )
 
     def non_slot_devices(self, var_list: Iterable[Any]) -> tuple[Device, ...]:
         return (self._device_of(0),)
 
     def _broadcast_to(self, tensor: torch.Tensor, destinations: Any) -> Tree:
-        raise NotImplementedError("The default strategy has no devices of its own to broadcast to. Use tensor.to().")
+        raise NotImplementedError(
+            "The default strategy has no devices of its own to broadcast to. Use tensor.to()."
+        )
 
     def _distribute_dataset(self, dataset: Any, options: InputOptions) -> Any:
         if options != InputOptions():
@@ -94,8 +128,12 @@ class DefaultExtended(OneDeviceExtended):
             )
         return dataset
 
-    def _distribute_from_function(self, dataset_fn: DatasetFn, options: InputOptions) -> Any:
-        return self._distribute_dataset(dataset_fn, options)(InputContext())  # the options are checked before the call
+    def _distribute_from_function(
+        self, dataset_fn: DatasetFn, options: InputOptions
+    ) -> Any:
+        return self._distribute_dataset(dataset_fn, options)(
+            InputContext()
+        )  # the options are checked before the call
 
     def _distribute_module(self, module: nn.Module) -> nn.Module:
         return module
@@ -132,14 +170,24 @@ class DefaultStrategy(Strategy):
 class OneDeviceBase(StrategyBase):
     """The constructor of `OneDeviceStrategy`."""
 
-    def __init__(self, device: DeviceLike, *, examples: Callable[..., Any] | None = None) -> None:
+    def __init__(
+        self, device: DeviceLike, *, examples: Callable[..., Any] | None = None
+    ) -> None:
         one, count = canonical_device(device), check_count(examples)
-        super().__init__(OneDeviceExtended(Storage(Placement([one], one, is_mirrored=True)), examples=count))
+        super().__init__(
+            OneDeviceExtended(
+                Storage(Placement([one], one, is_mirrored=True)), examples=count
+            )
+        )
 
     if TYPE_CHECKING:  # one replica's results are what the step returned
 
         def run(
-            self, fn: Callable[..., T], args: Sequence[Any] = (), kwargs: Any = None, options: RunOptions | None = None
+            self,
+            fn: Callable[..., T],
+            args: Sequence[Any] = (),
+            kwargs: Any = None,
+            options: RunOptions | None = None,
         ) -> T: ...
 
 
@@ -188,9 +236,15 @@ class CentralStorageBase(StrategyBase):
         count = check_count(examples)
         devices = devices_of_replicas("compute_devices", compute_devices)
         if parameter_device in (None, ""):
-            parameter_device = devices[0] if len(devices) == 1 else _default_owner(devices)
-        storage = make_storage(devices, canonical_device(parameter_device), buffer_aggregation)
-        super().__init__(ReplicatedExtended(storage, gradient_reduction, examples=count))
+            parameter_device = (
+                devices[0] if len(devices) == 1 else _default_owner(devices)
+            )
+        storage = make_storage(
+            devices, canonical_device(parameter_device), buffer_aggregation
+        )
+        super().__init__(
+            ReplicatedExtended(storage, gradient_reduction, examples=count)
+        )
 
 
 @final
@@ -256,12 +310,20 @@ class MirroredBase(StrategyBase):
         if devices is None:
             _warn_if_each_process_trains_alone()
         ops = default_for(on) if cross_device_ops is None else cross_device_ops
-        require_type(ops, CrossDeviceOps, "cross_device_ops is a torchstrategy.CrossDeviceOps or None")
+        require_type(
+            ops,
+            CrossDeviceOps,
+            "cross_device_ops is a torchstrategy.CrossDeviceOps or None",
+        )
         ops._check_devices(on)
         # Where nobody has chosen and there is no NCCL, gradients are added up as they come, and the sums are sent.
-        is_all_reduced = cross_device_ops is not None or not isinstance(ops, ReductionToOneDevice)
+        is_all_reduced = cross_device_ops is not None or not isinstance(
+            ops, ReductionToOneDevice
+        )
         all_reduce = ops._weighted_sums if is_all_reduced else None
-        storage = make_storage(on, on[0], buffer_aggregation, is_mirrored=True, all_reduce=all_reduce)
+        storage = make_storage(
+            on, on[0], buffer_aggregation, is_mirrored=True, all_reduce=all_reduce
+        )
         if len(on) == 1:
             ops = ReductionToOneDevice()
         super().__init__(ReplicatedExtended(storage, gradient_reduction, ops, count))
@@ -274,7 +336,11 @@ def _warn_if_each_process_trains_alone() -> None:
     devices, or has joined the processes before, may mean what the program says.
     """
     count = os.environ.get("WORLD_SIZE", "")
-    is_one_of_several = count.isdecimal() and int(count) > 1 and {"RANK", "MASTER_ADDR"} <= os.environ.keys()
+    is_one_of_several = (
+        count.isdecimal()
+        and int(count) > 1
+        and {"RANK", "MASTER_ADDR"} <= os.environ.keys()
+    )
     if not is_one_of_several or (dist.is_available() and dist.is_initialized()):
         return
     warn(
@@ -371,11 +437,17 @@ def experimental_set_strategy(strategy: StrategyBase | None) -> None:
 
     Source: https://www.tensorflow.org/versions/r2.4/api_docs/python/tf/distribute/experimental_set_strategy
     """
-    require_type(strategy, StrategyBase | None, "experimental_set_strategy takes a torchstrategy.Strategy or None")
+    require_type(
+        strategy,
+        StrategyBase | None,
+        "experimental_set_strategy takes a torchstrategy.Strategy or None",
+    )
     set_strategy(strategy)
 
 
-def devices_of_replicas(name: str, devices: Sequence[DeviceLike] | None) -> list[Device]:
+def devices_of_replicas(
+    name: str, devices: Sequence[DeviceLike] | None
+) -> list[Device]:
     """The device of each replica; for None all accelerators of this machine, or a CPU. `name` is that of the argument.
 
     Raises:
@@ -385,25 +457,37 @@ def devices_of_replicas(name: str, devices: Sequence[DeviceLike] | None) -> list
     if devices is None:
         return local_accelerators() or [canonical_device("cpu:0")]
     if isinstance(devices, str):
-        raise ValueError(f"{name} is a list of devices, one for each replica: write [{devices!r}].")
+        raise ValueError(
+            f"{name} is a list of devices, one for each replica: write [{devices!r}]."
+        )
     if isinstance(devices, int):
         count = max(devices, 1)
-        here = [str(device) for device in local_accelerators()] or [f"cuda:{index}" for index in range(count)]
+        here = [str(device) for device in local_accelerators()] or [
+            f"cuda:{index}" for index in range(count)
+        ]
         raise TypeError(
             f"{name} is a list of devices, one for each replica; got {devices!r}. For {plural(count, 'replica')} write "
             f'["cpu"] * {count} on the CPU, or {here[:count]} on accelerators; leave it out for all accelerators.'
         )
-    if not isinstance(devices, Iterable) or isinstance(devices, (bytes, dict, set, frozenset)):
-        raise TypeError(f"{name} is a list of devices, one for each replica; got {devices!r}.")
+    if not isinstance(devices, Iterable) or isinstance(
+        devices, (bytes, dict, set, frozenset)
+    ):
+        raise TypeError(
+            f"{name} is a list of devices, one for each replica; got {devices!r}."
+        )
     found = [canonical_device(device) for device in devices]
     if not found:
-        raise ValueError(f"{name}=[] names no device to run on. Leave it out for all devices of this machine.")
+        raise ValueError(
+            f"{name}=[] names no device to run on. Leave it out for all devices of this machine."
+        )
     return found
 
 
 def _default_owner(devices: Sequence[Device]) -> Device:
     """The CPU, as in TensorFlow, for parameters of replicas on several devices; with a warning if these are faster."""
-    places = list(dict.fromkeys(str(device) for device in devices if device.type != "cpu"))
+    places = list(
+        dict.fromkeys(str(device) for device in devices if device.type != "cpu")
+    )
     if places:
         listed = ", ".join(f'"{device}"' for device in devices)
         warn(
@@ -417,15 +501,21 @@ def _default_owner(devices: Sequence[Device]) -> Device:
     return canonical_device("cpu:0")
 
 
-def make_storage(devices: list[Device], owner: Device, buffer_aggregation: str, **mirrored: Any) -> Storage:
+def make_storage(
+    devices: list[Device], owner: Device, buffer_aggregation: str, **mirrored: Any
+) -> Storage:
     """The storage: one replica on the parameter device uses the user's own objects, all others have copies.
 
     Raises:
         ValueError: If there is no such `buffer_aggregation`.
     """
     if buffer_aggregation not in ("mean", "only_first_replica"):
-        raise ValueError(f"buffer_aggregation={buffer_aggregation!r} is neither 'mean' nor 'only_first_replica'.")
-    placement = Placement(devices, owner, averages_buffers=buffer_aggregation == "mean", **mirrored)
+        raise ValueError(
+            f"buffer_aggregation={buffer_aggregation!r} is neither 'mean' nor 'only_first_replica'."
+        )
+    placement = Placement(
+        devices, owner, averages_buffers=buffer_aggregation == "mean", **mirrored
+    )
     if len(devices) > 1 or memory_device(devices[0]) != memory_device(owner):
         return ReplicatedStorage(placement)
     return Storage(placement) if placement.workers.count == 1 else OwnObjects(placement)

@@ -13,7 +13,17 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import wraps
 from threading import get_ident
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeAlias, TypeVar, cast, final, overload
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Generic,
+    NamedTuple,
+    TypeAlias,
+    TypeVar,
+    cast,
+    final,
+    overload,
+)
 
 import torch
 from torch import nn
@@ -21,17 +31,39 @@ from torch.optim import Optimizer
 from torch.utils.data import Dataset
 from typing_extensions import Self
 
-from torchstrategy._base.context import Frame, current_frame, is_default, require_cross_replica
+from torchstrategy._base.context import (
+    Frame,
+    current_frame,
+    is_default,
+    require_cross_replica,
+)
 from torchstrategy._base.distributed_values import PerReplica
-from torchstrategy._base.errors import did_you_mean, hide_frames, plural, require_type, unpicklable
+from torchstrategy._base.errors import (
+    did_you_mean,
+    hide_frames,
+    plural,
+    require_type,
+    unpicklable,
+)
 from torchstrategy._base.options import NO_OPTIONS, ReduceOp, RunOptions, ValueContext
 from torchstrategy._base.result_leaves import map_results, paths_of_results
 from torchstrategy._base.row_lists import is_row_list_or_one_thing
 from torchstrategy._base.torch_internals import is_profiling
 from torchstrategy._base.trace import traced
 from torchstrategy._base.types import Device, ReplicaFn, StrategyLike, Tree
-from torchstrategy._data.dataset import DistributedDataset, DistributedIterator, InputIterator, from_input_fn, next_of
-from torchstrategy._data.options import DatasetFn, InputContext, InputOptions, InputReplicationMode
+from torchstrategy._data.dataset import (
+    DistributedDataset,
+    DistributedIterator,
+    InputIterator,
+    from_input_fn,
+    next_of,
+)
+from torchstrategy._data.options import (
+    DatasetFn,
+    InputContext,
+    InputOptions,
+    InputReplicationMode,
+)
 from torchstrategy.cluster_resolver import ClusterResolver
 from torchstrategy.extended import StrategyExtended
 
@@ -56,7 +88,9 @@ def _says_axis(reduce: F) -> F:
     def check_and_reduce(*args: Any, **kwargs: Any) -> Any:
         if len(args) == 3 and "axis" not in kwargs:
             call = (
-                f'strategy.reduce("{args[1]}", value, axis=' if isinstance(args[1], str) else "reduce(op, value, axis="
+                f'strategy.reduce("{args[1]}", value, axis='
+                if isinstance(args[1], str)
+                else "reduce(op, value, axis="
             )
             raise TypeError(
                 f"reduce({args[1]!r}, value) does not say over what: give it axis. Write\n"
@@ -101,7 +135,11 @@ class StrategyScope(Generic[S]):
 
     def __exit__(self, *exception: Any) -> None:
         thread, frame = get_ident(), current_frame()
-        here = [entry for entry in self._entries if entry.thread == thread and entry.frame is frame]
+        here = [
+            entry
+            for entry in self._entries
+            if entry.thread == thread and entry.frame is frame
+        ]
         if not here:
             raise RuntimeError(
                 f"Scope nesting error: the scope of {self._strategy!r} was left, and it is not the one that was "
@@ -124,14 +162,20 @@ class StrategyBase:
         extended._bind(self)
 
     def __copy__(self) -> Self:
-        raise RuntimeError("Must only deepcopy a Strategy: a shallow copy would share the replicas of the first.")
+        raise RuntimeError(
+            "Must only deepcopy a Strategy: a shallow copy would share the replicas of the first."
+        )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         if is_default(self):
             raise RuntimeError(ONE_DEFAULT)
         copied = type(self).__new__(type(self))
         memo[id(self)] = copied
-        vars(copied).update(copy.deepcopy({k: v for k, v in vars(self).items() if k != "_extended"}, memo))
+        vars(copied).update(
+            copy.deepcopy(
+                {k: v for k, v in vars(self).items() if k != "_extended"}, memo
+            )
+        )
         StrategyBase.__init__(copied, copy.deepcopy(self._extended, memo))
         return copied
 
@@ -144,21 +188,31 @@ class StrategyBase:
 
     def __repr__(self) -> str:
         facts = []
-        with suppress(AttributeError, RuntimeError):  # it is being made, or has no devices
+        with suppress(
+            AttributeError, RuntimeError
+        ):  # it is being made, or has no devices
             facts.append(plural(self.num_replicas_in_sync, "replica"))
             workers = self._extended._workers.count
             of_each = f" of each of {workers} workers" if workers > 1 else ""
             facts[0] += f" on {_list_devices(self._extended.worker_devices)}{of_each}"
-            facts.append(f"parameters on {_list_devices(self._extended.parameter_devices)}")
+            facts.append(
+                f"parameters on {_list_devices(self._extended.parameter_devices)}"
+            )
         return f"{type(self).__name__}({', '.join(facts)})"
 
     if not TYPE_CHECKING:  # a type checker shall not take every name for an attribute
 
         def __getattr__(self, name: str) -> Any:
             if hasattr(type(self), name):
-                return object.__getattribute__(self, name)  # a property failed: once more, for its own error
+                return object.__getattribute__(
+                    self, name
+                )  # a property failed: once more, for its own error
             meant = did_you_mean(name, dir(type(self)))
-            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}.{meant}", name=name, obj=self)
+            raise AttributeError(
+                f"{type(self).__name__} has no attribute {name!r}.{meant}",
+                name=name,
+                obj=self,
+            )
 
     @property
     def extended(self) -> StrategyExtended:
@@ -197,15 +251,35 @@ class StrategyBase:
     # For type checkers: of containers each leaf may become a `PerReplica`, for which there is no type.
     @overload
     def run(
-        self, fn: Callable[..., _Container], args: _Args = ..., kwargs: _Kwargs = ..., options: _Run = ...
+        self,
+        fn: Callable[..., _Container],
+        args: _Args = ...,
+        kwargs: _Kwargs = ...,
+        options: _Run = ...,
     ) -> Any: ...
     @overload
-    def run(self, fn: Callable[..., None], args: _Args = ..., kwargs: _Kwargs = ..., options: _Run = ...) -> None: ...
+    def run(
+        self,
+        fn: Callable[..., None],
+        args: _Args = ...,
+        kwargs: _Kwargs = ...,
+        options: _Run = ...,
+    ) -> None: ...
     @overload
     def run(
-        self, fn: Callable[..., T], args: _Args = ..., kwargs: _Kwargs = ..., options: _Run = ...
+        self,
+        fn: Callable[..., T],
+        args: _Args = ...,
+        kwargs: _Kwargs = ...,
+        options: _Run = ...,
     ) -> T | PerReplica[T]: ...
-    def run(self, fn: ReplicaFn, args: _Args = (), kwargs: _Kwargs = None, options: _Run = None) -> Tree:
+    def run(
+        self,
+        fn: ReplicaFn,
+        args: _Args = (),
+        kwargs: _Kwargs = None,
+        options: _Run = None,
+    ) -> Tree:
         """Calls `fn` once in each replica and returns what the calls returned.
 
         Each replica receives its own component of any distributed argument. What the replicas return is put together
@@ -273,7 +347,11 @@ class StrategyBase:
             self._extended._refuse_run(error)
             raise
         require_cross_replica(self, "Strategy.run")
-        own_args, own_kwargs, chosen = tuple(args), dict(kwargs or {}), options or NO_OPTIONS
+        own_args, own_kwargs, chosen = (
+            tuple(args),
+            dict(kwargs or {}),
+            options or NO_OPTIONS,
+        )
         try:
             if not is_profiling():
                 return self._extended._run(fn, own_args, own_kwargs, chosen)
@@ -285,7 +363,11 @@ class StrategyBase:
             raise
 
     def experimental_run_v2(
-        self, fn: ReplicaFn, args: _Args = (), kwargs: _Kwargs = None, options: _Run = None
+        self,
+        fn: ReplicaFn,
+        args: _Args = (),
+        kwargs: _Kwargs = None,
+        options: _Run = None,
     ) -> Tree:
         """The name that `run` had before TensorFlow 2.2.
 
@@ -294,7 +376,9 @@ class StrategyBase:
         return self.run(fn, args, kwargs, options)
 
     def experimental_run(
-        self, fn: ReplicaFn, input_iterator: InputIterator | DistributedIterator | None = None
+        self,
+        fn: ReplicaFn,
+        input_iterator: InputIterator | DistributedIterator | None = None,
     ) -> Tree:
         """Runs `fn` with the next batch of an iterator as its one argument; without an iterator, with none.
 
@@ -314,7 +398,9 @@ class StrategyBase:
         Source: https://www.tensorflow.org/versions/r2.2/api_docs/python/tf/compat/v1/distribute/Strategy#experimental_run
         """
         require_cross_replica(self, "Strategy.experimental_run")
-        return self.run(fn, () if input_iterator is None else (next_of(input_iterator),))
+        return self.run(
+            fn, () if input_iterator is None else (next_of(input_iterator),)
+        )
 
     def make_dataset_iterator(self, dataset: Any) -> InputIterator:
         """`experimental_distribute_dataset` with one iterator, which can be begun again.
@@ -328,10 +414,14 @@ class StrategyBase:
 
         Source: https://www.tensorflow.org/versions/r2.2/api_docs/python/tf/compat/v1/distribute/Strategy#make_dataset_iterator
         """
-        return InputIterator(self._extended._distribute_dataset(dataset, InputOptions()))
+        return InputIterator(
+            self._extended._distribute_dataset(dataset, InputOptions())
+        )
 
     def make_input_fn_iterator(
-        self, input_fn: DatasetFn, replication_mode: InputReplicationMode = InputReplicationMode.PER_WORKER
+        self,
+        input_fn: DatasetFn,
+        replication_mode: InputReplicationMode = InputReplicationMode.PER_WORKER,
     ) -> InputIterator:
         """`distribute_datasets_from_function` with one iterator, which can be begun again.
 
@@ -364,7 +454,11 @@ class StrategyBase:
             )
         _require_dataset_fn("input_fn", input_fn)
         with self.scope():
-            return InputIterator(self._extended._distribute_from_function(from_input_fn(input_fn), InputOptions()))
+            return InputIterator(
+                self._extended._distribute_from_function(
+                    from_input_fn(input_fn), InputOptions()
+                )
+            )
 
     def update_config_proto(self, config_proto: T) -> T:
         """A copy of a configuration. There are no sessions to configure here, and it is left as it is.
@@ -375,16 +469,28 @@ class StrategyBase:
 
     @overload
     def reduce(
-        self, reduce_op: ReduceOp | str, value: torch.Tensor | PerReplica[Any], axis: _Axis, weights: Any = ...
+        self,
+        reduce_op: ReduceOp | str,
+        value: torch.Tensor | PerReplica[Any],
+        axis: _Axis,
+        weights: Any = ...,
     ) -> torch.Tensor: ...
     @overload
     def reduce(
-        self, reduce_op: ReduceOp | str, value: dict[Any, Any], axis: _Axis, weights: Any = ...
+        self,
+        reduce_op: ReduceOp | str,
+        value: dict[Any, Any],
+        axis: _Axis,
+        weights: Any = ...,
     ) -> dict[Any, Any]: ...
     @overload
-    def reduce(self, reduce_op: ReduceOp | str, value: object, axis: _Axis, weights: Any = ...) -> Any: ...
+    def reduce(
+        self, reduce_op: ReduceOp | str, value: object, axis: _Axis, weights: Any = ...
+    ) -> Any: ...
     @_says_axis
-    def reduce(self, reduce_op: ReduceOp | str, value: Tree, axis: _Axis, weights: Tree = None) -> Tree:
+    def reduce(
+        self, reduce_op: ReduceOp | str, value: Tree, axis: _Axis, weights: Tree = None
+    ) -> Tree:
         """The sum or mean of a value over the replicas and, if `axis` is given, along that axis in each of them.
 
         `reduce(MEAN, losses, axis=0)` of per-example losses is the mean over all examples, also of an uneven batch.
@@ -439,10 +545,14 @@ class StrategyBase:
                         "which every row counts once. Leave them out, or write "
                         'reduce("mean", value, axis=None, weights=batch).'
                     )
-                return map_results(lambda leaf: self._extended._weighted_mean(leaf, weights), value)
+                return map_results(
+                    lambda leaf: self._extended._weighted_mean(leaf, weights), value
+                )
             if axis is None:
                 return self._extended._reduce_nested(op, value)
-            return map_results(lambda leaf: self._extended._reduce_along_axis(op, leaf, axis), value)
+            return map_results(
+                lambda leaf: self._extended._reduce_along_axis(op, leaf, axis), value
+            )
 
     def count_rows(self, batch: Tree) -> int:
         """How many rows a batch has in all replicas of all workers together.
@@ -594,7 +704,9 @@ class StrategyBase:
         Source: https://www.tensorflow.org/versions/r2.4/api_docs/python/tf/distribute/Strategy#distribute_datasets_from_function
         """
         _require_dataset_fn("dataset_fn", dataset_fn)
-        return self._extended._distribute_from_function(dataset_fn, _input_options(options))  # type: ignore[no-any-return]
+        return self._extended._distribute_from_function(
+            dataset_fn, _input_options(options)
+        )  # type: ignore[no-any-return]
 
     def experimental_distribute_datasets_from_function(
         self, dataset_fn: DatasetFn, options: InputOptions | None = None
@@ -656,7 +768,9 @@ class StrategyBase:
             RuntimeError: If called in a replica or in another strategy's scope.
         """
         require_cross_replica(self, "Strategy.distribute_optimizer")
-        require_type(optimizer, Optimizer, "distribute_optimizer takes a torch.optim.Optimizer")
+        require_type(
+            optimizer, Optimizer, "distribute_optimizer takes a torch.optim.Optimizer"
+        )
         if not hasattr(optimizer, "param_groups"):
             raise TypeError(
                 f"This {type(optimizer).__name__} has no param_groups, so nobody can tell what it updates. Call "
@@ -696,7 +810,9 @@ class Strategy(StrategyBase):
     @overload
     def gather(self, value: PerReplica[list[T]] | list[T], axis: int) -> list[T]: ...
     @overload
-    def gather(self, value: torch.Tensor | PerReplica[Any], axis: int) -> torch.Tensor: ...
+    def gather(
+        self, value: torch.Tensor | PerReplica[Any], axis: int
+    ) -> torch.Tensor: ...
     @overload
     def gather(self, value: Any, axis: int) -> Any: ...
     def gather(self, value: Tree, axis: int) -> Tree:
@@ -737,8 +853,12 @@ class Strategy(StrategyBase):
         """
         require_cross_replica(self, "Strategy.gather", instead="all_gather()")
         with self._extended._exchanging("strategy.gather"):
-            self._extended._agree_on_parts(lambda: paths_of_results(value, is_row_list_or_one_thing))
-            return map_results(self._extended._gathering(axis), value, is_leaf=is_row_list_or_one_thing)
+            self._extended._agree_on_parts(
+                lambda: paths_of_results(value, is_row_list_or_one_thing)
+            )
+            return map_results(
+                self._extended._gathering(axis), value, is_leaf=is_row_list_or_one_thing
+            )
 
     def experimental_make_numpy_dataset(self, numpy_input: Tree) -> Dataset[Tree]:
         """A map-style dataset of the rows of arrays, for a `torch.utils.data.DataLoader`. Nothing is copied.
@@ -776,7 +896,9 @@ class Strategy(StrategyBase):
         """
         return self._extended.experimental_make_numpy_dataset(numpy_input)
 
-    def experimental_distribute_values_from_function(self, value_fn: Callable[[ValueContext], Tree]) -> Tree:
+    def experimental_distribute_values_from_function(
+        self, value_fn: Callable[[ValueContext], Tree]
+    ) -> Tree:
         """A distributed value whose component in each replica is what `value_fn` returns for it.
 
         Args:
@@ -802,10 +924,14 @@ class Strategy(StrategyBase):
         Source: https://www.tensorflow.org/versions/r2.4/api_docs/python/tf/distribute/Strategy#experimental_distribute_values_from_function
         """
         if not callable(value_fn):
-            raise TypeError(f"value_fn is called with a ValueContext for each replica; {value_fn!r} cannot be called.")
+            raise TypeError(
+                f"value_fn is called with a ValueContext for each replica; {value_fn!r} cannot be called."
+            )
         return self._extended._distribute_values(value_fn)
 
-    def experimental_assign_to_logical_device(self, tensor: torch.Tensor, logical_device_id: int) -> torch.Tensor:
+    def experimental_assign_to_logical_device(
+        self, tensor: torch.Tensor, logical_device_id: int
+    ) -> torch.Tensor:
         """Places a tensor on one of the logical devices of its replica. A replica here has one: the tensor is returned.
 
         Example:
@@ -821,7 +947,9 @@ class Strategy(StrategyBase):
         Source: https://www.tensorflow.org/versions/r2.2/api_docs/python/tf/distribute/Strategy#experimental_assign_to_logical_device
         """
         if logical_device_id != 0:
-            raise ValueError(f"Each replica has 1 logical device, number 0; there is no {logical_device_id!r}.")
+            raise ValueError(
+                f"Each replica has 1 logical device, number 0; there is no {logical_device_id!r}."
+            )
         return tensor
 
     def experimental_split_to_logical_devices(
@@ -849,15 +977,21 @@ class Strategy(StrategyBase):
         parts, shape = list(partition_dimensions), tuple(tensor.shape)
         if len(parts) != len(shape):
             why = f"has {plural(len(parts), 'number')} for a tensor of {plural(len(shape), 'dimension')}"
-        elif any(part < 1 or size % part for size, part in zip(shape, parts, strict=True)):
+        elif any(
+            part < 1 or size % part for size, part in zip(shape, parts, strict=True)
+        ):
             why = f"does not divide a tensor of shape {shape}"
         elif (product := math.prod(parts)) != 1:
             why = f"asks for {product} parts"
         else:
             return tensor
-        raise ValueError(f"partition_dimensions={parts} {why}. Each replica has 1 logical device, number 0.")
+        raise ValueError(
+            f"partition_dimensions={parts} {why}. Each replica has 1 logical device, number 0."
+        )
 
-    def experimental_replicate_to_logical_devices(self, tensor: torch.Tensor) -> torch.Tensor:
+    def experimental_replicate_to_logical_devices(
+        self, tensor: torch.Tensor
+    ) -> torch.Tensor:
         """Replicates a tensor to the logical devices of its replica. A replica here has one: the tensor is returned.
 
         Example:
@@ -874,11 +1008,17 @@ class Strategy(StrategyBase):
 
 def _check_run(args: object, kwargs: object, options: object) -> None:
     if not isinstance(args, (list, tuple)):
-        raise ValueError(f"positional args must be a list or tuple: args=(batch,); got a {type(args).__name__}.")
+        raise ValueError(
+            f"positional args must be a list or tuple: args=(batch,); got a {type(args).__name__}."
+        )
     if options is not None and not isinstance(options, RunOptions):
-        raise TypeError(f"options is a torchstrategy.RunOptions or None; got {options!r}.")
+        raise TypeError(
+            f"options is a torchstrategy.RunOptions or None; got {options!r}."
+        )
     if kwargs is not None and not isinstance(kwargs, Mapping):
-        raise TypeError(f"kwargs is a dict of keyword arguments; got a {type(kwargs).__name__}.")
+        raise TypeError(
+            f"kwargs is a dict of keyword arguments; got a {type(kwargs).__name__}."
+        )
 
 
 def _list_devices(devices: Sequence[Device]) -> str:
@@ -886,13 +1026,17 @@ def _list_devices(devices: Sequence[Device]) -> str:
 
 
 def _input_options(options: InputOptions | None) -> InputOptions:
-    require_type(options, InputOptions | None, "options is a torchstrategy.InputOptions")
+    require_type(
+        options, InputOptions | None, "options is a torchstrategy.InputOptions"
+    )
     return options or InputOptions()
 
 
 def _require_dataset_fn(name: str, dataset_fn: Any) -> None:
     try:
-        with suppress(ValueError):  # some callables written in C have no signature to be seen
+        with suppress(
+            ValueError
+        ):  # some callables written in C have no signature to be seen
             inspect.signature(dataset_fn).bind(InputContext())
     except TypeError as error:
         raise TypeError(

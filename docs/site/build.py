@@ -44,7 +44,9 @@ PAGES = {
 
 LINK = re.compile(r"(?<!!)\[([^\]]*)\]\(([^)#\s]+)(#[^)\s]*)?\)")
 IMAGE = re.compile(r"!\[[^\]]*\]\(([^)\s]+)\)")
-DRAWING = re.compile(r"^!\[[^\]]*\]\(((?:\.\./|docs/)*pictures/[^)]+\.svg)\)$", re.MULTILINE)
+DRAWING = re.compile(
+    r"^!\[[^\]]*\]\(((?:\.\./|docs/)*pictures/[^)]+\.svg)\)$", re.MULTILINE
+)
 COMMENT = re.compile(r"^<!--.*?-->\n\n", re.MULTILINE | re.DOTALL)
 FENCED = re.compile(r"(^```.*?^```$)", re.MULTILINE | re.DOTALL)
 FRONT = re.compile(r"\A---\n(.*?)^---\n", re.MULTILINE | re.DOTALL)
@@ -89,7 +91,10 @@ def converted(path: Path) -> tuple[str, set[Path]]:
         return f'<figure class="drawing">{(path.parent / match[1]).read_text().strip()}</figure>'
 
     parts = FENCED.split(COMMENT.sub("", path.read_text()))
-    parts[::2] = [IMAGE.sub(image, LINK.sub(link, DRAWING.sub(drawing, part))) for part in parts[::2]]
+    parts[::2] = [
+        IMAGE.sub(image, LINK.sub(link, DRAWING.sub(drawing, part)))
+        for part in parts[::2]
+    ]
     return "".join(parts), linked
 
 
@@ -110,7 +115,11 @@ def finished(text: str, source: str, repository: str) -> str:
 def write_pages() -> None:
     """Writes all pages: those in docs/, the examples, and every file to which one of them links."""
     shutil.rmtree(SOURCE, ignore_errors=True)
-    todo = {*(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").glob("*.py"), *(ROOT / name for name in PAGES)}
+    todo = {
+        *(ROOT / "docs").rglob("*.md"),
+        *(ROOT / "examples").glob("*.py"),
+        *(ROOT / name for name in PAGES),
+    }
     done: set[Path] = set()
     while todo := todo - done:
         for path in sorted(todo):
@@ -127,7 +136,9 @@ def write_pages() -> None:
             else:
                 shutil.copy(path, page)
             if text:
-                page.write_text(finished(text, path.relative_to(ROOT).as_posix(), REPOSITORY))
+                page.write_text(
+                    finished(text, path.relative_to(ROOT).as_posix(), REPOSITORY)
+                )
             done.add(path)
     shutil.copy(STYLE, SOURCE)
 
@@ -137,17 +148,28 @@ def polish(text: str) -> str:
     # A type in a signature shows on hover where its class is, and that is private: the name of the class is left.
     text = re.sub(r'title="torchstrategy(?:\.\w+)*\.(?=[A-Z]|\w+")', 'title="', text)
     # On a phone, the name of a class may go to the next line after a dot, and not within a word.
-    text = re.sub(r'(?<=doc-class-name">)[\w.]+', lambda name: name[0].replace(".", ".<wbr>"), text)
+    text = re.sub(
+        r'(?<=doc-class-name">)[\w.]+',
+        lambda name: name[0].replace(".", ".<wbr>"),
+        text,
+    )
     return TABLE.sub(label_cells, text)
 
 
 def label_cells(table: re.Match[str]) -> str:
     """Names the column in each cell: on a phone, a row with many columns becomes lines, one below the other."""
-    names = [re.sub(r"<[^>]*>", "", name).strip() for name in re.findall(r"<th[^>]*>(.*?)</th>", table[0], re.DOTALL)]
+    names = [
+        re.sub(r"<[^>]*>", "", name).strip()
+        for name in re.findall(r"<th[^>]*>(.*?)</th>", table[0], re.DOTALL)
+    ]
     rows = table[0].split("<tr>")
     for at, row in enumerate(rows):
         columns = iter(names)
-        rows[at] = re.sub(r"<td", lambda _, columns=columns: f'<td data-column="{next(columns, "")}"', row)  # type: ignore[misc]
+        rows[at] = re.sub(
+            r"<td",
+            lambda _, columns=columns: f'<td data-column="{next(columns, "")}"',
+            row,
+        )  # type: ignore[misc]
     return "<tr>".join(rows)
 
 
@@ -158,32 +180,59 @@ def version() -> str:
 
 def settings_of_the_site(versions: bool) -> dict[str, str]:
     """The environment for mkdocs.yml: the name with its version, and whether there is a menu of releases."""
-    given = {"SITE_NAME": f"torchstrategy {version()}", "SITE_VERSIONS": "mike" if versions else "none"}
+    given = {
+        "SITE_NAME": f"torchstrategy {version()}",
+        "SITE_VERSIONS": "mike" if versions else "none",
+    }
     return {**os.environ, **given}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Builds the site in build/site.")
-    parser.add_argument("tool", nargs="?", default="zensical", choices=["zensical", "mkdocs"])
-    parser.add_argument("--publish", type=Path, metavar="FOLDER", help="put it beside the sites of earlier releases")
+    parser.add_argument(
+        "tool", nargs="?", default="zensical", choices=["zensical", "mkdocs"]
+    )
+    parser.add_argument(
+        "--publish",
+        type=Path,
+        metavar="FOLDER",
+        help="put it beside the sites of earlier releases",
+    )
     options = parser.parse_args()
     start = time.perf_counter()
     write_pages()
     shutil.rmtree(SITE, ignore_errors=True)
-    command = [str(Path(sys.executable).with_name(options.tool)), "build", "--strict", "-f", "mkdocs.yml"]
+    command = [
+        str(Path(sys.executable).with_name(options.tool)),
+        "build",
+        "--strict",
+        "-f",
+        "mkdocs.yml",
+    ]
     settings = settings_of_the_site(versions=options.publish is not None)
-    done = subprocess.run(command, cwd=ROOT, env=settings, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, cwd=ROOT, env=settings, capture_output=True, text=True, check=False
+    )
     printed = re.sub(r"\x1b\[[0-9;]*m", "", done.stdout + done.stderr)
     print(printed)
     if done.returncode:
         sys.exit(done.returncode)
     for path in SITE.rglob("*.html"):
         path.write_text(polish(path.read_text()))
-    wrong = [line for line in printed.splitlines() if re.match(r"griffe:|warning|error", line, re.IGNORECASE)]
+    wrong = [
+        line
+        for line in printed.splitlines()
+        if re.match(r"griffe:|warning|error", line, re.IGNORECASE)
+    ]
     wrong += checks.faults_of(SITE)
-    wrong += [f"the reference lacks {name}" for name in sorted(checks.public_names(ROOT) - checks.described(SITE))]
+    wrong += [
+        f"the reference lacks {name}"
+        for name in sorted(checks.public_names(ROOT) - checks.described(SITE))
+    ]
     print("\n".join(wrong))
-    print(f"{len(list(SITE.rglob('*.html')))} pages in {time.perf_counter() - start:.0f} s, {len(wrong)} faults")
+    print(
+        f"{len(list(SITE.rglob('*.html')))} pages in {time.perf_counter() - start:.0f} s, {len(wrong)} faults"
+    )
     if options.publish and not wrong:
         publish.publish(SITE, options.publish, version())
     sys.exit(bool(wrong))

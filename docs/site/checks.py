@@ -29,7 +29,9 @@ class Page(HTMLParser):
         if tag == "a" and "href" in given:
             self.links.append(given["href"])
         elif tag in ("script", "img", "iframe", "source", "video", "link"):
-            self.loaded += [given[name] for name in ("src", "href", "srcset") if name in given]
+            self.loaded += [
+                given[name] for name in ("src", "href", "srcset") if name in given
+            ]
         elif tag == "autoref":
             self.unresolved.append(given.get("identifier", ""))
 
@@ -41,13 +43,29 @@ def faults_of(site: Path) -> list[str]:
     for path, page in pages.items():
         name = path.relative_to(site).as_posix()
         faults += [f"{name}: no object has the name {what}" for what in page.unresolved]
-        faults += [f"{name} loads {url} from elsewhere" for url in page.loaded if _host(name, url) != HOST]
-        here = [url for url in page.links + page.loaded if _host(name, url) == HOST and name != "404.html"]
-        faults += [f"{name}: there is no {url}" for url in here if not _is_there(site, pages, name, url)]
-        if re.search(r"torchstrategy\._[a-z]", path.read_text()) and name.startswith("reference/"):
+        faults += [
+            f"{name} loads {url} from elsewhere"
+            for url in page.loaded
+            if _host(name, url) != HOST
+        ]
+        here = [
+            url
+            for url in page.links + page.loaded
+            if _host(name, url) == HOST and name != "404.html"
+        ]
+        faults += [
+            f"{name}: there is no {url}"
+            for url in here
+            if not _is_there(site, pages, name, url)
+        ]
+        if re.search(r"torchstrategy\._[a-z]", path.read_text()) and name.startswith(
+            "reference/"
+        ):
             faults.append(f"{name} names a private module")
     for style in sorted(site.rglob("*.css")):
-        loaded = re.findall(r"(?:url\(|@import )['\"]?((?:https?:)?//[^)'\"]+)", style.read_text())
+        loaded = re.findall(
+            r"(?:url\(|@import )['\"]?((?:https?:)?//[^)'\"]+)", style.read_text()
+        )
         faults += [f"{style.name} loads {url} from elsewhere" for url in loaded]
     return faults
 
@@ -61,7 +79,9 @@ def _is_there(site: Path, pages: dict[Path, Page], page: str, url: str) -> bool:
     there = site / unquote(urlparse(address).path).lstrip("/")
     there = there / "index.html" if there.is_dir() else there
     found = pages.get(there)
-    return there.exists() and (not anchor or found is None or unquote(anchor) in found.anchors)
+    return there.exists() and (
+        not anchor or found is None or unquote(anchor) in found.anchors
+    )
 
 
 def public_names(root: Path) -> set[str]:
@@ -70,7 +90,10 @@ def public_names(root: Path) -> set[str]:
     for module in MODULES:
         tree = ast.parse((root / "torchstrategy" / module / "__init__.py").read_text())
         for node in tree.body:
-            if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "__all__":
+            if (
+                isinstance(node, ast.Assign)
+                and getattr(node.targets[0], "id", "") == "__all__"
+            ):
                 prefix = ".".join(filter(None, ("torchstrategy", *module.split("/"))))
                 names |= {f"{prefix}.{name}" for name in ast.literal_eval(node.value)}
     return names - {"torchstrategy.compat"}
@@ -78,4 +101,8 @@ def public_names(root: Path) -> set[str]:
 
 def described(site: Path) -> set[str]:
     """The anchors of the reference."""
-    return {name for path in (site / "reference").rglob("*.html") for name in Page(path.read_text()).anchors}
+    return {
+        name
+        for path in (site / "reference").rglob("*.html")
+        for name in Page(path.read_text()).anchors
+    }

@@ -64,7 +64,9 @@ def answer_of(script: str, site: Path, command: str) -> Any:
                 super().do_GET()
 
         def do_POST(self) -> None:
-            answers.put(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            answers.put(
+                json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            )
             self.reply(b"")
 
         def reply(self, body: bytes) -> None:
@@ -85,7 +87,9 @@ def answer_of(script: str, site: Path, command: str) -> Any:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         address = f"http://127.0.0.1:{server.server_address[1]}/look/"
         quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-        started = subprocess.Popen([command, *OPTIONS, f"--user-data-dir={profile}", address], **quiet)
+        started = subprocess.Popen(
+            [command, *OPTIONS, f"--user-data-dir={profile}", address], **quiet
+        )
         try:
             return answers.get(timeout=LIMIT)
         except queue.Empty:

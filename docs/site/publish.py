@@ -23,7 +23,9 @@ LIST = """<!doctype html>
 {items}
 </ul>
 """
-LINK_TO_LIST = '<noscript><a class="releases" href="{up}releases.html">Releases</a></noscript>'
+LINK_TO_LIST = (
+    '<noscript><a class="releases" href="{up}releases.html">Releases</a></noscript>'
+)
 
 # The menu reads there which pages a release has. It puts the address of the release in place of this one.
 SITEMAP = """<?xml version="1.0" encoding="UTF-8"?>
@@ -45,19 +47,33 @@ def publish(site: Path, folder: Path, release: str) -> None:
     minor = ".".join(release.split(".")[:2])
     listed = folder / "versions.json"
     entries = json.loads(listed.read_text()) if listed.exists() else []
-    titles = {entry["version"]: entry["title"].removesuffix(NEWEST) for entry in entries}
+    titles = {
+        entry["version"]: entry["title"].removesuffix(NEWEST) for entry in entries
+    }
     titles[minor] = release
-    newest, *older = sorted(titles, key=lambda version: [int(part) for part in version.split(".")], reverse=True)
+    newest, *older = sorted(
+        titles,
+        key=lambda version: [int(part) for part in version.split(".")],
+        reverse=True,
+    )
 
     for name in [minor] + ["latest"] * (minor == newest):
         shutil.rmtree(folder / name, ignore_errors=True)
         shutil.copytree(site, folder / name)
         link_to_list(folder / name)
-    entries = [{"version": newest, "title": titles[newest] + NEWEST, "aliases": ["latest"]}]
-    entries += [{"version": version, "title": titles[version], "aliases": []} for version in older]
+    entries = [
+        {"version": newest, "title": titles[newest] + NEWEST, "aliases": ["latest"]}
+    ]
+    entries += [
+        {"version": version, "title": titles[version], "aliases": []}
+        for version in older
+    ]
     listed.write_text(json.dumps(entries, indent=2) + "\n")
     (folder / "index.html").write_text(FIRST_PAGE)
-    items = [f'<li><a href="{entry["version"]}/">{html.escape(str(entry["title"]))}</a></li>' for entry in entries]
+    items = [
+        f'<li><a href="{entry["version"]}/">{html.escape(str(entry["title"]))}</a></li>'
+        for entry in entries
+    ]
     (folder / "releases.html").write_text(LIST.format(items="\n".join(items)))
     # For all releases: those of earlier programs have a sitemap without pages.
     for name in [*titles, "latest"]:
@@ -68,13 +84,20 @@ def link_to_list(release: Path) -> None:
     """Gives the header of each page a link to the list of releases, for readers without JavaScript."""
     for path in release.rglob("*.html"):
         up = "../" * len(path.relative_to(release).parts)
-        text = path.read_text().replace("</header>", LINK_TO_LIST.format(up=up) + "</header>", 1)
+        text = path.read_text().replace(
+            "</header>", LINK_TO_LIST.format(up=up) + "</header>", 1
+        )
         path.write_text(text)
 
 
 def write_sitemap(release: Path) -> None:
     """Names the pages of a release, which stand as folders in addresses."""
-    pages = sorted(path.parent.relative_to(release).as_posix() for path in release.rglob("index.html"))
+    pages = sorted(
+        path.parent.relative_to(release).as_posix()
+        for path in release.rglob("index.html")
+    )
     addresses = [ANY_HOST if page == "." else f"{ANY_HOST}{page}/" for page in pages]
-    urls = "\n".join(f"<url><loc>{html.escape(address)}</loc></url>" for address in addresses)
+    urls = "\n".join(
+        f"<url><loc>{html.escape(address)}</loc></url>" for address in addresses
+    )
     (release / "sitemap.xml").write_text(SITEMAP.format(urls=urls))

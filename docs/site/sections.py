@@ -13,7 +13,10 @@ import griffe
 SECTIONS = (
     (re.compile(r"^Example:$", re.MULTILINE), "Examples:"),
     (re.compile(r"^(Differs from [\w. ]+):$", re.MULTILINE), r"Differs: \1"),
-    (re.compile(r"^Source: (https?://\S+)$", re.MULTILINE), r"[Where the name comes from](\1)"),
+    (
+        re.compile(r"^Source: (https?://\S+)$", re.MULTILINE),
+        r"[Where the name comes from](\1)",
+    ),
 )
 
 
@@ -28,7 +31,12 @@ class Sections(griffe.Extension):
     def on_class(self, *, cls: griffe.Class, **_: object) -> None:
         new = cls.members.get("__new__")
         if isinstance(new, griffe.Function) and "__init__" not in cls.members:
-            init = griffe.Function("__init__", lineno=new.lineno, endlineno=new.endlineno, parameters=new.parameters)
+            init = griffe.Function(
+                "__init__",
+                lineno=new.lineno,
+                endlineno=new.endlineno,
+                parameters=new.parameters,
+            )
             cls.set_member("__init__", init)
 
     def on_package(self, *, pkg: griffe.Module, **_: object) -> None:
@@ -39,11 +47,17 @@ class Sections(griffe.Extension):
                 file = _file_at(pkg, where)
                 function = where.rpartition(".")[2]
                 if file is not None and function in file.members:
-                    module.members[name] = griffe.Alias(name, f"{where}.{function}", parent=module)
+                    module.members[name] = griffe.Alias(
+                        name, f"{where}.{function}", parent=module
+                    )
 
 
 def _modules_in(module: griffe.Module) -> list[griffe.Module]:
-    inner = [member for member in module.members.values() if isinstance(member, griffe.Module)]
+    inner = [
+        member
+        for member in module.members.values()
+        if isinstance(member, griffe.Module)
+    ]
     return [module, *(one for each in inner for one in _modules_in(each))]
 
 

@@ -86,19 +86,28 @@ WAYS: dict[str, tuple[Callable[[], Callable[[], None]], str]] = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_tensor_that_several_replicas_replace_is_warned_of_once(several: torchstrategy.Strategy, way: str) -> None:
+def test_a_tensor_that_several_replicas_replace_is_warned_of_once(
+    several: torchstrategy.Strategy, way: str
+) -> None:
     """`average[name] = average[name] * 0.9 + weight * 0.1` decayed once in each replica, and nothing said so."""
     make, name = WAYS[way]
     assign = make()
     (text,) = warned(lambda: [several.run(lambda: assign()) for _ in range(4)])
-    assert f"{several.num_replicas_in_sync} replicas assigned another tensor to `{name}`" in text
+    assert (
+        f"{several.num_replicas_in_sync} replicas assigned another tensor to `{name}`"
+        in text
+    )
 
 
-def test_an_average_of_weights_in_a_dict_is_warned_of(in_one_place: torchstrategy.Strategy) -> None:
+def test_an_average_of_weights_in_a_dict_is_warned_of(
+    in_one_place: torchstrategy.Strategy,
+) -> None:
     with in_one_place.scope():
         model = mlp()
         optimizer = sgd(model)
-    average = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    average = {
+        name: parameter.detach().clone() for name, parameter in model.named_parameters()
+    }
 
     def step(batch: Any) -> None:
         optimizer.zero_grad()
@@ -112,7 +121,9 @@ def test_an_average_of_weights_in_a_dict_is_warned_of(in_one_place: torchstrateg
     assert "`average['0.weight']`" in text and "and 1 more" in text
 
 
-def test_what_one_replica_assigns_is_not_warned_of(several: torchstrategy.Strategy) -> None:
+def test_what_one_replica_assigns_is_not_warned_of(
+    several: torchstrategy.Strategy,
+) -> None:
     kept, other = {"first": torch.zeros(())}, [torch.zeros(())]
 
     def step() -> None:
@@ -124,7 +135,9 @@ def test_what_one_replica_assigns_is_not_warned_of(several: torchstrategy.Strate
     assert warned(lambda: [several.run(step) for _ in range(4)]) == []
 
 
-def test_what_a_merge_function_assigns_is_not_warned_of(several: torchstrategy.Strategy) -> None:
+def test_what_a_merge_function_assigns_is_not_warned_of(
+    several: torchstrategy.Strategy,
+) -> None:
     average = {"weight": torch.zeros(())}
 
     def merge(strategy: torchstrategy.Strategy) -> None:
@@ -138,7 +151,9 @@ def test_what_a_merge_function_assigns_is_not_warned_of(several: torchstrategy.S
     assert warned(lambda: [several.run(step) for _ in range(4)]) == []
 
 
-def test_attributes_of_a_trainer_are_each_replicas_own(several: torchstrategy.Strategy) -> None:
+def test_attributes_of_a_trainer_are_each_replicas_own(
+    several: torchstrategy.Strategy,
+) -> None:
     with several.scope():
         model = nn.Linear(3, 2, dtype=torch.float64)
 
@@ -150,7 +165,15 @@ def test_attributes_of_a_trainer_are_each_replicas_own(several: torchstrategy.St
             self.loss = mse(self.model, batch).detach()
 
     trainer = Trainer()
-    assert warned(lambda: [several.run(trainer.step, args=(deal(several, data(9)),)) for _ in range(4)]) == []
+    assert (
+        warned(
+            lambda: [
+                several.run(trainer.step, args=(deal(several, data(9)),))
+                for _ in range(4)
+            ]
+        )
+        == []
+    )
 
 
 def test_new_entries_are_not_warned_of(several: torchstrategy.Strategy) -> None:

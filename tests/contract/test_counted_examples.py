@@ -13,7 +13,17 @@ import torch.nn.functional as F
 from torch import nn
 
 import torchstrategy
-from problems import assert_close, built, context, deal, gradients, replica_id, sgd, shown, where_it_is
+from problems import (
+    assert_close,
+    built,
+    context,
+    deal,
+    gradients,
+    replica_id,
+    sgd,
+    shown,
+    where_it_is,
+)
 from runs import per_replica
 from topologies import SIMULATED, TOPOLOGIES, central, compute_devices
 from torchstrategy import RunOptions, Strategy
@@ -38,7 +48,12 @@ UNEVEN = of_rows(5, 1, 2, 4, 1, 3, 2)
 # The last of two replicas has rows without tokens; of three or four, the last has no others.
 WITHOUT_TOKENS = of_rows(3, 5, 1, 2, 4, 0, 0)
 FEW = of_rows(4, 1)
-BATCHES = {"uneven": UNEVEN, "without tokens": WITHOUT_TOKENS, "few rows": FEW, "one row": of_rows(2)}
+BATCHES = {
+    "uneven": UNEVEN,
+    "without tokens": WITHOUT_TOKENS,
+    "few rows": FEW,
+    "one row": of_rows(2),
+}
 
 
 def tagger() -> nn.Module:
@@ -46,12 +61,16 @@ def tagger() -> nn.Module:
 
 
 def mean_over_tokens(model: nn.Module, batch: Batch) -> torch.Tensor:
-    return F.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten(), ignore_index=-100)
+    return F.cross_entropy(
+        model(batch[0]).flatten(0, 1), batch[1].flatten(), ignore_index=-100
+    )
 
 
 def masked_mean(model: nn.Module, batch: Batch) -> torch.Tensor:
     """The same, written by hand: without tokens it is 0 / 0, and its gradient is NaN."""
-    losses = F.cross_entropy(model(batch[0]).transpose(1, 2), batch[1], reduction="none")
+    losses = F.cross_entropy(
+        model(batch[0]).transpose(1, 2), batch[1], reduction="none"
+    )
     mask = batch[1] != -100
     return (losses * mask).sum() / mask.sum()
 
@@ -78,9 +97,19 @@ LOSSES: dict[str, tuple[Callable[..., torch.Tensor], Callable[..., Any]]] = {
 }
 
 
-def check(strategy: Strategy, loss: Any, batch: Batch, options: RunOptions | None, plain: Any = None) -> None:
+def check(
+    strategy: Strategy,
+    loss: Any,
+    batch: Batch,
+    options: RunOptions | None,
+    plain: Any = None,
+) -> None:
     (model, _), (twin, _) = built(strategy, tagger, None)
-    strategy.run(lambda b: loss(model, b).backward(), args=(deal(strategy, batch),), options=options)
+    strategy.run(
+        lambda b: loss(model, b).backward(),
+        args=(deal(strategy, batch),),
+        options=options,
+    )
     (plain or loss)(twin, where_it_is(twin, batch)).backward()
     assert_close(gradients(model), gradients(twin), "gradient", 1e-12, 1e-15)
 
@@ -90,14 +119,18 @@ def check(strategy: Strategy, loss: Any, batch: Batch, options: RunOptions | Non
 
 @pytest.mark.parametrize("name", BATCHES)
 @pytest.mark.parametrize("loss", LOSSES)
-def test_the_gradient_is_that_of_the_batch_under_every_strategy(strategy: Strategy, loss: str, name: str) -> None:
+def test_the_gradient_is_that_of_the_batch_under_every_strategy(
+    strategy: Strategy, loss: str, name: str
+) -> None:
     computed, counted = LOSSES[loss]
     check(strategy, computed, BATCHES[name], RunOptions(examples=counted))
 
 
 def test_the_gradient_by_rows_is_not_that_of_the_batch() -> None:
     with pytest.raises(AssertionError, match="is off by"):
-        check(central(2), mean_over_tokens, UNEVEN, RunOptions(gradient_reduction="mean"))
+        check(
+            central(2), mean_over_tokens, UNEVEN, RunOptions(gradient_reduction="mean")
+        )
 
 
 def one_place() -> Any:
@@ -106,10 +139,16 @@ def one_place() -> Any:
 
 CONSTRUCTORS: dict[str, Callable[..., Any]] = {
     "OneDevice": functools.partial(torchstrategy.OneDeviceStrategy, one_place()),
-    "Central": functools.partial(torchstrategy.CentralStorageStrategy, compute_devices(3)),
+    "Central": functools.partial(
+        torchstrategy.CentralStorageStrategy, compute_devices(3)
+    ),
     "Mirrored": functools.partial(torchstrategy.MirroredStrategy, compute_devices(3)),
-    "MultiWorkerMirrored": functools.partial(torchstrategy.MultiWorkerMirroredStrategy, devices=compute_devices(2)),
-    "v1": functools.partial(torchstrategy.compat.v1.MirroredStrategy, compute_devices(2)),
+    "MultiWorkerMirrored": functools.partial(
+        torchstrategy.MultiWorkerMirroredStrategy, devices=compute_devices(2)
+    ),
+    "v1": functools.partial(
+        torchstrategy.compat.v1.MirroredStrategy, compute_devices(2)
+    ),
 }
 
 
@@ -133,7 +172,10 @@ def test_a_strategy_may_be_made_with_the_function(kind: str, name: str) -> None:
 @pytest.mark.parametrize("kind", [kind for kind in CONSTRUCTORS if kind != "v1"])
 @pytest.mark.parametrize("junk", [[3, 1], "tokens", 3], ids=shown)
 def test_a_strategy_is_made_with_a_function_or_nothing(kind: str, junk: Any) -> None:
-    with pytest.raises(TypeError, match=rf"^examples={re.escape(repr(junk))}: a strategy takes a function"):
+    with pytest.raises(
+        TypeError,
+        match=rf"^examples={re.escape(repr(junk))}: a strategy takes a function",
+    ):
         CONSTRUCTORS[kind](examples=junk)
 
 
@@ -143,19 +185,32 @@ def test_what_a_run_says_counts_more_than_what_the_strategy_was_made_with() -> N
 
     strategy = central(2, examples=refuse)
     check(strategy, mean_over_tokens, UNEVEN, RunOptions(examples=tokens))
-    counts = [int(tokens(rows)) for rows in ([t[:4] for t in UNEVEN], [t[4:] for t in UNEVEN])]
+    counts = [
+        int(tokens(rows)) for rows in ([t[:4] for t in UNEVEN], [t[4:] for t in UNEVEN])
+    ]
     check(strategy, mean_over_tokens, UNEVEN, RunOptions(examples=counts))
     other = central(2, examples=tokens)
-    check(other, lambda model, b: model(b[0]).square().mean(), UNEVEN, RunOptions(examples=lambda b: len(b[0])))
+    check(
+        other,
+        lambda model, b: model(b[0]).square().mean(),
+        UNEVEN,
+        RunOptions(examples=lambda b: len(b[0])),
+    )
 
 
 def test_accumulated_runs_are_accumulated_batches(several: Strategy) -> None:
     (model, _), (twin, _) = built(several, tagger, None)
     for k, batch in enumerate((UNEVEN, WITHOUT_TOKENS, FEW, UNEVEN)):
         options = RunOptions(examples=tokens)
-        several.run(lambda b: (masked_mean(model, b) / 4).backward(), (deal(several, batch),), options=options)
+        several.run(
+            lambda b: (masked_mean(model, b) / 4).backward(),
+            (deal(several, batch),),
+            options=options,
+        )
         (masked_mean(twin, where_it_is(twin, batch)) / 4).backward()
-        assert_close(gradients(model), gradients(twin), f"after {k + 1} runs", 1e-12, 1e-15)
+        assert_close(
+            gradients(model), gradients(twin), f"after {k + 1} runs", 1e-12, 1e-15
+        )
 
 
 def test_a_training_is_that_of_plain_pytorch(several: Strategy) -> None:
@@ -182,9 +237,16 @@ def test_gradients_that_are_added_up_need_no_counts_but_a_0_drops_one() -> None:
 
     def part(model: Any, batch: Batch) -> torch.Tensor:
         logits, labels = model(batch[0]).flatten(0, 1), batch[1].flatten()
-        return F.cross_entropy(logits, labels, reduction="sum") / total + 0 * masked_mean(model, batch)
+        return F.cross_entropy(
+            logits, labels, reduction="sum"
+        ) / total + 0 * masked_mean(model, batch)
 
-    check(central(4), part, WITHOUT_TOKENS, RunOptions(examples=count, gradient_reduction="sum"))
+    check(
+        central(4),
+        part,
+        WITHOUT_TOKENS,
+        RunOptions(examples=count, gradient_reduction="sum"),
+    )
     assert sorted(counted) == [1, 2, 2, 2]
 
 
@@ -193,33 +255,54 @@ def test_gradients_that_are_added_up_need_no_counts_but_a_0_drops_one() -> None:
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("name", BATCHES)
-def test_compute_average_loss_is_exact_as_before(several: Strategy, name: str, reduction: str) -> None:
+def test_compute_average_loss_is_exact_as_before(
+    several: Strategy, name: str, reduction: str
+) -> None:
     """It divides by what the gradient is going to be multiplied by, whoever says how much that is."""
 
     def average(model: Any, batch: Batch) -> torch.Tensor:
-        losses = F.cross_entropy(model(batch[0]).transpose(1, 2), batch[1], reduction="none")
+        losses = F.cross_entropy(
+            model(batch[0]).transpose(1, 2), batch[1], reduction="none"
+        )
         loss = compute_average_loss(losses, batch[1] != -100)
         return loss + scale_regularization_loss(0.1 * model.weight.square().sum())
 
     def plain(model: Any, batch: Batch) -> torch.Tensor:
         return masked_mean(model, batch) + 0.1 * model.weight.square().sum()
 
-    check(several, average, BATCHES[name], RunOptions(examples=tokens, gradient_reduction=reduction), plain)
+    check(
+        several,
+        average,
+        BATCHES[name],
+        RunOptions(examples=tokens, gradient_reduction=reduction),
+        plain,
+    )
 
 
 def test_a_replica_that_counts_0_has_no_part_in_compute_average_loss() -> None:
     def average(model: Any, batch: Batch) -> torch.Tensor:
-        losses = F.cross_entropy(model(batch[0]).transpose(1, 2), batch[1], reduction="none")
+        losses = F.cross_entropy(
+            model(batch[0]).transpose(1, 2), batch[1], reduction="none"
+        )
         return compute_average_loss(losses, batch[1] != -100)
 
     first = [t[:4] for t in UNEVEN]
     options = RunOptions(examples=lambda batch: len(batch[0]) == 4)
-    check(central(2), average, UNEVEN, options, lambda model, batch: masked_mean(model, where_it_is(model, first)))
+    check(
+        central(2),
+        average,
+        UNEVEN,
+        options,
+        lambda model, batch: masked_mean(model, where_it_is(model, first)),
+    )
 
 
 def test_running_statistics_are_means_over_rows_all_the_same(several: Strategy) -> None:
     def normed() -> nn.Module:
-        return nn.Sequential(nn.BatchNorm1d(3, dtype=torch.float64), nn.Linear(3, CLASSES, dtype=torch.float64))
+        return nn.Sequential(
+            nn.BatchNorm1d(3, dtype=torch.float64),
+            nn.Linear(3, CLASSES, dtype=torch.float64),
+        )
 
     (model, _), (twin, _) = built(several, normed, None)
 
@@ -227,8 +310,14 @@ def test_running_statistics_are_means_over_rows_all_the_same(several: Strategy) 
         model[0](batch[0][:, 0])
         mean_over_tokens(model[1], batch).backward()
 
-    rows = of_rows(5, 1, 1, 2, 1, 1, 1, 2)  # of each replica two at least, or a layer could not normalise them
-    several.run(lambda b: step(model, b), args=(deal(several, rows),), options=RunOptions(examples=tokens))
+    rows = of_rows(
+        5, 1, 1, 2, 1, 1, 1, 2
+    )  # of each replica two at least, or a layer could not normalise them
+    several.run(
+        lambda b: step(model, b),
+        args=(deal(several, rows),),
+        options=RunOptions(examples=tokens),
+    )
     step(twin, where_it_is(twin, rows))
     means = [one[0].running_mean.cpu() for one in (model, twin)]
     torch.testing.assert_close(*means, rtol=1e-12, atol=0)
@@ -239,7 +328,9 @@ def test_if_all_replicas_count_0_a_mean_over_rows_is_right(several: Strategy) ->
     def both(model: Any, batch: Batch) -> torch.Tensor:
         logits, labels = model(batch[0]).flatten(0, 1), batch[1].flatten()
         # As cross_entropy of no tokens: its gradient is 0, and not NaN.
-        summed = F.cross_entropy(logits, labels, reduction="sum") / tokens(batch).clamp(min=1)
+        summed = F.cross_entropy(logits, labels, reduction="sum") / tokens(batch).clamp(
+            min=1
+        )
         return summed + model(batch[0]).square().mean()
 
     check(several, both, of_rows(0, 0, 0, 0, 0, 0, 0), RunOptions(examples=tokens))
@@ -248,7 +339,9 @@ def test_if_all_replicas_count_0_a_mean_over_rows_is_right(several: Strategy) ->
 # Who is asked, and with what
 
 
-def test_a_replica_is_asked_with_what_its_step_gets_before_any_step_begins(strategy: Strategy) -> None:
+def test_a_replica_is_asked_with_what_its_step_gets_before_any_step_begins(
+    strategy: Strategy,
+) -> None:
     log: list[tuple[str, int, int, Any]] = []
 
     def note(what: str) -> Callable[..., int]:
@@ -261,9 +354,19 @@ def test_a_replica_is_asked_with_what_its_step_gets_before_any_step_begins(strat
         return noted
 
     batch = deal(strategy, UNEVEN)
-    strategy.run(note("step"), (batch, 0.5), {"more": {"x": batch[0]}}, RunOptions(examples=note("examples")))
-    asked, called = ([entry[1:] for entry in log if entry[0] == what] for what in ("examples", "step"))
-    assert [entry[0] for entry in log] == ["examples"] * len(asked) + ["step"] * len(called)
+    strategy.run(
+        note("step"),
+        (batch, 0.5),
+        {"more": {"x": batch[0]}},
+        RunOptions(examples=note("examples")),
+    )
+    asked, called = (
+        [entry[1:] for entry in log if entry[0] == what]
+        for what in ("examples", "step")
+    )
+    assert [entry[0] for entry in log] == ["examples"] * len(asked) + ["step"] * len(
+        called
+    )
     assert asked == sorted(called)
 
 
@@ -277,14 +380,20 @@ def test_a_replica_without_rows_is_not_asked(runs_empty: bool) -> None:
 
     strategy = central(4)
     options = RunOptions(examples=count, run_empty_replicas=runs_empty)
-    result = strategy.run(lambda b: len(b[0]), args=(deal(strategy, FEW),), options=options)
+    result = strategy.run(
+        lambda b: len(b[0]), args=(deal(strategy, FEW),), options=options
+    )
     assert asked == [1, 1]
     assert list(result.values) == [1, 1, 0, 0][: 4 if runs_empty else 2]
 
 
 def test_without_a_distributed_dataset_all_replicas_are_asked() -> None:
     strategy = central(3)
-    pieces = [[t[:1] for t in UNEVEN], [t[1:5] for t in UNEVEN], [t[5:] for t in UNEVEN]]
+    pieces = [
+        [t[:1] for t in UNEVEN],
+        [t[1:5] for t in UNEVEN],
+        [t[5:] for t in UNEVEN],
+    ]
     (model, _), (twin, _) = built(strategy, tagger, None)
 
     def step(batch: Batch) -> None:
@@ -298,7 +407,10 @@ def test_without_a_distributed_dataset_all_replicas_are_asked() -> None:
 
 def test_a_step_without_arguments_is_asked_without_any(strategy: Strategy) -> None:
     asked: list[int] = []
-    strategy.run(lambda: None, options=RunOptions(examples=lambda: asked.append(replica_id()) or 1))
+    strategy.run(
+        lambda: None,
+        options=RunOptions(examples=lambda: asked.append(replica_id()) or 1),
+    )
     assert asked == list(range(strategy.num_replicas_in_sync))
 
 
@@ -315,11 +427,19 @@ def test_autograd_does_not_record_the_function_that_counts(strategy: Strategy) -
 
 
 @pytest.mark.parametrize(
-    "number", [2, 2.5, True, torch.tensor(2), torch.tensor([[2.5]]), torch.tensor(True)], ids=shown
+    "number",
+    [2, 2.5, True, torch.tensor(2), torch.tensor([[2.5]]), torch.tensor(True)],
+    ids=shown,
 )
-def test_what_counts_is_a_number_or_a_tensor_with_one_element(kind: Strategy, number: Any) -> None:
+def test_what_counts_is_a_number_or_a_tensor_with_one_element(
+    kind: Strategy, number: Any
+) -> None:
     kind.run(lambda: None, options=RunOptions(examples=lambda: number))
-    numpy = number.numpy() if isinstance(number, torch.Tensor) and not number.dim() else None
+    numpy = (
+        number.numpy()
+        if isinstance(number, torch.Tensor) and not number.dim()
+        else None
+    )
     if numpy is not None:
         kind.run(lambda: None, options=RunOptions(examples=lambda: numpy[()]))
 
@@ -338,14 +458,26 @@ def test_anything_but_one_number_is_refused_by_name(kind: Strategy, junk: Any) -
 
     name = r"^examples=.*count_words of replica {} returned .*: it returns how much the replica counts, one number"
     with pytest.raises(TypeError, match=name.format(kind.num_replicas_in_sync - 1)):
-        kind.run(lambda: pytest.fail("it was run"), options=RunOptions(examples=count_words))
+        kind.run(
+            lambda: pytest.fail("it was run"), options=RunOptions(examples=count_words)
+        )
 
 
-BAD = [-1, -0.5, float("nan"), float("inf"), 10**400, torch.tensor(float("nan")), torch.tensor([-2])]
+BAD = [
+    -1,
+    -0.5,
+    float("nan"),
+    float("inf"),
+    10**400,
+    torch.tensor(float("nan")),
+    torch.tensor([-2]),
+]
 
 
 @pytest.mark.parametrize("bad", BAD, ids=lambda bad: shown(bad)[:20])
-def test_a_number_that_counts_nothing_is_refused_by_name(strategy: Strategy, bad: Any) -> None:
+def test_a_number_that_counts_nothing_is_refused_by_name(
+    strategy: Strategy, bad: Any
+) -> None:
     last = strategy.num_replicas_in_sync - 1
     (model, _), _ = built(strategy, tagger, None)
 
@@ -356,8 +488,13 @@ def test_a_number_that_counts_nothing_is_refused_by_name(strategy: Strategy, bad
         pytest.fail("it was run")
 
     number = re.escape(str(bad.item() if isinstance(bad, torch.Tensor) else bad))
-    with pytest.raises(ValueError, match=rf"^examples=.*\.count of replica {last} returned {number}\. A replica"):
-        strategy.run(step, args=(deal(strategy, UNEVEN),), options=RunOptions(examples=count))
+    with pytest.raises(
+        ValueError,
+        match=rf"^examples=.*\.count of replica {last} returned {number}\. A replica",
+    ):
+        strategy.run(
+            step, args=(deal(strategy, UNEVEN),), options=RunOptions(examples=count)
+        )
     assert all(parameter.grad is None for parameter in model.parameters())
     assert strategy.run(lambda: None) is None
 
@@ -367,9 +504,16 @@ def test_an_error_of_the_function_says_whose_it_is(strategy: Strategy) -> None:
         return batch["labels"]
 
     with pytest.raises(TypeError) as caught:
-        strategy.run(lambda b: pytest.fail("it was run"), (deal(strategy, UNEVEN),), options=RunOptions(examples=count))
+        strategy.run(
+            lambda b: pytest.fail("it was run"),
+            (deal(strategy, UNEVEN),),
+            options=RunOptions(examples=count),
+        )
     (note,) = caught.value.__notes__
-    assert re.fullmatch(r"raised by examples=.*\.count of replica 0, which gets the arguments of the step", note)
+    assert re.fullmatch(
+        r"raised by examples=.*\.count of replica 0, which gets the arguments of the step",
+        note,
+    )
 
 
 def test_replicas_cannot_synchronize_while_they_are_asked(several: Strategy) -> None:
@@ -377,7 +521,8 @@ def test_replicas_cannot_synchronize_while_they_are_asked(several: Strategy) -> 
         return context().all_reduce("sum", torch.ones(()))
 
     with pytest.raises(
-        RuntimeError, match=r"all_reduce .* is asked how much it counts: examples= tells its own number"
+        RuntimeError,
+        match=r"all_reduce .* is asked how much it counts: examples= tells its own number",
     ):
         several.run(lambda: None, options=RunOptions(examples=count))
 
@@ -386,9 +531,16 @@ def test_unlike_rows_of_a_replica_that_counts_0_are_refused_as_with_numbers() ->
     strategy = central(2)
     batches = deal(strategy, torch.arange(4)), deal(strategy, torch.arange(3))
     options = RunOptions(examples=lambda a, b: len(b) - 1)
-    with pytest.raises(ValueError, match=r"RunOptions\(examples=\(1\.0, 0\.0\)\) drops the gradient of replica 1"):
+    with pytest.raises(
+        ValueError,
+        match=r"RunOptions\(examples=\(1\.0, 0\.0\)\) drops the gradient of replica 1",
+    ):
         strategy.run(lambda a, b: None, args=batches, options=options)
-    strategy.run(lambda a, b: None, args=batches, options=RunOptions(examples=lambda a, b: len(b)))
+    strategy.run(
+        lambda a, b: None,
+        args=batches,
+        options=RunOptions(examples=lambda a, b: len(b)),
+    )
 
 
 def test_all_kinds_of_strategies_were_tested() -> None:

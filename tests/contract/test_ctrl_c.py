@@ -64,7 +64,9 @@ class CtrlC:
 @needs_signals
 @interrupts_finalizers
 @pytest.mark.parametrize("who", ["first", "last"])
-def test_ctrl_c_stops_a_replica_that_computes_and_those_that_wait(several: torchstrategy.Strategy, who: str) -> None:
+def test_ctrl_c_stops_a_replica_that_computes_and_those_that_wait(
+    several: torchstrategy.Strategy, who: str
+) -> None:
     problem = Problem(several)
     before = problem.state()
     count = several.num_replicas_in_sync
@@ -94,7 +96,9 @@ def test_ctrl_c_stops_a_replica_that_computes_and_those_that_wait(several: torch
 
 @needs_signals
 @interrupts_finalizers
-def test_ctrl_c_after_a_meeting_stops_also_those_that_have_not_gone_on(several: torchstrategy.Strategy) -> None:
+def test_ctrl_c_after_a_meeting_stops_also_those_that_have_not_gone_on(
+    several: torchstrategy.Strategy,
+) -> None:
     began, ended = [], []
 
     def step() -> None:
@@ -114,7 +118,9 @@ def test_ctrl_c_after_a_meeting_stops_also_those_that_have_not_gone_on(several: 
 
 
 @needs_signals
-def test_ctrl_c_lets_replicas_that_wait_clean_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_lets_replicas_that_wait_clean_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(replica_threads, "_PATIENCE_S", HANG)
     strategy = central_in_one_place(3)
     cleaned_up = []
@@ -129,7 +135,9 @@ def test_ctrl_c_lets_replicas_that_wait_clean_up(monkeypatch: pytest.MonkeyPatch
             reduce()
         finally:
             if replica() == 1:
-                for _ in range(1_000_000):  # there is time to interrupt it, if somebody did
+                for _ in range(
+                    1_000_000
+                ):  # there is time to interrupt it, if somebody did
                     pass
             cleaned_up.append(replica())
 
@@ -139,7 +147,9 @@ def test_ctrl_c_lets_replicas_that_wait_clean_up(monkeypatch: pytest.MonkeyPatch
 
 
 @needs_signals
-def test_ctrl_c_in_a_merge_function_stops_all_replicas(several: torchstrategy.Strategy) -> None:
+def test_ctrl_c_in_a_merge_function_stops_all_replicas(
+    several: torchstrategy.Strategy,
+) -> None:
     ended = []
 
     def merged(strategy: torchstrategy.Strategy) -> None:

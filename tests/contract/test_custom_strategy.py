@@ -15,7 +15,14 @@ from hypothesis import strategies as st
 
 import torchstrategy
 from documents import examples_run_on
-from torchstrategy import DistributedValues, ReplicaContext, RunOptions, Strategy, StrategyExtended, get_replica_context
+from torchstrategy import (
+    DistributedValues,
+    ReplicaContext,
+    RunOptions,
+    Strategy,
+    StrategyExtended,
+    get_replica_context,
+)
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "custom-strategies.md"
 TEXT = PAGE.read_text()
@@ -31,14 +38,18 @@ class Alone(StrategyExtended):
 
     _num_replicas_in_sync = 1  # type: ignore[assignment]
 
-    def _call_for_each_replica(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def _call_for_each_replica(
+        self, fn: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Any:
         with ReplicaContext(self._container_strategy(), 0):
             return fn(*args, **kwargs)
 
     def _local_results(self, distributed_value: Any) -> tuple[Any, ...]:
         return (distributed_value,)
 
-    def _reduce_to(self, reduce_op: Any, value: Any, destinations: Any, options: Any) -> Any:
+    def _reduce_to(
+        self, reduce_op: Any, value: Any, destinations: Any, options: Any
+    ) -> Any:
         return value
 
 
@@ -56,30 +67,51 @@ def test_the_example_has_fewer_than_60_lines() -> None:
 @settings(deadline=None)
 @given(rows=st.integers(1, 9), count=st.integers(1, 4))
 def test_the_gradient_in_parts_is_that_of_the_batch(rows: int, count: int) -> None:
-    strategy, model, batch = MicroBatches(count), torch.nn.Linear(3, 1), torch.randn(rows, 3)
+    strategy, model, batch = (
+        MicroBatches(count),
+        torch.nn.Linear(3, 1),
+        torch.randn(rows, 3),
+    )
     (model(batch).square().sum() / rows).backward()
     whole = [p.grad for p in model.parameters()]
     model.zero_grad()
     [dealt] = strategy.experimental_distribute_dataset([batch])
-    strategy.run(lambda part: (model(part).square().sum() / rows).backward(), args=(dealt,))
+    strategy.run(
+        lambda part: (model(part).square().sum() / rows).backward(), args=(dealt,)
+    )
     for gradient, p in zip(whole, model.parameters(), strict=True):
         torch.testing.assert_close(p.grad, gradient)
 
 
 @settings(deadline=None)
-@given(rows=st.integers(1, 9), count=st.integers(1, 4), axis=st.sampled_from([0, 1, -1, (0, 1)]))
-def test_reduce_needs_no_more_than_the_four_methods(rows: int, count: int, axis: Any) -> None:
+@given(
+    rows=st.integers(1, 9),
+    count=st.integers(1, 4),
+    axis=st.sampled_from([0, 1, -1, (0, 1)]),
+)
+def test_reduce_needs_no_more_than_the_four_methods(
+    rows: int, count: int, axis: Any
+) -> None:
     strategy, batch = MicroBatches(count), torch.rand(rows, count)
     same = torchstrategy.CentralStorageStrategy(["cpu"] * count)
     [dealt] = strategy.experimental_distribute_dataset([batch])
     if isinstance(dealt, DistributedValues) and axis in (1, -1):
-        dealt = strategy.run(lambda: torch.ones(2, 3) * (1 + get_replica_context().replica_id_in_sync_group))
+        dealt = strategy.run(
+            lambda: (
+                torch.ones(2, 3) * (1 + get_replica_context().replica_id_in_sync_group)
+            )
+        )
     for op in ("sum", "mean"):
-        torch.testing.assert_close(strategy.reduce(op, dealt, axis=axis), same.reduce(op, dealt, axis=axis))
+        torch.testing.assert_close(
+            strategy.reduce(op, dealt, axis=axis), same.reduce(op, dealt, axis=axis)
+        )
 
 
 def test_an_axis_that_is_not_there_is_refused_as_in_any_strategy() -> None:
-    for strategy in (MicroBatches(2), torchstrategy.CentralStorageStrategy(["cpu"] * 2)):
+    for strategy in (
+        MicroBatches(2),
+        torchstrategy.CentralStorageStrategy(["cpu"] * 2),
+    ):
         value = strategy.run(lambda: torch.ones(2))
         for axis, error in ((1, ValueError), ((0, -1), ValueError), (0.5, TypeError)):
             with pytest.raises(error, match=r"axis"):
@@ -92,10 +124,17 @@ def test_contexts_and_their_errors_are_those_of_any_strategy() -> None:
     def step() -> int:
         context = get_replica_context()
         assert context is not None
-        assert (context.strategy, context.num_replicas_in_sync, torchstrategy.get_strategy()) == (strategy, 2, strategy)
+        assert (
+            context.strategy,
+            context.num_replicas_in_sync,
+            torchstrategy.get_strategy(),
+        ) == (strategy, 2, strategy)
         assert torchstrategy.has_strategy()
         assert not torchstrategy.in_cross_replica_context()
-        with pytest.raises(RuntimeError, match=r"^Method requires being in cross-replica context: Strategy\.run"):
+        with pytest.raises(
+            RuntimeError,
+            match=r"^Method requires being in cross-replica context: Strategy\.run",
+        ):
             strategy.run(step)
         with pytest.raises(RuntimeError, match=MIXING):
             other.run(step)
@@ -123,7 +162,9 @@ def test_a_replica_that_was_entered_by_hand_says_that_it_meets_nobody() -> None:
         context.all_reduce("sum", torch.ones(1))
 
     of = r"replica 0 of 2 of MicroBatches\(2 replicas on cpu:0\)"
-    sentence = rf"^all_reduce is where replicas synchronize, and {of} was entered by hand: "
+    sentence = (
+        rf"^all_reduce is where replicas synchronize, and {of} was entered by hand: "
+    )
     with pytest.raises(RuntimeError, match=sentence):
         MicroBatches(2).run(step)
 
@@ -151,7 +192,9 @@ def test_the_smallest_strategy_runs_and_reduces() -> None:
     assert strategy.experimental_local_results(5) == (5,)
     assert strategy.reduce("mean", torch.tensor([1.0, 2.0]), axis=0) == 1.5
     assert strategy.extended.reduce_to("sum", 7, "cpu") == 7
-    assert strategy.experimental_distribute_values_from_function(lambda c: c.num_replicas_in_sync).values == (1,)
+    assert strategy.experimental_distribute_values_from_function(
+        lambda c: c.num_replicas_in_sync
+    ).values == (1,)
 
 
 def test_a_lone_replica_meets_itself() -> None:
@@ -159,7 +202,11 @@ def test_a_lone_replica_meets_itself() -> None:
         context = get_replica_context()
         assert context is not None
         average = torchstrategy.nn.compute_average_loss(torch.tensor([1.0, 3.0]))
-        return context.all_reduce("sum", torch.ones(1)), context.merge_call(lambda strategy, x: x + 1, (2,)), average
+        return (
+            context.all_reduce("sum", torch.ones(1)),
+            context.merge_call(lambda strategy, x: x + 1, (2,)),
+            average,
+        )
 
     reduced, merged, average = Strategy(Alone()).run(step)
     assert (reduced.tolist(), merged, average) == ([1], 3, 2)
@@ -168,7 +215,9 @@ def test_a_lone_replica_meets_itself() -> None:
 def test_options_are_refused_by_who_has_no_use_for_them() -> None:
     strategy = Strategy(Alone())
     assert strategy.run(lambda: 1, options=RunOptions()) == 1
-    with pytest.raises(ValueError, match=r"^Alone has no use for RunOptions\(.*run_empty_replicas=True"):
+    with pytest.raises(
+        ValueError, match=r"^Alone has no use for RunOptions\(.*run_empty_replicas=True"
+    ):
         strategy.run(lambda: 1, options=RunOptions(run_empty_replicas=True))
 
 
@@ -209,12 +258,18 @@ NEEDS: dict[str, Callable[[Strategy], object]] = {
     "_gather": lambda s: s.gather(torch.ones(1), axis=0),
     "_broadcast_to": lambda s: s.extended.broadcast_to(torch.ones(1), "cpu"),
     "_distribute_dataset": lambda s: s.experimental_distribute_dataset([torch.ones(1)]),
-    "_distribute_from_function": lambda s: s.distribute_datasets_from_function(lambda context: [torch.ones(1)]),
+    "_distribute_from_function": lambda s: s.distribute_datasets_from_function(
+        lambda context: [torch.ones(1)]
+    ),
     "_distribute_module": lambda s: s.distribute_module(torch.nn.Linear(1, 1)),
-    "_distribute_optimizer": lambda s: s.distribute_optimizer(torch.optim.SGD([torch.ones(1)])),
+    "_distribute_optimizer": lambda s: s.distribute_optimizer(
+        torch.optim.SGD([torch.ones(1)])
+    ),
     "worker_devices": lambda s: s.extended.worker_devices,
     "parameter_devices": lambda s: s.extended.parameter_devices,
-    "variable_created_in_scope": lambda s: s.extended.variable_created_in_scope(torch.ones(1)),
+    "variable_created_in_scope": lambda s: s.extended.variable_created_in_scope(
+        torch.ones(1)
+    ),
     "experimental_between_graph": lambda s: s.extended.experimental_between_graph,
 }
 
@@ -222,7 +277,10 @@ NEEDS: dict[str, Callable[[Strategy], object]] = {
 @pytest.mark.parametrize("name", NEEDS)
 def test_what_is_missing_is_named_when_it_is_needed(name: str) -> None:
     strategy = Strategy(StrategyExtended())
-    with pytest.raises(NotImplementedError, match=f"^StrategyExtended does not bring {name}, which this needs: "):
+    with pytest.raises(
+        NotImplementedError,
+        match=f"^StrategyExtended does not bring {name}, which this needs: ",
+    ):
         NEEDS[name](strategy)
     assert not torchstrategy.has_strategy()
 

@@ -13,7 +13,13 @@ import pytest
 import torch
 
 import torchstrategy
-from torchstrategy._base.tree import MOST_LEVELS, check_depth, leaves_with_names, map_leaves, tree_leaves
+from torchstrategy._base.tree import (
+    MOST_LEVELS,
+    check_depth,
+    leaves_with_names,
+    map_leaves,
+    tree_leaves,
+)
 
 Make = Callable[[], Any]
 
@@ -59,13 +65,25 @@ def nested(wrap: Callable[[Any], Any]) -> Make:
 ENDLESS = {
     "list": (list_in_itself, "This list holds itself"),
     "dict": (dict_in_itself, r"holds itself: value.* is value.* again"),
-    "levels of lists": (nested(lambda value: [value]), "nested in more than 100 levels"),
-    "levels of dicts": (nested(lambda value: {"a": value}), "nested in more than 100 levels"),
-    "levels of tuples": (nested(lambda value: (rows(), value)), "nested in more than 100 levels"),
+    "levels of lists": (
+        nested(lambda value: [value]),
+        "nested in more than 100 levels",
+    ),
+    "levels of dicts": (
+        nested(lambda value: {"a": value}),
+        "nested in more than 100 levels",
+    ),
+    "levels of tuples": (
+        nested(lambda value: (rows(), value)),
+        "nested in more than 100 levels",
+    ),
 }
 RECORDS = {
     "record": (record_in_itself, "holds itself"),
-    "levels of records": (nested(lambda value: Record(rows(), value)), "nested in more than 100 levels"),
+    "levels of records": (
+        nested(lambda value: Record(rows(), value)),
+        "nested in more than 100 levels",
+    ),
 }
 
 
@@ -81,31 +99,45 @@ WAYS: dict[str, Callable[[torchstrategy.Strategy, Make], Any]] = {
     "reduce": lambda s, make: s.reduce("sum", make(), axis=None),
     "gather": lambda s, make: s.gather(make(), axis=0),
     "all_reduce": lambda s, make: s.run(lambda: context().all_reduce("sum", make())),
-    "merge_call": lambda s, make: s.run(lambda: context().merge_call(lambda s, x: None, args=(make(),))),
+    "merge_call": lambda s, make: s.run(
+        lambda: context().merge_call(lambda s, x: None, args=(make(),))
+    ),
     "local results": lambda s, make: s.experimental_local_results(make()),
 }
 # One replica returns what its step returns, as it is, and the default strategy reads what a dataset has.
 WAYS_OF_SEVERAL: dict[str, Callable[[torchstrategy.Strategy, Make], Any]] = {
     "a batch": lambda s, make: next(iter(s.experimental_distribute_dataset([make()]))),
-    "a batch of a function": lambda s, make: next(iter(s.distribute_datasets_from_function(lambda c: [make()]))),
+    "a batch of a function": lambda s, make: next(
+        iter(s.distribute_datasets_from_function(lambda c: [make()]))
+    ),
     "a result": lambda s, make: s.run(make),
     "a reduced result": lambda s, make: s.reduce("sum", s.run(make), axis=None),
 }
-WAYS_OF_RECORDS = {way: (WAYS | WAYS_OF_SEVERAL)[way] for way in ("args", "a batch", "a reduced result")}
+WAYS_OF_RECORDS = {
+    way: (WAYS | WAYS_OF_SEVERAL)[way]
+    for way in ("args", "a batch", "a reduced result")
+}
 
 
 @pytest.mark.parametrize("kind", ENDLESS)
 @pytest.mark.parametrize("way", WAYS)
-def test_a_value_without_an_end_is_refused(strategy: torchstrategy.Strategy, way: str, kind: str) -> None:
+def test_a_value_without_an_end_is_refused(
+    strategy: torchstrategy.Strategy, way: str, kind: str
+) -> None:
     make, message = ENDLESS[kind]
     with pytest.raises(ValueError, match=message):
         WAYS[way](strategy, make)
-    assert strategy.reduce("sum", strategy.run(lambda: torch.ones(())), axis=None) == strategy.num_replicas_in_sync
+    assert (
+        strategy.reduce("sum", strategy.run(lambda: torch.ones(())), axis=None)
+        == strategy.num_replicas_in_sync
+    )
 
 
 @pytest.mark.parametrize("kind", ENDLESS)
 @pytest.mark.parametrize("way", WAYS_OF_SEVERAL)
-def test_a_result_without_an_end_is_refused(several: torchstrategy.Strategy, way: str, kind: str) -> None:
+def test_a_result_without_an_end_is_refused(
+    several: torchstrategy.Strategy, way: str, kind: str
+) -> None:
     make, message = ENDLESS[kind]
     with pytest.raises(ValueError, match=message):
         WAYS_OF_SEVERAL[way](several, make)
@@ -113,7 +145,9 @@ def test_a_result_without_an_end_is_refused(several: torchstrategy.Strategy, way
 
 @pytest.mark.parametrize("kind", RECORDS)
 @pytest.mark.parametrize("way", WAYS_OF_RECORDS)
-def test_a_record_without_an_end_is_refused(several: torchstrategy.Strategy, way: str, kind: str) -> None:
+def test_a_record_without_an_end_is_refused(
+    several: torchstrategy.Strategy, way: str, kind: str
+) -> None:
     make, message = RECORDS[kind]
     with pytest.raises(ValueError, match=message):
         WAYS_OF_RECORDS[way](several, make)
@@ -133,7 +167,9 @@ def test_data_parallel_refuses_a_value_without_an_end() -> None:
             replicated(make())
 
 
-def test_what_is_held_twice_and_not_within_itself_is_no_fault(strategy: torchstrategy.Strategy) -> None:
+def test_what_is_held_twice_and_not_within_itself_is_no_fault(
+    strategy: torchstrategy.Strategy,
+) -> None:
     shared = [rows()]
     value = {"a": shared, "b": [shared, (shared, shared)]}
     check_depth(value)
@@ -148,7 +184,10 @@ def test_a_hundred_levels_are_walked_through(strategy: torchstrategy.Strategy) -
     check_depth(value)
     distributed = next(iter(strategy.experimental_distribute_dataset([value])))
     strategy.run(lambda x: None, args=(distributed,))
-    with pytest.raises(ValueError, match="nested in more than 100 levels, at value\\[0\\]\\[0\\]\\[0\\]"):
+    with pytest.raises(
+        ValueError,
+        match="nested in more than 100 levels, at value\\[0\\]\\[0\\]\\[0\\]",
+    ):
         check_depth([value])
 
 

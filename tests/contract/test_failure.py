@@ -54,8 +54,12 @@ def test_what_a_replica_raises_comes_out_as_the_same_object(
         assert sorted(steps.entered) == sorted(steps.left)
 
 
-@pytest.mark.parametrize("moment", ["at the beginning", "in backward", "after a merge call"])
-def test_a_note_names_the_replica_and_its_device(several: torchstrategy.Strategy, moment: str) -> None:
+@pytest.mark.parametrize(
+    "moment", ["at the beginning", "in backward", "after a merge call"]
+)
+def test_a_note_names_the_replica_and_its_device(
+    several: torchstrategy.Strategy, moment: str
+) -> None:
     count, error = several.num_replicas_in_sync, ValueError("bad")
     steps = Steps(Problem(several), moment, count - 1, error)
     with pytest.raises(ValueError, match="bad"):
@@ -65,7 +69,9 @@ def test_a_note_names_the_replica_and_its_device(several: torchstrategy.Strategy
     assert str(several.extended.worker_devices[count - 1]) in note
 
 
-def test_an_error_that_is_raised_at_every_step_collects_one_note(several: torchstrategy.Strategy) -> None:
+def test_an_error_that_is_raised_at_every_step_collects_one_note(
+    several: torchstrategy.Strategy,
+) -> None:
     error = ValueError("bad")
     steps = Steps(Problem(several), "in forward", 0, error)
     for _ in range(3):
@@ -74,7 +80,9 @@ def test_an_error_that_is_raised_at_every_step_collects_one_note(several: torchs
     assert len(error.__notes__) == 1
 
 
-def test_an_error_that_refuses_attributes_comes_out_all_the_same(several: torchstrategy.Strategy) -> None:
+def test_an_error_that_refuses_attributes_comes_out_all_the_same(
+    several: torchstrategy.Strategy,
+) -> None:
     class Sealed(Exception):
         def __setattr__(self, name: str, value: object) -> None:
             if name == "__notes__":
@@ -91,7 +99,9 @@ def test_an_error_that_refuses_attributes_comes_out_all_the_same(several: torchs
     assert caught.value is error
 
 
-def test_an_error_keeps_its_traceback_and_its_cause(several: torchstrategy.Strategy) -> None:
+def test_an_error_keeps_its_traceback_and_its_cause(
+    several: torchstrategy.Strategy,
+) -> None:
     cause = KeyError("cause")
 
     def the_line_to_look_at() -> None:
@@ -103,7 +113,9 @@ def test_an_error_keeps_its_traceback_and_its_cause(several: torchstrategy.Strat
     assert caught.traceback[-1].name == "the_line_to_look_at"
 
 
-def test_replicas_whose_turn_has_not_come_do_not_begin(in_one_place: torchstrategy.Strategy) -> None:
+def test_replicas_whose_turn_has_not_come_do_not_begin(
+    in_one_place: torchstrategy.Strategy,
+) -> None:
     steps = Steps(Problem(in_one_place), "at the beginning", 0, ValueError("bad"))
     with pytest.raises(ValueError, match="bad"):
         steps.problem.run(steps)
@@ -136,7 +148,9 @@ def test_what_a_stopped_replica_raises_does_not_hide_the_error_that_stopped_it(
 @pytest.mark.parametrize(
     ("moment", "clears"),
     [
-        pytest.param(moment, clears, id=f"{moment}-{'clearing' if clears else 'accumulating'}")
+        pytest.param(
+            moment, clears, id=f"{moment}-{'clearing' if clears else 'accumulating'}"
+        )
         for moment in MOMENTS
         for clears in (True, False)
         if clears or moment != "after clearing"
@@ -149,7 +163,13 @@ def test_a_failure_before_an_update_leaves_everything_as_it_was(
     before = problem.state()
     assert before["first.weight.grad"] is not None
     assert before["first.weight.momentum_buffer"] is not None
-    steps = Steps(problem, moment, 0 if who == "first" else three.num_replicas_in_sync - 1, ValueError("bad"), clears)
+    steps = Steps(
+        problem,
+        moment,
+        0 if who == "first" else three.num_replicas_in_sync - 1,
+        ValueError("bad"),
+        clears,
+    )
     with pytest.raises(ValueError, match="bad"):
         problem.run(steps)
     assert sorted(steps.left) == sorted(steps.entered), "a replica is still in the step"
@@ -157,7 +177,9 @@ def test_a_failure_before_an_update_leaves_everything_as_it_was(
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
-def test_after_a_failure_training_goes_on_as_if_it_had_not_been(three: torchstrategy.Strategy, moment: str) -> None:
+def test_after_a_failure_training_goes_on_as_if_it_had_not_been(
+    three: torchstrategy.Strategy, moment: str
+) -> None:
     problem = Problem(three)
     for who in range(three.num_replicas_in_sync):
         with pytest.raises(ValueError, match="bad"):
@@ -173,7 +195,9 @@ def test_after_a_failure_training_goes_on_as_if_it_had_not_been(three: torchstra
     assert_same(problem.state(), spared.state())
 
 
-def test_gradients_that_were_none_are_none_after_a_failure(several: torchstrategy.Strategy) -> None:
+def test_gradients_that_were_none_are_none_after_a_failure(
+    several: torchstrategy.Strategy,
+) -> None:
     problem = Problem(several)
     problem.optimizer.zero_grad()
     with pytest.raises(ValueError, match="bad"):
@@ -181,8 +205,19 @@ def test_gradients_that_were_none_are_none_after_a_failure(several: torchstrateg
     assert all(parameter.grad is None for parameter in problem.model.parameters())
 
 
-@pytest.mark.parametrize("way", ["grad_to_none", "grad_zero_", "set_to_none_false", "module_zero_grad", "grad_scaled"])
-def test_however_gradients_were_cleared_a_failure_brings_them_back(three: torchstrategy.Strategy, way: str) -> None:
+@pytest.mark.parametrize(
+    "way",
+    [
+        "grad_to_none",
+        "grad_zero_",
+        "set_to_none_false",
+        "module_zero_grad",
+        "grad_scaled",
+    ],
+)
+def test_however_gradients_were_cleared_a_failure_brings_them_back(
+    three: torchstrategy.Strategy, way: str
+) -> None:
     problem = Problem(three)
     before = problem.state()
 
@@ -227,7 +262,9 @@ def test_an_update_that_was_completed_stays(several: torchstrategy.Strategy) -> 
         state, expected = problem.state(), spared.state()
         for name in (name for name, _ in problem.model.named_parameters()):
             assert torch.equal(state[name], expected[name])
-            assert torch.equal(state[f"{name}.momentum_buffer"], expected[f"{name}.momentum_buffer"])
+            assert torch.equal(
+                state[f"{name}.momentum_buffer"], expected[f"{name}.momentum_buffer"]
+            )
             assert torch.equal(state[f"{name}.grad"], expected[f"{name}.grad"])
 
 
@@ -250,10 +287,14 @@ class Halfway(torch.optim.Optimizer):
                 else:
                     parameter.grad.mul_(2)
                 parameter.add_(parameter.grad, alpha=-0.5)
-                self.state[parameter]["steps"] = self.state[parameter].get("steps", 0) + 1
+                self.state[parameter]["steps"] = (
+                    self.state[parameter].get("steps", 0) + 1
+                )
 
 
-@pytest.mark.parametrize("replaces_gradients", [False, True], ids=["writes gradients", "replaces gradients"])
+@pytest.mark.parametrize(
+    "replaces_gradients", [False, True], ids=["writes gradients", "replaces gradients"]
+)
 def test_an_update_that_fails_halfway_leaves_what_plain_torch_leaves(
     several: torchstrategy.Strategy, replaces_gradients: bool
 ) -> None:
@@ -310,7 +351,9 @@ def test_results_that_cannot_be_put_together_leave_everything_as_it_was(
     problem.train()
 
 
-def test_a_buffer_that_cannot_be_brought_back_leaves_everything_as_it_was(several: torchstrategy.Strategy) -> None:
+def test_a_buffer_that_cannot_be_brought_back_leaves_everything_as_it_was(
+    several: torchstrategy.Strategy,
+) -> None:
     class Grows(nn.Module):
         def __init__(self) -> None:
             super().__init__()

@@ -15,7 +15,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 import torchstrategy
 from failures import MOMENTS, Problem, Steps, merge, reduce
@@ -33,8 +36,20 @@ class Held:
 def census() -> Counter[type]:
     gc.collect()
     kinds = Counter(type(thing) for thing in gc.get_objects())
-    ours = {kind: n for kind, n in kinds.items() if str(kind.__module__).startswith("torchstrategy")}
-    watched = (torch.Tensor, nn.Parameter, types.FrameType, types.TracebackType, threading.Thread, ValueError, Held)
+    ours = {
+        kind: n
+        for kind, n in kinds.items()
+        if str(kind.__module__).startswith("torchstrategy")
+    }
+    watched = (
+        torch.Tensor,
+        nn.Parameter,
+        types.FrameType,
+        types.TracebackType,
+        threading.Thread,
+        ValueError,
+        Held,
+    )
     return Counter(ours | {kind: kinds[kind] for kind in watched})
 
 
@@ -63,7 +78,11 @@ def test_a_hundred_failures_leak_nothing() -> None:
     after = census()
     assert not set(threading.enumerate()) - threads
     assert not held
-    grown = {kind.__name__: (before[kind], n) for kind, n in after.items() if n > before[kind] + 3}
+    grown = {
+        kind.__name__: (before[kind], n)
+        for kind, n in after.items()
+        if n > before[kind] + 3
+    }
     assert not grown, f"more than before, of (before, now): {grown}"
 
 
@@ -75,7 +94,9 @@ def test_failures_do_not_use_up_memory() -> None:
         for i in range(6):
             with pytest.raises(ValueError, match="bad"):
                 problem.run(Steps(problem, "after backward", i % 2, ValueError("bad")))
-        for _ in range(2):  # a tensor's memory may outlive the first collection of a cycle that it is in
+        for _ in range(
+            2
+        ):  # a tensor's memory may outlive the first collection of a cycle that it is in
             gc.collect()
         return tracemalloc.get_traced_memory()[0]
 
@@ -85,7 +106,9 @@ def test_failures_do_not_use_up_memory() -> None:
     finally:
         tracemalloc.stop()
     # A table of the process may grow once in a while. What failures keep is there after each six of them.
-    assert min(after - before for before, after in pairwise(sizes)) < 6 * 600, "each failure keeps what it allocated"
+    assert min(after - before for before, after in pairwise(sizes)) < 6 * 600, (
+        "each failure keeps what it allocated"
+    )
 
 
 def test_an_error_that_the_user_keeps_does_not_keep_later_runs() -> None:
@@ -105,7 +128,9 @@ def test_an_error_that_the_user_keeps_does_not_keep_later_runs() -> None:
     assert caught.value.args == ("bad",)
 
 
-def test_threads_are_made_once_and_end_when_the_strategy_is_collected(no_thread_left: None) -> None:
+def test_threads_are_made_once_and_end_when_the_strategy_is_collected(
+    no_thread_left: None,
+) -> None:
     strategy = torchstrategy.CentralStorageStrategy(["cpu"] * 3)
     before = set(threading.enumerate())
     strategy.run(reduce)
@@ -115,7 +140,9 @@ def test_threads_are_made_once_and_end_when_the_strategy_is_collected(no_thread_
     assert set(threading.enumerate()) - before == made
 
 
-def test_threads_end_when_a_strategy_whose_replicas_failed_is_collected(no_thread_left: None) -> None:
+def test_threads_end_when_a_strategy_whose_replicas_failed_is_collected(
+    no_thread_left: None,
+) -> None:
     problem = Problem(torchstrategy.CentralStorageStrategy(["cpu"] * 3))
     for moment in MOMENTS:
         for who in range(3):
@@ -125,7 +152,9 @@ def test_threads_end_when_a_strategy_whose_replicas_failed_is_collected(no_threa
             steps.forget()
 
 
-def test_what_a_run_was_given_is_let_go_when_it_is_over(several: torchstrategy.Strategy) -> None:
+def test_what_a_run_was_given_is_let_go_when_it_is_over(
+    several: torchstrategy.Strategy,
+) -> None:
     given = Held()
     alive = weakref.ref(given)
     several.run(lambda held: reduce(), args=(given,))
@@ -137,11 +166,15 @@ def test_what_a_run_was_given_is_let_go_when_it_is_over(several: torchstrategy.S
 # What others do meanwhile
 
 
-HOOKS = pytest.mark.parametrize("register", [register_optimizer_step_pre_hook, register_optimizer_step_post_hook])
+HOOKS = pytest.mark.parametrize(
+    "register", [register_optimizer_step_pre_hook, register_optimizer_step_post_hook]
+)
 
 
 @HOOKS
-def test_a_strategy_may_be_collected_while_an_optimizer_steps(register: Callable[..., Any]) -> None:
+def test_a_strategy_may_be_collected_while_an_optimizer_steps(
+    register: Callable[..., Any],
+) -> None:
     # The collector runs when it likes, so also while torch goes through the hooks that it has for all optimizers.
     parameter = nn.Parameter(torch.ones(1))
     parameter.grad = torch.ones(1)
@@ -165,7 +198,9 @@ def test_a_strategy_may_be_collected_while_an_optimizer_steps(register: Callable
 
 
 @HOOKS
-def test_another_threads_strategy_does_not_disturb_an_optimizer_that_steps(register: Callable[..., Any]) -> None:
+def test_another_threads_strategy_does_not_disturb_an_optimizer_that_steps(
+    register: Callable[..., Any],
+) -> None:
     parameter = nn.Parameter(torch.ones(1))
     parameter.grad = torch.ones(1)
     optimizer = torch.optim.SGD([parameter], lr=0.5)

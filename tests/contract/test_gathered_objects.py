@@ -66,7 +66,11 @@ SIZES = (8, 5, 3, 1, 4)
 STRATEGIES = TOPOLOGIES
 
 
-def gathered_of(strategy: Strategy, make: Callable[[int], Any], wrap: Callable[[list[Any]], Any] = list) -> list[Any]:
+def gathered_of(
+    strategy: Strategy,
+    make: Callable[[int], Any],
+    wrap: Callable[[list[Any]], Any] = list,
+) -> list[Any]:
     """For batches of each size, what is gathered of rows that `make` makes."""
     batches = [torch.arange(size) for size in SIZES]
 
@@ -74,7 +78,9 @@ def gathered_of(strategy: Strategy, make: Callable[[int], Any], wrap: Callable[[
         return wrap([make(i) for i in rows.tolist()])
 
     dataset = strategy.experimental_distribute_dataset(batches)
-    return [strategy.gather(strategy.run(step, args=(batch,)), axis=0) for batch in dataset]
+    return [
+        strategy.gather(strategy.run(step, args=(batch,)), axis=0) for batch in dataset
+    ]
 
 
 @pytest.mark.parametrize("kind", STRATEGIES)
@@ -89,9 +95,17 @@ def test_the_rows_of_all_replicas_come_in_order(kind: str, name: str) -> None:
 @pytest.mark.parametrize("kind", STRATEGIES)
 def test_lists_stand_beside_tensors_in_containers(kind: str) -> None:
     def wrap(rows: list[Any]) -> Any:
-        return {"texts": rows, "numbers": torch.ones(len(rows), 2), "both": (rows, [rows, torch.ones(len(rows))])}
+        return {
+            "texts": rows,
+            "numbers": torch.ones(len(rows), 2),
+            "both": (rows, [rows, torch.ones(len(rows))]),
+        }
 
-    for found, size in zip(gathered_of(STRATEGIES[kind](), lambda i: NAMES[i % 2], wrap), SIZES, strict=True):
+    for found, size in zip(
+        gathered_of(STRATEGIES[kind](), lambda i: NAMES[i % 2], wrap),
+        SIZES,
+        strict=True,
+    ):
         texts = [NAMES[i % 2] for i in range(size)]
         assert found["texts"] == found["both"][0] == found["both"][1][0] == texts
         assert found["numbers"].shape == (size, 2) and len(found["both"][1][1]) == size
@@ -104,8 +118,12 @@ def test_texts_of_a_loader_are_gathered(kind: str) -> None:
     rows = [(torch.ones(2) * i, f"row {i}") for i in range(7)]
     found: list[Any] = []
     direct: list[Any] = []
-    for batch in strategy.experimental_distribute_dataset(DataLoader(rows, batch_size=3)):
-        numbers, texts = strategy.gather(strategy.run(lambda given: (given[0] * 2, given[1]), args=(batch,)), axis=0)
+    for batch in strategy.experimental_distribute_dataset(
+        DataLoader(rows, batch_size=3)
+    ):
+        numbers, texts = strategy.gather(
+            strategy.run(lambda given: (given[0] * 2, given[1]), args=(batch,)), axis=0
+        )
         assert len(numbers) == len(texts) and type(texts) is list
         found += texts
         direct += strategy.gather(batch[1], axis=0)
@@ -117,14 +135,21 @@ def test_texts_of_a_loader_are_gathered(kind: str) -> None:
 def test_objects_are_gathered_along_no_other_axis_than_0(kind: str, axis: Any) -> None:
     strategy = STRATEGIES[kind]()
     texts = strategy.run(lambda: ["a", "b"])
-    with pytest.raises((TypeError, ValueError), match=r"axis=0|The axis to gather along is an integer"):
+    with pytest.raises(
+        (TypeError, ValueError), match=r"axis=0|The axis to gather along is an integer"
+    ):
         strategy.gather(texts, axis=axis)
 
 
-@pytest.mark.parametrize("kind", [kind for kind in TOPOLOGIES if TOPOLOGIES[kind]().num_replicas_in_sync > 1])
+@pytest.mark.parametrize(
+    "kind", [kind for kind in TOPOLOGIES if TOPOLOGIES[kind]().num_replicas_in_sync > 1]
+)
 def test_what_is_no_list_of_rows_is_refused_as_before(kind: str) -> None:
     strategy = TOPOLOGIES[kind]()
-    for make, error in ((lambda: "".join(["a", "b"]), TypeError), (lambda: 3, ValueError)):
+    for make, error in (
+        (lambda: "".join(["a", "b"]), TypeError),
+        (lambda: 3, ValueError),
+    ):
         with pytest.raises(error):
             strategy.gather(strategy.run(make), axis=0)
     heads = strategy.run(lambda: [torch.ones(1) * 1, torch.ones(2) * 2])

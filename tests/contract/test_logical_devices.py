@@ -21,12 +21,16 @@ SIZES = st.lists(st.integers(0, 4), max_size=3)
 
 @settings(deadline=None)
 @given(shape=SIZES, parts=SIZES)
-def test_a_split_into_more_than_one_part_is_refused(shape: list[int], parts: list[int]) -> None:
+def test_a_split_into_more_than_one_part_is_refused(
+    shape: list[int], parts: list[int]
+) -> None:
     tensor = torch.ones(shape)
     if len(parts) == len(shape) and math.prod(parts) == 1:
         assert ONE.experimental_split_to_logical_devices(tensor, tuple(parts)) is tensor
     else:
-        with pytest.raises(ValueError, match=r"Each replica has 1 logical device, number 0\.$"):
+        with pytest.raises(
+            ValueError, match=r"Each replica has 1 logical device, number 0\.$"
+        ):
             ONE.experimental_split_to_logical_devices(tensor, parts)
 
 
@@ -37,7 +41,9 @@ def test_a_logical_device_of_another_number_than_0_is_refused(number: int) -> No
         ONE.experimental_assign_to_logical_device(torch.ones(1), number)
 
 
-def test_gradients_flow_through_tensors_that_a_step_assigns_to_logical_devices(strategy: Strategy) -> None:
+def test_gradients_flow_through_tensors_that_a_step_assigns_to_logical_devices(
+    strategy: Strategy,
+) -> None:
     with strategy.scope():
         model = torch.nn.Linear(2, 1, bias=False)
 

@@ -15,7 +15,13 @@ from torch import nn
 
 import torchstrategy
 from known_losses import KNOWN, Loss, Net, Rows, ce, each, masked, rows_of
-from topologies import SIMULATED, central, central_in_one_place, mirrored, mirrored_with_copies
+from topologies import (
+    SIMULATED,
+    central,
+    central_in_one_place,
+    mirrored,
+    mirrored_with_copies,
+)
 from torchstrategy import LossWeightWarning, RunOptions
 from torchstrategy._run.run_losses import LOOKS
 from torchstrategy.nn import compute_average_loss, scale_regularization_loss
@@ -28,17 +34,40 @@ KINDS: dict[str, Make] = {
     "mirrored with copies": mirrored_with_copies,
 }
 # Two readings of these are possible from their graphs alone, and rows are kept.
-UNDECIDED = {"ctc_sum_by_targets", "words_plus_sentences", "two_masks", "accumulation_as_rows", "two_heads_halved"}
-SLOW = {"compiled_loss", "compiled_model"}  # tests/unit/run/test_loss_terms.py reads them
+UNDECIDED = {
+    "ctc_sum_by_targets",
+    "words_plus_sentences",
+    "two_masks",
+    "accumulation_as_rows",
+    "two_heads_halved",
+}
+SLOW = {
+    "compiled_loss",
+    "compiled_model",
+}  # tests/unit/run/test_loss_terms.py reads them
 Gradients = dict[str, torch.Tensor]
 
 
 def as_batch(rows: Rows) -> tuple[torch.Tensor, ...]:
-    return (rows.x, rows.y, rows.mask, rows.labels, rows.soft, rows.shares, rows.goal, rows.gain, rows.before)
+    return (
+        rows.x,
+        rows.y,
+        rows.mask,
+        rows.labels,
+        rows.soft,
+        rows.shares,
+        rows.goal,
+        rows.gain,
+        rows.before,
+    )
 
 
 def gradients_of(net: nn.Module) -> Gradients:
-    return {name: p.grad.detach().cpu() for name, p in net.named_parameters() if p.grad is not None}
+    return {
+        name: p.grad.detach().cpu()
+        for name, p in net.named_parameters()
+        if p.grad is not None
+    }
 
 
 def plain(loss: Loss, rows: Rows) -> Gradients:
@@ -65,7 +94,9 @@ def trained(
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         strategy.run(step, args=(batch,), options=options)
-    return gradients_of(net), [str(one.message) for one in caught if one.category is LossWeightWarning]
+    return gradients_of(net), [
+        str(one.message) for one in caught if one.category is LossWeightWarning
+    ]
 
 
 def agree(one: Gradients, other: Gradients) -> bool:
@@ -75,17 +106,26 @@ def agree(one: Gradients, other: Gradients) -> bool:
     return all(torch.allclose(a, b, rtol=1e-11, atol=1e-13) for a, b in pairs)
 
 
-BY_LOSS, BY_ROWS = RunOptions(gradient_reduction="loss"), RunOptions(gradient_reduction="mean")
-on_cpu = pytest.mark.skipif(bool(SIMULATED), reason="these losses hold tensors of the CPU")
+BY_LOSS, BY_ROWS = (
+    RunOptions(gradient_reduction="loss"),
+    RunOptions(gradient_reduction="mean"),
+)
+on_cpu = pytest.mark.skipif(
+    bool(SIMULATED), reason="these losses hold tensors of the CPU"
+)
 
 
 @on_cpu
 @pytest.mark.parametrize("count", [5, 7])
 @pytest.mark.parametrize("kind", KINDS)
-def test_known_losses_have_the_gradient_of_the_batch_or_are_warned_of(kind: str, count: int) -> None:
+def test_known_losses_have_the_gradient_of_the_batch_or_are_warned_of(
+    kind: str, count: int
+) -> None:
     rows, wrong = rows_of(count), []
     for name, known in KNOWN.items():
-        if name in SLOW or name == "gathered_by_everybody":  # which needs the rows of others
+        if (
+            name in SLOW or name == "gathered_by_everybody"
+        ):  # which needs the rows of others
             continue
         expected = plain(known.loss, rows)
         make = KINDS[kind]
@@ -132,7 +172,11 @@ def by_clamped_mask(net: Net, rows: Rows) -> torch.Tensor:
 
 
 def by_weights(net: Net, rows: Rows) -> torch.Tensor:
-    return ce(net, rows, weight=torch.arange(1.0, 6, dtype=torch.float64, device=rows.x.device))
+    return ce(
+        net,
+        rows,
+        weight=torch.arange(1.0, 6, dtype=torch.float64, device=rows.x.device),
+    )
 
 
 LOSSES = [ce, smoothed, with_other_mean, by_mask, by_clamped_mask, by_weights]
@@ -161,16 +205,22 @@ def test_by_loss_the_gradient_is_that_of_the_batch(kind: str, loss: Loss) -> Non
 def test_a_strategy_that_is_made_with_loss_weighs_all_runs_by_it() -> None:
     for make in (central, mirrored):
         actual, _ = trained(_made(make, "loss"), smoothed, rows_of(5))
-        torch.testing.assert_close(actual, plain(smoothed, rows_of(5)), rtol=1e-11, atol=1e-13)
+        torch.testing.assert_close(
+            actual, plain(smoothed, rows_of(5)), rtol=1e-11, atol=1e-13
+        )
 
 
 def _made(make: Make, reduction: Any) -> torchstrategy.Strategy:
     if make is mirrored:
-        return torchstrategy.MirroredStrategy(SIMULATED[:2] or ["cpu"] * 2, gradient_reduction=reduction)
+        return torchstrategy.MirroredStrategy(
+            SIMULATED[:2] or ["cpu"] * 2, gradient_reduction=reduction
+        )
     return make(2, gradient_reduction=reduction)
 
 
-def test_what_a_run_says_of_gradients_counts_more_than_what_the_constructor_said() -> None:
+def test_what_a_run_says_of_gradients_counts_more_than_what_the_constructor_said() -> (
+    None
+):
     strategy = central(2, gradient_reduction="loss")
     by_rows, _ = trained(strategy, ce, rows_of(5), BY_ROWS)
     assert not agree(by_rows, plain(ce, rows_of(5)))
@@ -194,7 +244,9 @@ def test_gradients_may_be_read_and_clipped_in_the_step(kind: str, loss: Loss) ->
     twin = Net()
     loss(twin, rows).backward()
     nn.utils.clip_grad_norm_(twin.parameters(), 0.01)
-    torch.testing.assert_close(gradients_of(net), gradients_of(twin), rtol=1e-11, atol=1e-13)
+    torch.testing.assert_close(
+        gradients_of(net), gradients_of(twin), rtol=1e-11, atol=1e-13
+    )
 
 
 @pytest.mark.parametrize("loss", [ce, smoothed, with_other_mean])
@@ -212,7 +264,9 @@ def test_hooks_of_the_loss_are_called(loss: Loss) -> None:
 
     actual, _ = trained(central(2), hooked, rows_of(5), BY_LOSS)
     assert len(called) == 2
-    torch.testing.assert_close(actual, plain(hooked, rows_of(5)), rtol=1e-11, atol=1e-13)
+    torch.testing.assert_close(
+        actual, plain(hooked, rows_of(5)), rtol=1e-11, atol=1e-13
+    )
 
 
 @pytest.mark.parametrize("loss", [ce, smoothed, with_other_mean])
@@ -229,7 +283,10 @@ def test_a_graph_that_is_kept_is_used_twice(loss: Loss) -> None:
 @pytest.mark.parametrize("loss", [ce, smoothed])
 def test_accumulated_backwards_are_those_of_one_device_with_as_many(loss: Loss) -> None:
     def halves(rows: Rows) -> list[Rows]:
-        return [Rows(*(one[:, part] for one in as_batch(rows))) for part in (slice(12), slice(12, 24))]
+        return [
+            Rows(*(one[:, part] for one in as_batch(rows)))
+            for part in (slice(12), slice(12, 24))
+        ]
 
     rows, strategy = rows_of(5), central(2)
     with strategy.scope():
@@ -244,7 +301,9 @@ def test_accumulated_backwards_are_those_of_one_device_with_as_many(loss: Loss) 
     twin = Net()
     for half in halves(rows):
         loss(twin, half).backward()
-    torch.testing.assert_close(gradients_of(net), gradients_of(twin), rtol=1e-11, atol=1e-13)
+    torch.testing.assert_close(
+        gradients_of(net), gradients_of(twin), rtol=1e-11, atol=1e-13
+    )
 
 
 @on_cpu
@@ -257,22 +316,35 @@ def test_a_training_with_a_scaler_and_autocast_is_that_of_plain_torch() -> None:
     def train(net: nn.Module, scaler: Any, optimizer: Any, batch: Any) -> None:
         with torch.autocast("cpu", torch.bfloat16):
             logits = net(batch[0])
-        scaler.scale(F.cross_entropy(logits.float().flatten(0, 1), batch[1].flatten())).backward()
+        scaler.scale(
+            F.cross_entropy(logits.float().flatten(0, 1), batch[1].flatten())
+        ).backward()
         scaler.step(optimizer)
         scaler.update()
 
     rows = rows_of(5)
     given = (rows.x.float(), rows.labels)
     (batch,) = strategy.experimental_distribute_dataset([given])
-    strategy.run(lambda batch: train(net, scaler, optimizer, batch), args=(batch,), options=BY_LOSS)
+    strategy.run(
+        lambda batch: train(net, scaler, optimizer, batch),
+        args=(batch,),
+        options=BY_LOSS,
+    )
     twin = Net().float()
-    train(twin, torch.amp.GradScaler("cpu", init_scale=8.0), torch.optim.SGD(twin.parameters(), 0.1), given)  # type: ignore[attr-defined]
+    train(
+        twin,
+        torch.amp.GradScaler("cpu", init_scale=8.0),
+        torch.optim.SGD(twin.parameters(), 0.1),
+        given,
+    )  # type: ignore[attr-defined]
     for own, other in zip(net.parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(own.detach(), other.detach(), rtol=0, atol=2e-4)
 
 
 @pytest.mark.parametrize("options", [BY_LOSS, None], ids=["loss", "default"])
-def test_compute_average_loss_is_neither_weighted_again_nor_warned_of(options: RunOptions | None) -> None:
+def test_compute_average_loss_is_neither_weighted_again_nor_warned_of(
+    options: RunOptions | None,
+) -> None:
     def averaged(net: Net, rows: Rows) -> torch.Tensor:
         loss = compute_average_loss(each(net, rows), rows.mask)
         return loss + scale_regularization_loss(net.head.weight.square().sum())
@@ -282,7 +354,9 @@ def test_compute_average_loss_is_neither_weighted_again_nor_warned_of(options: R
 
     actual, warned = trained(central(2), averaged, rows_of(5), options)
     assert not warned
-    torch.testing.assert_close(actual, plain(as_plain, rows_of(5)), rtol=1e-9, atol=1e-11)
+    torch.testing.assert_close(
+        actual, plain(as_plain, rows_of(5)), rtol=1e-9, atol=1e-11
+    )
 
 
 def test_a_replica_that_learns_nothing_runs_a_backward_of_zero() -> None:
@@ -333,7 +407,12 @@ def test_a_step_is_warned_of_once_and_looked_at_a_few_times() -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [BY_ROWS, RunOptions(gradient_reduction="sum"), RunOptions(examples=[1, 2]), RunOptions(examples=lambda batch: 1)],
+    [
+        BY_ROWS,
+        RunOptions(gradient_reduction="sum"),
+        RunOptions(examples=[1, 2]),
+        RunOptions(examples=lambda batch: 1),
+    ],
     ids=["mean", "sum", "numbers", "a function"],
 )
 def test_who_has_said_how_replicas_count_is_not_warned(options: RunOptions) -> None:
@@ -373,7 +452,10 @@ def test_what_cannot_be_read_is_weighted_by_rows(replicas: int) -> None:
     by_rows, _ = trained(central(replicas), root, rows_of(5), BY_ROWS)
     torch.testing.assert_close(by_loss, by_rows, rtol=0, atol=0)
     assert len(told) == replicas - 1
-    assert all(one.startswith("The loss of `step` cannot be read (`SqrtBackward0`), so") for one in told)
+    assert all(
+        one.startswith("The loss of `step` cannot be read (`SqrtBackward0`), so")
+        for one in told
+    )
 
 
 def test_unlike_numbers_of_backwards_are_refused() -> None:
@@ -383,15 +465,21 @@ def test_unlike_numbers_of_backwards_are_refused() -> None:
             found.backward(retain_graph=True)
         return found
 
-    with pytest.raises(RuntimeError, match=r"replica 0 is at backward, by gradient_reduction='loss'"):
+    with pytest.raises(
+        RuntimeError, match=r"replica 0 is at backward, by gradient_reduction='loss'"
+    ):
         trained(central(2), loss, rows_of(5), BY_LOSS)
 
 
-def losses_of_closures(strategy: torchstrategy.Strategy, loss: Loss, rows: Rows) -> tuple[list[float], Gradients]:
+def losses_of_closures(
+    strategy: torchstrategy.Strategy, loss: Loss, rows: Rows
+) -> tuple[list[float], Gradients]:
     """The losses that an optimizer gets which searches along a line, and where it comes to."""
     with strategy.scope():
         net = Net()
-        search = torch.optim.LBFGS(net.body.parameters(), max_iter=4, line_search_fn="strong_wolfe")
+        search = torch.optim.LBFGS(
+            net.body.parameters(), max_iter=4, line_search_fn="strong_wolfe"
+        )
 
     def step(batch: Any) -> None:
         def closure() -> torch.Tensor:
@@ -405,7 +493,9 @@ def losses_of_closures(strategy: torchstrategy.Strategy, loss: Loss, rows: Rows)
     (batch,) = strategy.experimental_distribute_dataset([as_batch(rows)])
     strategy.run(step, args=(batch,), options=BY_LOSS)
     (state,) = search.state_dict()["state"].values()
-    return [float(state["prev_loss"])], {name: p.detach().cpu() for name, p in net.body.named_parameters()}
+    return [float(state["prev_loss"])], {
+        name: p.detach().cpu() for name, p in net.body.named_parameters()
+    }
 
 
 @both_kinds
@@ -420,24 +510,34 @@ def test_a_closure_has_the_loss_of_the_batch(kind: str, loss: Loss) -> None:
 
 @both_kinds
 def test_a_closure_of_unlike_terms_is_refused(kind: str) -> None:
-    with pytest.raises(RuntimeError, match="the terms of the loss were divided by unlike numbers"):
+    with pytest.raises(
+        RuntimeError, match="the terms of the loss were divided by unlike numbers"
+    ):
         losses_of_closures(KINDS[kind](3), with_other_mean, rows_of(7))
 
 
 def test_values_are_not_reduced_by_loss() -> None:
-    with pytest.raises(ValueError, match=r"^'loss' is a reduction of gradients only: RunOptions"):
+    with pytest.raises(
+        ValueError, match=r"^'loss' is a reduction of gradients only: RunOptions"
+    ):
         central(2).reduce("loss", torch.ones(()), axis=None)
 
 
-@pytest.mark.parametrize("make", [lambda: torchstrategy.OneDeviceStrategy("cpu"), torchstrategy.get_strategy])
-def test_one_replica_has_the_gradient_of_plain_torch_bit_by_bit(make: Callable[[], torchstrategy.Strategy]) -> None:
+@pytest.mark.parametrize(
+    "make", [lambda: torchstrategy.OneDeviceStrategy("cpu"), torchstrategy.get_strategy]
+)
+def test_one_replica_has_the_gradient_of_plain_torch_bit_by_bit(
+    make: Callable[[], torchstrategy.Strategy],
+) -> None:
     actual, told = trained(make(), ce, rows_of(5), BY_LOSS)
     assert not told
     torch.testing.assert_close(actual, plain(ce, rows_of(5)), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("options", [BY_LOSS, None], ids=["loss", "default"])
-def test_numbers_that_are_no_whole_numbers_count_nothing(options: RunOptions | None) -> None:
+def test_numbers_that_are_no_whole_numbers_count_nothing(
+    options: RunOptions | None,
+) -> None:
     def loss(net: Net, rows: Rows) -> torch.Tensor:
         return each(net, rows).sum() * (0.3 * len(rows) + 0.1)
 
@@ -445,7 +545,10 @@ def test_numbers_that_are_no_whole_numbers_count_nothing(options: RunOptions | N
     by_rows, _ = trained(central(2), loss, rows_of(5), BY_ROWS)
     torch.testing.assert_close(actual, by_rows, rtol=0, atol=0)
     assert len(told) == (options is not None)
-    assert all("and are no whole numbers, so its gradients are weighted by rows" in one for one in told)
+    assert all(
+        "and are no whole numbers, so its gradients are weighted by rows" in one
+        for one in told
+    )
 
 
 def test_terms_behind_hooks_of_a_module_keep_their_rows() -> None:
@@ -470,7 +573,9 @@ def test_terms_behind_hooks_of_a_module_keep_their_rows() -> None:
 
 
 def in_each_row(net: Net, rows: Rows) -> torch.Tensor:
-    losses = [F.cross_entropy(net(x), y) for x, y in zip(rows.x, rows.labels, strict=True)]
+    losses = [
+        F.cross_entropy(net(x), y) for x, y in zip(rows.x, rows.labels, strict=True)
+    ]
     return torch.stack(losses).sum() / len(rows)
 
 
@@ -478,14 +583,22 @@ MEANS: list[Loss] = [
     lambda net, rows: F.mse_loss(net(rows.x), rows.goal),
     lambda net, rows: F.huber_loss(net(rows.x), rows.goal),
     lambda net, rows: F.cross_entropy(net(rows.x).flatten(0, 1), rows.y.flatten()),
-    lambda net, rows: F.cross_entropy(net(rows.x).flatten(0, 1), rows.y.flatten(), label_smoothing=0.1),
-    lambda net, rows: F.cross_entropy(net(rows.x).flatten(0, 1), rows.shares.flatten(0, 1)),
-    lambda net, rows: F.kl_div(net(rows.x).log_softmax(-1), rows.shares, reduction="batchmean"),
+    lambda net, rows: F.cross_entropy(
+        net(rows.x).flatten(0, 1), rows.y.flatten(), label_smoothing=0.1
+    ),
+    lambda net, rows: F.cross_entropy(
+        net(rows.x).flatten(0, 1), rows.shares.flatten(0, 1)
+    ),
+    lambda net, rows: F.kl_div(
+        net(rows.x).log_softmax(-1), rows.shares, reduction="batchmean"
+    ),
     lambda net, rows: each(net, rows).mean(),
     lambda net, rows: each(net, rows).mean(1).mean(),
     lambda net, rows: each(net, rows).sum() / each(net, rows).numel(),
     lambda net, rows: each(net, rows).sum() * (1 / rows.y.numel()),
-    lambda net, rows: each(net, rows).sum() / torch.tensor(float(len(rows)), device=rows.x.device),
+    lambda net, rows: (
+        each(net, rows).sum() / torch.tensor(float(len(rows)), device=rows.x.device)
+    ),
     lambda net, rows: ((each(net, rows) * rows.mask).sum(1) / rows.mask.sum(1)).mean(),
     lambda net, rows: net.head.weight.square().mean(),
     in_each_row,
@@ -506,8 +619,14 @@ part = st.tuples(st.sampled_from(MEANS), st.lists(st.sampled_from(AROUND), max_s
 
 
 @settings(max_examples=60, deadline=None, derandomize=True, database=None)
-@given(st.lists(part, min_size=1, max_size=3), st.lists(st.sampled_from(AROUND), max_size=2), st.integers(2, 7))
-def test_programs_that_are_right_by_rows_stay_as_they_are(parts: Any, around: Any, count: int) -> None:
+@given(
+    st.lists(part, min_size=1, max_size=3),
+    st.lists(st.sampled_from(AROUND), max_size=2),
+    st.integers(2, 7),
+)
+def test_programs_that_are_right_by_rows_stay_as_they_are(
+    parts: Any, around: Any, count: int
+) -> None:
     def wrap(loss: torch.Tensor, net: Net, wrappings: Any) -> torch.Tensor:
         for wrapping in wrappings:
             loss = wrapping(loss, net)
@@ -515,7 +634,9 @@ def test_programs_that_are_right_by_rows_stay_as_they_are(parts: Any, around: An
 
     def loss(net: Net, rows: Rows) -> torch.Tensor:
         terms = [wrap(mean(net, rows), net, wrappings) for mean, wrappings in parts]
-        return wrap(torch.stack(terms).sum() if len(terms) > 2 else sum(terms), net, around)  # type: ignore[arg-type]
+        return wrap(
+            torch.stack(terms).sum() if len(terms) > 2 else sum(terms), net, around
+        )  # type: ignore[arg-type]
 
     rows = rows_of(count)
     by_rows, _ = trained(central(2), loss, rows, BY_ROWS)

@@ -14,7 +14,17 @@ from hypothesis import strategies as st
 from torch import nn
 
 import torchstrategy
-from problems import assert_close, built, close, context, deal, gradients, parameters, replica_id, where_it_is
+from problems import (
+    assert_close,
+    built,
+    close,
+    context,
+    deal,
+    gradients,
+    parameters,
+    replica_id,
+    where_it_is,
+)
 from topologies import TOPOLOGIES, central, compute_devices
 from torchstrategy import ReduceOp, RunOptions
 from torchstrategy.nn import compute_average_loss, scale_regularization_loss
@@ -30,7 +40,9 @@ def batch_of(rows: int, *tokens: int, seed: int = 0) -> list[torch.Tensor]:
     """Inputs and targets: of rows, or of rows of tokens."""
     generator = torch.Generator().manual_seed(seed)
     size = (rows, *tokens)
-    return [torch.randn(*size, n, generator=generator, dtype=torch.float64) for n in (3, 2)]
+    return [
+        torch.randn(*size, n, generator=generator, dtype=torch.float64) for n in (3, 2)
+    ]
 
 
 def squares(model: nn.Module, batch: Any) -> torch.Tensor:
@@ -45,7 +57,9 @@ def reduced(op: ReduceOp) -> RunOptions:
 @functools.cache
 def models(strategy: torchstrategy.Strategy) -> tuple[nn.Module, nn.Module]:
     """A model of a strategy, and an equal one that no strategy knows."""
-    (model, _), (twin, _) = built(strategy, lambda: nn.Linear(3, 2, dtype=torch.float64), None)
+    (model, _), (twin, _) = built(
+        strategy, lambda: nn.Linear(3, 2, dtype=torch.float64), None
+    )
     return model, twin
 
 
@@ -60,7 +74,11 @@ def check(
     model, twin = models(strategy)
     for m in (model, twin):
         m.zero_grad()
-    strategy.run(lambda b: step(model, b).backward(), args=(deal(strategy, batch),), options=options)
+    strategy.run(
+        lambda b: step(model, b).backward(),
+        args=(deal(strategy, batch),),
+        options=options,
+    )
     plain(twin, where_it_is(twin, batch)).backward()
     assert_close(gradients(model), gradients(twin), "gradient", 1e-12, 1e-14)
 
@@ -71,11 +89,18 @@ def check(
 class Case(NamedTuple):
     tokens: tuple[int, ...]  # in a row
     weights: Callable[[int], Any]  # of so many rows
-    total: Callable[[int, Any], Any]  # what is divided by, of so many rows and these weights
+    total: Callable[
+        [int, Any], Any
+    ]  # what is divided by, of so many rows and these weights
 
 
 def some(*size: int) -> torch.Tensor:
-    return torch.rand(*size, generator=torch.Generator().manual_seed(1), dtype=torch.float64) + 0.1
+    return (
+        torch.rand(
+            *size, generator=torch.Generator().manual_seed(1), dtype=torch.float64
+        )
+        + 0.1
+    )
 
 
 def rows_of(rows: int, weights: Any) -> int:
@@ -101,7 +126,9 @@ CASES = {
     "row weights of tokens": Case((5,), lambda rows: some(rows), sum_of),
     "column weights of tokens": Case((5,), lambda rows: some(rows, 1), sum_of),
     "row weights of square tokens": Case((7,), lambda rows: some(rows), sum_of),
-    "weights of positions": Case((5,), lambda rows: some(1, 5), lambda rows, weights: rows * weights.sum()),
+    "weights of positions": Case(
+        (5,), lambda rows: some(1, 5), lambda rows, weights: rows * weights.sum()
+    ),
     "token weights of pixels": Case((2, 3), lambda rows: some(rows, 2), sum_of),
 }
 
@@ -111,22 +138,37 @@ def multiplied(losses: torch.Tensor, weights: Any) -> torch.Tensor:
     if not isinstance(weights, torch.Tensor):
         return losses * (1 if weights is None else weights)
     weights = weights.to(losses).reshape(weights.shape[: losses.dim()])
-    return losses * weights.reshape(weights.shape + (1,) * (losses.dim() - weights.dim()))
+    return losses * weights.reshape(
+        weights.shape + (1,) * (losses.dim() - weights.dim())
+    )
 
 
-def check_case(strategy: torchstrategy.Strategy, case: Case, rows: int, options: RunOptions | None = None) -> None:
+def check_case(
+    strategy: torchstrategy.Strategy,
+    case: Case,
+    rows: int,
+    options: RunOptions | None = None,
+) -> None:
     weights = case.weights(rows)
     dealt = isinstance(weights, torch.Tensor) and len(weights) == rows
     batch = [*batch_of(rows, *case.tokens), *([weights] if dealt else [])]
 
     def weights_of(b: Any) -> Any:
-        return b[2] if dealt else weights.to(b[0].device) if isinstance(weights, torch.Tensor) else weights
+        return (
+            b[2]
+            if dealt
+            else weights.to(b[0].device)
+            if isinstance(weights, torch.Tensor)
+            else weights
+        )
 
     def step(model: nn.Module, b: Any) -> torch.Tensor:
         return compute_average_loss(squares(model, b), weights_of(b))
 
     def plain(model: nn.Module, b: Any) -> torch.Tensor:
-        return multiplied(squares(model, b), weights_of(b)).sum() / case.total(rows, weights)
+        return multiplied(squares(model, b), weights_of(b)).sum() / case.total(
+            rows, weights
+        )
 
     check(strategy, batch, step, plain, options)
 
@@ -156,13 +198,23 @@ def test_the_gradient_is_that_of_the_whole_batch_under_every_strategy(
     st.none() | st.lists(st.integers(1, 5), min_size=4, max_size=4),
 )
 def test_no_rows_shares_or_options_change_the_gradient(
-    replicas: int, rows: int, case: Case, reduction: ReduceOp, empty: bool, examples: list[int] | None
+    replicas: int,
+    rows: int,
+    case: Case,
+    reduction: ReduceOp,
+    empty: bool,
+    examples: list[int] | None,
 ) -> None:
     if examples is not None:
         # A replica without rows counts for nothing in fact.
         dealt = -(-rows // replicas)
-        examples = [count if r * dealt < rows else 0 for r, count in enumerate(examples[:replicas])]
-    options = RunOptions(gradient_reduction=reduction, run_empty_replicas=empty, examples=examples)
+        examples = [
+            count if r * dealt < rows else 0
+            for r, count in enumerate(examples[:replicas])
+        ]
+    options = RunOptions(
+        gradient_reduction=reduction, run_empty_replicas=empty, examples=examples
+    )
     if case.tokens == (7,) and rows != 7:
         rows = 7  # what is square only then
         options = reduced(reduction)
@@ -177,20 +229,32 @@ def test_replicas_may_ignore_different_numbers_of_targets(reduction: ReduceOp) -
     batch = [batch_of(7)[0], targets]
 
     def step(model: nn.Module, b: Any) -> torch.Tensor:
-        return compute_average_loss(F.cross_entropy(model(b[0]), b[1], reduction="none"), b[1] != -100)
+        return compute_average_loss(
+            F.cross_entropy(model(b[0]), b[1], reduction="none"), b[1] != -100
+        )
 
-    check(STRATEGIES[3], batch, step, lambda model, b: F.cross_entropy(model(b[0]), b[1]), reduced(reduction))
+    check(
+        STRATEGIES[3],
+        batch,
+        step,
+        lambda model, b: F.cross_entropy(model(b[0]), b[1]),
+        reduced(reduction),
+    )
 
 
 def test_the_reduction_that_a_strategy_was_made_with_counts() -> None:
     device = compute_devices(1)[0]
-    strategy = torchstrategy.CentralStorageStrategy([device] * 3, device, gradient_reduction="sum")
+    strategy = torchstrategy.CentralStorageStrategy(
+        [device] * 3, device, gradient_reduction="sum"
+    )
     check_case(strategy, CASES["weights"], 7)
     check_case(strategy, CASES["weights"], 7, reduced(ReduceOp.MEAN))
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS, ids=str)
-def test_weights_that_are_learned_have_the_gradient_of_the_quotient(reduction: ReduceOp) -> None:
+def test_weights_that_are_learned_have_the_gradient_of_the_quotient(
+    reduction: ReduceOp,
+) -> None:
     def learned(model: nn.Module, b: Any) -> torch.Tensor:
         return model(b[0])[:, 0].sigmoid()
 
@@ -208,7 +272,9 @@ def test_weights_that_are_learned_have_the_gradient_of_the_quotient(reduction: R
 
 @pytest.mark.parametrize("reduction", REDUCTIONS, ids=str)
 @pytest.mark.parametrize("batches", [[7, 2], [4, 1, 6]], ids=str)
-def test_accumulated_gradients_are_those_of_one_large_batch(batches: list[int], reduction: ReduceOp) -> None:
+def test_accumulated_gradients_are_those_of_one_large_batch(
+    batches: list[int], reduction: ReduceOp
+) -> None:
     """They accumulate in steps, and over runs."""
     strategy = STRATEGIES[3]
     model, twin = models(strategy)
@@ -217,12 +283,16 @@ def test_accumulated_gradients_are_those_of_one_large_batch(batches: list[int], 
 
     def step(b: Any) -> None:
         for piece in zip(*(part.split(2) for part in b), strict=True):
-            compute_average_loss(squares(model, piece), piece[2], global_batch_size=tokens).backward()
+            compute_average_loss(
+                squares(model, piece), piece[2], global_batch_size=tokens
+            ).backward()
 
     model.zero_grad()
     for part in parts:
         strategy.run(step, args=(deal(strategy, part),), options=reduced(reduction))
-    whole = where_it_is(twin, [torch.cat(column) for column in zip(*parts, strict=True)])
+    whole = where_it_is(
+        twin, [torch.cat(column) for column in zip(*parts, strict=True)]
+    )
     twin.zero_grad()
     squares(twin, whole)[whole[2]].mean().backward()
     assert_close(gradients(model), gradients(twin), "gradient")
@@ -230,15 +300,24 @@ def test_accumulated_gradients_are_those_of_one_large_batch(batches: list[int], 
 
 def test_the_batch_size_may_be_any_integer() -> None:
     losses = torch.tensor([1.0, 2.0, 4.0])
-    for size in (14, torch.tensor(14), torch.tensor(14).to(compute_devices(1)[0]), torch.arange(15).numpy()[-1]):
+    for size in (
+        14,
+        torch.tensor(14),
+        torch.tensor(14).to(compute_devices(1)[0]),
+        torch.arange(15).numpy()[-1],
+    ):
         assert compute_average_loss(losses, global_batch_size=size) == 0.5
 
 
 @pytest.mark.parametrize(("size", "meetings"), [(None, 1), (7, 0)])
-def test_replicas_meet_only_where_the_total_is_asked_for(size: int | None, meetings: int) -> None:
+def test_replicas_meet_only_where_the_total_is_asked_for(
+    size: int | None, meetings: int
+) -> None:
     strategy = STRATEGIES[3]
     with count_traffic() as traffic:
-        strategy.run(lambda: compute_average_loss(torch.ones(2), global_batch_size=size))
+        strategy.run(
+            lambda: compute_average_loss(torch.ones(2), global_batch_size=size)
+        )
     assert traffic.meetings.total() == meetings
 
 
@@ -251,15 +330,25 @@ def test_a_lone_replica_meets_nobody() -> None:
 
 def test_replicas_that_do_not_all_ask_for_the_total_are_told_so() -> None:
     def step() -> None:
-        compute_average_loss(torch.ones(2), global_batch_size=2 if replica_id() else None)
+        compute_average_loss(
+            torch.ones(2), global_batch_size=2 if replica_id() else None
+        )
 
-    with pytest.raises(RuntimeError, match="replica 0 is at compute_average_loss, replica 1 has ended"):
+    with pytest.raises(
+        RuntimeError, match="replica 0 is at compute_average_loss, replica 1 has ended"
+    ):
         STRATEGIES[2].run(step)
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS, ids=str)
-@pytest.mark.parametrize("weights", [torch.zeros(7), torch.zeros(7, dtype=torch.bool)], ids=["numbers", "bools"])
-def test_where_nothing_counts_loss_and_gradient_are_zero(weights: torch.Tensor, reduction: ReduceOp) -> None:
+@pytest.mark.parametrize(
+    "weights",
+    [torch.zeros(7), torch.zeros(7, dtype=torch.bool)],
+    ids=["numbers", "bools"],
+)
+def test_where_nothing_counts_loss_and_gradient_are_zero(
+    weights: torch.Tensor, reduction: ReduceOp
+) -> None:
     strategy = STRATEGIES[3]
     model, _ = models(strategy)
     model.zero_grad()
@@ -269,8 +358,16 @@ def test_where_nothing_counts_loss_and_gradient_are_zero(weights: torch.Tensor, 
         loss.backward()
         return loss.detach()
 
-    losses = strategy.run(step, args=(deal(strategy, [*batch_of(7), weights]),), options=reduced(reduction))
-    assert [loss.item() for loss in strategy.experimental_local_results(losses)] == [0, 0, 0]
+    losses = strategy.run(
+        step,
+        args=(deal(strategy, [*batch_of(7), weights]),),
+        options=reduced(reduction),
+    )
+    assert [loss.item() for loss in strategy.experimental_local_results(losses)] == [
+        0,
+        0,
+        0,
+    ]
     assert all(not gradient.any() for gradient in gradients(model).values())
 
 
@@ -287,20 +384,26 @@ def test_a_batch_size_of_zero_is_a_loss_of_nothing() -> None:
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS, ids=str)
-def test_a_replica_that_was_made_to_run_without_rows_has_a_finite_loss(reduction: ReduceOp) -> None:
+def test_a_replica_that_was_made_to_run_without_rows_has_a_finite_loss(
+    reduction: ReduceOp,
+) -> None:
     strategy = STRATEGIES[4]
     options = RunOptions(run_empty_replicas=True, gradient_reduction=reduction)
     batch = [*batch_of(2), some(2)]
     model, _ = models(strategy)
     losses = strategy.run(
-        lambda b: compute_average_loss(squares(model, b), b[2]).detach(), args=(deal(strategy, batch),), options=options
+        lambda b: compute_average_loss(squares(model, b), b[2]).detach(),
+        args=(deal(strategy, batch),),
+        options=options,
     )
     assert len(losses.values) == 4
     assert all(loss.isfinite() for loss in losses.values)
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS, ids=str)
-def test_the_rows_of_a_replica_whose_gradient_is_dropped_do_not_count(reduction: ReduceOp) -> None:
+def test_the_rows_of_a_replica_whose_gradient_is_dropped_do_not_count(
+    reduction: ReduceOp,
+) -> None:
     batch = [*batch_of(6), some(6)]
     batch[2][2:4] = torch.nan  # not even as zero times themselves
 
@@ -311,7 +414,13 @@ def test_the_rows_of_a_replica_whose_gradient_is_dropped_do_not_count(reduction:
         x, y, w = (torch.cat([t[:2], t[4:]]) for t in b)
         return (w * squares(model, [x, y])).sum() / w.sum()
 
-    check(STRATEGIES[3], batch, step, plain, RunOptions(examples=[5, 0, 1], gradient_reduction=reduction))
+    check(
+        STRATEGIES[3],
+        batch,
+        step,
+        plain,
+        RunOptions(examples=[5, 0, 1], gradient_reduction=reduction),
+    )
 
 
 # What it returns
@@ -325,7 +434,9 @@ def test_outside_of_replicas_it_is_the_weighted_mean() -> None:
     assert compute_average_loss(losses, weights.tolist(), 5).item() == pytest.approx(
         (wanted * weights.sum() / 5).item()
     )
-    assert compute_average_loss(losses, 2).item() == pytest.approx(2 * losses.sum().item() / 4)
+    assert compute_average_loss(losses, 2).item() == pytest.approx(
+        2 * losses.sum().item() / 4
+    )
 
 
 def test_the_loss_to_report_is_the_reduction_of_losses_and_weights() -> None:
@@ -335,19 +446,33 @@ def test_the_loss_to_report_is_the_reduction_of_losses_and_weights() -> None:
 
         def step(b: Any, model: nn.Module = model) -> Any:
             losses = squares(model, b)
-            return (losses * b[2]).detach(), b[2], compute_average_loss(losses, b[2]).detach()
+            return (
+                (losses * b[2]).detach(),
+                b[2],
+                compute_average_loss(losses, b[2]).detach(),
+            )
 
         dealt = deal(strategy, batch)
-        losses, weights, shares = strategy.run(step, args=(dealt,), options=reduced(ReduceOp.SUM))
+        losses, weights, shares = strategy.run(
+            step, args=(dealt,), options=reduced(ReduceOp.SUM)
+        )
         x, y, w = where_it_is(twin, batch)
         wanted = (squares(twin, [x, y]) * w).sum() / w.sum()
-        close(strategy.reduce("sum", losses, axis=0) / strategy.reduce("sum", weights, axis=0), wanted)
+        close(
+            strategy.reduce("sum", losses, axis=0)
+            / strategy.reduce("sum", weights, axis=0),
+            wanted,
+        )
         close(strategy.reduce("sum", shares, axis=None), wanted)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_losses_of_half_precision_are_added_up_in_single_precision(dtype: torch.dtype) -> None:
-    losses = torch.full((4096,), 60.0, dtype=dtype, requires_grad=True)  # their sum has no number in float16
+def test_losses_of_half_precision_are_added_up_in_single_precision(
+    dtype: torch.dtype,
+) -> None:
+    losses = torch.full(
+        (4096,), 60.0, dtype=dtype, requires_grad=True
+    )  # their sum has no number in float16
     loss = compute_average_loss(losses, torch.ones(4096, dtype=dtype))
     loss.backward()
     assert loss.dtype == losses.grad.dtype == dtype
@@ -362,9 +487,13 @@ def test_losses_that_are_counts_have_a_mean() -> None:
 
 def test_an_optimizer_with_a_closure_is_given_the_loss_of_the_whole_batch() -> None:
     def lbfgs(model: nn.Module) -> torch.optim.Optimizer:
-        return torch.optim.LBFGS(model.parameters(), max_iter=4, line_search_fn="strong_wolfe")
+        return torch.optim.LBFGS(
+            model.parameters(), max_iter=4, line_search_fn="strong_wolfe"
+        )
 
-    (model, ours), (twin, plain) = built(STRATEGIES[3], lambda: nn.Linear(3, 2, dtype=torch.float64), lbfgs)
+    (model, ours), (twin, plain) = built(
+        STRATEGIES[3], lambda: nn.Linear(3, 2, dtype=torch.float64), lbfgs
+    )
     batch = [*batch_of(7), some(7)]
 
     def step(m: nn.Module, o: Any, b: Any) -> None:
@@ -376,13 +505,17 @@ def test_an_optimizer_with_a_closure_is_given_the_loss_of_the_whole_batch() -> N
 
         o.step(closure)
 
-    STRATEGIES[3].run(lambda b: step(model, ours, b), args=(deal(STRATEGIES[3], batch),))
+    STRATEGIES[3].run(
+        lambda b: step(model, ours, b), args=(deal(STRATEGIES[3], batch),)
+    )
     step(twin, plain, where_it_is(twin, batch))
     assert_close(parameters(model), parameters(twin), "parameters", 1e-9)
 
 
 @pytest.mark.slow  # the first to import the compiler
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # which the compiler asks for
+@pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor that is not a leaf"
+)  # which the compiler asks for
 def test_a_compiled_loss_is_the_same_and_is_compiled_for_all_runs() -> None:
     graphs = []
 
@@ -391,7 +524,9 @@ def test_a_compiled_loss_is_the_same_and_is_compiled_for_all_runs() -> None:
         return graph.forward
 
     @functools.partial(torch.compile, backend=backend, dynamic=True)
-    def compiled(losses: torch.Tensor, weights: torch.Tensor, decay: torch.Tensor) -> torch.Tensor:
+    def compiled(
+        losses: torch.Tensor, weights: torch.Tensor, decay: torch.Tensor
+    ) -> torch.Tensor:
         mean = compute_average_loss(losses * 2, weights) / 2
         return mean + scale_regularization_loss(decay.square() * 3)
 
@@ -399,16 +534,24 @@ def test_a_compiled_loss_is_the_same_and_is_compiled_for_all_runs() -> None:
         return compiled(squares(model, b), b[2], model.weight)
 
     def plain(model: nn.Module, b: Any) -> torch.Tensor:
-        return (b[2] * squares(model, b)).sum() / b[2].sum() + 3 * model.weight.square().sum()
+        return (b[2] * squares(model, b)).sum() / b[
+            2
+        ].sum() + 3 * model.weight.square().sum()
 
     counts = []
     for k in range(4):
         check(STRATEGIES[3], [*batch_of(7 + k), some(7 + k)], step, plain)
         counts.append(len(graphs))
     assert counts[0] > 0
-    compiled_from = [node.meta.get("stack_trace", "") for graph in graphs for node in graph.graph.nodes]
+    compiled_from = [
+        node.meta.get("stack_trace", "")
+        for graph in graphs
+        for node in graph.graph.nodes
+    ]
     assert not any(torchstrategy.nn.__path__[0] in where for where in compiled_from)
-    assert counts[1] == counts[-1]  # a size of 1 and a size of more are two kinds to the compiler
+    assert (
+        counts[1] == counts[-1]
+    )  # a size of 1 and a size of more are two kinds to the compiler
 
 
 # Regularisation
@@ -416,12 +559,16 @@ def test_a_compiled_loss_is_the_same_and_is_compiled_for_all_runs() -> None:
 
 @pytest.mark.parametrize("reduction", REDUCTIONS, ids=str)
 @pytest.mark.parametrize("rows", [1, 7])
-def test_a_regularization_loss_counts_once(strategy: torchstrategy.Strategy, rows: int, reduction: ReduceOp) -> None:
+def test_a_regularization_loss_counts_once(
+    strategy: torchstrategy.Strategy, rows: int, reduction: ReduceOp
+) -> None:
     def decays(model: nn.Module) -> torch.Tensor:
         return torch.stack([p.square().sum() for p in model.parameters()])
 
     def step(model: nn.Module, b: Any) -> torch.Tensor:
-        return compute_average_loss(squares(model, b)) + 0.1 * scale_regularization_loss(decays(model))
+        return compute_average_loss(
+            squares(model, b)
+        ) + 0.1 * scale_regularization_loss(decays(model))
 
     def plain(model: nn.Module, b: Any) -> torch.Tensor:
         return squares(model, b).mean() + 0.1 * decays(model).sum()
@@ -431,50 +578,81 @@ def test_a_regularization_loss_counts_once(strategy: torchstrategy.Strategy, row
 
 @pytest.mark.parametrize("reduction", REDUCTIONS, ids=str)
 @pytest.mark.parametrize("examples", [[3, 1, 0], [1, 1, 1]], ids=str)
-def test_a_regularization_loss_counts_once_whatever_replicas_count(examples: list[int], reduction: ReduceOp) -> None:
+def test_a_regularization_loss_counts_once_whatever_replicas_count(
+    examples: list[int], reduction: ReduceOp
+) -> None:
     model, _ = models(STRATEGIES[3])
     model.zero_grad()
     options = RunOptions(examples=examples, gradient_reduction=reduction)
-    STRATEGIES[3].run(lambda: scale_regularization_loss(model.weight.abs()).backward(), options=options)
+    STRATEGIES[3].run(
+        lambda: scale_regularization_loss(model.weight.abs()).backward(),
+        options=options,
+    )
     close(model.weight.grad, model.weight.detach().sign(), rtol=1e-12, atol=0)
 
 
 def test_a_regularization_loss_may_be_a_number() -> None:
     assert scale_regularization_loss(3).item() == 3
     assert scale_regularization_loss(torch.tensor([1.0, 2.0])).item() == 3
-    in_replicas = STRATEGIES[2].run(lambda: scale_regularization_loss(3.0), options=reduced(ReduceOp.SUM))
+    in_replicas = STRATEGIES[2].run(
+        lambda: scale_regularization_loss(3.0), options=reduced(ReduceOp.SUM)
+    )
     assert [value.item() for value in in_replicas.values] == [1.5, 1.5]
 
 
 # What is refused
 
 
-def test_an_average_without_a_batch_size_is_refused_in_the_cross_replica_context() -> None:
+def test_an_average_without_a_batch_size_is_refused_in_the_cross_replica_context() -> (
+    None
+):
     strategy = STRATEGIES[2]
     message = r"^You are calling `{}` in cross-replica context, while it was expected to be called in replica context"
     losses = torch.ones(2)
     with strategy.scope():
         with pytest.raises(RuntimeError, match=message.format("compute_average_loss")):
             compute_average_loss(losses)
-        with pytest.raises(RuntimeError, match=message.format("scale_regularization_loss")):
+        with pytest.raises(
+            RuntimeError, match=message.format("scale_regularization_loss")
+        ):
             scale_regularization_loss(1.0)
-        assert compute_average_loss(losses, global_batch_size=4) == 0.5  # nobody has to be asked
+        assert (
+            compute_average_loss(losses, global_batch_size=4) == 0.5
+        )  # nobody has to be asked
     with pytest.raises(RuntimeError, match=message.format("compute_average_loss")):
-        strategy.run(lambda: context().merge_call(lambda strategy: compute_average_loss(losses)))
+        strategy.run(
+            lambda: context().merge_call(lambda strategy: compute_average_loss(losses))
+        )
     with torchstrategy.get_strategy().scope():
         assert compute_average_loss(losses) == scale_regularization_loss(1.0) == 1
 
 
 REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
-    "a scalar": (lambda: compute_average_loss(torch.tensor(1.0)), ValueError, r"is a scalar.*reduction=\"none\""),
+    "a scalar": (
+        lambda: compute_average_loss(torch.tensor(1.0)),
+        ValueError,
+        r"is a scalar.*reduction=\"none\"",
+    ),
     "no tensor": (
         lambda: compute_average_loss([1.0]),
         TypeError,
         r"^per_example_loss is a tensor of losses; got \[1\.0\], a list",
     ),
-    "complex losses": (lambda: compute_average_loss(torch.ones(2) * 1j), TypeError, r"a loss is a real number"),
-    "complex weights": (lambda: compute_average_loss(torch.ones(2), 1j), TypeError, r"a weight is a real number"),
-    "weights that are text": (lambda: compute_average_loss(torch.ones(2), "ab"), TypeError, r"^sample_weight .*'ab'"),
+    "complex losses": (
+        lambda: compute_average_loss(torch.ones(2) * 1j),
+        TypeError,
+        r"a loss is a real number",
+    ),
+    "complex weights": (
+        lambda: compute_average_loss(torch.ones(2), 1j),
+        TypeError,
+        r"a weight is a real number",
+    ),
+    "weights that are text": (
+        lambda: compute_average_loss(torch.ones(2), "ab"),
+        TypeError,
+        r"^sample_weight .*'ab'",
+    ),
     "weights of other rows": (
         lambda: compute_average_loss(torch.ones(2), torch.ones(3)),
         ValueError,
@@ -497,19 +675,37 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     ),
     **{
         f"a size of {size!r}": (
-            lambda size=size: compute_average_loss(torch.ones(2), global_batch_size=size),
+            lambda size=size: compute_average_loss(
+                torch.ones(2), global_batch_size=size
+            ),
             TypeError,
             r"^global_batch_size is an integer, or a tensor that holds one; got .*divide the weights by it",
         )
-        for size in (2.0, True, "2", [2], torch.tensor(2.0), torch.tensor([2]), torch.tensor(True))
+        for size in (
+            2.0,
+            True,
+            "2",
+            [2],
+            torch.tensor(2.0),
+            torch.tensor([2]),
+            torch.tensor(True),
+        )
     },
     "a negative size": (
         lambda: compute_average_loss(torch.ones(2), global_batch_size=-1),
         ValueError,
         r"^global_batch_size=-1 counts rows",
     ),
-    "no regularization": (lambda: scale_regularization_loss(None), TypeError, r"got None"),
-    "complex regularization": (lambda: scale_regularization_loss(torch.ones(1) * 1j), TypeError, r"real numbers"),
+    "no regularization": (
+        lambda: scale_regularization_loss(None),
+        TypeError,
+        r"got None",
+    ),
+    "complex regularization": (
+        lambda: scale_regularization_loss(torch.ones(1) * 1j),
+        TypeError,
+        r"real numbers",
+    ),
 }
 
 

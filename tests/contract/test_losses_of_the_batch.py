@@ -77,13 +77,17 @@ def plain_balance(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 
 def plain_info_nce(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy(outputs @ targets.T, torch.arange(len(outputs), device=outputs.device))
+    return F.cross_entropy(
+        outputs @ targets.T, torch.arange(len(outputs), device=outputs.device)
+    )
 
 
 def weighted(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     targets = targets.clamp(min=0)
     losses = F.cross_entropy(outputs, targets, reduction="none")
-    return torchstrategy.nn.compute_average_loss(losses, WEIGHTS.to(outputs.device)[targets])
+    return torchstrategy.nn.compute_average_loss(
+        losses, WEIGHTS.to(outputs.device)[targets]
+    )
 
 
 def ignoring(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -96,15 +100,25 @@ LOSSES: dict[str, tuple[Loss, Loss]] = {
     "rmse": (rmse, lambda outputs, targets: F.mse_loss(outputs, targets).sqrt()),
     "dice": (dice, plain_dice),
     "balance": (balance, plain_balance),
-    "info_nce": (lambda outputs, targets: plain_info_nce(*all_gather(outputs, targets)), plain_info_nce),
-    "class_weights": (weighted, lambda outputs, targets: F.cross_entropy(outputs, targets.clamp(min=0), WEIGHTS)),
+    "info_nce": (
+        lambda outputs, targets: plain_info_nce(*all_gather(outputs, targets)),
+        plain_info_nce,
+    ),
+    "class_weights": (
+        weighted,
+        lambda outputs, targets: F.cross_entropy(
+            outputs, targets.clamp(min=0), WEIGHTS
+        ),
+    ),
     "ignore_index": (ignoring, F.cross_entropy),
 }
 
 
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("rows", [9, 5, 2])
-def test_the_line_in_the_docs_is_plain_pytorch(strategy: torchstrategy.Strategy, name: str, rows: int) -> None:
+def test_the_line_in_the_docs_is_plain_pytorch(
+    strategy: torchstrategy.Strategy, name: str, rows: int
+) -> None:
     """Replicas with different numbers of rows, and none: a loss over the rows of each is off by up to a half."""
     loss, plain = LOSSES[name]
     twin = nn.Linear(3, 4, dtype=F64)
@@ -115,7 +129,10 @@ def test_the_line_in_the_docs_is_plain_pytorch(strategy: torchstrategy.Strategy,
     classes = torch.tensor([0, 3, -100, 1, 1, -100, -100, 2, 3])[:rows]
     targets = classes if name in ("class_weights", "ignore_index") else marks
 
-    strategy.run(lambda batch: loss(model(batch[0]), batch[1]).backward(), args=(deal(strategy, (inputs, targets)),))
+    strategy.run(
+        lambda batch: loss(model(batch[0]), batch[1]).backward(),
+        args=(deal(strategy, (inputs, targets)),),
+    )
     plain(twin(inputs), targets).backward()
     for mine, theirs in zip(model.parameters(), twin.parameters(), strict=True):
         assert mine.grad is not None
@@ -131,7 +148,9 @@ def compiled(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return loss
 
 
-_compiled = torch.compile(lambda outputs, targets: F.cross_entropy(outputs, targets), backend="aot_eager")
+_compiled = torch.compile(
+    lambda outputs, targets: F.cross_entropy(outputs, targets), backend="aot_eager"
+)
 
 
 def weights(outputs: torch.Tensor) -> torch.Tensor:
@@ -147,7 +166,9 @@ def smoothed(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 
 def with_a_mean_over_rows(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy(outputs, targets) + 0.1 * outputs.logsumexp(1).square().mean()
+    return (
+        F.cross_entropy(outputs, targets) + 0.1 * outputs.logsumexp(1).square().mean()
+    )
 
 
 def hinge(outputs: torch.Tensor, marks: torch.Tensor) -> torch.Tensor:
@@ -169,16 +190,24 @@ def of(*losses: Loss, has_classes: bool = False) -> Kind:
 KINDS = {
     "a mean over rows": of(F.mse_loss, F.binary_cross_entropy_with_logits, hinge),
     "a mean over tokens": of(
-        lambda outputs, targets: masked(outputs, (targets[:, None] % 2 == 0).to(outputs)),
+        lambda outputs, targets: masked(
+            outputs, (targets[:, None] % 2 == 0).to(outputs)
+        ),
         F.cross_entropy,
         lambda outputs, targets: F.cross_entropy(outputs, targets, weights(outputs)),
-        lambda outputs, targets: F.cross_entropy(outputs, targets, reduction="none")[targets != -100].mean(),
+        lambda outputs, targets: F.cross_entropy(outputs, targets, reduction="none")[
+            targets != -100
+        ].mean(),
         has_classes=True,
     ),
     "a sum of such means": of(smoothed, with_a_mean_over_rows, has_classes=True),
-    "a sum over rows": of(lambda outputs, marks: F.mse_loss(outputs, marks, reduction="sum")),
+    "a sum over rows": of(
+        lambda outputs, marks: F.mse_loss(outputs, marks, reduction="sum")
+    ),
     "compiled": of(compiled, Fused.apply, has_classes=True),
-    "a function of a mean": Kind([LOSSES[name] for name in ("rmse", "dice", "info_nce")]),
+    "a function of a mean": Kind(
+        [LOSSES[name] for name in ("rmse", "dice", "info_nce")]
+    ),
 }
 
 
@@ -198,7 +227,9 @@ WRITTEN = {
 def table() -> dict[str, str]:
     """Of each kind of loss, what to write."""
     text = (Path(__file__).resolve().parents[2] / "docs" / "features.md").read_text()
-    lines = text.partition("| the loss is | for example | write |\n|---|---|---|\n")[2].partition("\n\n")[0]
+    lines = text.partition("| the loss is | for example | write |\n|---|---|---|\n")[
+        2
+    ].partition("\n\n")[0]
     rows = [re.split(r" *\| *", line.strip("| ")) for line in lines.splitlines()]
     return {row[0]: row[2] for row in rows}
 
@@ -213,10 +244,14 @@ def test_every_row_of_the_table_is_run() -> None:
     assert all(sum(said.startswith(kind) for said in table()) == 1 for kind in KINDS)
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # torch's own, as it compiles
+@pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor:UserWarning"
+)  # torch's own, as it compiles
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("rows", [9, 5, 2])
-def test_a_row_of_the_table_is_plain_pytorch(strategy: torchstrategy.Strategy, kind: str, rows: int) -> None:
+def test_a_row_of_the_table_is_plain_pytorch(
+    strategy: torchstrategy.Strategy, kind: str, rows: int
+) -> None:
     generator = torch.Generator().manual_seed(rows)
     inputs = torch.rand(rows, 3, dtype=F64, generator=generator)
     marks = torch.rand(rows, 4, dtype=F64, generator=generator).round()
@@ -228,11 +263,15 @@ def test_a_row_of_the_table_is_plain_pytorch(strategy: torchstrategy.Strategy, k
         model = strategy.distribute_module(copy.deepcopy(twin))
         batch = deal(strategy, (inputs, targets))
         strategy.run(
-            lambda batch, loss=loss, model=model: loss(model(batch[0]), batch[1]).backward(),
+            lambda batch, loss=loss, model=model: loss(
+                model(batch[0]), batch[1]
+            ).backward(),
             args=(batch,),
             options=written_for(kind),
         )
         plain(twin(inputs), targets).backward()
         for mine, theirs in zip(model.parameters(), twin.parameters(), strict=True):
             assert mine.grad is not None and theirs.grad is not None
-            torch.testing.assert_close(mine.grad.cpu(), theirs.grad, rtol=1e-10, atol=1e-13)
+            torch.testing.assert_close(
+                mine.grad.cpu(), theirs.grad, rtol=1e-10, atol=1e-13
+            )

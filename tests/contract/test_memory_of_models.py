@@ -67,7 +67,9 @@ def _fail(strategy: Any, model: Any, optimizer: Any) -> None:
 
 def _evaluate(strategy: Any, model: Any, optimizer: Any) -> None:
     with torch.no_grad():
-        strategy.gather(strategy.run(lambda b: model(b[0]), args=(deal(strategy, data(5)),)), axis=0)
+        strategy.gather(
+            strategy.run(lambda b: model(b[0]), args=(deal(strategy, data(5)),)), axis=0
+        )
     with torch.inference_mode():
         strategy.run(lambda b: model(b[0]), args=(deal(strategy, data(5)),))
 
@@ -112,7 +114,9 @@ def _kept(references: list[weakref.ref[Any]]) -> list[Any]:
     return [thing for reference in references if (thing := reference()) is not None]
 
 
-@pytest.mark.parametrize("life", LIVES, ids=[life.__name__.strip("_") for life in LIVES])
+@pytest.mark.parametrize(
+    "life", LIVES, ids=[life.__name__.strip("_") for life in LIVES]
+)
 @pytest.mark.parametrize("keeps_strategy", [True, False])
 def test_the_memory_of_a_model_is_free_at_its_end(make, life, keeps_strategy):
     """What has the gradients of all replicas and the parameters of each held one another, and the user's with them."""
@@ -142,7 +146,9 @@ def test_the_memory_of_a_data_parallel_is_free_at_its_end(has_hooks):
             model(data(5)[0].to(devices[0])).sum().backward()
         with torch.no_grad():
             model(data(5)[0].to(devices[0]))
-        return [weakref.ref(thing) for thing in (*model.parameters(), model.module, model)]
+        return [
+            weakref.ref(thing) for thing in (*model.parameters(), model.module, model)
+        ]
 
     trial()
     assert _kept(trial()) == []
@@ -160,7 +166,9 @@ def _left_behind(call: Callable[[], Any]) -> list[str]:
     return [repr(thing)[:200] for thing in gc.garbage]
 
 
-@pytest.mark.parametrize("life", [_train, _clip, _evaluate, _hooks], ids=lambda life: life.__name__)
+@pytest.mark.parametrize(
+    "life", [_train, _clip, _evaluate, _hooks], ids=lambda life: life.__name__
+)
 def test_a_step_leaves_no_cycle_behind(make, life):
     """Containers were walked by functions that refer to themselves."""
     strategy = make(2)
@@ -180,7 +188,10 @@ def test_the_values_of_a_step_leave_no_cycle_behind(make):
     def values() -> None:
         context = torchstrategy.get_replica_context
         batch = deal(strategy, {"x": data(5)[0], "y": [data(5)[1], (data(5)[1], 3)]})
-        results = strategy.run(lambda b: {"x": b["x"], "sum": context().all_reduce("sum", b["x"].sum())}, args=(batch,))
+        results = strategy.run(
+            lambda b: {"x": b["x"], "sum": context().all_reduce("sum", b["x"].sum())},
+            args=(batch,),
+        )
         strategy.gather(results["x"], axis=0)
         strategy.reduce("sum", results["sum"], axis=None)
         strategy.experimental_local_results(results)
@@ -208,5 +219,7 @@ def test_an_output_that_a_module_no_longer_keeps_is_not_held(make):
     dropped = weakref.ref(layer.weight)
     strategy.run(lambda: layer(torch.ones(1, 2)).sum())
     assert dropped() is None
-    torch.utils.swap_tensors(layer.weight_orig, nn.Parameter(torch.ones(2, 2), requires_grad=False))
+    torch.utils.swap_tensors(
+        layer.weight_orig, nn.Parameter(torch.ones(2, 2), requires_grad=False)
+    )
     assert layer.weight_orig.sum() == 4

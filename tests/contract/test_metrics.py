@@ -30,16 +30,28 @@ STRATEGIES: dict[str, Callable[[], torchstrategy.Strategy]] = {
 ROWS = (7, 5, 2, 6)
 _generator = torch.Generator().manual_seed(0)
 SCORES = [
-    (torch.randn(n, 3, generator=_generator).softmax(1), torch.randint(3, (n,), generator=_generator)) for n in ROWS
+    (
+        torch.randn(n, 3, generator=_generator).softmax(1),
+        torch.randint(3, (n,), generator=_generator),
+    )
+    for n in ROWS
 ]
-PAIRS = [(torch.randn(n, generator=_generator), torch.randn(n, generator=_generator)) for n in ROWS]
+PAIRS = [
+    (torch.randn(n, generator=_generator), torch.randn(n, generator=_generator))
+    for n in ROWS
+]
 VALUES = [(torch.randn(n, generator=_generator),) for n in ROWS]
 
 METRICS: dict[str, tuple[Callable[[], Any], list[Any]]] = {
     "accuracy": (lambda: classification.MulticlassAccuracy(3), SCORES),
     "auroc": (lambda: classification.MulticlassAUROC(3), SCORES),
     "confusion": (lambda: classification.MulticlassConfusionMatrix(3), SCORES),
-    "classwise": (lambda: wrappers.ClasswiseWrapper(classification.MulticlassAccuracy(3, average=None)), SCORES),
+    "classwise": (
+        lambda: wrappers.ClasswiseWrapper(
+            classification.MulticlassAccuracy(3, average=None)
+        ),
+        SCORES,
+    ),
     "collection": (
         lambda: torchmetrics.MetricCollection(
             {
@@ -53,7 +65,10 @@ METRICS: dict[str, tuple[Callable[[], Any], list[Any]]] = {
     "mean": (torchmetrics.MeanMetric, VALUES),
     "max": (torchmetrics.MaxMetric, VALUES),
     "cat": (torchmetrics.CatMetric, VALUES),
-    "sum_and_min": (lambda: torchmetrics.SumMetric() + torchmetrics.MinMetric(), VALUES),
+    "sum_and_min": (
+        lambda: torchmetrics.SumMetric() + torchmetrics.MinMetric(),
+        VALUES,
+    ),
     "mse": (torchmetrics.MeanSquaredError, PAIRS),
     "explained_variance": (torchmetrics.ExplainedVariance, PAIRS),
 }
@@ -69,7 +84,9 @@ class Running(torchmetrics.Metric):
         self.add_state("mean", torch.tensor(0.0), dist_reduce_fx="mean")
 
     def update(self, values: torch.Tensor) -> None:
-        self.mean: torch.Tensor = self.mean + (values.mean() - self.mean) / self._update_count
+        self.mean: torch.Tensor = (
+            self.mean + (values.mean() - self.mean) / self._update_count
+        )
 
     def compute(self) -> torch.Tensor:
         return self.mean
@@ -104,7 +121,9 @@ def test_the_examples_of_the_page_run() -> None:
 
 
 @pytest.mark.parametrize("name", METRICS)
-def test_a_metric_is_that_of_one_device(strategy: torchstrategy.Strategy, name: str) -> None:
+def test_a_metric_is_that_of_one_device(
+    strategy: torchstrategy.Strategy, name: str
+) -> None:
     build, batches = METRICS[name]
     metric, plain = created(strategy, build), build()
     for _ in range(2):
@@ -117,7 +136,9 @@ def test_a_metric_is_that_of_one_device(strategy: torchstrategy.Strategy, name: 
 
 
 @pytest.mark.parametrize("name", ["accuracy", "auroc", "collection", "cat"])
-def test_a_metric_that_a_replica_computes_is_that_of_all_replicas(strategy: torchstrategy.Strategy, name: str) -> None:
+def test_a_metric_that_a_replica_computes_is_that_of_all_replicas(
+    strategy: torchstrategy.Strategy, name: str
+) -> None:
     build, batches = METRICS[name]
     metric, plain = created(strategy, build), build()
 
@@ -127,15 +148,21 @@ def test_a_metric_that_a_replica_computes_is_that_of_all_replicas(strategy: torc
 
     for batch in batches:
         plain.update(*batch)
-        for seen in strategy.experimental_local_results(strategy.run(step, args=deal(strategy, batch))):
+        for seen in strategy.experimental_local_results(
+            strategy.run(step, args=deal(strategy, batch))
+        ):
             assert_same(seen, plain.compute())
     assert_same(metric.compute(), plain.compute())
 
 
-def test_a_metric_that_a_replica_calls_returns_that_of_its_own_rows(several: torchstrategy.Strategy) -> None:
+def test_a_metric_that_a_replica_calls_returns_that_of_its_own_rows(
+    several: torchstrategy.Strategy,
+) -> None:
     metric = created(several, torchmetrics.MeanMetric)
     values = torch.arange(6.0)
-    seen = several.experimental_local_results(several.run(metric, args=(deal(several, values),)))
+    seen = several.experimental_local_results(
+        several.run(metric, args=(deal(several, values),))
+    )
     assert [value.item() for value in seen] == [0.5, 2.5, 4.5]
     assert metric.compute().item() == 2.5
 
@@ -143,18 +170,26 @@ def test_a_metric_that_a_replica_calls_returns_that_of_its_own_rows(several: tor
 def test_a_mean_over_updates_weighs_them_alike(several: torchstrategy.Strategy) -> None:
     metric = created(several, Running)
     for start in (0.0, 30.0):
-        update(several, metric, (start + torch.tensor([0.0, 1.0, 2.0, 3.0, 9.0]),))  # two rows, two, and one
+        update(
+            several, metric, (start + torch.tensor([0.0, 1.0, 2.0, 3.0, 9.0]),)
+        )  # two rows, two, and one
     assert metric.compute().item() == pytest.approx(18.0)
 
 
-def test_a_collection_has_what_a_loop_outside_of_runs_has_made_of_it(several: torchstrategy.Strategy) -> None:
+def test_a_collection_has_what_a_loop_outside_of_runs_has_made_of_it(
+    several: torchstrategy.Strategy,
+) -> None:
     build, batches = METRICS["collection"]
     metric, plain = created(several, build), build()
-    for index, batch in enumerate(batches):  # metrics that share states do so from the first update outside on
+    for index, batch in enumerate(
+        batches
+    ):  # metrics that share states do so from the first update outside on
         if index % 2:
             update(several, metric, batch)
         else:
-            metric.update(*(tensor.to(metric["accuracy"].tp.device) for tensor in batch))
+            metric.update(
+                *(tensor.to(metric["accuracy"].tp.device) for tensor in batch)
+            )
         plain.update(*batch)
         assert_same(metric.compute(), plain.compute())
 
@@ -174,7 +209,9 @@ def test_a_run_that_fails_counts_nothing(several: torchstrategy.Strategy) -> Non
     assert_same(metric.metric_state, before[0])
     assert metric.update_count == before[1]
     update(several, metric, VALUES[1])
-    assert_same(metric.compute().sort()[0], torch.cat([VALUES[0][0], VALUES[1][0]]).sort()[0])
+    assert_same(
+        metric.compute().sort()[0], torch.cat([VALUES[0][0], VALUES[1][0]]).sort()[0]
+    )
 
 
 def test_a_replica_may_reset_what_all_reset(several: torchstrategy.Strategy) -> None:
@@ -191,18 +228,30 @@ def test_a_replica_may_reset_what_all_reset(several: torchstrategy.Strategy) -> 
     assert metric.sum_value.item() == 0.0
 
 
-def test_states_that_do_not_become_one_are_refused(several: torchstrategy.Strategy) -> None:
-    metric, plain = created(several, torchmetrics.PearsonCorrCoef), torchmetrics.PearsonCorrCoef()
-    with pytest.raises(RuntimeError, match=r"PearsonCorrCoef was updated in several replicas.*dist_reduce_fx=None"):
+def test_states_that_do_not_become_one_are_refused(
+    several: torchstrategy.Strategy,
+) -> None:
+    metric, plain = (
+        created(several, torchmetrics.PearsonCorrCoef),
+        torchmetrics.PearsonCorrCoef(),
+    )
+    with pytest.raises(
+        RuntimeError,
+        match=r"PearsonCorrCoef was updated in several replicas.*dist_reduce_fx=None",
+    ):
         update(several, metric, PAIRS[0])
     for batch in (pair for pair in PAIRS if len(pair[0]) > 2):  # as the message says
-        gathered = several.gather(several.run(lambda *pair: pair, args=deal(several, batch)), axis=0)
+        gathered = several.gather(
+            several.run(lambda *pair: pair, args=deal(several, batch)), axis=0
+        )
         metric.update(*gathered)
         plain.update(*batch)
     assert_same(metric.compute(), plain.compute())
 
 
-def test_what_was_counted_is_dropped_with_a_reset(several: torchstrategy.Strategy) -> None:
+def test_what_was_counted_is_dropped_with_a_reset(
+    several: torchstrategy.Strategy,
+) -> None:
     metric = created(several, torchmetrics.CatMetric)
     for batch in VALUES[:2]:
         update(several, metric, batch)
@@ -215,7 +264,9 @@ def test_what_was_counted_is_dropped_with_a_reset(several: torchstrategy.Strateg
     assert_same(metric.compute(), VALUES[2][0])
 
 
-def test_the_copies_are_not_made_anew_for_what_was_counted(several: torchstrategy.Strategy) -> None:
+def test_the_copies_are_not_made_anew_for_what_was_counted(
+    several: torchstrategy.Strategy,
+) -> None:
     metric = created(several, torchmetrics.CatMetric)
     copies = []
 
@@ -228,7 +279,9 @@ def test_the_copies_are_not_made_anew_for_what_was_counted(several: torchstrateg
     assert len({id(own) for own in copies}) == several.num_replicas_in_sync > 1
 
 
-def test_a_metric_is_on_the_devices_of_its_replicas(several: torchstrategy.Strategy) -> None:
+def test_a_metric_is_on_the_devices_of_its_replicas(
+    several: torchstrategy.Strategy,
+) -> None:
     metric = created(several, torchmetrics.SumMetric)
     seen = several.run(lambda: metric.sum_value.device)
     expected = [SIMULATED[r] if SIMULATED else torch.device("cpu") for r in range(3)]

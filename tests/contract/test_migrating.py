@@ -29,7 +29,9 @@ def drop_in(module: nn.Module, replicas: int = 3) -> torchstrategy.DataParallel:
 
 @pytest.mark.parametrize("rows", [6, 5])
 @pytest.mark.parametrize("aggregation", ["mean", "only_first_replica"])
-def test_running_statistics_are_those_of_all_replicas_or_as_before_of_the_first(aggregation: str, rows: int) -> None:
+def test_running_statistics_are_those_of_all_replicas_or_as_before_of_the_first(
+    aggregation: str, rows: int
+) -> None:
     strategy = central(2, buffer_aggregation=aggregation)
     norm = strategy.distribute_module(nn.BatchNorm1d(3, dtype=torch.float64))
     x, _ = data(rows)
@@ -37,7 +39,10 @@ def test_running_statistics_are_those_of_all_replicas_or_as_before_of_the_first(
     pieces = x.chunk(2) if aggregation == "mean" else x.chunk(2)[:1]
     shares = [len(piece) / sum(map(len, pieces)) for piece in pieces]
     mean, variance = (
-        sum(share * statistic(piece) for share, piece in zip(shares, pieces, strict=True))
+        sum(
+            share * statistic(piece)
+            for share, piece in zip(shares, pieces, strict=True)
+        )
         for statistic in (lambda piece: piece.mean(0), lambda piece: piece.var(0))
     )
     close(norm.running_mean, 0.1 * mean)
@@ -47,8 +52,13 @@ def test_running_statistics_are_those_of_all_replicas_or_as_before_of_the_first(
 
 @pytest.mark.parametrize("aggregation", ["sum", "MEAN", None, 1, ["mean"]], ids=str)
 def test_an_aggregation_of_buffers_that_is_none_is_refused(aggregation: Any) -> None:
-    with pytest.raises(ValueError, match=r"buffer_aggregation=.* is neither 'mean' nor 'only_first_replica'"):
-        torchstrategy.CentralStorageStrategy(["cpu", "cpu"], buffer_aggregation=aggregation)
+    with pytest.raises(
+        ValueError,
+        match=r"buffer_aggregation=.* is neither 'mean' nor 'only_first_replica'",
+    ):
+        torchstrategy.CentralStorageStrategy(
+            ["cpu", "cpu"], buffer_aggregation=aggregation
+        )
 
 
 # What a script may still have in it
@@ -76,12 +86,20 @@ def in_data_parallel(module: Callable[[], nn.Module]) -> Callable[[], object]:
     ("module", "name"),
     [
         (lambda: nn.DataParallel(nn.Linear(2, 2)), "DataParallel"),
-        (lambda: nn.Sequential(nn.Tanh(), nn.DataParallel(nn.Linear(2, 2))), r"Sequential\.1"),
+        (
+            lambda: nn.Sequential(nn.Tanh(), nn.DataParallel(nn.Linear(2, 2))),
+            r"Sequential\.1",
+        ),
     ],
     ids=["whole", "part"],
 )
-def test_a_data_parallel_of_torchs_in_a_model_is_refused_by_name(given_to: Any, module: Any, name: str) -> None:
-    with pytest.raises(TypeError, match=rf"^{name} is a torch.nn.DataParallel.* Use the module that it wraps"):
+def test_a_data_parallel_of_torchs_in_a_model_is_refused_by_name(
+    given_to: Any, module: Any, name: str
+) -> None:
+    with pytest.raises(
+        TypeError,
+        match=rf"^{name} is a torch.nn.DataParallel.* Use the module that it wraps",
+    ):
         given_to(module)()
 
 
@@ -95,23 +113,38 @@ def test_in_a_step_a_type_of_device_means_that_of_the_replica() -> None:
         return rows.device
 
     devices = strategy.experimental_local_results(strategy.run(step))
-    assert [device.index for device in devices] == [device.index for device in compute_devices(3)]
+    assert [device.index for device in devices] == [
+        device.index for device in compute_devices(3)
+    ]
 
 
 # Few rows, and keyword arguments
 
 
-@given(rows=st.integers(0, 9), replicas=st.integers(1, 4), names=st.sets(st.sampled_from("abc")))
-def test_keyword_arguments_are_given_to_those_who_have_rows(rows: int, replicas: int, names: set[str]) -> None:
+@given(
+    rows=st.integers(0, 9),
+    replicas=st.integers(1, 4),
+    names=st.sets(st.sampled_from("abc")),
+)
+def test_keyword_arguments_are_given_to_those_who_have_rows(
+    rows: int, replicas: int, names: set[str]
+) -> None:
     class Sum(nn.Module):
-        def forward(self, x: torch.Tensor, factor: float = 1.0, **terms: torch.Tensor) -> torch.Tensor:
+        def forward(
+            self, x: torch.Tensor, factor: float = 1.0, **terms: torch.Tensor
+        ) -> torch.Tensor:
             assert not rows or len(x) > 0
             return factor * sum(terms.values(), x)
 
     x, _ = data(rows)
     terms = {name: x * (index + 2) for index, name in enumerate(sorted(names))}
-    close(drop_in(Sum(), replicas)(x, factor=2.0, **terms), Sum()(x, factor=2.0, **terms))
-    close(drop_in(Sum(), replicas)(x=x, factor=2.0, **terms), Sum()(x, factor=2.0, **terms))
+    close(
+        drop_in(Sum(), replicas)(x, factor=2.0, **terms), Sum()(x, factor=2.0, **terms)
+    )
+    close(
+        drop_in(Sum(), replicas)(x=x, factor=2.0, **terms),
+        Sum()(x, factor=2.0, **terms),
+    )
 
 
 # What a replica sees, and what it costs
@@ -136,7 +169,9 @@ def test_a_training_goes_on_from_a_checkpoint_of_data_parallel() -> None:
     plain = mlp()
     optimizer = sgd(plain)
     take_step(plain, optimizer, 0)
-    state, weights = copy.deepcopy((optimizer.state_dict(), nn.ModuleDict({"module": plain}).state_dict()))
+    state, weights = copy.deepcopy(
+        (optimizer.state_dict(), nn.ModuleDict({"module": plain}).state_dict())
+    )
 
     model = drop_in(mlp())
     model.load_state_dict(weights)
@@ -160,10 +195,14 @@ def test_a_training_goes_on_from_a_checkpoint_of_data_parallel() -> None:
 
 def take_step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
     device = next(model.parameters()).device
-    take_step_with(model, optimizer, *(tensor.to(device) for tensor in data(7, seed=seed)))
+    take_step_with(
+        model, optimizer, *(tensor.to(device) for tensor in data(7, seed=seed))
+    )
 
 
-def take_step_with(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor, y: torch.Tensor) -> None:
+def take_step_with(
+    model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor, y: torch.Tensor
+) -> None:
     optimizer.zero_grad()
     nn.functional.mse_loss(model(x), y).backward()
     optimizer.step()

@@ -21,16 +21,24 @@ F64: dict[str, Any] = {"dtype": torch.float64}
 
 def net() -> nn.Module:
     return nn.Sequential(
-        nn.Linear(3, 8, **F64), nn.BatchNorm1d(8, **F64), nn.Dropout(0.3), nn.Tanh(), nn.Linear(8, 2, **F64)
+        nn.Linear(3, 8, **F64),
+        nn.BatchNorm1d(8, **F64),
+        nn.Dropout(0.3),
+        nn.Tanh(),
+        nn.Linear(8, 2, **F64),
     )
 
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adam": lambda p: torch.optim.Adam(p, lr=0.01, amsgrad=True),
     "adam_one_by_one": lambda p: torch.optim.Adam(p, lr=0.01, foreach=False),
-    "adam_of_a_tensor_rate": lambda p: torch.optim.Adam(p, lr=torch.tensor(0.01), foreach=False),
+    "adam_of_a_tensor_rate": lambda p: torch.optim.Adam(
+        p, lr=torch.tensor(0.01), foreach=False
+    ),
     "adamw": lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.3, maximize=True),
-    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1),
+    "sgd": lambda p: torch.optim.SGD(
+        p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1
+    ),
     "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01, centered=True, momentum=0.5),
     "adadelta": lambda p: torch.optim.Adadelta(p),
     "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1),
@@ -59,7 +67,9 @@ SENT = {
 }
 
 
-def made(new: Any, replicas: int = 3, strategy: Any = None) -> tuple[torchstrategy.Strategy, Any, Any]:
+def made(
+    new: Any, replicas: int = 3, strategy: Any = None
+) -> tuple[torchstrategy.Strategy, Any, Any]:
     strategy = strategy or mirrored_with_copies(replicas)
     torch.manual_seed(0)
     with strategy.scope():
@@ -80,14 +90,18 @@ def test_all_replicas_stay_equal_bit_by_bit(name: str, inside: bool) -> None:
             optimizer.step()
 
     for k in range(4):
-        strategy.run(step, args=(deal(strategy, data((8, 6)[k % 2], seed=k)),))  # of 6 rows, one has none
+        strategy.run(
+            step, args=(deal(strategy, data((8, 6)[k % 2], seed=k)),)
+        )  # of 6 rows, one has none
         if not inside:
             optimizer.step()
     assert_replicas_agree(strategy, model, optimizer)
 
 
 @pytest.mark.slow
-def test_fifty_steps_with_dropout_and_adam_leave_all_replicas_equal_bit_by_bit() -> None:
+def test_fifty_steps_with_dropout_and_adam_leave_all_replicas_equal_bit_by_bit() -> (
+    None
+):
     strategy, model, optimizer = made(OPTIMIZERS["adam"], 4)
     scheduler = lr_scheduler.CosineAnnealingLR(optimizer, 50)
 
@@ -110,7 +124,11 @@ def test_each_replica_has_parameters_and_state_of_its_own() -> None:
         mse(model, batch).backward()
         optimizer.step()
         weight = model[0].weight
-        return weight.data_ptr(), optimizer.state[weight]["exp_avg"].data_ptr(), weight.device == batch[0].device
+        return (
+            weight.data_ptr(),
+            optimizer.state[weight]["exp_avg"].data_ptr(),
+            weight.device == batch[0].device,
+        )
 
     weights, averages, are_here = strategy.run(step, args=(deal(strategy, data(9)),))
     for pointers in (weights, averages):
@@ -140,27 +158,41 @@ def test_no_parameter_is_sent_when_all_update_their_own(inside: bool) -> None:
     with torch.no_grad():
         model[0].weight.mul_(2)
     strategy.run(lambda: None)
-    assert sum(p._version != b for p, b in zip(_copies(strategy, model), before, strict=True)) == 1
+    assert (
+        sum(
+            p._version != b
+            for p, b in zip(_copies(strategy, model), before, strict=True)
+        )
+        == 1
+    )
 
 
 def _copies(strategy: torchstrategy.Strategy, model: nn.Module) -> list[torch.Tensor]:
     """The parameters of replica 1."""
     found: list[torch.Tensor] = []
-    strategy.run(lambda: found.extend(model.parameters()) if replica_id() == 1 else None)
+    strategy.run(
+        lambda: found.extend(model.parameters()) if replica_id() == 1 else None
+    )
     return found
 
 
 CHANGES: dict[str, Callable[[Any, Any], None]] = {
     "a rate": lambda model, optimizer: optimizer.param_groups[0].update(lr=0.5),
     "a weight": lambda model, optimizer: nn.init.ones_(model[0].weight),
-    "the state in place": lambda model, optimizer: optimizer.state[model[0].weight]["exp_avg"].mul_(2),
+    "the state in place": lambda model, optimizer: optimizer.state[model[0].weight][
+        "exp_avg"
+    ].mul_(2),
     "the state of all": lambda model, optimizer: optimizer.state.clear(),
     "both, loaded": lambda model, optimizer: (
-        model.load_state_dict({name: value * 0.5 for name, value in model.state_dict().items()}),
+        model.load_state_dict(
+            {name: value * 0.5 for name, value in model.state_dict().items()}
+        ),
         optimizer.load_state_dict(optimizer.state_dict()),
     ),
     "a step outside": lambda model, optimizer: optimizer.step(),
-    "a group": lambda model, optimizer: optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(2))]}),
+    "a group": lambda model, optimizer: optimizer.add_param_group(
+        {"params": [torch.nn.Parameter(torch.ones(2))]}
+    ),
     "frozen": lambda model, optimizer: model[4].requires_grad_(False),
     "another layer": lambda model, optimizer: model.__setitem__(3, nn.ReLU()),
 }
@@ -168,7 +200,9 @@ CHANGES: dict[str, Callable[[Any, Any], None]] = {
 
 @pytest.mark.parametrize("what", CHANGES)
 @pytest.mark.parametrize("inside", [True, False], ids=["inside", "outside"])
-def test_what_is_changed_between_steps_reaches_all_replicas(what: str, inside: bool) -> None:
+def test_what_is_changed_between_steps_reaches_all_replicas(
+    what: str, inside: bool
+) -> None:
     (strategy, model, optimizer), (other, twin, theirs) = (
         made(OPTIMIZERS["adam"]),
         made(OPTIMIZERS["adam"], 3, central(3)),
@@ -196,7 +230,9 @@ def test_what_is_changed_between_steps_reaches_all_replicas(what: str, inside: b
             if not inside:
                 its.step()
         assert_replicas_agree(strategy, model, optimizer)
-    for mine, wanted in zip(model.state_dict().values(), twin.state_dict().values(), strict=True):
+    for mine, wanted in zip(
+        model.state_dict().values(), twin.state_dict().values(), strict=True
+    ):
         close(mine, wanted)
 
 
@@ -206,7 +242,9 @@ def test_a_scaler_that_skips_a_step_skips_it_in_all_replicas() -> None:
 
     def step(batch: Any, is_bad: bool) -> None:
         optimizer.zero_grad()
-        loss = mse(model, batch) * (float("inf") if is_bad and replica_id() == 1 else 1.0)
+        loss = mse(model, batch) * (
+            float("inf") if is_bad and replica_id() == 1 else 1.0
+        )
         scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update()
@@ -214,7 +252,9 @@ def test_a_scaler_that_skips_a_step_skips_it_in_all_replicas() -> None:
     for is_bad in (False, True, False):
         strategy.run(step, args=(deal(strategy, data(9)), is_bad))
         assert_replicas_agree(strategy, model, optimizer)
-    assert scaler.get_scale() == 2.0 and int(optimizer.state[model[0].weight]["step"]) == 2
+    assert (
+        scaler.get_scale() == 2.0 and int(optimizer.state[model[0].weight]["step"]) == 2
+    )
 
 
 def test_a_step_that_fails_leaves_all_replicas_as_they_were() -> None:
@@ -231,7 +271,9 @@ def test_a_step_that_fails_leaves_all_replicas_as_they_were() -> None:
     before = [p.detach().clone() for p in model.parameters()]
     with pytest.raises(KeyError, match="broken"):
         strategy.run(step, args=(batch, True))
-    assert all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
+    assert all(
+        torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True)
+    )
     strategy.run(step, args=(batch, False))
     assert_replicas_agree(strategy, model, optimizer)
 
@@ -257,7 +299,9 @@ def test_what_is_sent_is_gradients_and_no_parameters() -> None:
         strategy.run(step, args=(batch,))
     size = sum(p.numel() * p.element_size() for p in model.parameters())
     buffers = sum(b.numel() * b.element_size() for b in model.buffers())
-    assert size * 4 <= traffic.bytes <= size * 4 + 8 * buffers + 64  # to the first replica, and back to two others
+    assert (
+        size * 4 <= traffic.bytes <= size * 4 + 8 * buffers + 64
+    )  # to the first replica, and back to two others
 
 
 # ---- how gradients get to all replicas
@@ -270,7 +314,9 @@ class _Counting(torchstrategy.CrossDeviceOps):
         super().__init__()
         self.reduced = 0
 
-    def reduce_implementation(self, reduce_op: Any, per_replica_value: Any, destinations: Any, options: Any) -> Any:
+    def reduce_implementation(
+        self, reduce_op: Any, per_replica_value: Any, destinations: Any, options: Any
+    ) -> Any:
         self.reduced += 1
         total = sum(value.cpu() for value in per_replica_value.values)
         if reduce_op is torchstrategy.ReduceOp.MEAN:
@@ -292,7 +338,8 @@ def test_gradients_go_the_way_that_one_says(name: str, inside: bool) -> None:
     ops = OPS[name]()
     devices = compute_devices(3)
     strategy, model, optimizer = made(
-        OPTIMIZERS["adam"], strategy=torchstrategy.MirroredStrategy(devices, cross_device_ops=ops)
+        OPTIMIZERS["adam"],
+        strategy=torchstrategy.MirroredStrategy(devices, cross_device_ops=ops),
     )
     other, twin, theirs = made(OPTIMIZERS["adam"], strategy=central(3))
 
@@ -325,13 +372,18 @@ def test_gradients_go_the_way_that_one_says(name: str, inside: bool) -> None:
         assert_replicas_agree(strategy, model, optimizer)
         for mine, wanted in zip(model.parameters(), twin.parameters(), strict=True):
             close(mine.grad, wanted.grad)
-    for mine, wanted in zip(model.state_dict().values(), twin.state_dict().values(), strict=True):
+    for mine, wanted in zip(
+        model.state_dict().values(), twin.state_dict().values(), strict=True
+    ):
         close(mine, wanted)
     assert name != "users own" or ops.reduced > 0
 
 
 def test_what_cannot_bring_gradients_together_is_refused() -> None:
-    with pytest.raises(TypeError, match=r"cross_device_ops is a torchstrategy\.CrossDeviceOps or None; got 'nccl'"):
+    with pytest.raises(
+        TypeError,
+        match=r"cross_device_ops is a torchstrategy\.CrossDeviceOps or None; got 'nccl'",
+    ):
         torchstrategy.MirroredStrategy(["cpu", "cpu"], "nccl")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="NCCL"):
         torchstrategy.MirroredStrategy(["cpu", "cpu"], torchstrategy.NcclAllReduce())

@@ -22,7 +22,11 @@ from torchstrategy._base.context import is_accelerator, using_device
 @pytest.fixture(autouse=True)
 def where_replica_0_is(request: pytest.FixtureRequest) -> Iterator[None]:
     """The caller draws from the generators that replica 0 draws from."""
-    (strategy,) = [request.getfixturevalue(name) for name in STRATEGIES if name in request.fixturenames] or [None]
+    (strategy,) = [
+        request.getfixturevalue(name)
+        for name in STRATEGIES
+        if name in request.fixturenames
+    ] or [None]
     with using_device(strategy and strategy.extended._device_of(0)):
         yield
 
@@ -33,7 +37,9 @@ STRATEGIES = ("strategy", "several", "in_one_place")
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Dropout(0.5), nn.Linear(16, 2))
+        self.layers = nn.Sequential(
+            nn.Linear(6, 16), nn.Tanh(), nn.Dropout(0.5), nn.Linear(16, 2)
+        )
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         return self.layers(inputs)
@@ -73,7 +79,11 @@ def draws(count: int = 4) -> list[float]:
 def random_state() -> tuple[torch.Tensor, ...]:
     """That of the CPU, and of the accelerator in use: what a checkpoint holds."""
     device = torch.get_default_device()
-    here = [torch.get_device_module(device).get_rng_state(device)] if is_accelerator(device) else []
+    here = (
+        [torch.get_device_module(device).get_rng_state(device)]
+        if is_accelerator(device)
+        else []
+    )
     return (torch.get_rng_state(), *here)
 
 
@@ -95,7 +105,9 @@ class Training:
         self.strategy = strategy
         with strategy.scope():
             self.model = Net()
-            self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
+            self.optimizer = torch.optim.SGD(
+                self.model.parameters(), lr=0.1, momentum=0.9
+            )
         self.pieces = in_pieces(strategy, torch.randn(12, 6))
 
     def step(self, piece: torch.Tensor) -> torch.Tensor:
@@ -106,11 +118,19 @@ class Training:
         return loss.detach()
 
     def steps(self, count: int) -> list[float]:
-        losses = [self.strategy.run(self.step, args=(self.pieces,)) for _ in range(count)]
-        return [loss.item() for each in losses for loss in self.strategy.experimental_local_results(each)]
+        losses = [
+            self.strategy.run(self.step, args=(self.pieces,)) for _ in range(count)
+        ]
+        return [
+            loss.item()
+            for each in losses
+            for loss in self.strategy.experimental_local_results(each)
+        ]
 
     def weights(self) -> list[torch.Tensor]:
-        return [parameter.detach().cpu().clone() for parameter in self.model.parameters()]
+        return [
+            parameter.detach().cpu().clone() for parameter in self.model.parameters()
+        ]
 
 
 # The same seed
@@ -129,12 +149,16 @@ def test_fifty_of_fifty_trainings_are_bit_identical_under_the_same_seed() -> Non
     for _ in range(50):
         other_losses, other_weights, other_state = trained()
         equal_weights = all(map(torch.equal, weights, other_weights))
-        same_so_far += losses == other_losses and equal_weights and same(state, other_state)
+        same_so_far += (
+            losses == other_losses and equal_weights and same(state, other_state)
+        )
     assert same_so_far == 50
     assert len(set(losses)) == len(losses)
 
 
-def test_a_strategy_draws_the_same_numbers_however_often_it_has_run(several: torchstrategy.Strategy) -> None:
+def test_a_strategy_draws_the_same_numbers_however_often_it_has_run(
+    several: torchstrategy.Strategy,
+) -> None:
     torch.manual_seed(3)
     expected = [in_each(several, draws) for _ in range(3)]
     torch.manual_seed(3)
@@ -144,7 +168,9 @@ def test_a_strategy_draws_the_same_numbers_however_often_it_has_run(several: tor
     assert [in_each(other, draws) for _ in range(3)] == expected
 
 
-def test_another_seed_gives_every_replica_other_numbers(several: torchstrategy.Strategy) -> None:
+def test_another_seed_gives_every_replica_other_numbers(
+    several: torchstrategy.Strategy,
+) -> None:
     torch.manual_seed(3)
     some = in_each(several, draws)
     torch.manual_seed(4)
@@ -155,10 +181,16 @@ def test_another_seed_gives_every_replica_other_numbers(several: torchstrategy.S
 # Which numbers
 
 
-def test_no_two_replicas_and_no_two_runs_draw_the_same(several: torchstrategy.Strategy) -> None:
+def test_no_two_replicas_and_no_two_runs_draw_the_same(
+    several: torchstrategy.Strategy,
+) -> None:
     with several.scope():
         dropout = nn.Dropout(0.5)
-    masks = [mask for _ in range(5) for mask in in_each(several, lambda: tuple(dropout(torch.ones(64)).tolist()))]
+    masks = [
+        mask
+        for _ in range(5)
+        for mask in in_each(several, lambda: tuple(dropout(torch.ones(64)).tolist()))
+    ]
     assert len(set(masks)) == len(masks) == 5 * several.num_replicas_in_sync
 
 
@@ -168,7 +200,9 @@ def test_a_run_inside_a_merge_function_draws_numbers_that_no_other_replica_draws
     inner: list[list[float]] = []
 
     def step() -> list[float]:
-        torchstrategy.get_replica_context().merge_call(lambda strategy: inner.extend(in_each(strategy, draws)))
+        torchstrategy.get_replica_context().merge_call(
+            lambda strategy: inner.extend(in_each(strategy, draws))
+        )
         return draws()
 
     outer = in_each(several, step)
@@ -177,7 +211,9 @@ def test_a_run_inside_a_merge_function_draws_numbers_that_no_other_replica_draws
 
 
 @pytest.mark.parametrize("strategy", ALONE, indirect=True)
-def test_one_replica_draws_what_plain_torch_draws(strategy: torchstrategy.Strategy) -> None:
+def test_one_replica_draws_what_plain_torch_draws(
+    strategy: torchstrategy.Strategy,
+) -> None:
     torch.manual_seed(5)
     training = Training(strategy)
     losses = training.steps(3)
@@ -199,9 +235,16 @@ def test_one_replica_draws_what_plain_torch_draws(strategy: torchstrategy.Strate
     assert same(state, random_state())
 
 
-def test_replica_0_draws_what_plain_torch_draws(several: torchstrategy.Strategy) -> None:
+def test_replica_0_draws_what_plain_torch_draws(
+    several: torchstrategy.Strategy,
+) -> None:
     def step() -> list[Any]:
-        return [draws(3), torch.randn(5).tolist(), torch.randperm(7).tolist(), F.dropout(torch.ones(9)).tolist()]
+        return [
+            draws(3),
+            torch.randn(5).tolist(),
+            torch.randperm(7).tolist(),
+            F.dropout(torch.ones(9)).tolist(),
+        ]
 
     torch.manual_seed(6)
     first, *_ = in_each(several, step)
@@ -209,7 +252,9 @@ def test_replica_0_draws_what_plain_torch_draws(several: torchstrategy.Strategy)
     assert first == step()
 
 
-def test_the_callers_generator_goes_on_where_replica_0_stopped(several: torchstrategy.Strategy) -> None:
+def test_the_callers_generator_goes_on_where_replica_0_stopped(
+    several: torchstrategy.Strategy,
+) -> None:
     def step() -> None:
         draws(replica() + 1)
         meet()
@@ -224,14 +269,18 @@ def test_the_callers_generator_goes_on_where_replica_0_stopped(several: torchstr
     assert after == draws()
 
 
-def test_a_run_that_draws_nothing_leaves_the_generator_alone(strategy: torchstrategy.Strategy) -> None:
+def test_a_run_that_draws_nothing_leaves_the_generator_alone(
+    strategy: torchstrategy.Strategy,
+) -> None:
     before = random_state()
     strategy.run(lambda: torch.ones(3).sum())
     strategy.run(meet)
     assert same(random_state(), before)
 
 
-def test_numbers_that_replica_0_does_not_draw_are_others_in_the_next_run(several: torchstrategy.Strategy) -> None:
+def test_numbers_that_replica_0_does_not_draw_are_others_in_the_next_run(
+    several: torchstrategy.Strategy,
+) -> None:
     # A replica's seed is made of the caller's state. Where only another replica drew, this state stayed as it was, and
     # the other replica drew the same noise in every step.
     def step() -> list[float]:
@@ -245,7 +294,9 @@ def test_numbers_that_replica_0_does_not_draw_are_others_in_the_next_run(several
     assert in_each(several, step) == first
 
 
-def test_half_of_a_pair_of_normal_numbers_is_not_lost_between_replicas(several: torchstrategy.Strategy) -> None:
+def test_half_of_a_pair_of_normal_numbers_is_not_lost_between_replicas(
+    several: torchstrategy.Strategy,
+) -> None:
     # A generator makes normal numbers in pairs and keeps the second one: it is a part of the state of a stream.
     def step() -> list[float]:
         numbers = [torch.empty(1, dtype=torch.float64).normal_().item()]
@@ -256,14 +307,21 @@ def test_half_of_a_pair_of_normal_numbers_is_not_lost_between_replicas(several: 
     torch.manual_seed(8)
     with_meeting = in_each(several, step)
     torch.manual_seed(8)
-    at_once = in_each(several, lambda: [torch.empty(1, dtype=torch.float64).normal_().item() for _ in range(2)])
+    at_once = in_each(
+        several,
+        lambda: [
+            torch.empty(1, dtype=torch.float64).normal_().item() for _ in range(2)
+        ],
+    )
     assert with_meeting == at_once
 
 
 # Checkpoints
 
 
-def test_torchs_own_random_state_is_enough_to_resume(strategy: torchstrategy.Strategy) -> None:
+def test_torchs_own_random_state_is_enough_to_resume(
+    strategy: torchstrategy.Strategy,
+) -> None:
     training = Training(strategy)
     training.steps(2)
     file = io.BytesIO()
@@ -272,7 +330,11 @@ def test_torchs_own_random_state_is_enough_to_resume(strategy: torchstrategy.Str
     expected = training.steps(3), training.weights()
 
     torch.manual_seed(99)
-    resumed = Training(copy.deepcopy(strategy) if strategy is not torchstrategy.get_strategy() else strategy)
+    resumed = Training(
+        copy.deepcopy(strategy)
+        if strategy is not torchstrategy.get_strategy()
+        else strategy
+    )
     resumed.pieces = training.pieces
     resumed.steps(1)
     file.seek(0)
@@ -285,9 +347,13 @@ def test_torchs_own_random_state_is_enough_to_resume(strategy: torchstrategy.Str
     assert all(map(torch.equal, resumed.weights(), expected[1]))
 
 
-def test_fork_rng_around_a_run_takes_back_all_that_it_drew(strategy: torchstrategy.Strategy) -> None:
+def test_fork_rng_around_a_run_takes_back_all_that_it_drew(
+    strategy: torchstrategy.Strategy,
+) -> None:
     kind = SIMULATED[0].type if SIMULATED else "cuda"
-    with torch.random.fork_rng([device.index for device in SIMULATED], device_type=kind):
+    with torch.random.fork_rng(
+        [device.index for device in SIMULATED], device_type=kind
+    ):
         first = in_each(strategy, draws)
     assert in_each(strategy, draws) == first
 
@@ -295,8 +361,12 @@ def test_fork_rng_around_a_run_takes_back_all_that_it_drew(strategy: torchstrate
 # Meetings
 
 
-@pytest.mark.parametrize("how", ["all_reduce", "merge_call", "optimizer", "gradient", "backward"])
-def test_a_meeting_in_the_middle_of_drawing_does_not_mix_streams(several: torchstrategy.Strategy, how: str) -> None:
+@pytest.mark.parametrize(
+    "how", ["all_reduce", "merge_call", "optimizer", "gradient", "backward"]
+)
+def test_a_meeting_in_the_middle_of_drawing_does_not_mix_streams(
+    several: torchstrategy.Strategy, how: str
+) -> None:
     training = Training(several)
 
     def drawing(meets: bool) -> Callable[[], list[float]]:
@@ -327,12 +397,16 @@ def test_a_meeting_in_the_middle_of_drawing_does_not_mix_streams(several: torchs
     assert same(random_state(), state)
 
 
-def test_a_merge_function_draws_from_the_callers_stream(several: torchstrategy.Strategy) -> None:
+def test_a_merge_function_draws_from_the_callers_stream(
+    several: torchstrategy.Strategy,
+) -> None:
     merged: list[list[float]] = []
 
     def step() -> list[float]:
         numbers = draws()
-        torchstrategy.get_replica_context().merge_call(lambda strategy: merged.append(draws()))
+        torchstrategy.get_replica_context().merge_call(
+            lambda strategy: merged.append(draws())
+        )
         return numbers + draws()
 
     torch.manual_seed(10)
@@ -348,7 +422,9 @@ def test_a_merge_function_draws_from_the_callers_stream(several: torchstrategy.S
 
     torch.manual_seed(10)
     without = in_each(several, lambda: draws() + draws())
-    assert others == without[1:], "what a merge function draws is no other replica's business"
+    assert others == without[1:], (
+        "what a merge function draws is no other replica's business"
+    )
 
 
 def test_a_merge_function_draws_from_the_callers_stream_also_on_another_replicas_device(
@@ -358,18 +434,26 @@ def test_a_merge_function_draws_from_the_callers_stream_also_on_another_replicas
 
     def step() -> None:
         draws()
-        torchstrategy.get_replica_context().merge_call(lambda _: merged.append(torch.rand(4, device=device).tolist()))
+        torchstrategy.get_replica_context().merge_call(
+            lambda _: merged.append(torch.rand(4, device=device).tolist())
+        )
 
     torch.manual_seed(19)
     for _ in range(2):
         several.run(step)
     torch.manual_seed(19)
-    assert merged == [(draws(), torch.rand(4, device=device).tolist())[1] for _ in range(2)]
+    assert merged == [
+        (draws(), torch.rand(4, device=device).tolist())[1] for _ in range(2)
+    ]
 
 
-def test_what_a_merge_function_seeds_holds_for_the_caller(several: torchstrategy.Strategy) -> None:
+def test_what_a_merge_function_seeds_holds_for_the_caller(
+    several: torchstrategy.Strategy,
+) -> None:
     def step() -> list[float]:
-        torchstrategy.get_replica_context().merge_call(lambda strategy: torch.manual_seed(11))
+        torchstrategy.get_replica_context().merge_call(
+            lambda strategy: torch.manual_seed(11)
+        )
         return draws()
 
     first, *others = in_each(several, step)
@@ -380,7 +464,9 @@ def test_what_a_merge_function_seeds_holds_for_the_caller(several: torchstrategy
     assert first not in others
 
 
-def test_a_step_that_seeds_draws_what_it_asked_for(in_one_place: torchstrategy.Strategy) -> None:
+def test_a_step_that_seeds_draws_what_it_asked_for(
+    in_one_place: torchstrategy.Strategy,
+) -> None:
     # Not on several devices: torch.manual_seed seeds those on which other replicas run at the same time.
     def step() -> list[float]:
         torch.manual_seed(100 + replica())
@@ -397,7 +483,9 @@ def test_a_step_that_seeds_draws_what_it_asked_for(in_one_place: torchstrategy.S
     assert after == draws()
 
 
-def test_a_generator_of_the_steps_own_is_its_own(in_one_place: torchstrategy.Strategy) -> None:
+def test_a_generator_of_the_steps_own_is_its_own(
+    in_one_place: torchstrategy.Strategy,
+) -> None:
     generator = torch.Generator(torch.get_default_device()).manual_seed(12)
     before = random_state()
     found = in_each(in_one_place, lambda: torch.rand(2, generator=generator).tolist())
@@ -410,7 +498,9 @@ def test_a_generator_of_the_steps_own_is_its_own(in_one_place: torchstrategy.Str
 
 
 @pytest.mark.parametrize("who", ["first", "last"])
-@pytest.mark.parametrize("meets", [False, True], ids=["before a meeting", "after a meeting"])
+@pytest.mark.parametrize(
+    "meets", [False, True], ids=["before a meeting", "after a meeting"]
+)
 def test_after_a_failure_the_caller_goes_on_where_replica_0_stopped(
     several: torchstrategy.Strategy, who: str, meets: bool
 ) -> None:
@@ -465,7 +555,9 @@ def test_a_stopped_replica_draws_nothing_from_the_caller(
     assert after == draws()
 
 
-def test_a_failure_does_not_change_what_the_next_runs_draw(several: torchstrategy.Strategy) -> None:
+def test_a_failure_does_not_change_what_the_next_runs_draw(
+    several: torchstrategy.Strategy,
+) -> None:
     def fails() -> None:
         draws()
         if replica() == several.num_replicas_in_sync - 1:
@@ -483,7 +575,9 @@ def test_a_failure_does_not_change_what_the_next_runs_draw(several: torchstrateg
 # Around runs
 
 
-def test_weights_made_in_a_scope_are_those_that_plain_torch_makes(strategy: torchstrategy.Strategy) -> None:
+def test_weights_made_in_a_scope_are_those_that_plain_torch_makes(
+    strategy: torchstrategy.Strategy,
+) -> None:
     torch.manual_seed(16)
     with strategy.scope():
         model = Net()
@@ -494,7 +588,9 @@ def test_weights_made_in_a_scope_are_those_that_plain_torch_makes(strategy: torc
     assert after == draws()
 
 
-def test_making_the_replicas_copies_draws_nothing(strategy: torchstrategy.Strategy) -> None:
+def test_making_the_replicas_copies_draws_nothing(
+    strategy: torchstrategy.Strategy,
+) -> None:
     with strategy.scope():
         model = Net()
     before = random_state()
@@ -502,7 +598,9 @@ def test_making_the_replicas_copies_draws_nothing(strategy: torchstrategy.Strate
     assert same(random_state(), before)
 
 
-def test_a_module_made_in_a_step_is_made_of_that_replicas_numbers(several: torchstrategy.Strategy) -> None:
+def test_a_module_made_in_a_step_is_made_of_that_replicas_numbers(
+    several: torchstrategy.Strategy,
+) -> None:
     torch.manual_seed(17)
     first, *others = in_each(several, lambda: nn.Linear(2, 2).weight.detach().tolist())
     torch.manual_seed(17)
@@ -549,11 +647,15 @@ def test_a_generator_of_the_cpu_draws_on_the_cpu_as_in_torch(
     for _ in range(3):
         batch = next(iter(strategy.experimental_distribute_dataset([x])))
         outputs = strategy.run(lambda rows: model(rows).detach(), args=(batch,))
-        torch.testing.assert_close(strategy.gather(outputs, axis=0).cpu(), plain.cpu()(x).detach())
+        torch.testing.assert_close(
+            strategy.gather(outputs, axis=0).cpu(), plain.cpu()(x).detach()
+        )
 
 
 @needs_simulated_devices
-def test_torchs_refusal_of_another_device_comes_with_what_the_default_device_is() -> None:
+def test_torchs_refusal_of_another_device_comes_with_what_the_default_device_is() -> (
+    None
+):
     strategy = central(2)
     device = strategy.extended.worker_devices[0]
     mask = torch.ones(3, device="cpu")
@@ -562,7 +664,9 @@ def test_torchs_refusal_of_another_device_comes_with_what_the_default_device_is(
         return torch.zeros(3) + mask
 
     def draws() -> torch.Tensor:
-        return torch.rand(3, generator=torch.Generator("cpu"), device=torch.get_default_device())
+        return torch.rand(
+            3, generator=torch.Generator("cpu"), device=torch.get_default_device()
+        )
 
     for step in (mixes, draws):
         with pytest.raises(RuntimeError) as caught:

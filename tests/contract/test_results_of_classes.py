@@ -56,7 +56,10 @@ def run(strategy: Strategy, make: Any) -> Any:
 
 
 def test_a_dataclass_is_gathered_field_by_field(strategy: Strategy) -> None:
-    found, _ = run(strategy, lambda x: Output(x + 0, x * 2, hidden=[x, x + 1], extra={"deep": x - 1}))
+    found, _ = run(
+        strategy,
+        lambda x: Output(x + 0, x * 2, hidden=[x, x + 1], extra={"deep": x - 1}),
+    )
     gathered = strategy.gather(found, axis=0)
     assert type(gathered) is Output
     assert gathered.loss.tolist() == list(range(7))
@@ -71,7 +74,9 @@ def test_a_dataclass_is_reduced_field_by_field(strategy: Strategy) -> None:
     found, batch = run(strategy, lambda x: Output(x.mean(), x.sum()))
     reduced = strategy.reduce("mean", found, axis=None, weights=batch)
     assert reduced.loss.item() == 3.0
-    assert strategy.reduce("mean", found, axis=None).loss.item() == pytest.approx(11 / 3)
+    assert strategy.reduce("mean", found, axis=None).loss.item() == pytest.approx(
+        11 / 3
+    )
     assert reduced.name == "net" and reduced.extra is None and reduced.hidden == []
     rows, _ = run(strategy, lambda x: Frozen(x))
     assert strategy.reduce("mean", rows, axis=0).scores.item() == 3.0
@@ -81,7 +86,11 @@ def test_a_dataclass_is_reduced_field_by_field(strategy: Strategy) -> None:
 def test_a_named_tuple_and_a_mapping_stay_of_their_class(strategy: Strategy) -> None:
     pair, _ = run(strategy, lambda x: Pair(x.mean().reshape(1), x))
     gathered = strategy.gather(pair, axis=0)
-    assert type(gathered) is Pair and gathered.loss.tolist() == [1, 4, 6] and gathered.scores.tolist() == list(range(7))
+    assert (
+        type(gathered) is Pair
+        and gathered.loss.tolist() == [1, 4, 6]
+        and gathered.scores.tolist() == list(range(7))
+    )
     output, _ = run(strategy, lambda x: ModelOutput(loss=x.mean()))
     reduced = strategy.reduce("mean", output, axis=None)
     assert type(reduced) is ModelOutput and reduced.loss.item() == pytest.approx(11 / 3)
@@ -104,15 +113,18 @@ def test_dataclasses_in_a_list_are_gathered_field_by_field(strategy: Strategy) -
         (lambda x: (x, [x, x.mean()]), r"value\[1\]\[1\]"),
         (lambda x: Output(x.mean(), x), r"value\.loss"),
         (lambda x: Output(x, x, hidden=[x.sum()]), r"value\.hidden\[0\]"),
-        (lambda x: {"out": [Output(x, x, extra={"n": x.sum()})]}, r"value\['out'\]\[0\]\.extra\['n'\]"),
+        (
+            lambda x: {"out": [Output(x, x, extra={"n": x.sum()})]},
+            r"value\['out'\]\[0\]\.extra\['n'\]",
+        ),
         (lambda x: Pair(x.mean(), x), r"value\.loss"),
     ],
 )
-def test_a_scalar_among_tensors_is_named_by_its_path(strategy: Strategy, make: Any, path: str) -> None:
+def test_a_scalar_among_tensors_is_named_by_its_path(
+    strategy: Strategy, make: Any, path: str
+) -> None:
     found, _ = run(strategy, make)
-    sentence = (
-        rf'^{path}: Scalars cannot be gathered: .* unsqueeze\(0\) .* strategy\.reduce\("mean", value, axis=None\)'
-    )
+    sentence = rf'^{path}: Scalars cannot be gathered: .* unsqueeze\(0\) .* strategy\.reduce\("mean", value, axis=None\)'
     with pytest.raises(ValueError, match=sentence):
         strategy.gather(found, axis=0)
 
@@ -125,13 +137,17 @@ def test_a_scalar_alone_has_no_path(strategy: Strategy) -> None:
 
 def test_what_has_no_numbers_is_named(strategy: Strategy) -> None:
     found, _ = run(strategy, lambda x: {"loss": x.mean(), "texts": str(x)})
-    with pytest.raises(TypeError, match=r"^value\['texts'\]: Only tensors, arrays and numbers"):
+    with pytest.raises(
+        TypeError, match=r"^value\['texts'\]: Only tensors, arrays and numbers"
+    ):
         strategy.reduce("mean", found, axis=None)
 
 
 def test_mappings_with_other_keys_are_refused(strategy: Strategy) -> None:
     found, _ = run(strategy, lambda x: ModelOutput({f"part{len(x)}": x}))
-    with pytest.raises(ValueError, match=r"the ModelOutput of each replica has other parts"):
+    with pytest.raises(
+        ValueError, match=r"the ModelOutput of each replica has other parts"
+    ):
         strategy.gather(found, axis=0)
 
 

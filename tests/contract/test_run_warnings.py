@@ -16,7 +16,10 @@ from topologies import compute_devices
 from torchstrategy.testing import count_traffic
 from warned_of import messages_of
 
-BUFFERS, PLAIN = torchstrategy.ReplicaBufferWarning, torchstrategy.UndistributedBatchWarning
+BUFFERS, PLAIN = (
+    torchstrategy.ReplicaBufferWarning,
+    torchstrategy.UndistributedBatchWarning,
+)
 
 
 # Buffers
@@ -60,7 +63,9 @@ def context() -> torchstrategy.ReplicaContext:
     return found
 
 
-@pytest.mark.parametrize(("make", "name"), [(Queue, "Queue.queue"), (Codebook, "Codebook.codes")])
+@pytest.mark.parametrize(
+    ("make", "name"), [(Queue, "Queue.queue"), (Codebook, "Codebook.codes")]
+)
 def test_a_buffer_of_which_replicas_lose_rows_is_warned_of_once(
     several: torchstrategy.Strategy, make: Callable[[], nn.Module], name: str
 ) -> None:
@@ -69,34 +74,46 @@ def test_a_buffer_of_which_replicas_lose_rows_is_warned_of_once(
         module = make()
 
     def run() -> None:
-        several.run(lambda batch: module(batch[0]).detach(), args=(deal(several, data(12)),))
+        several.run(
+            lambda batch: module(batch[0]).detach(), args=(deal(several, data(12)),)
+        )
 
     texts = messages_of(BUFFERS, lambda: [run() for _ in range(4)])
     assert [text.split()[2] for text in texts] == [name]
     assert "all_gather(rows, axis=0)" in texts[0]
     with several.scope():
-        other = make()  # copies are made anew, and the old buffer is not warned of again
+        other = (
+            make()
+        )  # copies are made anew, and the old buffer is not warned of again
     assert messages_of(BUFFERS, run) == []
     module = other
     assert len(messages_of(BUFFERS, run)) == 1
 
 
-def test_the_warning_of_a_buffer_is_at_the_users_line(in_one_place: torchstrategy.Strategy) -> None:
+def test_the_warning_of_a_buffer_is_at_the_users_line(
+    in_one_place: torchstrategy.Strategy,
+) -> None:
     with in_one_place.scope():
         queue = Queue()
     with pytest.warns(BUFFERS) as caught:
-        in_one_place.run(lambda batch: queue(batch[0]).detach(), args=(deal(in_one_place, data(8)),))
+        in_one_place.run(
+            lambda batch: queue(batch[0]).detach(), args=(deal(in_one_place, data(8)),)
+        )
     assert {warning.filename for warning in caught} == {__file__}
 
 
-def test_rows_that_are_gathered_are_those_of_plain_pytorch(several: torchstrategy.Strategy) -> None:
+def test_rows_that_are_gathered_are_those_of_plain_pytorch(
+    several: torchstrategy.Strategy,
+) -> None:
     with several.scope():
         queue = Queue(gathers=True)
     plain = Queue()
     plain.load_state_dict(queue.state_dict())
     for k in range(3):
         batch = data(7, seed=k)
-        several.run(lambda batch: queue(batch[0]).detach(), args=(deal(several, batch),))
+        several.run(
+            lambda batch: queue(batch[0]).detach(), args=(deal(several, batch),)
+        )
         plain(batch[0])
     torch.testing.assert_close(queue.queue.cpu(), plain.queue)
     assert int(queue.pointer) == int(plain.pointer) == 21
@@ -108,7 +125,9 @@ class Counters(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.norm = nn.BatchNorm1d(3, dtype=torch.float64)
-        self.spectral = nn.utils.parametrizations.spectral_norm(nn.Linear(3, 3, dtype=torch.float64))
+        self.spectral = nn.utils.parametrizations.spectral_norm(
+            nn.Linear(3, 3, dtype=torch.float64)
+        )
         self.register_buffer("steps", torch.zeros(()))
         self.register_buffer("running_mean", torch.zeros(()))
         self.register_buffer("of_the_first", torch.zeros(()))
@@ -126,22 +145,34 @@ class Counters(nn.Module):
 def test_other_buffers_are_not_warned_of(several: torchstrategy.Strategy) -> None:
     with several.scope():
         model = Counters()
-    assert messages_of(BUFFERS, lambda: [train_with(several, model, data(8, seed=k)) for k in range(3)]) == []
+    assert (
+        messages_of(
+            BUFFERS,
+            lambda: [train_with(several, model, data(8, seed=k)) for k in range(3)],
+        )
+        == []
+    )
 
 
 def train_with(strategy: torchstrategy.Strategy, model: nn.Module, batch: Any) -> None:
-    strategy.run(lambda batch: model(batch[0]).sum().backward(), args=(deal(strategy, batch),))
+    strategy.run(
+        lambda batch: model(batch[0]).sum().backward(), args=(deal(strategy, batch),)
+    )
 
 
 def test_statistics_of_the_first_replica_on_request_are_not_warned_of() -> None:
-    strategy = torchstrategy.CentralStorageStrategy(compute_devices(2), buffer_aggregation="only_first_replica")
+    strategy = torchstrategy.CentralStorageStrategy(
+        compute_devices(2), buffer_aggregation="only_first_replica"
+    )
     with strategy.scope():
         norm = nn.BatchNorm1d(3, dtype=torch.float64)
     assert messages_of(BUFFERS, lambda: train_with(strategy, norm, data(8))) == []
 
 
 def test_rows_that_data_parallel_loses_are_warned_of() -> None:
-    model = torchstrategy.DataParallel(Codebook().to(compute_devices(2)[0]), compute_devices(2))
+    model = torchstrategy.DataParallel(
+        Codebook().to(compute_devices(2)[0]), compute_devices(2)
+    )
     with pytest.warns(BUFFERS, match=r"Codebook\.codes") as caught:
         model(data(8)[0])
     assert caught[0].filename == __file__
@@ -196,7 +227,9 @@ def rows_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 @pytest.mark.parametrize("kind", BATCHES)
 @pytest.mark.parametrize("updates", [True, False])
-def test_a_plain_batch_is_warned_of_once(several: torchstrategy.Strategy, kind: str, updates: bool) -> None:
+def test_a_plain_batch_is_warned_of_once(
+    several: torchstrategy.Strategy, kind: str, updates: bool
+) -> None:
     """A batch of the loader that was not distributed was done by each replica, n times the work, silently."""
     model, optimizer = made(several)
 
@@ -207,15 +240,24 @@ def test_a_plain_batch_is_warned_of_once(several: torchstrategy.Strategy, kind: 
             optimizer.step()
 
     args, kwargs = BATCHES[kind]()
-    (text,) = messages_of(PLAIN, lambda: [several.run(step, args, kwargs) for _ in range(3)])
-    assert f"each of the {several.num_replicas_in_sync} replicas computed with all rows" in text
+    (text,) = messages_of(
+        PLAIN, lambda: [several.run(step, args, kwargs) for _ in range(3)]
+    )
+    assert (
+        f"each of the {several.num_replicas_in_sync} replicas computed with all rows"
+        in text
+    )
     assert "experimental_distribute_dataset(loader)" in text
 
 
-def test_the_warning_of_a_batch_is_at_the_users_line(in_one_place: torchstrategy.Strategy) -> None:
+def test_the_warning_of_a_batch_is_at_the_users_line(
+    in_one_place: torchstrategy.Strategy,
+) -> None:
     model, _ = made(in_one_place)
     with pytest.warns(PLAIN) as caught:
-        in_one_place.run(lambda batch: mse(model, here(batch)).backward(), args=(data(6),))
+        in_one_place.run(
+            lambda batch: mse(model, here(batch)).backward(), args=(data(6),)
+        )
     assert caught[0].filename == __file__
 
 
@@ -224,7 +266,9 @@ def test_other_plain_tensors_are_not_warned_of(several: torchstrategy.Strategy) 
     model, optimizer = made(several)
     batch, plain = deal(several, data(6)), data(6)
     mask, rate = torch.ones(2, dtype=torch.float64), torch.tensor(0.1)
-    ids = several.experimental_distribute_values_from_function(lambda c: c.replica_id_in_sync_group)
+    ids = several.experimental_distribute_values_from_function(
+        lambda c: c.replica_id_in_sync_group
+    )
 
     def train(batch: Any, *others: Any) -> None:
         mse(model, here(batch)).backward()
@@ -248,7 +292,17 @@ def test_other_plain_tensors_are_not_warned_of(several: torchstrategy.Strategy) 
     assert messages_of(PLAIN, calls) == []
 
 
-def test_a_lone_replica_may_have_a_plain_batch(strategy: torchstrategy.Strategy) -> None:
+def test_a_lone_replica_may_have_a_plain_batch(
+    strategy: torchstrategy.Strategy,
+) -> None:
     if strategy.num_replicas_in_sync == 1:
         model, _ = made(strategy)
-        assert messages_of(PLAIN, lambda: strategy.run(lambda b: mse(model, here(b)).backward(), args=(data(6),))) == []
+        assert (
+            messages_of(
+                PLAIN,
+                lambda: strategy.run(
+                    lambda b: mse(model, here(b)).backward(), args=(data(6),)
+                ),
+            )
+            == []
+        )

@@ -95,9 +95,15 @@ WAYS: dict[str, tuple[Callable[[torch.Tensor], Callable[[], Any]], str]] = {
     "queue": (by_queue, "recent[0]"),
     "default": (by_default, "a default argument"),
     "function": (by_function, "total"),
-    "partial": (lambda total: functools.partial(torch.Tensor.add_, total, 1), "an argument of functools.partial"),
+    "partial": (
+        lambda total: functools.partial(torch.Tensor.add_, total, 1),
+        "an argument of functools.partial",
+    ),
     "method": (lambda total: Meter(total).update, "self.total"),
-    "attribute": (lambda total: Meter(total.clone()).update_inside, "self.inner.sums['loss']"),
+    "attribute": (
+        lambda total: Meter(total.clone()).update_inside,
+        "self.inner.sums['loss']",
+    ),
     "callable": (lambda total: Meter(total), "note.total"),
     "data": (lambda total: lambda: total.data.add_(1), "total"),
     "numpy": (lambda total: lambda: total.numpy().__iadd__(1), "total"),
@@ -105,7 +111,9 @@ WAYS: dict[str, tuple[Callable[[torch.Tensor], Callable[[], Any]], str]] = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_tensor_that_several_replicas_write_is_warned_of_once(several: torchstrategy.Strategy, way: str) -> None:
+def test_a_tensor_that_several_replicas_write_is_warned_of_once(
+    several: torchstrategy.Strategy, way: str
+) -> None:
     """`total.add_(loss)` in n replicas adds n losses, and nothing said so."""
     total = torch.zeros(2)
     make, name = WAYS[way]
@@ -134,15 +142,24 @@ def test_each_tensor_is_warned_of(in_one_place: torchstrategy.Strategy) -> None:
     (first,) = warned(lambda: in_one_place.run(step))
     is_late[0] = True
     (second,) = warned(lambda: in_one_place.run(step))
-    assert ("`one`" in first, "`two`" in first, "`one`" in second, "`two`" in second) == (True, False, False, True)
+    assert (
+        "`one`" in first,
+        "`two`" in first,
+        "`one`" in second,
+        "`two`" in second,
+    ) == (True, False, False, True)
     new = torch.zeros(())
     (third,) = warned(lambda: in_one_place.run(lambda: new.add_(1)))
     assert "`new`" in third
 
 
-def test_a_plain_argument_is_one_for_all_replicas(several: torchstrategy.Strategy) -> None:
+def test_a_plain_argument_is_one_for_all_replicas(
+    several: torchstrategy.Strategy,
+) -> None:
     total = torch.zeros(())
-    (text,) = warned(lambda: several.run(lambda held: held.add_(1) and None, args=(total,)))
+    (text,) = warned(
+        lambda: several.run(lambda held: held.add_(1) and None, args=(total,))
+    )
     assert "`an argument`" in text
 
 
@@ -171,13 +188,18 @@ def averaging_model(strategy: torchstrategy.Strategy) -> tuple[nn.Module, Any]:
 
 
 @pytest.mark.parametrize("how", ["parameters", "buffers", "attributes"])
-def test_a_model_that_is_averaged_through_data_is_warned_of(several: torchstrategy.Strategy, how: str) -> None:
+def test_a_model_that_is_averaged_through_data_is_warned_of(
+    several: torchstrategy.Strategy, how: str
+) -> None:
     """Writes through `.data` count no version, so that an averaged model decayed n times in each step, silently."""
     model, optimizer = averaging_model(several)
     average = copy.deepcopy(model).cpu()
     if how != "parameters":
         holder = nn.Module()
-        shadow = {name.replace(".", "_"): p.detach().clone() for name, p in average.named_parameters()}
+        shadow = {
+            name.replace(".", "_"): p.detach().clone()
+            for name, p in average.named_parameters()
+        }
         if how == "buffers":
             for name, value in shadow.items():
                 holder.register_buffer(name, value)
@@ -196,7 +218,11 @@ def test_a_model_that_is_averaged_through_data_is_warned_of(several: torchstrate
 
     batch = deal(several, data(9))
     (text,) = warned(lambda: [several.run(step, args=(batch,)) for _ in range(3)])
-    path = {"parameters": "average.0.weight", "buffers": "average.0_weight", "attributes": "average.shadow['0_weight']"}
+    path = {
+        "parameters": "average.0.weight",
+        "buffers": "average.0_weight",
+        "attributes": "average.shadow['0_weight']",
+    }
     assert f"`{path[how]}`" in text
     assert "and 1 more" in text
 
@@ -218,7 +244,9 @@ def test_one_writer_is_not_warned_of(several: torchstrategy.Strategy) -> None:
     assert warned(lambda: [several.run(step) for _ in range(4)]) == []
 
 
-def test_merge_functions_and_hooks_of_updates_are_not_warned_of(several: torchstrategy.Strategy) -> None:
+def test_merge_functions_and_hooks_of_updates_are_not_warned_of(
+    several: torchstrategy.Strategy,
+) -> None:
     model, optimizer = averaging_model(several)
     merged, hooked = torch.zeros(()), torch.zeros(())
     average = copy.deepcopy(model)
@@ -244,9 +272,13 @@ def test_merge_functions_and_hooks_of_updates_are_not_warned_of(several: torchst
 def test_an_ordinary_step_is_not_warned_of(several: torchstrategy.Strategy) -> None:
     """It reads tensors, replaces attributes, writes buffers and gradients, and holds views of what others write."""
     with several.scope():
-        model = nn.Sequential(nn.Linear(3, 2, dtype=torch.float64), nn.BatchNorm1d(2, dtype=torch.float64))
+        model = nn.Sequential(
+            nn.Linear(3, 2, dtype=torch.float64), nn.BatchNorm1d(2, dtype=torch.float64)
+        )
         optimizer = torch.optim.Adam(model.parameters())
-        seen = torchstrategy.Variable(0.0, aggregation=torchstrategy.VariableAggregation.SUM)
+        seen = torchstrategy.Variable(
+            0.0, aggregation=torchstrategy.VariableAggregation.SUM
+        )
         held = {"weight": model[0].weight.data, "bias": model[0].bias.detach()}
         statistics = [model[1].running_mean, model[1].running_var]
     weights, history = torch.ones(2, dtype=torch.float64), []
@@ -282,14 +314,21 @@ def test_a_lone_replica_is_not_warned_of(strategy: torchstrategy.Strategy) -> No
         assert warned(lambda: strategy.run(lambda: total.add_(1) and None)) == []
 
 
-def test_a_replica_whose_rows_are_all_there_are_is_alone(several: torchstrategy.Strategy) -> None:
+def test_a_replica_whose_rows_are_all_there_are_is_alone(
+    several: torchstrategy.Strategy,
+) -> None:
     total = torch.zeros(())
     batch = deal(several, data(1))
-    assert warned(lambda: several.run(lambda batch: total.add_(1) and None, args=(batch,))) == []
+    assert (
+        warned(lambda: several.run(lambda batch: total.add_(1) and None, args=(batch,)))
+        == []
+    )
     assert float(total) == 1
 
 
-def test_an_inference_tensor_is_looked_at_by_its_numbers(several: torchstrategy.Strategy) -> None:
+def test_an_inference_tensor_is_looked_at_by_its_numbers(
+    several: torchstrategy.Strategy,
+) -> None:
     with torch.inference_mode():
         total = torch.zeros(3)
 

@@ -36,10 +36,16 @@ def names(error: BaseException) -> list[str]:
 
 
 def of_package(error: BaseException) -> list[str]:
-    return [frame.name for frame in traceback.extract_tb(error.__traceback__) if frame.filename.startswith(PACKAGE)]
+    return [
+        frame.name
+        for frame in traceback.extract_tb(error.__traceback__)
+        if frame.filename.startswith(PACKAGE)
+    ]
 
 
-def raised(strategy: torchstrategy.Strategy, step: Callable[..., object]) -> BaseException:
+def raised(
+    strategy: torchstrategy.Strategy, step: Callable[..., object]
+) -> BaseException:
     def users_call() -> None:
         strategy.run(step, args=(torch.ones(2),))
 
@@ -139,7 +145,12 @@ def test_the_same_object_raised_in_many_runs_collects_no_frames() -> None:
 
     strategy = central(2)
     for _ in range(3):
-        assert names(raised(strategy, step)) == ["raised", "users_call", *OF_RUN, "step"]
+        assert names(raised(strategy, step)) == [
+            "raised",
+            "users_call",
+            *OF_RUN,
+            "step",
+        ]
 
 
 def test_a_script_prints_the_users_lines_only(tmp_path: Path) -> None:
@@ -155,7 +166,9 @@ def test_a_script_prints_the_users_lines_only(tmp_path: Path) -> None:
             """
         )
     )
-    found = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False).stderr
+    found = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, check=False
+    ).stderr
     files = [line for line in found.splitlines() if line.lstrip().startswith("File ")]
     assert len(files) == 2 + len(OF_RUN) and found.count(str(script)) == 2, found
 

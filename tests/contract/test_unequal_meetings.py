@@ -31,9 +31,13 @@ UNEQUAL: dict[str, Callable[[int, int], list[Meeting]]] = {
     "the first calls twice": lambda me, last: [reduce, reduce] if me == 0 else [reduce],
     "the last calls twice": lambda me, last: [merge, merge] if me == last else [merge],
     "different meetings": lambda me, last: [reduce] if me == 0 else [merge],
-    "in another order": lambda me, last: [reduce, merge] if me == last else [merge, reduce],
+    "in another order": lambda me, last: (
+        [reduce, merge] if me == last else [merge, reduce]
+    ),
     "only the first updates": lambda me, last: [update] if me == 0 else [],
-    "one updates and others reduce": lambda me, last: [update] if me == last else [reduce],
+    "one updates and others reduce": lambda me, last: (
+        [update] if me == last else [reduce]
+    ),
 }
 
 
@@ -60,7 +64,9 @@ def test_replicas_that_meet_unequally_are_told_so(
     problem.train()
 
 
-def test_a_gradient_that_one_replica_reads_is_a_meeting_that_the_others_miss(several: torchstrategy.Strategy) -> None:
+def test_a_gradient_that_one_replica_reads_is_a_meeting_that_the_others_miss(
+    several: torchstrategy.Strategy,
+) -> None:
     problem = Problem(several)
     before = problem.state()
 
@@ -74,12 +80,16 @@ def test_a_gradient_that_one_replica_reads_is_a_meeting_that_the_others_miss(sev
     assert_same(problem.state(), before)
 
 
-def test_the_backward_of_a_collective_is_a_meeting_that_replicas_can_miss(several: torchstrategy.Strategy) -> None:
+def test_the_backward_of_a_collective_is_a_meeting_that_replicas_can_miss(
+    several: torchstrategy.Strategy,
+) -> None:
     problem = Problem(several)
     before = problem.state()
 
     def step(inputs: torch.Tensor) -> None:
-        total = torchstrategy.get_replica_context().all_reduce("sum", problem.model(inputs))
+        total = torchstrategy.get_replica_context().all_reduce(
+            "sum", problem.model(inputs)
+        )
         if replica() == 0:
             total.square().mean().backward()
 
@@ -92,7 +102,9 @@ def test_the_backward_of_a_collective_is_a_meeting_that_replicas_can_miss(severa
 # Steps that will not stop
 
 
-def test_a_replica_that_swallows_everything_and_ends_does_not_hide_the_error(several: torchstrategy.Strategy) -> None:
+def test_a_replica_that_swallows_everything_and_ends_does_not_hide_the_error(
+    several: torchstrategy.Strategy,
+) -> None:
     problem, error = Problem(several), ValueError("bad")
     before = problem.state()
     last = several.num_replicas_in_sync - 1
@@ -114,7 +126,9 @@ def test_a_replica_that_swallows_everything_and_ends_does_not_hide_the_error(sev
     problem.train()
 
 
-def test_a_replica_that_swallows_everything_and_meets_again_is_stopped_again(several: torchstrategy.Strategy) -> None:
+def test_a_replica_that_swallows_everything_and_meets_again_is_stopped_again(
+    several: torchstrategy.Strategy,
+) -> None:
     last, stopped = several.num_replicas_in_sync - 1, Counter()
 
     def step() -> None:
@@ -129,7 +143,9 @@ def test_a_replica_that_swallows_everything_and_meets_again_is_stopped_again(sev
     with pytest.raises(ValueError, match="bad"):
         several.run(step)
     assert stopped == dict.fromkeys(range(last), 5)
-    assert several.reduce("sum", several.run(lambda: torch.ones(()) * 2), axis=None) == 2 * (last + 1)
+    assert several.reduce(
+        "sum", several.run(lambda: torch.ones(()) * 2), axis=None
+    ) == 2 * (last + 1)
 
 
 def test_a_replica_that_alone_meets_and_swallows_everything_is_told_all_the_same(
@@ -145,7 +161,9 @@ def test_a_replica_that_alone_meets_and_swallows_everything_is_told_all_the_same
     several.run(reduce)
 
 
-def test_a_meeting_in_a_finally_block_is_held_when_all_come_to_it(several: torchstrategy.Strategy) -> None:
+def test_a_meeting_in_a_finally_block_is_held_when_all_come_to_it(
+    several: torchstrategy.Strategy,
+) -> None:
     error, met = ValueError("bad"), []
 
     def step() -> None:
@@ -164,7 +182,9 @@ def test_a_meeting_in_a_finally_block_is_held_when_all_come_to_it(several: torch
 
 
 @pytest.mark.parametrize("who", ["first", "last"])
-def test_the_stopped_do_not_wait_in_a_finally_block(several: torchstrategy.Strategy, who: str) -> None:
+def test_the_stopped_do_not_wait_in_a_finally_block(
+    several: torchstrategy.Strategy, who: str
+) -> None:
     """A step synchronizes in such a block."""
     fails = 0 if who == "first" else several.num_replicas_in_sync - 1
     error, reached = ValueError("bad"), []
@@ -187,7 +207,9 @@ def test_the_stopped_do_not_wait_in_a_finally_block(several: torchstrategy.Strat
     several.run(reduce)
 
 
-def test_a_run_inside_a_merge_function_may_fail_alone(several: torchstrategy.Strategy) -> None:
+def test_a_run_inside_a_merge_function_may_fail_alone(
+    several: torchstrategy.Strategy,
+) -> None:
     problem = Problem(several)
     before = problem.state()
     caught = []

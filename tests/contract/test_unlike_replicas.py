@@ -21,7 +21,9 @@ def storage_of(strategy: torchstrategy.Strategy) -> ReplicatedStorage:
     return extended._storage
 
 
-def test_half_gradients_through_a_collective_keep_their_bits_if_replicas_weigh_differently() -> None:
+def test_half_gradients_through_a_collective_keep_their_bits_if_replicas_weigh_differently() -> (
+    None
+):
     # They were multiplied by a small weight in half precision, and divided by it again: few of their bits were left.
     strategy = torchstrategy.MirroredStrategy(["cpu", "cpu"])
 
@@ -31,17 +33,23 @@ def test_half_gradients_through_a_collective_keep_their_bits_if_replicas_weigh_d
         assert isinstance(replica, int)
         own = torch.ones(2, dtype=torch.float16, requires_grad=True)
         everyone = context.all_gather(own, 0)
-        return torch.autograd.grad((everyone[2 * replica : 2 * replica + 2] * 2e-6).sum(), own)[0]
+        return torch.autograd.grad(
+            (everyone[2 * replica : 2 * replica + 2] * 2e-6).sum(), own
+        )[0]
 
     expected = torch.full((2,), 2e-6, dtype=torch.float16)
     for weights in ([64, 1], [1, 1]):
         found = strategy.run(step, options=torchstrategy.RunOptions(examples=weights))
         for gradient in strategy.experimental_local_results(found):
-            torch.testing.assert_close(gradient, expected, rtol=0, atol=6e-8)  # one bit of these halves
+            torch.testing.assert_close(
+                gradient, expected, rtol=0, atol=6e-8
+            )  # one bit of these halves
 
 
 @pytest.mark.parametrize("weights", [[1, 1, 1], [3, 1, 2]])
-def test_a_gradient_of_a_gradient_goes_through_an_all_reduce(weights: list[int]) -> None:
+def test_a_gradient_of_a_gradient_goes_through_an_all_reduce(
+    weights: list[int],
+) -> None:
     strategy = torchstrategy.MirroredStrategy(["cpu"] * 3)
 
     def step() -> torch.Tensor:
@@ -50,26 +58,40 @@ def test_a_gradient_of_a_gradient_goes_through_an_all_reduce(weights: list[int])
         (first,) = torch.autograd.grad(total**2, x, create_graph=True)
         return torch.autograd.grad(first, x)[0]
 
-    found = strategy.experimental_local_results(strategy.run(step, options=torchstrategy.RunOptions(examples=weights)))
+    found = strategy.experimental_local_results(
+        strategy.run(step, options=torchstrategy.RunOptions(examples=weights))
+    )
     # With n replicas of the weights w, backward of the total adds up (w_j / w_i) times what replica j asks for. So the
     # first gradient of replica i is 2 * total * sum(w) / w_i, and its own gradient is n times 2 * sum(w) / w_i.
     expected = [2 * 3 * sum(weights) / weight for weight in weights]
     assert [gradient.item() for gradient in found] == pytest.approx(expected, rel=1e-12)
 
 
-def test_deques_of_different_length_limits_are_one_result(several: torchstrategy.Strategy) -> None:
+def test_deques_of_different_length_limits_are_one_result(
+    several: torchstrategy.Strategy,
+) -> None:
     n = several.num_replicas_in_sync
 
     def step(rows: torch.Tensor) -> deque[torch.Tensor]:
         return deque([rows.sum()], maxlen=len(rows))
 
     (batch,) = several.experimental_distribute_dataset([torch.ones(2 * n - 1, 1)])
-    assert several.reduce("sum", several.run(step, args=(batch,))[0], axis=None).item() == 2 * n - 1
+    assert (
+        several.reduce("sum", several.run(step, args=(batch,))[0], axis=None).item()
+        == 2 * n - 1
+    )
 
 
-def test_a_function_of_update_non_slot_may_have_an_argument_named_device(several: torchstrategy.Strategy) -> None:
+def test_a_function_of_update_non_slot_may_have_an_argument_named_device(
+    several: torchstrategy.Strategy,
+) -> None:
     devices = several.extended.worker_devices[:1]
-    assert several.extended.update_non_slot(devices, lambda device: device, kwargs={"device": 5}) == 5
+    assert (
+        several.extended.update_non_slot(
+            devices, lambda device: device, kwargs={"device": 5}
+        )
+        == 5
+    )
 
 
 def test_one_value_is_reduced_by_the_users_reduce_implementation() -> None:
@@ -86,7 +108,9 @@ def test_one_value_is_reduced_by_the_users_reduce_implementation() -> None:
 
     operations = Counting()
     operations.calls = []
-    strategy = torchstrategy.MirroredStrategy(["cpu", "cpu"], cross_device_ops=operations)
+    strategy = torchstrategy.MirroredStrategy(
+        ["cpu", "cpu"], cross_device_ops=operations
+    )
     value = strategy.run(lambda: torch.ones(()))
     operations.calls.clear()
     assert strategy.reduce("sum", value, axis=None).item() == 2
@@ -109,7 +133,9 @@ def test_the_death_of_a_variable_without_copies_leaves_the_copies_of_models() ->
     assert storage_of(strategy)._generation == before
 
 
-def test_who_owns_a_parameter_is_asked_of_the_modules_that_have_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_owns_a_parameter_is_asked_of_the_modules_that_have_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     strategy = torchstrategy.MirroredStrategy(["cpu", "cpu"])
     with strategy.scope():
         model = nn.Linear(2, 2)

@@ -49,15 +49,30 @@ def rmse(net: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 NEED: dict[str, tuple[Loss, str]] = {
-    "root of a mean": (rmse, "takes the square root of a mean over the rows (`SqrtBackward0`)"),
-    "log of a mean": (lambda net, x: net(x).exp().mean().log(), "takes the logarithm of a mean over the rows"),
+    "root of a mean": (
+        rmse,
+        "takes the square root of a mean over the rows (`SqrtBackward0`)",
+    ),
+    "log of a mean": (
+        lambda net, x: net(x).exp().mean().log(),
+        "takes the logarithm of a mean over the rows",
+    ),
     "focal, of the mean": (
         lambda net, x: (1 - (-F.mse_loss(net(x), x)).exp()) * F.mse_loss(net(x), x),
         "multiplies means over the rows",
     ),
-    "norm": (lambda net, x: (net(x) - x).norm(), "takes the norm of numbers of several rows"),
-    "variance": (lambda net, x: F.relu(1 - net(x).var(0).sqrt()).mean(), "takes the variance of numbers of several"),
-    "entropy of a mean": (entropy_of_mean, "takes the logarithm of a mean over the rows"),
+    "norm": (
+        lambda net, x: (net(x) - x).norm(),
+        "takes the norm of numbers of several rows",
+    ),
+    "variance": (
+        lambda net, x: F.relu(1 - net(x).var(0).sqrt()).mean(),
+        "takes the variance of numbers of several",
+    ),
+    "entropy of a mean": (
+        entropy_of_mean,
+        "takes the logarithm of a mean over the rows",
+    ),
     "distance of means": (
         lambda net, x: (net(x).mean(0) - x.mean(0)).square().sum(),
         "takes a power of a mean over the rows",
@@ -70,21 +85,35 @@ NEED: dict[str, tuple[Loss, str]] = {
 }
 RIGHT: dict[str, Loss] = {
     "root of each row": lambda net, x: (net(x) - x).square().mean(1).sqrt().mean(),
-    "shares of classes": lambda net, x: (SHARES.to(x.device) * net(x).softmax(1).mean(0)).sum(),
-    "norms of weights": lambda net, x: F.mse_loss(net(x), x) + sum(p.norm() for p in net.parameters()),
+    "shares of classes": lambda net, x: (
+        SHARES.to(x.device) * net(x).softmax(1).mean(0)
+    ).sum(),
+    "norms of weights": lambda net, x: (
+        F.mse_loss(net(x), x) + sum(p.norm() for p in net.parameters())
+    ),
     "norm of all weights": lambda net, x: (
         F.mse_loss(net(x), x) + sum(p.square().sum() for p in net.parameters()).sqrt()  # type: ignore[union-attr]
     ),
-    "orthogonal weights": lambda net, x: F.mse_loss(net(x), x) + (net[0].weight.T @ net[0].weight).square().sum(),
-    "loop over rows": lambda net, x: sum(F.mse_loss(net(row), row).sqrt() for row in x) / len(x),
+    "orthogonal weights": lambda net, x: (
+        F.mse_loss(net(x), x) + (net[0].weight.T @ net[0].weight).square().sum()
+    ),
+    "loop over rows": lambda net, x: (
+        sum(F.mse_loss(net(row), row).sqrt() for row in x) / len(x)
+    ),
     "penalty of gradients": penalty_of_gradients,
-    "learned uncertainty": lambda net, x: F.mse_loss(net(x), x) * (-net[0].bias[0]).exp() + net[0].bias[0],
-    "fixed classes": lambda net, x: F.cross_entropy(net(x) @ SHARES.to(x.device).repeat(4, 1), classes(x)),
+    "learned uncertainty": lambda net, x: (
+        F.mse_loss(net(x), x) * (-net[0].bias[0]).exp() + net[0].bias[0]
+    ),
+    "fixed classes": lambda net, x: F.cross_entropy(
+        net(x) @ SHARES.to(x.device).repeat(4, 1), classes(x)
+    ),
     "tied weights": lambda net, x: F.cross_entropy(net(x) @ net[2].weight, classes(x)),
     "attention in each row": lambda net, x: (
         torch.bmm(net(x.unsqueeze(2) * x.unsqueeze(1)), x.unsqueeze(2)).square().mean()
     ),
-    "time first": lambda net, x: (net(torch.stack([x] * 14)).mean(0) - x).square().mean(),
+    "time first": lambda net, x: (
+        (net(torch.stack([x] * 14)).mean(0) - x).square().mean()
+    ),
 }
 MAKERS: dict[str, Callable[[int], torchstrategy.Strategy]] = {
     "in one place": central_in_one_place,
@@ -92,7 +121,12 @@ MAKERS: dict[str, Callable[[int], torchstrategy.Strategy]] = {
 }
 
 
-def warned(strategy: torchstrategy.Strategy, loss: Loss, options: RunOptions | None = None, runs: int = 2) -> list[str]:
+def warned(
+    strategy: torchstrategy.Strategy,
+    loss: Loss,
+    options: RunOptions | None = None,
+    runs: int = 2,
+) -> list[str]:
     """What is warned of in some runs, each with 7 rows in each replica."""
     torch.manual_seed(0)
     with strategy.scope():
@@ -104,7 +138,9 @@ def warned(strategy: torchstrategy.Strategy, loss: Loss, options: RunOptions | N
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(runs):
-            rows = torch.randn(7 * strategy.num_replicas_in_sync, 4, dtype=torch.float64)
+            rows = torch.randn(
+                7 * strategy.num_replicas_in_sync, 4, dtype=torch.float64
+            )
             (batch,) = strategy.experimental_distribute_dataset([rows])
             strategy.run(step, args=(batch,), options=options)
     return [str(one.message) for one in caught if one.category is LossWeightWarning]
@@ -116,12 +152,16 @@ BY_LOSS = RunOptions(gradient_reduction="loss")
 @pytest.mark.parametrize("options", [None, BY_LOSS], ids=["by default", "by loss"])
 @pytest.mark.parametrize("maker", MAKERS)
 @pytest.mark.parametrize("name", NEED)
-def test_a_loss_that_needs_the_whole_batch_is_warned_of_once(name: str, maker: str, options: RunOptions | None) -> None:
+def test_a_loss_that_needs_the_whole_batch_is_warned_of_once(
+    name: str, maker: str, options: RunOptions | None
+) -> None:
     """The balance of Mixtral's experts and the loss of CLIP were off by percents, and nothing said so."""
     loss, words = NEED[name]
     told = warned(MAKERS[maker](2), loss, options, runs=3)
     # By loss, what cannot be read is said in any case.
-    assert len(told) == 1 and (words in told[0] or (options is BY_LOSS and "cannot be read" in told[0])), told
+    assert len(told) == 1 and (
+        words in told[0] or (options is BY_LOSS and "cannot be read" in told[0])
+    ), told
 
 
 @pytest.mark.parametrize("maker", MAKERS)
@@ -131,14 +171,21 @@ def test_a_loss_that_is_right_by_rows_is_not_warned_of(name: str, maker: str) ->
 
 
 def test_one_that_says_how_replicas_count_is_not_warned() -> None:
-    assert warned(central_in_one_place(2), rmse, RunOptions(gradient_reduction="mean")) == []
+    assert (
+        warned(central_in_one_place(2), rmse, RunOptions(gradient_reduction="mean"))
+        == []
+    )
 
 
-def test_a_loss_of_what_was_collected_is_not_warned_of(in_one_place: torchstrategy.Strategy) -> None:
+def test_a_loss_of_what_was_collected_is_not_warned_of(
+    in_one_place: torchstrategy.Strategy,
+) -> None:
     def collected(net: Any, x: torch.Tensor) -> torch.Tensor:
         context = torchstrategy.get_replica_context()
         assert context is not None
-        squares, count = context.all_reduce("sum", [(net(x) - x).square().sum(), x.numel()])
+        squares, count = context.all_reduce(
+            "sum", [(net(x) - x).square().sum(), x.numel()]
+        )
         return (squares / count).sqrt()  # type: ignore[no-any-return]
 
     def contrast(net: Any, x: torch.Tensor) -> torch.Tensor:
@@ -161,7 +208,9 @@ def test_few_rows_tell_nothing(rows: int) -> None:
     def step(x: torch.Tensor) -> None:
         sum(F.mse_loss(net(row), row).sqrt() for row in x).backward()  # type: ignore[union-attr]
 
-    (batch,) = strategy.experimental_distribute_dataset([torch.randn(2 * rows, 4, dtype=torch.float64)])
+    (batch,) = strategy.experimental_distribute_dataset(
+        [torch.randn(2 * rows, 4, dtype=torch.float64)]
+    )
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         strategy.run(step, args=(batch,))

@@ -68,7 +68,11 @@ class Answer:
 
 
 def name_of(cls: type) -> str:
-    return cls.__qualname__ if cls.__module__ == "builtins" else f"{cls.__module__}.{cls.__qualname__}"
+    return (
+        cls.__qualname__
+        if cls.__module__ == "builtins"
+        else f"{cls.__module__}.{cls.__qualname__}"
+    )
 
 
 def number(value: complex) -> str:
@@ -102,10 +106,16 @@ def values(tensor: torch.Tensor) -> str:
 
 def text_of_tensor(tensor: torch.Tensor) -> str:
     is_dense = tensor.layout is torch.strided
-    parts = [str(tensor.dtype).removeprefix("torch."), str(list(tensor.shape)), str(tensor.device)]
+    parts = [
+        str(tensor.dtype).removeprefix("torch."),
+        str(list(tensor.shape)),
+        str(tensor.device),
+    ]
     if type(tensor) is not torch.Tensor:
         parts.append("type=" + name_of(type(tensor)))
-    parts.append("stride" + str(list(tensor.stride())) if is_dense else str(tensor.layout))
+    parts.append(
+        "stride" + str(list(tensor.stride())) if is_dense else str(tensor.layout)
+    )
     if tensor.requires_grad:
         parts.append("grad")
     if tensor.is_cpu and is_dense and tensor.is_pinned():
@@ -125,7 +135,9 @@ def text_of(value: Any, depth: int = 0) -> str:
         return f"ndarray({value.dtype} {list(value.shape)})"
     if isinstance(value, np.generic):
         return f"np.{value.dtype}({value!s})"
-    if value is None or isinstance(value, (bool, int, torch.dtype, torch.device, torch.memory_format, torch.layout)):
+    if value is None or isinstance(
+        value, (bool, int, torch.dtype, torch.device, torch.memory_format, torch.layout)
+    ):
         return repr(value)
     if isinstance(value, Answer):
         return value.text
@@ -138,7 +150,11 @@ def text_of(value: Any, depth: int = 0) -> str:
     if isinstance(value, type):
         return name_of(value)
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{inner(key)}: {inner(each)}" for key, each in value.items()) + "}"
+        return (
+            "{"
+            + ", ".join(f"{inner(key)}: {inner(each)}" for key, each in value.items())
+            + "}"
+        )
     if isinstance(value, (set, frozenset)):
         return "{" + ", ".join(sorted(map(inner, value))) + "}"
     if isinstance(value, (list, tuple)):
@@ -176,10 +192,16 @@ def D(**functions: Callable[[], Any]) -> dict[str, Answer]:
     return {name: t(function) for name, function in functions.items()}
 
 
-def rnd(*shape: int, device: str = "cuda", requires_grad: bool = False, **options: Any) -> torch.Tensor:
+def rnd(
+    *shape: int, device: str = "cuda", requires_grad: bool = False, **options: Any
+) -> torch.Tensor:
     """Random numbers that are the same everywhere: they are drawn on the CPU."""
     generator = torch.Generator().manual_seed(sum(shape) + len(shape))
-    return torch.randn(*shape, generator=generator).to(device, **options).requires_grad_(requires_grad)
+    return (
+        torch.randn(*shape, generator=generator)
+        .to(device, **options)
+        .requires_grad_(requires_grad)
+    )
 
 
 def det(make: Callable[[], Any], run: Callable[..., Any]) -> Answer:
@@ -197,7 +219,11 @@ def amp(dtype: torch.dtype, **functions: Callable[[], Any]) -> dict[str, Answer]
 
     def dtypes(function: Callable[[], Any]) -> Any:
         result = function()
-        return result.dtype if isinstance(result, torch.Tensor) else [each.dtype for each in result]
+        return (
+            result.dtype
+            if isinstance(result, torch.Tensor)
+            else [each.dtype for each in result]
+        )
 
     with torch.autocast("cuda", dtype):
         return {name: t(dtypes, function) for name, function in functions.items()}
@@ -205,13 +231,32 @@ def amp(dtype: torch.dtype, **functions: Callable[[], Any]) -> dict[str, Answer]
 
 def init_group(backend: str | None) -> None:
     folder = tempfile.mkdtemp()
-    dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=0, world_size=1)
+    dist.init_process_group(
+        backend, init_method=f"file://{folder}/store", rank=0, world_size=1
+    )
 
 
 NAMES: dict[str, Any] = {
-    **{part.__name__: part for part in (collections, copy, functools, gc, io, itertools, math, os, pickle, re)},
+    **{
+        part.__name__: part
+        for part in (
+            collections,
+            copy,
+            functools,
+            gc,
+            io,
+            itertools,
+            math,
+            os,
+            pickle,
+            re,
+        )
+    },
     **{part.__name__: part for part in (tempfile, threading, time, warnings, torch)},
-    **{part.__name__: part for part in (t, P, D, rnd, det, amp, init_group, values, name_of, Path, Answer)},
+    **{
+        part.__name__: part
+        for part in (t, P, D, rnd, det, amp, init_group, values, name_of, Path, Answer)
+    },
     **{"np": np, "dist": dist, "F": F, "nn": nn, "Outcome": Answer},
 }
 
@@ -263,8 +308,15 @@ def ask(name: str, code: str) -> str:
             answer = text_of_error(error)
         finally:
             signal.alarm(0)
-    said = {f"{name_of(one.category)}: {without_addresses(str(one.message)).strip()[:80]}" for one in caught}
-    lines = [line.replace("\n", " ") for line in sorted(said) if not line.startswith("ResourceWarning")]
+    said = {
+        f"{name_of(one.category)}: {without_addresses(str(one.message)).strip()[:80]}"
+        for one in caught
+    }
+    lines = [
+        line.replace("\n", " ")
+        for line in sorted(said)
+        if not line.startswith("ResourceWarning")
+    ]
     return answer + "".join(f"\n  warns {line}" for line in lines)
 
 
@@ -294,12 +346,20 @@ def end_question(signum: int, frame: object) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out", type=Path, help="where the answers go")
-    parser.add_argument("--only", default="", help="those questions whose names have this word")
-    parser.add_argument("--resume", action="store_true", help="keep the answers that are there, and ask the others")
+    parser.add_argument(
+        "--only", default="", help="those questions whose names have this word"
+    )
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="keep the answers that are there, and ask the others",
+    )
     told = parser.parse_args()
     signal.signal(signal.SIGALRM, end_question)
     torch.set_warn_always(True)
-    answers = json.loads(told.out.read_text()) if told.resume and told.out.exists() else {}
+    answers = (
+        json.loads(told.out.read_text()) if told.resume and told.out.exists() else {}
+    )
     faulthandler.enable()
     gc.collect()
     gc.freeze()  # what was imported is not looked through after each question

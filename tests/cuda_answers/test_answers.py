@@ -36,7 +36,10 @@ def are_alike(real: str, simulated: str) -> bool:
     if NUMBER.sub("#", real) != NUMBER.sub("#", simulated):
         return False
     pairs = zip(NUMBER.findall(real), NUMBER.findall(simulated), strict=True)
-    return all(abs(float(one) - float(other)) <= 1e-5 + 1e-2 * abs(float(one)) for one, other in pairs)
+    return all(
+        abs(float(one) - float(other)) <= 1e-5 + 1e-2 * abs(float(one))
+        for one, other in pairs
+    )
 
 
 def test_the_names_are_those_of_questions() -> None:
@@ -51,18 +54,36 @@ def test_answers_are_compared_as_texts_and_numbers() -> None:
 
 @takes_long
 @without_simulated_devices
-@pytest.mark.skipif(not torch.__version__.startswith("2.13."), reason="messages differ between versions of torch")
+@pytest.mark.skipif(
+    not torch.__version__.startswith("2.13."),
+    reason="messages differ between versions of torch",
+)
 def test_simulated_devices_answer_as_an_h100_does(tmp_path: Path) -> None:
     out = tmp_path / "answers.json"
     asking = [str(FOLDER / "questions.py"), str(out)]
-    command = [sys.executable, "-m", "torchstrategy.testing.run", "--as-cuda", "--devices", "1", *asking]
+    command = [
+        sys.executable,
+        "-m",
+        "torchstrategy.testing.run",
+        "--as-cuda",
+        "--devices",
+        "1",
+        *asking,
+    ]
     # Some messages print sets, whose order is that of the hashes.
     fixed = {**os.environ, "PYTHONHASHSEED": "0"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=900, cwd=tmp_path, env=fixed)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=900, cwd=tmp_path, env=fixed
+    )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert "lint-failed" not in done.stdout
     answers = json.loads(out.read_text())
     assert answers.keys() == RECORD.keys()
-    different = {name for name, real in RECORD.items() if not are_alike(real, answers[name])}
-    new = "\n".join(f"{name}\n  H100      {RECORD[name]}\n  simulated {answers[name]}" for name in different - known())
+    different = {
+        name for name, real in RECORD.items() if not are_alike(real, answers[name])
+    }
+    new = "\n".join(
+        f"{name}\n  H100      {RECORD[name]}\n  simulated {answers[name]}"
+        for name in different - known()
+    )
     assert not new, f"These answers are different from those of an H100:\n{new}"

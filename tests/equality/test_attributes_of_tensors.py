@@ -17,7 +17,13 @@ import torch
 from torch import nn
 
 import torchstrategy
-from topologies import central, central_with_copies, compute_devices, mirrored, mirrored_with_copies
+from topologies import (
+    central,
+    central_with_copies,
+    compute_devices,
+    mirrored,
+    mirrored_with_copies,
+)
 from torchstrategy import ReplicaBufferWarning
 
 F64 = {"dtype": torch.float64}
@@ -54,13 +60,21 @@ class Net(nn.Module):
         self.inner = nn.Linear(3, 2, **F64)
         with torch.no_grad():
             for parameter in self.inner.parameters():
-                parameter.copy_(torch.randn(parameter.shape, generator=generator, **F64))
+                parameter.copy_(
+                    torch.randn(parameter.shape, generator=generator, **F64)
+                )
         self.register_buffer("shift", torch.full((2,), 0.25, **F64))
         self.kept = torch.full((2,), 0.5, **F64)
         self.table = {"deep": [torch.full((2,), 0.75, **F64)]}
 
     def marked(self) -> list[Any]:
-        return [self.inner.weight, self.inner.bias, self.shift, self.kept, self.table["deep"][0]]
+        return [
+            self.inner.weight,
+            self.inner.bias,
+            self.shift,
+            self.kept,
+            self.table["deep"][0],
+        ]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out = self.inner(x)
@@ -90,7 +104,10 @@ def step_of(model: Any, optimizer: Any, batch: Any) -> Any:
 
 def batches(count: int = 4) -> list[Any]:
     generator = torch.Generator().manual_seed(1)
-    return [tuple(torch.randn(5, width, generator=generator, **F64) for width in (3, 2)) for _ in range(count)]
+    return [
+        tuple(torch.randn(5, width, generator=generator, **F64) for width in (3, 2))
+        for _ in range(count)
+    ]
 
 
 def nothing(model: Any, k: int) -> None:
@@ -117,7 +134,9 @@ def train(
     ours = strategy.distribute_module(ours)
     optimizer = strategy.distribute_optimizer(sgd(ours))
     data = batches()
-    for k, (batch, dealt) in enumerate(zip(data, strategy.experimental_distribute_dataset(data), strict=True)):
+    for k, (batch, dealt) in enumerate(
+        zip(data, strategy.experimental_distribute_dataset(data), strict=True)
+    ):
         expected = step(plain, plain_optimizer, batch)
         found = strategy.run(lambda dealt: step(ours, optimizer, dealt), args=(dealt,))
         torch.testing.assert_close(strategy.gather(found, axis=0).cpu(), expected)
@@ -136,9 +155,13 @@ GAINS: dict[str, Callable[[Any], Any]] = {
     "tensor": lambda like: torch.tensor(3.0, device=like.device, **F64),
     "object": lambda like: Scale(3.0),
     "containers": lambda like: {"deep": [3.0]},
-    "containers of tensors": lambda like: {"deep": [torch.tensor(3.0, device=like.device, **F64)]},
+    "containers of tensors": lambda like: {
+        "deep": [torch.tensor(3.0, device=like.device, **F64)]
+    },
     "function": lambda like: lambda: 3.0,
-    "tensor with attributes": lambda like: _with_attribute(torch.tensor(3.0, device=like.device, **F64)),
+    "tensor with attributes": lambda like: _with_attribute(
+        torch.tensor(3.0, device=like.device, **F64)
+    ),
 }
 
 
@@ -157,7 +180,9 @@ def test_forward_reads_them(strategy: torchstrategy.Strategy, kind: str) -> None
 
 
 @pytest.mark.parametrize("kind", GAINS)
-def test_they_are_set_changed_and_deleted_between_runs(strategy: torchstrategy.Strategy, kind: str) -> None:
+def test_they_are_set_changed_and_deleted_between_runs(
+    strategy: torchstrategy.Strategy, kind: str
+) -> None:
     """Nobody had set any when the copies were made."""
 
     def between(model: Any, k: int) -> None:
@@ -165,14 +190,20 @@ def test_they_are_set_changed_and_deleted_between_runs(strategy: torchstrategy.S
             if k == 0:
                 tensor.gain = GAINS[kind](tensor)
             elif k == 1:
-                tensor.gain = tensor.gain * 2 if isinstance(tensor.gain, (float, torch.Tensor)) else 0.5
+                tensor.gain = (
+                    tensor.gain * 2
+                    if isinstance(tensor.gain, (float, torch.Tensor))
+                    else 0.5
+                )
             elif k == 2:
                 del tensor.gain
 
     train(strategy, lambda model: None, between)
 
 
-def test_what_they_hold_is_written_in_place_between_runs(strategy: torchstrategy.Strategy) -> None:
+def test_what_they_hold_is_written_in_place_between_runs(
+    strategy: torchstrategy.Strategy,
+) -> None:
     def prepare(model: Any) -> None:
         weight, bias, shift, kept, deep = model.marked()
         weight.gain = torch.ones((), **F64)
@@ -192,14 +223,27 @@ def test_what_they_hold_is_written_in_place_between_runs(strategy: torchstrategy
     train(strategy, prepare, between)
 
 
-def test_the_names_that_the_library_used_are_the_users(strategy: torchstrategy.Strategy) -> None:
+def test_the_names_that_the_library_used_are_the_users(
+    strategy: torchstrategy.Strategy,
+) -> None:
     """`hasattr(p, "position")` was True in a step, and an attribute of this name would have replaced the library's."""
-    names = ["run", "position", "delivers", "called", "over", "call_in_backward", "variable"]
+    names = [
+        "run",
+        "position",
+        "delivers",
+        "called",
+        "over",
+        "call_in_backward",
+        "variable",
+    ]
 
     def step(model: Any, optimizer: Any, batch: Any) -> Any:
         seen = [name for p in model.parameters() for name in names if hasattr(p, name)]
         assert seen == model.expected, seen
-        assert [vars(p) for p in model.parameters()] == [dict.fromkeys(model.expected, 7), {}]
+        assert [vars(p) for p in model.parameters()] == [
+            dict.fromkeys(model.expected, 7),
+            {},
+        ]
         return step_of(model, optimizer, batch)
 
     def prepare(model: Any) -> None:
@@ -213,7 +257,9 @@ def test_the_names_that_the_library_used_are_the_users(strategy: torchstrategy.S
     train(strategy, prepare, between, step)
 
 
-def test_a_function_means_the_parts_of_its_replica(strategy: torchstrategy.Strategy) -> None:
+def test_a_function_means_the_parts_of_its_replica(
+    strategy: torchstrategy.Strategy,
+) -> None:
     """A loader is a bound method of the layer, and a rule closes over another parameter."""
 
     def prepare(model: Any) -> None:
@@ -243,7 +289,9 @@ def test_they_name_other_parts_of_the_model(strategy: torchstrategy.Strategy) ->
     train(strategy, prepare, step=step)
 
 
-def test_a_module_that_only_an_attribute_of_a_parameter_holds(strategy: torchstrategy.Strategy) -> None:
+def test_a_module_that_only_an_attribute_of_a_parameter_holds(
+    strategy: torchstrategy.Strategy,
+) -> None:
     class Adapted(Net):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return super().forward(x) + self.inner.weight.adapter(x)
@@ -257,14 +305,18 @@ def test_a_module_that_only_an_attribute_of_a_parameter_holds(strategy: torchstr
         train(strategy, prepare, build=Adapted)
 
 
-def test_a_buffer_keeps_them_when_distribute_module_moves_it(strategy: torchstrategy.Strategy) -> None:
+def test_a_buffer_keeps_them_when_distribute_module_moves_it(
+    strategy: torchstrategy.Strategy,
+) -> None:
     model = Net()
     model.shift = nn.Buffer(torch.ones(2, **F64), persistent=False)
     model.shift.gain = 3.0  # type: ignore[attr-defined]
     strategy.distribute_module(model)
     assert model.shift.gain == 3.0  # type: ignore[attr-defined]
     assert isinstance(model.shift, nn.Buffer)
-    assert strategy.experimental_local_results(strategy.run(lambda: isinstance(model.shift, nn.Buffer)))[-1]
+    assert strategy.experimental_local_results(
+        strategy.run(lambda: isinstance(model.shift, nn.Buffer))
+    )[-1]
 
 
 # What a step does with them
@@ -279,7 +331,11 @@ def test_a_step_chooses_parameters(strategy: torchstrategy.Strategy) -> None:
 
     def step(model: Any, optimizer: Any, batch: Any) -> Any:
         optimizer.zero_grad()
-        penalty = sum(p.square().sum() for p in model.parameters() if not getattr(p, "no_decay", False))
+        penalty = sum(
+            p.square().sum()
+            for p in model.parameters()
+            if not getattr(p, "no_decay", False)
+        )
         out = model(batch[0])
         ((out - batch[1]).square().mean() + 0.1 * penalty).backward()
         experts = [p for p in model.parameters() if hasattr(p, "is_expert")]
@@ -294,7 +350,9 @@ def test_a_step_chooses_parameters(strategy: torchstrategy.Strategy) -> None:
     train(strategy, prepare, step=step)
 
 
-def test_a_step_chooses_from_a_list_that_was_made_before(strategy: torchstrategy.Strategy) -> None:
+def test_a_step_chooses_from_a_list_that_was_made_before(
+    strategy: torchstrategy.Strategy,
+) -> None:
     """The list has the user's own parameters. What a step sets on one of these is its replica's, as on any other."""
 
     def prepare(model: Any) -> None:
@@ -322,7 +380,9 @@ def test_a_step_chooses_from_a_list_that_was_made_before(strategy: torchstrategy
         optimizer.step()
 
     data = batches()
-    for batch, dealt in zip(data, strategy.experimental_distribute_dataset(data), strict=True):
+    for batch, dealt in zip(
+        data, strategy.experimental_distribute_dataset(data), strict=True
+    ):
         step(plain, plain_optimizer, batch, of_plain)
         strategy.run(lambda dealt: step(ours, optimizer, dealt, of_ours), args=(dealt,))
         for one, other in zip(of_ours, of_plain, strict=True):
@@ -349,7 +409,9 @@ def test_a_step_sets_changes_and_deletes_them(strategy: torchstrategy.Strategy) 
                 del tensor.first
         model.inner.weight.history.append(len(model.inner.weight.history))
         model.shift.total.add_(1)
-        model.kept.last = torch.full((), 2.0 * model.kept.calls, device=batch[0].device, **F64)
+        model.kept.last = torch.full(
+            (), 2.0 * model.kept.calls, device=batch[0].device, **F64
+        )
         return step_of(model, optimizer, batch)
 
     ours, plain = train(strategy, prepare, step=step)
@@ -362,7 +424,9 @@ def test_a_step_sets_changes_and_deletes_them(strategy: torchstrategy.Strategy) 
     assert ours.kept.last.device == next(ours.parameters()).device
 
 
-def test_what_a_step_has_set_first_is_deleted_between_runs(strategy: torchstrategy.Strategy) -> None:
+def test_what_a_step_has_set_first_is_deleted_between_runs(
+    strategy: torchstrategy.Strategy,
+) -> None:
     """No tensor had attributes before the first run. What it set was deleted, and the next run went on with it."""
     model = strategy.distribute_module(nn.Linear(2, 1))
 
@@ -388,13 +452,17 @@ def test_replicas_set_other_numbers(strategy: torchstrategy.Strategy) -> None:
     if strategy.num_replicas_in_sync == 1:
         strategy.run(step)
     else:
-        with pytest.warns(ReplicaBufferWarning, match=r"attribute Net\.inner\.weight\.rank"):
+        with pytest.warns(
+            ReplicaBufferWarning, match=r"attribute Net\.inner\.weight\.rank"
+        ):
             strategy.run(step)
     assert model.inner.weight.rank == 5
 
 
 @pytest.mark.filterwarnings("ignore::torchstrategy.ReplicaBufferWarning")
-def test_what_only_another_replica_sets_is_gone_in_the_next_run(strategy: torchstrategy.Strategy) -> None:
+def test_what_only_another_replica_sets_is_gone_in_the_next_run(
+    strategy: torchstrategy.Strategy,
+) -> None:
     """The user's tensor has what the first replica's has: nothing here, and then no replica has it."""
     model: Any = strategy.distribute_module(Net())
 
@@ -405,7 +473,9 @@ def test_what_only_another_replica_sets_is_gone_in_the_next_run(strategy: torchs
         return had
 
     for sets in (False, True, False):
-        assert not any(strategy.experimental_local_results(strategy.run(step, args=(sets,))))
+        assert not any(
+            strategy.experimental_local_results(strategy.run(step, args=(sets,)))
+        )
         assert not vars(model.inner.weight)
 
 
@@ -428,10 +498,14 @@ def test_an_output_is_one_for_each_replica(strategy: torchstrategy.Strategy) -> 
 
     strategy.run(keep, args=(dealt,))
     found = strategy.experimental_local_results(strategy.run(kept))
-    torch.testing.assert_close(torch.cat([one.cpu() for one in found]), Net()(data[0][0]).detach())
+    torch.testing.assert_close(
+        torch.cat([one.cpu() for one in found]), Net()(data[0][0]).detach()
+    )
 
 
-def test_a_buffer_or_attribute_that_the_step_replaces(strategy: torchstrategy.Strategy) -> None:
+def test_a_buffer_or_attribute_that_the_step_replaces(
+    strategy: torchstrategy.Strategy,
+) -> None:
     """The new tensor has what the step has set on it, and nothing of the old one."""
 
     class Anew(Net):
@@ -456,7 +530,9 @@ def test_a_buffer_or_attribute_that_the_step_replaces(strategy: torchstrategy.St
     assert vars(ours.kept) == vars(plain.kept)
 
 
-def test_a_buffer_that_a_step_replaces_now_and_then(strategy: torchstrategy.Strategy) -> None:
+def test_a_buffer_that_a_step_replaces_now_and_then(
+    strategy: torchstrategy.Strategy,
+) -> None:
     def step(model: Any, optimizer: Any, batch: Any) -> Any:
         if model.turn % 2:
             model.shift = model.shift + 0.125
@@ -489,7 +565,9 @@ def test_the_user_replaces_and_moves_tensors(strategy: torchstrategy.Strategy) -
             weight.gain = 5.0
         else:
             model.inner.bias.gain = 2.5
-            model.load_state_dict({name: value * 0.5 for name, value in model.state_dict().items()})
+            model.load_state_dict(
+                {name: value * 0.5 for name, value in model.state_dict().items()}
+            )
 
     train(strategy, lambda model: None, between)
 
@@ -508,17 +586,23 @@ def test_two_parameters_are_swapped(strategy: torchstrategy.Strategy) -> None:
             self.other = nn.Parameter(torch.full((2, 3), 0.3, **F64))
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return super().forward(x) + x @ self.other.t() * getattr(self.other, "gain", 1.0)
+            return super().forward(x) + x @ self.other.t() * getattr(
+                self.other, "gain", 1.0
+            )
 
     def between(model: Any, k: int) -> None:
-        fresh = nn.Parameter(torch.full((2, 3), 0.1 * k, dtype=torch.float64, device=model.other.device))
+        fresh = nn.Parameter(
+            torch.full((2, 3), 0.1 * k, dtype=torch.float64, device=model.other.device)
+        )
         fresh.gain = 7.0 + k  # type: ignore[attr-defined]
         torch.utils.swap_tensors(model.other, fresh)
 
     train(strategy, lambda model: setattr(model.other, "gain", 2.0), between, build=Two)
 
 
-def test_copies_and_pickles_in_a_step_are_those_of_plain_pytorch(strategy: torchstrategy.Strategy) -> None:
+def test_copies_and_pickles_in_a_step_are_those_of_plain_pytorch(
+    strategy: torchstrategy.Strategy,
+) -> None:
     """`copy.deepcopy` keeps attributes of tensors but not of parameters, and a pickle keeps both."""
 
     def prepare(model: Any) -> None:
@@ -527,7 +611,13 @@ def test_copies_and_pickles_in_a_step_are_those_of_plain_pytorch(strategy: torch
 
     def step(model: Any, optimizer: Any, batch: Any) -> Any:
         copied = copy.deepcopy(model)
-        assert [hasattr(tensor, "gain") for tensor in copied.marked()] == [False, False, True, True, True]
+        assert [hasattr(tensor, "gain") for tensor in copied.marked()] == [
+            False,
+            False,
+            True,
+            True,
+            True,
+        ]
         pickled = pickle.loads(pickle.dumps(model.inner.weight))
         assert type(pickled) is nn.Parameter
         assert vars(pickled) == {"gain": 3.0}
@@ -550,7 +640,10 @@ def test_what_cannot_learn_is_refused() -> None:
         model = Net()
         model.marked()[place].extra = torch.ones(2, requires_grad=True)
         strategy = central(2)
-        with pytest.raises(TypeError, match=r"\.extra is a tensor that requires grad in a plain attribute"):
+        with pytest.raises(
+            TypeError,
+            match=r"\.extra is a tensor that requires grad in a plain attribute",
+        ):
             strategy.distribute_module(model)
             strategy.run(lambda model=model: model.inner.weight.sum().item())
 
@@ -569,7 +662,12 @@ def test_a_failed_run_takes_them_back() -> None:
         strategy.run(fails)
     assert model.inner.weight.gain == 2.0  # type: ignore[comparison-overlap]
     assert not vars(model.shift)
-    assert strategy.experimental_local_results(strategy.run(lambda: model.inner.weight.gain))[-1] == 2.0
+    assert (
+        strategy.experimental_local_results(
+            strategy.run(lambda: model.inner.weight.gain)
+        )[-1]
+        == 2.0
+    )
 
 
 # DataParallel
@@ -587,7 +685,9 @@ def test_data_parallel(with_gradients: bool) -> None:
     parallel = torchstrategy.DataParallel(ours, devices)
     for batch in batches(3):
         with torch.set_grad_enabled(with_gradients):
-            torch.testing.assert_close(parallel(batch[0].to(devices[0])).cpu(), plain(batch[0]))
+            torch.testing.assert_close(
+                parallel(batch[0].to(devices[0])).cpu(), plain(batch[0])
+            )
         for model in (plain, ours):
             for tensor in model.marked():
                 tensor.gain += 0.5
@@ -601,7 +701,9 @@ def _gain_again(model: Any) -> None:
 
 
 @pytest.mark.parametrize("synchronization", ["AUTO", "ON_READ"])
-def test_attributes_of_variables(strategy: torchstrategy.Strategy, synchronization: str) -> None:
+def test_attributes_of_variables(
+    strategy: torchstrategy.Strategy, synchronization: str
+) -> None:
     """In a module, and by itself."""
     with strategy.scope():
         variable: Any = torchstrategy.Variable(
@@ -614,7 +716,11 @@ def test_attributes_of_variables(strategy: torchstrategy.Strategy, synchronizati
         model.held = variable
 
     def read() -> Any:
-        return getattr(model.held, "gain", None), getattr(variable, "gain", None), vars(model.held).get("gain")
+        return (
+            getattr(model.held, "gain", None),
+            getattr(variable, "gain", None),
+            vars(model.held).get("gain"),
+        )
 
     def seen() -> Any:
         return strategy.experimental_local_results(strategy.run(read))[-1]

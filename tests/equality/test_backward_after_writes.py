@@ -16,7 +16,13 @@ import torch
 from torch import nn
 
 import torchstrategy
-from topologies import central, central_with_copies, compute_devices, mirrored, mirrored_with_copies
+from topologies import (
+    central,
+    central_with_copies,
+    compute_devices,
+    mirrored,
+    mirrored_with_copies,
+)
 from torchstrategy.testing import assert_replicas_agree
 
 F64 = {"dtype": torch.float64}
@@ -28,7 +34,9 @@ STRATEGIES: dict[str, Callable[[], torchstrategy.Strategy]] = {
     "central with copies": lambda: central_with_copies(2),
     "mirrored": lambda: mirrored(2),
     "mirrored with copies": lambda: mirrored_with_copies(3),
-    "parameters on the CPU": lambda: torchstrategy.CentralStorageStrategy(compute_devices(2), "cpu"),
+    "parameters on the CPU": lambda: torchstrategy.CentralStorageStrategy(
+        compute_devices(2), "cpu"
+    ),
 }
 
 
@@ -38,7 +46,9 @@ def strategy(request: pytest.FixtureRequest) -> torchstrategy.Strategy:
 
 
 def batches(count: int) -> list[torch.Tensor]:
-    return list(torch.randn(count, ROWS, 1, generator=torch.Generator().manual_seed(1), **F64))
+    return list(
+        torch.randn(count, ROWS, 1, generator=torch.Generator().manual_seed(1), **F64)
+    )
 
 
 class Wide(nn.Module):
@@ -99,7 +109,9 @@ def update_other_twice(models: Models, x: torch.Tensor) -> None:
 
 def average_by_data(models: Models, x: torch.Tensor) -> None:
     def write() -> None:
-        for mean, parameter in zip(models.average.parameters(), models.one.parameters(), strict=True):
+        for mean, parameter in zip(
+            models.average.parameters(), models.one.parameters(), strict=True
+        ):
             mean.data.mul_(0.9).add_(parameter.data, alpha=0.1)
 
     once(write)
@@ -108,7 +120,9 @@ def average_by_data(models: Models, x: torch.Tensor) -> None:
 def average_by_copies(models: Models, x: torch.Tensor) -> None:
     def write() -> None:
         with torch.no_grad():
-            for mean, parameter in zip(models.average.parameters(), models.one.parameters(), strict=True):
+            for mean, parameter in zip(
+                models.average.parameters(), models.one.parameters(), strict=True
+            ):
                 mean.copy_(mean * 0.9 + parameter * 0.1)
 
     once(write)
@@ -152,15 +166,23 @@ def test_a_backward_may_come_after_writes_on_other_models(
     plain = Models(OPTIMIZERS[optimizer])
     with strategy.scope():
         models = Models(OPTIMIZERS[optimizer])
-    for x, batch in zip(batches(3), strategy.experimental_distribute_dataset(batches(3)), strict=True):
+    for x, batch in zip(
+        batches(3), strategy.experimental_distribute_dataset(batches(3)), strict=True
+    ):
         expected = step(plain, x, between)
-        seen = strategy.gather(strategy.run(lambda x: step(models, x, between), args=(batch,)), axis=0)
+        seen = strategy.gather(
+            strategy.run(lambda x: step(models, x, between), args=(batch,)), axis=0
+        )
         torch.testing.assert_close(seen.cpu(), expected, rtol=1e-10, atol=1e-12)
     for model in (models.one, models.other, models.average):
         assert_replicas_agree(strategy, model)
 
 
-@pytest.mark.parametrize("between", [update_other, lambda models, x: once(lambda: None)], ids=["update", "merge"])
+@pytest.mark.parametrize(
+    "between",
+    [update_other, lambda models, x: once(lambda: None)],
+    ids=["update", "merge"],
+)
 def test_a_view_of_the_data_that_the_program_holds_is_no_write(
     strategy: torchstrategy.Strategy, between: Writes
 ) -> None:
@@ -169,41 +191,67 @@ def test_a_view_of_the_data_that_the_program_holds_is_no_write(
     with strategy.scope():
         models = Models(OPTIMIZERS["SGD"])
     held = [parameter.data for parameter in models.one.parameters()]
-    for x, batch in zip(batches(3), strategy.experimental_distribute_dataset(batches(3)), strict=True):
+    for x, batch in zip(
+        batches(3), strategy.experimental_distribute_dataset(batches(3)), strict=True
+    ):
         expected = step(plain, x, between)
-        seen = strategy.gather(strategy.run(lambda x: step(models, x, between), args=(batch,)), axis=0)
+        seen = strategy.gather(
+            strategy.run(lambda x: step(models, x, between), args=(batch,)), axis=0
+        )
         torch.testing.assert_close(seen.cpu(), expected, rtol=1e-10, atol=1e-12)
     assert len(held) == 2
 
 
-def test_the_results_of_several_runs_have_one_backward(strategy: torchstrategy.Strategy) -> None:
+def test_the_results_of_several_runs_have_one_backward(
+    strategy: torchstrategy.Strategy,
+) -> None:
     """When the next run began, large parameters, buffers and constants were written that nobody had changed."""
     plain = Wide()
     with strategy.scope():
         model = Wide()
 
     expected, losses = [], []
-    for x, batch in zip(batches(4), strategy.experimental_distribute_dataset(batches(4)), strict=True):
+    for x, batch in zip(
+        batches(4), strategy.experimental_distribute_dataset(batches(4)), strict=True
+    ):
         expected.append(plain(x).square().mean())
-        losses.append(strategy.reduce("mean", strategy.run(lambda x: model(x).square().mean(), args=(batch,)), None))
+        losses.append(
+            strategy.reduce(
+                "mean",
+                strategy.run(lambda x: model(x).square().mean(), args=(batch,)),
+                None,
+            )
+        )
     torch.stack(expected).sum().backward()
     torch.stack(losses).sum().backward()
     for parameter, other in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(parameter.grad.cpu(), other.grad, rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(
+            parameter.grad.cpu(), other.grad, rtol=1e-10, atol=1e-12
+        )
 
 
 @pytest.mark.parametrize("name", ["scale", "mask", "constant"])
-def test_a_backward_of_an_earlier_run_is_refused_after_a_write(strategy: torchstrategy.Strategy, name: str) -> None:
+def test_a_backward_of_an_earlier_run_is_refused_after_a_write(
+    strategy: torchstrategy.Strategy, name: str
+) -> None:
     """Copies get new values when a run begins: what an earlier run has computed would get another gradient."""
     with strategy.scope():
         model = Wide()
     losses = []
     for k, batch in enumerate(strategy.experimental_distribute_dataset(batches(5))):
-        losses.append(strategy.reduce("sum", strategy.run(lambda x: model(x).sum(), args=(batch,)), None))
-        if k == 3:  # of what is large, a checksum is made when twice nothing was counted
+        losses.append(
+            strategy.reduce(
+                "sum", strategy.run(lambda x: model(x).sum(), args=(batch,)), None
+            )
+        )
+        if (
+            k == 3
+        ):  # of what is large, a checksum is made when twice nothing was counted
             tensor = getattr(model, name)
             with torch.no_grad():
-                written = tensor.data if tensor.is_cpu and name != "scale" else tensor  # a parameter may be shared
+                written = (
+                    tensor.data if tensor.is_cpu and name != "scale" else tensor
+                )  # a parameter may be shared
                 written.view(-1)[:1].add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         torch.stack(losses).sum().backward()

@@ -101,16 +101,27 @@ def test_a_trainer_has_attributes_of_its_own_in_each_replica(
         return
     for _ in range(2):
         several.run(trainer.step, args=(deal(several, data(7)),))
-    assert trainer.steps == 2 and type(trainer) is Trainer and Watching.subclasses == before
+    assert (
+        trainer.steps == 2
+        and type(trainer) is Trainer
+        and Watching.subclasses == before
+    )
 
 
 @pytest.mark.parametrize(
     ("bases", "is_first"),
     # The `__init__` of a protocol calls no other one, so that it cannot come before that of a module.
-    [(name, is_first) for name in BASES for is_first in (True, False) if (name, is_first) != ("Protocol", True)],
+    [
+        (name, is_first)
+        for name in BASES
+        for is_first in (True, False)
+        if (name, is_first) != ("Protocol", True)
+    ],
     indirect=["bases"],
 )
-def test_a_module_has_its_bases_in_any_order(bases: tuple[Any, ...], is_first: bool, make: Any) -> None:
+def test_a_module_has_its_bases_in_any_order(
+    bases: tuple[Any, ...], is_first: bool, make: Any
+) -> None:
     class Net(*(*bases, nn.Module) if is_first else (nn.Module, *bases)):  # type: ignore[misc]
         def __init__(self) -> None:
             super().__init__()
@@ -124,13 +135,20 @@ def test_a_module_has_its_bases_in_any_order(bases: tuple[Any, ...], is_first: b
     assert Watching.subclasses == before
 
 
-def test_an_optimizer_has_its_bases_in_any_order(bases: tuple[Any, ...], make: Any) -> None:
+def test_an_optimizer_has_its_bases_in_any_order(
+    bases: tuple[Any, ...], make: Any
+) -> None:
     """All of a package whose base class is of `ABC` first were refused."""
 
     class Descent(*bases, torch.optim.SGD):  # type: ignore[misc]
         pass
 
-    compare(make, 3, train, optimizer=lambda model: Descent(model.parameters(), lr=0.1, momentum=0.9))
+    compare(
+        make,
+        3,
+        train,
+        optimizer=lambda model: Descent(model.parameters(), lr=0.1, momentum=0.9),
+    )
 
 
 def test_a_dataclass_of_fields_with_slots_is_shared_by_all_replicas() -> None:
@@ -153,7 +171,9 @@ def test_a_dataclass_of_fields_with_slots_is_shared_by_all_replicas() -> None:
     assert trainer.steps == 0
 
 
-@pytest.mark.filterwarnings("ignore::torchstrategy.ReplicaBufferWarning")  # what it observes depends on the rows
+@pytest.mark.filterwarnings(
+    "ignore::torchstrategy.ReplicaBufferWarning"
+)  # what it observes depends on the rows
 def test_quantization_aware_training_runs() -> None:
     """`FakeQuantize` has `ABC` as its first base."""
     from torch.ao.quantization import FakeQuantize
@@ -168,9 +188,15 @@ def test_quantization_aware_training_runs() -> None:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     plain = build()
     for _ in range(2):
-        strategy.run(lambda batch: train(model, optimizer, batch), args=(deal(strategy, data(7, torch.float32)),))
+        strategy.run(
+            lambda batch: train(model, optimizer, batch),
+            args=(deal(strategy, data(7, torch.float32)),),
+        )
     before = parameters(plain)
-    assert all(not torch.equal(value, before[name]) for name, value in parameters(model).items())
+    assert all(
+        not torch.equal(value, before[name])
+        for name, value in parameters(model).items()
+    )
 
 
 def train(model: Any, optimizer: Any, batch: Any) -> Any:

@@ -28,7 +28,9 @@ def of_a_dict(loss: torch.Tensor, parameters: Parameters) -> None:
 
 
 def asked_for(loss: torch.Tensor, parameters: Parameters) -> None:
-    for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
+    for parameter, gradient in zip(
+        parameters, torch.autograd.grad(loss, parameters), strict=True
+    ):
         parameter.grad = gradient
 
 
@@ -37,7 +39,9 @@ def clipped(loss: torch.Tensor, parameters: Parameters) -> None:
     clip_grad_norm_(parameters, 0.1)
 
 
-@pytest.mark.parametrize("differentiate", [of_all, of_one, of_a_dict, asked_for, clipped])
+@pytest.mark.parametrize(
+    "differentiate", [of_all, of_one, of_a_dict, asked_for, clipped]
+)
 def test_gradients_of_captured_parameters_are_those_of_plain_torch(
     differentiate: Callable[[torch.Tensor, Parameters], None], make: Make
 ) -> None:
@@ -46,7 +50,10 @@ def test_gradients_of_captured_parameters_are_those_of_plain_torch(
     def build() -> nn.Sequential:
         return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
 
-    state, batches = build().state_dict(), [torch.randn(7, 3).double() for _ in range(3)]
+    state, batches = (
+        build().state_dict(),
+        [torch.randn(7, 3).double() for _ in range(3)],
+    )
 
     def train(strategy: torchstrategy.Strategy) -> list[torch.Tensor]:
         with strategy.scope():

@@ -40,7 +40,9 @@ class StepReferences(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.norm(self.modules_(x))
 
-    def _load_from_state_dict(self, state: Any, prefix: str, metadata: Any, *rest: Any) -> None:
+    def _load_from_state_dict(
+        self, state: Any, prefix: str, metadata: Any, *rest: Any
+    ) -> None:
         self.versions.append(metadata.get("version"))
         super()._load_from_state_dict(state, prefix, metadata, *rest)
 
@@ -59,7 +61,11 @@ class Inner(nn.Module):
         self.module = nn.Linear(2, 2)
 
 
-BUILDS: dict[str, Callable[[], nn.Module]] = {"named": StepReferences, "inner": Inner, "mlp": mlp}
+BUILDS: dict[str, Callable[[], nn.Module]] = {
+    "named": StepReferences,
+    "inner": Inner,
+    "mlp": mlp,
+}
 
 
 @pytest.mark.parametrize("name", BUILDS)
@@ -67,8 +73,12 @@ def test_its_state_dict_is_that_of_the_module(name: str) -> None:
     module = BUILDS[name]()
     model = DataParallel(module, ["cpu", "cpu"])
     assert list(model.state_dict()) == list(module.state_dict())
-    assert list(model.state_dict(prefix="net.")) == list(module.state_dict(prefix="net."))
-    assert {f"0.{key}" for key in module.state_dict()} == set(nn.Sequential(model).state_dict())
+    assert list(model.state_dict(prefix="net.")) == list(
+        module.state_dict(prefix="net.")
+    )
+    assert {f"0.{key}" for key in module.state_dict()} == set(
+        nn.Sequential(model).state_dict()
+    )
     assert model.state_dict()._metadata.items() >= module.state_dict()._metadata.items()
     buffer = io.BytesIO()
     torch.save(model.state_dict(), buffer)
@@ -79,7 +89,9 @@ def test_its_state_dict_is_that_of_the_module(name: str) -> None:
 @pytest.mark.parametrize("name", BUILDS)
 @pytest.mark.parametrize("saved_by", ["the module", "torchstrategy", "torch"])
 @pytest.mark.parametrize("is_nested", [False, True])
-def test_it_loads_what_was_saved_with_a_data_parallel_or_without(name: str, saved_by: str, is_nested: bool) -> None:
+def test_it_loads_what_was_saved_with_a_data_parallel_or_without(
+    name: str, saved_by: str, is_nested: bool
+) -> None:
     source, target = BUILDS[name](), BUILDS[name]()
     savers: dict[str, Callable[[nn.Module], nn.Module]] = {
         "the module": lambda module: module,
@@ -95,28 +107,40 @@ def test_it_loads_what_was_saved_with_a_data_parallel_or_without(name: str, save
     assert str(model.load_state_dict(state)) == "<All keys matched successfully>"
     assert dict(state).keys() == before.keys()
     for key, value in source.state_dict().items():
-        assert torch.equal(torch.as_tensor(target.state_dict()[key]), torch.as_tensor(value)), key
-    if isinstance(target, StepReferences) and not (is_nested and saved_by == "the module"):
+        assert torch.equal(
+            torch.as_tensor(target.state_dict()[key]), torch.as_tensor(value)
+        ), key
+    if isinstance(target, StepReferences) and not (
+        is_nested and saved_by == "the module"
+    ):
         assert target.versions == [3]
 
 
 def test_loading_is_as_strict_as_in_torch() -> None:
     model, state = DataParallel(mlp(), ["cpu", "cpu"]), mlp().state_dict()
     with pytest.raises(RuntimeError, match=r"Missing key.*module\.0\.weight"):
-        model.load_state_dict({key: value for key, value in state.items() if key != "0.weight"})
+        model.load_state_dict(
+            {key: value for key, value in state.items() if key != "0.weight"}
+        )
     with pytest.raises(RuntimeError, match=r"Unexpected key.*module\.extra"):
         model.load_state_dict({**state, "extra": torch.ones(1)})
     with pytest.raises(RuntimeError, match=r"size mismatch for module\.0\.weight"):
         model.load_state_dict({**state, "0.weight": torch.ones(1)})
-    result = model.load_state_dict({"module.0.weight": state["0.weight"], "other": torch.ones(1)}, strict=False)
-    assert len(result.missing_keys) == len(state) - 1 and result.unexpected_keys == ["other"]
+    result = model.load_state_dict(
+        {"module.0.weight": state["0.weight"], "other": torch.ones(1)}, strict=False
+    )
+    assert len(result.missing_keys) == len(state) - 1 and result.unexpected_keys == [
+        "other"
+    ]
     assert torch.equal(model.module[0].weight, state["0.weight"])
 
 
 def test_state_can_be_assigned_in_place_of_the_parameters() -> None:
     model, x = parallel(mlp()), here(data(5)[0])
     model(x)
-    state = {name: value.clone() for name, value in mlp().to(FIRST).state_dict().items()}
+    state = {
+        name: value.clone() for name, value in mlp().to(FIRST).state_dict().items()
+    }
     model.load_state_dict(state, assign=True)
     assert model.module[0].weight.data_ptr() == state["0.weight"].data_ptr()
     close(model(x), model.module(x))
@@ -174,7 +198,9 @@ def test_an_average_of_its_parameters_can_be_kept() -> None:
         ([-1], ValueError, r"an index is 0 or more"),
     ],
 )
-def test_device_ids_that_are_none_are_refused(device_ids: Any, error: type[Exception], match: str) -> None:
+def test_device_ids_that_are_none_are_refused(
+    device_ids: Any, error: type[Exception], match: str
+) -> None:
     with pytest.raises(error, match=match):
         DataParallel(mlp(), device_ids)
 
@@ -188,13 +214,17 @@ def test_device_ids_that_are_none_are_refused(device_ids: Any, error: type[Excep
         ({"dim": "0"}, TypeError, "got '0', a str"),
     ],
 )
-def test_options_that_are_none_are_refused(options: Any, error: type[Exception], match: str) -> None:
+def test_options_that_are_none_are_refused(
+    options: Any, error: type[Exception], match: str
+) -> None:
     with pytest.raises(error, match=match):
         DataParallel(mlp(), ["cpu", "cpu"], **options)
 
 
 def test_what_is_no_module_is_refused() -> None:
-    with pytest.raises(TypeError, match=r"runs a torch\.nn\.Module; got .*, a function"):
+    with pytest.raises(
+        TypeError, match=r"runs a torch\.nn\.Module; got .*, a function"
+    ):
         DataParallel(data, ["cpu"])  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="is a DataParallel already"):
         DataParallel(DataParallel(mlp(), ["cpu"]), ["cpu", "cpu"])
@@ -211,18 +241,30 @@ def test_a_script_module_is_refused_where_there_would_be_copies_of_it() -> None:
 def test_it_has_the_attributes_that_scripts_ask_for() -> None:
     devices = compute_devices(2)
     model = parallel(mlp(), output_device=devices[1], dim=1)
-    names = [device.index for device in devices] if SIMULATED else [torch.device("cpu", 0)] * 2
-    assert model.device_ids == names and model.output_device == names[1] and model.dim == 1
+    names = (
+        [device.index for device in devices]
+        if SIMULATED
+        else [torch.device("cpu", 0)] * 2
+    )
+    assert (
+        model.device_ids == names and model.output_device == names[1] and model.dim == 1
+    )
 
 
 def test_a_device_may_be_listed_twice_and_named_in_any_way() -> None:
     x = here(data(5)[0])
-    for device_ids in (["cpu", torch.device("cpu"), "/cpu:0"], ("cpu:0", "cpu:1"), (device for device in ["cpu"] * 2)):
+    for device_ids in (
+        ["cpu", torch.device("cpu"), "/cpu:0"],
+        ("cpu:0", "cpu:1"),
+        (device for device in ["cpu"] * 2),
+    ):
         model = DataParallel(mlp().cpu(), device_ids)  # type: ignore[arg-type]
         close(model(x), model.module(x.cpu()))
 
 
-def test_a_buffer_that_counts_counts_each_batch_once_on_a_device_that_is_listed_twice() -> None:
+def test_a_buffer_that_counts_counts_each_batch_once_on_a_device_that_is_listed_twice() -> (
+    None
+):
     def count(module: Any, x: torch.Tensor) -> torch.Tensor:
         module.batches += 1
         return x + 0
@@ -235,12 +277,21 @@ def test_a_buffer_that_counts_counts_each_batch_once_on_a_device_that_is_listed_
 
 @without_simulated_devices
 def test_without_accelerators_the_module_is_called_as_it_is() -> None:
-    module = Calls(lambda module, *args, **kwargs: (module, args, kwargs, threading.get_ident()))
+    module = Calls(
+        lambda module, *args, **kwargs: (module, args, kwargs, threading.get_ident())
+    )
     model = DataParallel(module)
     assert model.device_ids == [] and model.output_device is None
-    assert model(ROWS, 3, mask="x") == (module, (ROWS, 3), {"mask": "x"}, threading.get_ident())
+    assert model(ROWS, 3, mask="x") == (
+        module,
+        (ROWS, 3),
+        {"mask": "x"},
+        threading.get_ident(),
+    )
     assert list(model.state_dict()) == ["weight"]
-    assert DataParallel(mlp(), output_device="cpu").output_device == torch.device("cpu", 0)
+    assert DataParallel(mlp(), output_device="cpu").output_device == torch.device(
+        "cpu", 0
+    )
 
 
 def test_with_one_device_the_module_is_called_on_the_callers_thread() -> None:
@@ -253,8 +304,19 @@ def test_with_one_device_the_module_is_called_on_the_callers_thread() -> None:
 def test_what_a_module_holds_that_cannot_be_copied_is_one_for_all_replicas() -> None:
     """A lock, an open file, a generator or a Python module in an attribute was refused."""
     with tempfile.TemporaryFile() as file:
-        held = [threading.Lock(), (i for i in range(9)), gc, {"deep": [threading.RLock()]}, queue.SimpleQueue(), file]
-        model, plain = alike(lambda: Calls(lambda module, x: x * module.weight * next(module.held[1]).bit_length()))
+        held = [
+            threading.Lock(),
+            (i for i in range(9)),
+            gc,
+            {"deep": [threading.RLock()]},
+            queue.SimpleQueue(),
+            file,
+        ]
+        model, plain = alike(
+            lambda: Calls(
+                lambda module, x: x * module.weight * next(module.held[1]).bit_length()
+            )
+        )
         for one in (model.module, plain):
             one.held = list(held)
         next(held[1])  # type: ignore[call-overload]
@@ -283,14 +345,19 @@ def test_a_module_of_a_strategy_is_refused() -> None:
     assert strategy.extended.variable_created_in_scope(module)
 
 
-def test_its_module_can_be_given_to_a_strategy_when_it_is_gone(no_collector: None) -> None:
+def test_its_module_can_be_given_to_a_strategy_when_it_is_gone(
+    no_collector: None,
+) -> None:
     module = nn.Linear(2, 2).to(FIRST)
     model = parallel(module)
     expected = model(ROWS)
     del model
     strategy = central(2)
     strategy.distribute_module(module)
-    close(torch.cat([output.to(FIRST) for output in outputs_of(strategy, module, ROWS)]), expected)
+    close(
+        torch.cat([output.to(FIRST) for output in outputs_of(strategy, module, ROWS)]),
+        expected,
+    )
 
 
 def test_a_lazy_module_is_refused_until_it_has_seen_a_batch() -> None:
@@ -309,7 +376,10 @@ def test_a_layer_that_is_made_in_forward_is_refused_until_it_is_there() -> None:
 
     model = parallel(Calls(forward))
     for _ in range(2):
-        with pytest.raises(RuntimeError, match=r"Calls\.late was made in a replica.*DataParallel is model\.module"):
+        with pytest.raises(
+            RuntimeError,
+            match=r"Calls\.late was made in a replica.*DataParallel is model\.module",
+        ):
             model(ROWS)
     model.module(here(ROWS))
     close(model(ROWS), model.module(here(ROWS)))
@@ -321,7 +391,9 @@ def test_a_parameter_that_forward_writes_in_place_is_refused() -> None:
         return module.weight * x
 
     model = parallel(Calls(clamp))
-    with pytest.raises(RuntimeError, match=r"Calls\.weight was written in place in a replica"):
+    with pytest.raises(
+        RuntimeError, match=r"Calls\.weight was written in place in a replica"
+    ):
         model(ROWS)
 
 
@@ -329,7 +401,10 @@ def test_forwards_of_several_threads_do_not_disturb_each_other() -> None:
     model, x = parallel(mlp()), here(data(5)[0])
     expected = model(x).tolist()
     outputs: list[Any] = []
-    threads = [threading.Thread(target=lambda: outputs.append(model(x).tolist())) for _ in range(4)]
+    threads = [
+        threading.Thread(target=lambda: outputs.append(model(x).tolist()))
+        for _ in range(4)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:

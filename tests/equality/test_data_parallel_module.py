@@ -16,8 +16,27 @@ from torch import nn
 from torch.nn.utils import parametrizations, prune, rnn
 from torch.overrides import TorchFunctionMode
 
-from data_parallel import F64, FIRST, ROWS, Calls, alike, here, parallel, returning, same_gradients
-from problems import assert_close, close, data, gradients, mlp, parameters, replica_id, sgd
+from data_parallel import (
+    F64,
+    FIRST,
+    ROWS,
+    Calls,
+    alike,
+    here,
+    parallel,
+    returning,
+    same_gradients,
+)
+from problems import (
+    assert_close,
+    close,
+    data,
+    gradients,
+    mlp,
+    parameters,
+    replica_id,
+    sgd,
+)
 from topologies import compute_devices
 from torchstrategy._copies.modules.replicated_modules import ReplicatedModules
 
@@ -31,13 +50,19 @@ def test_its_parameters_are_the_users_own_and_its_module_is_the_users_own() -> N
     assert model.module is module and type(module) is nn.Sequential
     assert [id(p) for p in model.parameters()] == [id(p) for p in module.parameters()]
     assert all(type(p) is nn.Parameter for p in model.parameters())
-    assert [name for name, _ in model.named_parameters()] == [f"module.{name}" for name, _ in module.named_parameters()]
+    assert [name for name, _ in model.named_parameters()] == [
+        f"module.{name}" for name, _ in module.named_parameters()
+    ]
 
 
 def test_its_replicas_are_built_once(monkeypatch: pytest.MonkeyPatch) -> None:
     built = []
     make = ReplicatedModules.__init__
-    monkeypatch.setattr(ReplicatedModules, "__init__", lambda self, *args: (built.append(1), make(self, *args))[1])
+    monkeypatch.setattr(
+        ReplicatedModules,
+        "__init__",
+        lambda self, *args: (built.append(1), make(self, *args))[1],
+    )
     model = parallel(mlp(), 3)
     optimizer = sgd(model)
     for step in range(3):
@@ -48,7 +73,9 @@ def test_its_replicas_are_built_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert built == [1]
 
 
-def test_it_may_be_made_anew_for_the_same_module_at_any_time(no_collector: None) -> None:
+def test_it_may_be_made_anew_for_the_same_module_at_any_time(
+    no_collector: None,
+) -> None:
     module, x = mlp().to(FIRST), here(data(5)[0])
     models = [parallel(module) for _ in range(2)]
     outputs = [model(x) for model in models]
@@ -61,8 +88,13 @@ def test_it_may_be_made_anew_for_the_same_module_at_any_time(no_collector: None)
         close(output, module(x))
 
 
-def test_parts_of_a_model_may_be_in_data_parallels_of_their_own_and_share_parameters() -> None:
-    encoder, decoder = nn.Linear(3, 3, **F64).to(FIRST), nn.Linear(3, 3, **F64).to(FIRST)
+def test_parts_of_a_model_may_be_in_data_parallels_of_their_own_and_share_parameters() -> (
+    None
+):
+    encoder, decoder = (
+        nn.Linear(3, 3, **F64).to(FIRST),
+        nn.Linear(3, 3, **F64).to(FIRST),
+    )
     decoder.weight = encoder.weight
     plain = copy.deepcopy(nn.Sequential(encoder, nn.Tanh(), decoder))
     model = nn.Sequential(parallel(encoder), nn.Tanh(), parallel(decoder))
@@ -86,10 +118,14 @@ def test_what_is_written_on_the_module_reaches_the_replicas() -> None:
     x = here(data(5)[0])
     model(x)
     changes: list[Callable[[nn.Module], object]] = [
-        lambda m: m.load_state_dict({name: value * 2 for name, value in m.state_dict().items()}),
+        lambda m: m.load_state_dict(
+            {name: value * 2 for name, value in m.state_dict().items()}
+        ),
         lambda m: m.float().double(),
         lambda m: setattr(m[0], "bias", None),
-        lambda m: m.__setitem__(2, nn.Linear(4, 5, **F64).requires_grad_(False).to(FIRST)),
+        lambda m: m.__setitem__(
+            2, nn.Linear(4, 5, **F64).requires_grad_(False).to(FIRST)
+        ),
         lambda m: m.half(),
     ]
     for change in changes:
@@ -104,17 +140,23 @@ def test_what_is_written_on_the_module_reaches_the_replicas() -> None:
     close(model(x), other(x))
 
 
-def test_hooks_of_the_module_run_in_each_replica_and_those_of_the_wrapper_once() -> None:
+def test_hooks_of_the_module_run_in_each_replica_and_those_of_the_wrapper_once() -> (
+    None
+):
     rows: list[int] = []
     model = parallel(nn.Linear(2, 2), 4)
-    model.module.register_forward_hook(lambda module, args, output: rows.append(len(output)))
+    model.module.register_forward_hook(
+        lambda module, args, output: rows.append(len(output))
+    )
     model.module.register_forward_pre_hook(lambda module, args: (args[0] * 2,))
     model.register_forward_hook(lambda module, args, output: output + 1)
     output = model(here(ROWS))
     assert rows == [1]  # in each replica
     close(output, F.linear(here(ROWS) * 2, model.module.weight, model.module.bias) + 1)
     backward: list[int] = []
-    model.module.register_full_backward_hook(lambda module, before, after: backward.append(len(after[0])))
+    model.module.register_full_backward_hook(
+        lambda module, before, after: backward.append(len(after[0]))
+    )
     model(here(ROWS).requires_grad_()).sum().backward()
     assert backward == [1] * 4  # outside of replicas, where the list is the user's own
 
@@ -152,7 +194,13 @@ def test_what_a_forward_writes_on_the_module_is_kept() -> None:
 
 def test_a_replica_has_parameters_and_a_state_of_its_own() -> None:
     seen: list[list[str]] = []
-    parallel(Calls(lambda module, x: seen.append([*dict(module.named_parameters()), *module.state_dict()])))(ROWS)
+    parallel(
+        Calls(
+            lambda module, x: seen.append(
+                [*dict(module.named_parameters()), *module.state_dict()]
+            )
+        )
+    )(ROWS)
     assert seen == [["weight", "weight"]] * 2
 
 
@@ -180,10 +228,16 @@ class Indirect(nn.Module):
         return self.layer(x)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return {"bound method": self.method, "list": self.layers[0], "forward": self.layer}[self.way](x)
+        return {
+            "bound method": self.method,
+            "list": self.layers[0],
+            "forward": self.layer,
+        }[self.way](x)
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # which the compiler hides
+@pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor that is not a leaf"
+)  # which the compiler hides
 def test_a_compiled_module_trains_and_is_compiled_once() -> None:
     torch._dynamo.reset()
     graphs: list[Any] = []
@@ -209,7 +263,9 @@ def test_a_compiled_module_trains_and_is_compiled_once() -> None:
 def test_a_compiler_runs_a_data_parallel_as_it_is() -> None:
     graphs: list[Any] = []
     model, plain = alike()
-    compiled = torch.compile(model, backend=lambda graph, inputs: (graphs.append(graph), graph.forward)[-1])
+    compiled = torch.compile(
+        model, backend=lambda graph, inputs: (graphs.append(graph), graph.forward)[-1]
+    )
     for forward in (compiled, plain):
         forward(here(data(5)[0])).square().sum().backward()
     same_gradients(model, plain)
@@ -248,18 +304,30 @@ def pruned() -> nn.Module:
 
 FAMILIES: dict[str, Callable[[], nn.Module]] = {
     "tied": Tied,
-    "sparse": lambda: nn.Sequential(_Discrete(), nn.Embedding(7, 4, sparse=True, **F64)),
-    "convolution": lambda: nn.Sequential(nn.Unflatten(1, (1, 3)), nn.Conv1d(1, 4, 2, **F64), nn.GroupNorm(2, 4, **F64)),
+    "sparse": lambda: nn.Sequential(
+        _Discrete(), nn.Embedding(7, 4, sparse=True, **F64)
+    ),
+    "convolution": lambda: nn.Sequential(
+        nn.Unflatten(1, (1, 3)), nn.Conv1d(1, 4, 2, **F64), nn.GroupNorm(2, 4, **F64)
+    ),
     "transformer": lambda: nn.Sequential(
         nn.Unflatten(1, (3, 1)),
         nn.Linear(1, 4, **F64),
-        nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2, 8, 0.0, batch_first=True, **F64), 2),
+        nn.TransformerEncoder(
+            nn.TransformerEncoderLayer(4, 2, 8, 0.0, batch_first=True, **F64), 2
+        ),
     ),
-    "weight_norm": lambda: nn.Sequential(parametrizations.weight_norm(nn.Linear(3, 4, **F64)), nn.Tanh()),
-    "orthogonal": lambda: nn.Sequential(parametrizations.orthogonal(nn.Linear(3, 3, **F64)), nn.Tanh()),
+    "weight_norm": lambda: nn.Sequential(
+        parametrizations.weight_norm(nn.Linear(3, 4, **F64)), nn.Tanh()
+    ),
+    "orthogonal": lambda: nn.Sequential(
+        parametrizations.orthogonal(nn.Linear(3, 3, **F64)), nn.Tanh()
+    ),
     "old weight_norm": old_weight_norm,
     "pruned": pruned,
-    "complex": lambda: nn.Sequential(_Complex(), nn.Linear(3, 4, dtype=torch.complex128), _Modulus()),
+    "complex": lambda: nn.Sequential(
+        _Complex(), nn.Linear(3, 4, dtype=torch.complex128), _Modulus()
+    ),
 }
 
 
@@ -297,8 +365,12 @@ def test_a_recurrent_network_trains() -> None:
             self.rnn = nn.LSTM(2, 4, num_layers=2, batch_first=True, **F64)
 
         def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-            packed = rnn.pack_padded_sequence(x, lengths.cpu(), batch_first=True, enforce_sorted=False)
-            output, _ = rnn.pad_packed_sequence(self.rnn(packed)[0], batch_first=True, total_length=x.shape[1])
+            packed = rnn.pack_padded_sequence(
+                x, lengths.cpu(), batch_first=True, enforce_sorted=False
+            )
+            output, _ = rnn.pad_packed_sequence(
+                self.rnn(packed)[0], batch_first=True, total_length=x.shape[1]
+            )
             return output
 
     model, plain = alike(Recurrent)
@@ -315,7 +387,9 @@ tenant = contextvars.ContextVar("tenant", default="nobody")
 
 
 def test_no_grad_and_inference_mode_hold_in_the_replicas() -> None:
-    modes = returning(lambda x: [torch.is_grad_enabled(), torch.is_inference_mode_enabled()])
+    modes = returning(
+        lambda x: [torch.is_grad_enabled(), torch.is_inference_mode_enabled()]
+    )
     model, x = parallel(mlp()), here(data(5)[0])
     with torch.no_grad():
         assert modes(ROWS) == [[False, False], [False, False]]
@@ -337,7 +411,9 @@ def test_context_variables_modes_and_saved_tensor_hooks_reach_the_replicas() -> 
     threads: dict[str, set[int]] = {"mode": set(), "packed": set()}
 
     class Mode(TorchFunctionMode):
-        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_function__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             threads["mode"].add(threading.get_ident())
             return func(*args, **(kwargs or {}))
 
@@ -387,10 +463,23 @@ class RefusedError(Exception):
 
 
 @pytest.mark.parametrize(
-    "error", [KeyError("label"), RefusedError("batch", "labels"), SystemExit(3), KeyboardInterrupt()]
+    "error",
+    [
+        KeyError("label"),
+        RefusedError("batch", "labels"),
+        SystemExit(3),
+        KeyboardInterrupt(),
+    ],
 )
-def test_the_very_exception_of_a_replica_is_raised_and_says_where(error: BaseException) -> None:
-    model, plain = alike(lambda: Calls(lambda module, x, fails: _fail(error, fails) or module.weight * x), 2)
+def test_the_very_exception_of_a_replica_is_raised_and_says_where(
+    error: BaseException,
+) -> None:
+    model, plain = alike(
+        lambda: Calls(
+            lambda module, x, fails: _fail(error, fails) or module.weight * x
+        ),
+        2,
+    )
     x = here(ROWS)
     with pytest.raises(type(error)) as raised:
         model(x, True)

@@ -13,13 +13,20 @@ from problems import assert_close, data, deal, gradients, mlp
 from topologies import central
 
 
-@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
-def test_hooks_see_the_gradient_of_all_replicas_once_in_a_backward_outside(register: str) -> None:
+@pytest.mark.parametrize(
+    "register", ["register_hook", "register_post_accumulate_grad_hook"]
+)
+def test_hooks_see_the_gradient_of_all_replicas_once_in_a_backward_outside(
+    register: str,
+) -> None:
     strategy, module, seen = central(3), mlp(), []
     strategy.distribute_module(module)
     getattr(module[0].weight, register)(lambda tensor: seen.append(tensor.shape))
     for times in (1, 2):
-        loss = sum(output.square().sum().to(FIRST) for output in outputs_of(strategy, module, data(7)[0]))
+        loss = sum(
+            output.square().sum().to(FIRST)
+            for output in outputs_of(strategy, module, data(7)[0])
+        )
         loss.backward()
         assert len(seen) == times
     plain = copy.deepcopy(module)
@@ -34,7 +41,9 @@ def test_a_backward_outside_may_create_a_graph() -> None:
     plain = copy.deepcopy(module).to(FIRST)
     strategy.distribute_module(module)
     x = data(7)[0]
-    sum(output.square().sum().to(FIRST) for output in outputs_of(strategy, module, x)).backward(create_graph=True)
+    sum(
+        output.square().sum().to(FIRST) for output in outputs_of(strategy, module, x)
+    ).backward(create_graph=True)
     plain(here(x)).square().sum().backward(create_graph=True)
     for forward in (module, plain):
         grads = [p.grad for p in forward.parameters()]
@@ -48,7 +57,9 @@ def test_a_backward_outside_may_create_a_graph() -> None:
 def test_what_a_step_returns_in_an_object_can_be_differentiated_outside() -> None:
     strategy, module = central(2), Calls(lambda module, x: Output(module.weight * x))
     strategy.distribute_module(module)
-    sum(output.logits.sum().to(FIRST) for output in outputs_of(strategy, module, ROWS)).backward()
+    sum(
+        output.logits.sum().to(FIRST) for output in outputs_of(strategy, module, ROWS)
+    ).backward()
     assert module.weight.grad.item() == ROWS.sum().item()
 
 
@@ -57,12 +68,18 @@ def test_running_statistics_that_come_back_do_not_spoil_a_graph() -> None:
     strategy.distribute_module(module)
     x = here(data(6)[0])
     losses = [module(x).sin().sum()]  # outside, too
-    losses += [output.sin().sum().to(FIRST) for _ in range(2) for output in outputs_of(strategy, module, x)]
+    losses += [
+        output.sin().sum().to(FIRST)
+        for _ in range(2)
+        for output in outputs_of(strategy, module, x)
+    ]
     sum(losses).backward()
     assert module.weight.grad is not None
 
 
-def test_a_module_is_free_for_another_strategy_as_soon_as_its_own_is_gone(no_collector: None) -> None:
+def test_a_module_is_free_for_another_strategy_as_soon_as_its_own_is_gone(
+    no_collector: None,
+) -> None:
     module = mlp()
     for _ in range(2):
         strategy = central(2)
@@ -74,5 +91,8 @@ def test_a_module_is_free_for_another_strategy_as_soon_as_its_own_is_gone(no_col
 def test_a_module_can_be_distributed_in_a_run_of_the_default_strategy() -> None:
     strategy, module = central(2), mlp()
     torchstrategy.get_strategy().run(lambda: strategy.distribute_module(module))
-    strategy.run(lambda x: module(x).square().sum().backward(), args=(deal(strategy, data(4)[0]),))
+    strategy.run(
+        lambda x: module(x).square().sum().backward(),
+        args=(deal(strategy, data(4)[0]),),
+    )
     assert all(parameter.grad is not None for parameter in module.parameters())

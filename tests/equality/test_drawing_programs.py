@@ -28,8 +28,15 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def _small(**parts: Any) -> Program:
     step = (actions.Clear(), actions.Backward(), actions.Update())
-    given: dict[str, Any] = {"layers": (layers.Linear(),), "step": step, "batches": (3, 2), **parts}
-    return Program(Topology(), optimizers=(Generator().program(1).optimizers[0],), **given)
+    given: dict[str, Any] = {
+        "layers": (layers.Linear(),),
+        "step": step,
+        "batches": (3, 2),
+        **parts,
+    }
+    return Program(
+        Topology(), optimizers=(Generator().program(1).optimizers[0],), **given
+    )
 
 
 def test_a_seed_is_one_program_and_a_printed_program_is_that_program() -> None:
@@ -42,7 +49,11 @@ def test_a_seed_is_one_program_and_a_printed_program_is_that_program() -> None:
 def test_programs_have_parts_of_every_kind() -> None:
     """What nobody draws is not tried."""
     text = "".join(str(Generator(5).program(seed)) for seed in range(3000))
-    for module, base in ((layers, layers.Layer), (actions, actions.Action), (events, events.Event)):
+    for module, base in (
+        (layers, layers.Layer),
+        (actions, actions.Action),
+        (events, events.Event),
+    ):
         for kind in vars(module).values():
             if isinstance(kind, type) and issubclass(kind, base) and kind is not base:
                 assert f"{kind.__name__}(" in text, kind.__name__
@@ -50,7 +61,11 @@ def test_programs_have_parts_of_every_kind() -> None:
 
 def test_parts_that_are_left_out_are_not_drawn() -> None:
     generator = Generator(without="Write|Clip")
-    assert not [seed for seed in range(100) if re.search("Write|Clip", str(generator.program(seed)))]
+    assert not [
+        seed
+        for seed in range(100)
+        if re.search("Write|Clip", str(generator.program(seed)))
+    ]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +83,11 @@ class _Wrong(layers.Layer):
 def test_a_difference_is_found_and_shrunk() -> None:
     """A long program with one part that is wrong becomes a short one, which has that part and little else."""
     program = Generator(strategies=["central"], most_steps=2).program(5)
-    long = dataclasses.replace(program, layers=(*program.layers, _Wrong()), topology=Topology("central", ("cpu",) * 3))
+    long = dataclasses.replace(
+        program,
+        layers=(*program.layers, _Wrong()),
+        topology=Topology("central", ("cpu",) * 3),
+    )
     outcome = judged(long)
     assert outcome.verdict is Verdict.DIFFERENT
     short, again = shrunk(long, outcome)
@@ -88,12 +107,18 @@ class _Raises(events.Event):
         raise KeyError("no such thing")
 
 
-def test_numbers_that_a_hair_changes_are_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_numbers_that_a_hair_changes_are_no_difference(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The numbers of a program that is chaotic differ for a reason of their own."""
-    monkeypatch.setattr(trials, "differences", lambda ours, plain: {"model.0.weight": "is another"})
+    monkeypatch.setattr(
+        trials, "differences", lambda ours, plain: {"model.0.weight": "is another"}
+    )
     for of_noise, verdict in ((1e-15, Verdict.DIFFERENT), (1e-5, Verdict.NO_PROGRAM)):
         sizes = iter([1e-4, of_noise])
-        monkeypatch.setattr(trials, "size_of", lambda ours, plain, sizes=sizes: next(sizes))
+        monkeypatch.setattr(
+            trials, "size_of", lambda ours, plain, sizes=sizes: next(sizes)
+        )
         assert judged(_small()).verdict is verdict
 
 
@@ -101,7 +126,10 @@ def test_differences_are_found_in_values_of_every_kind() -> None:
     plain = {"t": torch.ones(2), "f": 1.0, "n": 1, "s": "a", "gone": 1}
     ours = {"t": torch.ones(2) * 1.1, "f": 1.1, "n": True, "s": "b", "new": 1}
     assert sorted(differences(ours, plain)) == ["f", "gone", "n", "new", "s", "t"]
-    assert not differences({"f": float("nan"), "t": torch.tensor(1.0)}, {"f": float("nan"), "t": torch.tensor(1.0)})
+    assert not differences(
+        {"f": float("nan"), "t": torch.tensor(1.0)},
+        {"f": float("nan"), "t": torch.tensor(1.0)},
+    )
 
 
 def test_every_refusal_that_programs_may_meet_is_documented() -> None:
@@ -116,9 +144,15 @@ def test_the_command_runs_programs_and_prints_counts(
     monkeypatch.setattr(sys, "argv", ["random_programs", "--count", "3", "--seed", "7"])
     assert command.main() == 0
     said = capsys.readouterr().out
-    assert "3 programs from seed 7" in said and re.search(r"\d equal", said) and re.search(r"0 different", said)
+    assert (
+        "3 programs from seed 7" in said
+        and re.search(r"\d equal", said)
+        and re.search(r"0 different", said)
+    )
 
-    monkeypatch.setattr(trials, "differences", lambda ours, plain: {"model.0.weight": "is another"})
+    monkeypatch.setattr(
+        trials, "differences", lambda ours, plain: {"model.0.weight": "is another"}
+    )
     sizes = itertools.cycle([1.0, 0.0])
     monkeypatch.setattr(trials, "size_of", lambda ours, plain: next(sizes))
     monkeypatch.setattr(sys, "argv", ["random_programs", "--count", "1", "--seed", "7"])
@@ -126,7 +160,11 @@ def test_the_command_runs_programs_and_prints_counts(
     said = capsys.readouterr().out
     assert "1 different" in said
 
-    (tmp_path / "program").write_text(said[said.index("Program(") : said.index("model.0.weight is another")])
-    monkeypatch.setattr(sys, "argv", ["random_programs", "--replay", str(tmp_path / "program")])
+    (tmp_path / "program").write_text(
+        said[said.index("Program(") : said.index("model.0.weight is another")]
+    )
+    monkeypatch.setattr(
+        sys, "argv", ["random_programs", "--replay", str(tmp_path / "program")]
+    )
     assert command.main() == 1
     assert "model.0.weight is another" in capsys.readouterr().out

@@ -25,7 +25,9 @@ class Scaled(nn.Module):
         self.layer = nn.Linear(3, 2)
         self.unused = nn.Parameter(torch.zeros(2))
 
-    def forward(self, x: torch.Tensor, scale: torch.Tensor | float = 1.0) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, scale: torch.Tensor | float = 1.0
+    ) -> torch.Tensor:
         return self.layer(x) * scale
 
 
@@ -41,11 +43,15 @@ def net(devices: list[torch.device]) -> Scaled:
 
 
 def rows(count: int, device: torch.device) -> torch.Tensor:
-    return torch.randn(count, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).to(device)
+    return torch.randn(
+        count, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
+    ).to(device)
 
 
 @pytest.mark.parametrize("count", [1, 2, 7, 9])
-def test_outputs_and_gradients_are_those_of_the_module(net: Scaled, devices: list[torch.device], count: int) -> None:
+def test_outputs_and_gradients_are_those_of_the_module(
+    net: Scaled, devices: list[torch.device], count: int
+) -> None:
     inputs, twin = rows(count, devices[0]), copy.deepcopy(net)
     output = data_parallel(net, inputs, devices)
     output.square().sum().backward()
@@ -57,32 +63,49 @@ def test_outputs_and_gradients_are_those_of_the_module(net: Scaled, devices: lis
 
 
 @pytest.mark.parametrize("wrap", [lambda x: x, lambda x: (x,)], ids=["tensor", "tuple"])
-def test_inputs_may_be_a_tensor_or_a_tuple(net: Scaled, devices: list[torch.device], wrap: Any) -> None:
+def test_inputs_may_be_a_tensor_or_a_tuple(
+    net: Scaled, devices: list[torch.device], wrap: Any
+) -> None:
     inputs = rows(5, devices[0])
     torch.testing.assert_close(data_parallel(net, wrap(inputs), devices), net(inputs))
 
 
-def test_keyword_arguments_are_split_too(net: Scaled, devices: list[torch.device]) -> None:
-    inputs, scale = rows(5, devices[0]), torch.arange(5.0, device=devices[0], dtype=torch.float64).reshape(5, 1)
+def test_keyword_arguments_are_split_too(
+    net: Scaled, devices: list[torch.device]
+) -> None:
+    inputs, scale = (
+        rows(5, devices[0]),
+        torch.arange(5.0, device=devices[0], dtype=torch.float64).reshape(5, 1),
+    )
     output = data_parallel(net, (inputs,), devices, module_kwargs={"scale": scale})
     torch.testing.assert_close(output, net(inputs, scale))
-    by_keyword = data_parallel(net, None, devices, module_kwargs={"x": inputs, "scale": 2.0})
+    by_keyword = data_parallel(
+        net, None, devices, module_kwargs={"x": inputs, "scale": 2.0}
+    )
     torch.testing.assert_close(by_keyword, net(inputs, 2.0))
 
 
-def test_one_device_calls_the_module_itself(net: Scaled, devices: list[torch.device]) -> None:
+def test_one_device_calls_the_module_itself(
+    net: Scaled, devices: list[torch.device]
+) -> None:
     inputs = rows(5, devices[0])
     torch.testing.assert_close(data_parallel(net, inputs, devices[:1]), net(inputs))
 
 
-def test_a_module_calls_it_in_its_forward_and_trains_as_in_plain_pytorch(devices: list[torch.device]) -> None:
+def test_a_module_calls_it_in_its_forward_and_trains_as_in_plain_pytorch(
+    devices: list[torch.device],
+) -> None:
     class Net(nn.Module):
         def __init__(self, ids: list[torch.device] | None) -> None:
             super().__init__()
             self.features, self.head, self.ids = nn.Linear(3, 4), nn.Linear(4, 1), ids
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            hidden = self.features(x) if self.ids is None else data_parallel(self.features, x, self.ids)
+            hidden = (
+                self.features(x)
+                if self.ids is None
+                else data_parallel(self.features, x, self.ids)
+            )
             return self.head(hidden.tanh())
 
     found = []
@@ -105,7 +128,9 @@ def test_other_devices_may_follow(net: Scaled, devices: list[torch.device]) -> N
         torch.testing.assert_close(data_parallel(net, inputs, ids), net(inputs))
 
 
-def test_replicas_are_kept_between_calls(net: Scaled, devices: list[torch.device]) -> None:
+def test_replicas_are_kept_between_calls(
+    net: Scaled, devices: list[torch.device]
+) -> None:
     data_parallel(net, rows(4, devices[0]), devices)
     first = _of_calls[net]
     data_parallel(net, rows(4, devices[0]), devices)
@@ -121,7 +146,9 @@ def test_nothing_is_kept_of_a_module_that_is_gone(devices: list[torch.device]) -
     assert gone() is None
 
 
-def test_the_module_may_have_been_wrapped_before(net: Scaled, devices: list[torch.device]) -> None:
+def test_the_module_may_have_been_wrapped_before(
+    net: Scaled, devices: list[torch.device]
+) -> None:
     inputs = rows(6, devices[0])
     model = torchstrategy.DataParallel(net, devices)
     torch.testing.assert_close(model(inputs), data_parallel(net, inputs, devices))
@@ -138,12 +165,16 @@ def test_in_a_replica_it_is_refused(net: Scaled, devices: list[torch.device]) ->
             return data_parallel(self.inner, x, ["cpu", "cpu"])
 
     with pytest.raises(RuntimeError, match="the batch is split already"):
-        data_parallel(Outer().to(devices[0]), torch.ones(4, 3, device=devices[0]), devices)
+        data_parallel(
+            Outer().to(devices[0]), torch.ones(4, 3, device=devices[0]), devices
+        )
 
 
 def test_a_lazy_module_is_refused_by_name(devices: list[torch.device]) -> None:
     lazy = nn.Sequential(nn.LazyLinear(2)).to(devices[0])
-    with pytest.raises((TypeError, ValueError, RuntimeError), match=r"[Ll]azy|[Uu]ninitialized"):
+    with pytest.raises(
+        (TypeError, ValueError, RuntimeError), match=r"[Ll]azy|[Uu]ninitialized"
+    ):
         data_parallel(lazy, torch.ones(4, 3, device=devices[0]), devices)
 
 

@@ -41,7 +41,9 @@ class Net(nn.Module):
         self.register_buffer("shift", torch.ones(3))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden: torch.Tensor = torch.tanh(self.second(torch.tanh(self.first(x))) + self.shift)
+        hidden: torch.Tensor = torch.tanh(
+            self.second(torch.tanh(self.first(x))) + self.shift
+        )
         result: torch.Tensor = self.last(hidden)
         return result
 
@@ -56,7 +58,10 @@ def rows(count: int, width: int = 3, seed: int = 0) -> torch.Tensor:
 
 
 def leaves(plain: nn.Module, scale: float = 2.0) -> dict[str, torch.Tensor]:
-    return {name: (p.detach() * scale).requires_grad_() for name, p in plain.named_parameters()}
+    return {
+        name: (p.detach() * scale).requires_grad_()
+        for name, p in plain.named_parameters()
+    }
 
 
 def under(prefix: str, given: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -84,8 +89,15 @@ def test_outputs_and_gradients_are_those_of_the_given_weights(count: int) -> Non
     actual = functional_call(model, under("module.", given), (x,))
     expected = functional_call(plain, given, (x,))
     same(actual, expected)
-    same(*(torch.autograd.grad(out.square().sum(), list(given.values())) for out in (actual, expected)))
-    assert all(one is other for one, other in zip(model.parameters(), parameters, strict=True))
+    same(
+        *(
+            torch.autograd.grad(out.square().sum(), list(given.values()))
+            for out in (actual, expected)
+        )
+    )
+    assert all(
+        one is other for one, other in zip(model.parameters(), parameters, strict=True)
+    )
     assert all(parameter.grad is None for parameter in parameters)
     same_state(model, plain)
 
@@ -95,7 +107,9 @@ def test_backward_adds_to_the_given_weights() -> None:
     given, x = leaves(plain), rows(5)
     for _ in range(2):
         functional_call(model, under("module.", given), (x,)).square().sum().backward()
-    (2 * functional_call(plain, others := leaves(plain), (x,)).square().sum()).backward()
+    (
+        2 * functional_call(plain, others := leaves(plain), (x,)).square().sum()
+    ).backward()
     same([p.grad for p in given.values()], [p.grad for p in others.values()])
     assert all(parameter.grad is None for parameter in model.parameters())
 
@@ -110,14 +124,27 @@ def test_maml_is_that_of_plain_pytorch(first_order: bool) -> None:
         losses = []
         for task in range(3):
             fast: dict[str, torch.Tensor] = {
-                name: p for name, p in network.named_parameters() if name.startswith(prefix)
+                name: p
+                for name, p in network.named_parameters()
+                if name.startswith(prefix)
             }
             for inner in range(2):
                 out = functional_call(network, fast, (rows(5, seed=10 * task + inner),))
-                slopes = torch.autograd.grad(out.square().mean(), list(fast.values()), create_graph=not first_order)
-                fast = {name: p - 0.1 * slope for (name, p), slope in zip(fast.items(), slopes, strict=True)}
+                slopes = torch.autograd.grad(
+                    out.square().mean(),
+                    list(fast.values()),
+                    create_graph=not first_order,
+                )
+                fast = {
+                    name: p - 0.1 * slope
+                    for (name, p), slope in zip(fast.items(), slopes, strict=True)
+                }
             outer.zero_grad()
-            loss = functional_call(network, fast, (rows(7, seed=10 * task + 5),)).square().mean()
+            loss = (
+                functional_call(network, fast, (rows(7, seed=10 * task + 5),))
+                .square()
+                .mean()
+            )
             loss.backward()
             outer.step()
             losses.append(loss.detach())
@@ -133,7 +160,9 @@ def test_a_hypernetwork_that_makes_some_of_the_weights_is_trained() -> None:
     twin = copy.deepcopy(maker)
     for network, own, prefix in ((model, maker, "module."), (plain, twin, "")):
         weight = own(rows(1, 2)).view(2, 3)
-        functional_call(network, {f"{prefix}last.weight": weight}, (rows(5),)).square().sum().backward()
+        functional_call(
+            network, {f"{prefix}last.weight": weight}, (rows(5),)
+        ).square().sum().backward()
     same([p.grad for p in maker.parameters()], [p.grad for p in twin.parameters()])
     names = [name for name, _ in plain.named_parameters()]
     of_model, of_plain = ([p.grad for p in one.parameters()] for one in (model, plain))
@@ -143,7 +172,9 @@ def test_a_hypernetwork_that_makes_some_of_the_weights_is_trained() -> None:
     same_state(model, plain)
 
 
-@pytest.mark.parametrize("kind", ["plain", "leaf", "history", "parameter", "frozen parameter", "other dtype"])
+@pytest.mark.parametrize(
+    "kind", ["plain", "leaf", "history", "parameter", "frozen parameter", "other dtype"]
+)
 def test_a_given_weight_may_be_of_any_kind(kind: str) -> None:
     model, plain = alike(net)
     base = torch.arange(6.0, **F64).view(2, 3).to(FIRST)
@@ -168,7 +199,12 @@ def test_a_given_weight_may_be_of_any_kind(kind: str) -> None:
         expected = functional_call(plain, {"last.weight": weight}, (x,))
         same(actual, expected)
         if weight.requires_grad:
-            same(*(torch.autograd.grad(out.square().sum(), [weight]) for out in (actual, expected)))
+            same(
+                *(
+                    torch.autograd.grad(out.square().sum(), [weight])
+                    for out in (actual, expected)
+                )
+            )
     same_state(model, plain)
 
 
@@ -181,7 +217,12 @@ def test_tied_weights_are_given_as_in_plain_pytorch(tie_weights: bool) -> None:
         given = {f"{prefix}first.weight": tied}
         out = functional_call(network, given, (x,), tie_weights=tie_weights)
         results.append(
-            (out, *torch.autograd.grad(out.square().sum(), [tied, *network.parameters()], allow_unused=True))
+            (
+                out,
+                *torch.autograd.grad(
+                    out.square().sum(), [tied, *network.parameters()], allow_unused=True
+                ),
+            )
         )
     same(*results)
 
@@ -204,7 +245,12 @@ def test_buffers_are_given_too(learns: bool) -> None:
         expected = functional_call(plain, {"shift": shift}, (x,))
         same(actual, expected)
         if learns:
-            same(*(torch.autograd.grad(out.square().sum(), [shift]) for out in (actual, expected)))
+            same(
+                *(
+                    torch.autograd.grad(out.square().sum(), [shift])
+                    for out in (actual, expected)
+                )
+            )
     same_state(model, plain)
 
 
@@ -216,7 +262,10 @@ def test_given_statistics_are_written_as_in_plain_pytorch() -> None:
 
     model, plain = alike(build, replicas=2)
     x = rows(4)
-    given = {"1.running_mean": torch.zeros(3, **F64).to(FIRST), "1.running_var": torch.ones(3, **F64).to(FIRST)}
+    given = {
+        "1.running_mean": torch.zeros(3, **F64).to(FIRST),
+        "1.running_var": torch.ones(3, **F64).to(FIRST),
+    }
     placed = under("module.", {name: tensor.clone() for name, tensor in given.items()})
     functional_call(model, placed, (x,))
     functional_call(plain, given, (x,))
@@ -242,8 +291,15 @@ def test_a_given_tensor_that_forward_writes_is_refused_by_name(how: str) -> None
             return x * self.total
 
     model = parallel(Writes())
-    with pytest.raises(RuntimeError, match=r"forward wrote on total, .* torch\.func\.functional_call gave"):
-        functional_call(model, {"module.total": torch.ones(1, **F64).to(FIRST).requires_grad_()}, (rows(4),))
+    with pytest.raises(
+        RuntimeError,
+        match=r"forward wrote on total, .* torch\.func\.functional_call gave",
+    ):
+        functional_call(
+            model,
+            {"module.total": torch.ones(1, **F64).to(FIRST).requires_grad_()},
+            (rows(4),),
+        )
     assert "total" in model.state_dict() and not model.module.total.requires_grad
 
 
@@ -263,10 +319,20 @@ def test_a_model_that_contains_one_is_called_with_weights() -> None:
     torch.manual_seed(1)
     plain = Outer(plain_body)
     given = leaves(plain)
-    placed = {name.replace("body.", "body.module."): tensor for name, tensor in given.items()}
-    out, expected = functional_call(model, placed, (rows(5),)), functional_call(plain, given, (rows(5),))
+    placed = {
+        name.replace("body.", "body.module."): tensor for name, tensor in given.items()
+    }
+    out, expected = (
+        functional_call(model, placed, (rows(5),)),
+        functional_call(plain, given, (rows(5),)),
+    )
     same(out, expected)
-    same(*(torch.autograd.grad(one.sum(), list(given.values())) for one in (out, expected)))
+    same(
+        *(
+            torch.autograd.grad(one.sum(), list(given.values()))
+            for one in (out, expected)
+        )
+    )
     same_state(model, plain)
 
 
@@ -280,14 +346,25 @@ def test_the_function_data_parallel_takes_given_weights() -> None:
             self.body, self.is_split = net().to(FIRST), is_split
 
         def forward(self, x: torch.Tensor) -> Any:
-            return torchstrategy.data_parallel(self.body, x, devices) if self.is_split else self.body(x)
+            return (
+                torchstrategy.data_parallel(self.body, x, devices)
+                if self.is_split
+                else self.body(x)
+            )
 
     model, plain = Splits(True), Splits(False)
     given = leaves(plain)
     for _ in range(2):
-        out, expected = (functional_call(one, given, (rows(5),)) for one in (model, plain))
+        out, expected = (
+            functional_call(one, given, (rows(5),)) for one in (model, plain)
+        )
         same(out, expected)
-        same(*(torch.autograd.grad(one.sum(), list(given.values())) for one in (out, expected)))
+        same(
+            *(
+                torch.autograd.grad(one.sum(), list(given.values()))
+                for one in (out, expected)
+            )
+        )
     same_state(model, plain)
 
 
@@ -295,7 +372,9 @@ def test_the_older_function_of_torch_gives_weights_too() -> None:
     model, plain = alike(net)
     given = leaves(plain)
     with pytest.warns(FutureWarning):
-        out = nn.utils.stateless.functional_call(model, under("module.", given), (rows(5),))
+        out = nn.utils.stateless.functional_call(
+            model, under("module.", given), (rows(5),)
+        )
     same(out, functional_call(plain, given, (rows(5),)))
 
 
@@ -328,11 +407,21 @@ def test_parameters_of_another_model_may_be_given() -> None:
 
 
 def test_a_skeleton_on_the_meta_device_is_called_with_weights() -> None:
-    plain = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).double().to(FIRST).eval()
-    skeleton = torchstrategy.DataParallel(copy.deepcopy(plain).to("meta"), compute_devices(2))
+    plain = (
+        nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+        .double()
+        .to(FIRST)
+        .eval()
+    )
+    skeleton = torchstrategy.DataParallel(
+        copy.deepcopy(plain).to("meta"), compute_devices(2)
+    )
     given = {**leaves(plain), **dict(plain.named_buffers())}
     for _ in range(2):
-        same(functional_call(skeleton, under("module.", given), (rows(5),)), functional_call(plain, given, (rows(5),)))
+        same(
+            functional_call(skeleton, under("module.", given), (rows(5),)),
+            functional_call(plain, given, (rows(5),)),
+        )
 
 
 @pytest.mark.parametrize("is_cached", [False, True])
@@ -365,15 +454,28 @@ def test_a_parametrized_module_of_its_own_computes_its_weight_in_each_replica() 
     for network in (model, plain):
         with parametrize.cached():
             out = network(rows(5)) + network(rows(5, seed=1))
-            results.append((out, *torch.autograd.grad(out.square().sum(), list(network.parameters()))))
+            results.append(
+                (
+                    out,
+                    *torch.autograd.grad(
+                        out.square().sum(), list(network.parameters())
+                    ),
+                )
+            )
     same(*results)
 
 
 @pytest.mark.parametrize("count", [2, 3])
-def test_a_step_in_a_block_of_cached_parametrizations_is_that_of_plain_pytorch(count: int) -> None:
+def test_a_step_in_a_block_of_cached_parametrizations_is_that_of_plain_pytorch(
+    count: int,
+) -> None:
     """torch's cache gave one replica the weight of another, which is on another device and in another graph."""
     torch.manual_seed(0)
-    plain = nn.Sequential(parametrizations.weight_norm(nn.Linear(3, 3)), nn.Linear(3, 2)).double().to(FIRST)
+    plain = (
+        nn.Sequential(parametrizations.weight_norm(nn.Linear(3, 3)), nn.Linear(3, 2))
+        .double()
+        .to(FIRST)
+    )
     strategy = torchstrategy.CentralStorageStrategy(compute_devices(count), FIRST)
     model = strategy.distribute_module(copy.deepcopy(plain))
 
@@ -392,7 +494,9 @@ def test_a_step_in_a_block_of_cached_parametrizations_is_that_of_plain_pytorch(c
     same([p.grad for p in model.parameters()], [p.grad for p in plain.parameters()])
 
 
-def test_replicas_are_kept_when_weights_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replicas_are_kept_when_weights_are_given(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     made: list[object] = []
     init = ModuleReplica.__init__
 
@@ -423,7 +527,10 @@ def test_what_was_replaced_for_good_is_used_afterwards() -> None:
         torch.manual_seed(3)
         network.last = nn.Linear(3, 2).double().to(FIRST)
     given = leaves(plain)
-    same(functional_call(model, under("module.", given), (rows(5),)), functional_call(plain, given, (rows(5),)))
+    same(
+        functional_call(model, under("module.", given), (rows(5),)),
+        functional_call(plain, given, (rows(5),)),
+    )
     same_state(model, plain)
 
 
@@ -444,7 +551,10 @@ TRANSFORMS: dict[str, Callable[[Any, torch.Tensor], Any]] = {
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_a_transform_is_refused_by_name(name: str) -> None:
     model, plain = alike(net)
-    with pytest.raises(RuntimeError, match=r"A DataParallel .* transform of torch\.func(.|\n)*model\.module"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"A DataParallel .* transform of torch\.func(.|\n)*model\.module",
+    ):
         TRANSFORMS[name](model, rows(5))
     TRANSFORMS[name](model.module, rows(5))
     same_state(model, plain)
@@ -454,7 +564,9 @@ def test_an_ensemble_of_stacked_weights_is_refused_by_name() -> None:
     models, x = [parallel(net()) for _ in range(2)], rows(5)
     parameters, buffers = torch.func.stack_module_state(models)
     with pytest.raises(RuntimeError, match="A DataParallel"):
-        torch.func.vmap(lambda p, b: functional_call(models[0], (p, b), (x,)))(parameters, buffers)
+        torch.func.vmap(lambda p, b: functional_call(models[0], (p, b), (x,)))(
+            parameters, buffers
+        )
 
 
 def test_a_transform_of_the_gradient_of_given_weights_is_refused_by_name() -> None:
@@ -462,7 +574,9 @@ def test_a_transform_of_the_gradient_of_given_weights_is_refused_by_name() -> No
     given = {name: p.detach() for name, p in plain.named_parameters()}
     x = rows(5)
     with pytest.raises(RuntimeError, match="A DataParallel"):
-        torch.func.grad(lambda w: functional_call(model, w, (x,)).sum())(under("module.", given))
+        torch.func.grad(lambda w: functional_call(model, w, (x,)).sum())(
+            under("module.", given)
+        )
     same_state(model, plain)
 
 
@@ -478,7 +592,9 @@ def test_forward_mode_derivatives_of_inputs_and_weights_are_right() -> None:
     results = []
     for network, prefix in ((model, "module."), (plain, "")):
         with forward_ad.dual_level():
-            weights = {k: forward_ad.make_dual(p, torch.ones_like(p)) for k, p in given.items()}
+            weights = {
+                k: forward_ad.make_dual(p, torch.ones_like(p)) for k, p in given.items()
+            }
             inputs = forward_ad.make_dual(x, along)
             out = functional_call(network, under(prefix, weights), (inputs,))
             results.append(tuple(forward_ad.unpack_dual(out)))
@@ -489,13 +605,17 @@ def test_forward_mode_derivatives_of_inputs_and_weights_are_right() -> None:
 
 
 @pytest.mark.parametrize("sizes", [(5, 4), (1, 7)])
-def test_weights_that_a_step_gives_to_its_replicas_model_are_right(sizes: tuple[int, ...]) -> None:
+def test_weights_that_a_step_gives_to_its_replicas_model_are_right(
+    sizes: tuple[int, ...],
+) -> None:
     """MAML within a step: each replica computes fast weights of its own rows, and differentiates through them."""
     torch.manual_seed(0)
     plain = net().to(FIRST)
     strategy = torchstrategy.CentralStorageStrategy(compute_devices(3), FIRST)
     model = strategy.distribute_module(copy.deepcopy(plain))
-    optimizer = strategy.distribute_optimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    optimizer = strategy.distribute_optimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    )
     other = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
 
     def step(network: Any, own: torch.optim.Optimizer, x: torch.Tensor) -> None:
@@ -504,18 +624,32 @@ def test_weights_that_a_step_gives_to_its_replicas_model_are_right(sizes: tuple[
         out = functional_call(network, fast, (x,))
         penalty = torch.autograd.grad(out.sum(), list(fast.values()), create_graph=True)
         # A mean over rows of what each row has, so that the mean over replicas is that over the batch.
-        loss = functional_call(network, {"last.bias": fast["last.bias"] * 2}, (x,)).square().sum(1).mean()
-        (loss + 0.1 * sum(slope.mean() for slope in penalty) / len(x) + F.mse_loss(out, out.detach() + 1)).backward()
+        loss = (
+            functional_call(network, {"last.bias": fast["last.bias"] * 2}, (x,))
+            .square()
+            .sum(1)
+            .mean()
+        )
+        (
+            loss
+            + 0.1 * sum(slope.mean() for slope in penalty) / len(x)
+            + F.mse_loss(out, out.detach() + 1)
+        ).backward()
         own.step()
 
     def given(batch: torch.Tensor) -> None:
         step(model, optimizer, batch)
 
     data = [rows(size, seed=size).cpu() for size in sizes]
-    for batch, x in zip(strategy.experimental_distribute_dataset(data), data, strict=True):
+    for batch, x in zip(
+        strategy.experimental_distribute_dataset(data), data, strict=True
+    ):
         strategy.run(given, args=(batch,))
         step(plain, other, x.to(FIRST))
-        same([p.detach().to(FIRST) for p in model.parameters()], [p.detach() for p in plain.parameters()])
+        same(
+            [p.detach().to(FIRST) for p in model.parameters()],
+            [p.detach() for p in plain.parameters()],
+        )
 
 
 def test_weights_that_are_given_around_a_run_are_refused_by_name() -> None:
@@ -530,7 +664,10 @@ def test_weights_that_are_given_around_a_run_are_refused_by_name() -> None:
             strategy.run(lambda: self.layer(torch.ones(2, 3)))
 
     model = Runs()
-    with pytest.raises(TypeError, match=r"layer\.weight is a plain tensor .* functional_call in the step"):
+    with pytest.raises(
+        TypeError,
+        match=r"layer\.weight is a plain tensor .* functional_call in the step",
+    ):
         functional_call(model, {"layer.weight": torch.ones(2, 3, device=FIRST)}, ())
     model()
 
@@ -549,5 +686,9 @@ def test_attributes_of_given_weights_come_to_all_replicas() -> None:
     given["weight"].gain = 5.0  # type: ignore[attr-defined]
     x = torch.randn(7, 3, **F64, device=FIRST)
     expected = functional_call(model, given, (x,))
-    actual = functional_call(parallel(model), {f"module.{name}": value for name, value in given.items()}, (x,))
+    actual = functional_call(
+        parallel(model),
+        {f"module.{name}": value for name, value in given.items()},
+        (x,),
+    )
     assert torch.allclose(actual.to(expected.device), expected, rtol=1e-12, atol=0)

@@ -16,10 +16,16 @@ from problems import built, compare, data, deal, mlp, mse, replica_id, sgd, wher
 
 CLEARS: dict[str, Callable[[Any, Any], None]] = {
     "optimizer.zero_grad()": lambda m, o: o.zero_grad(),
-    "optimizer.zero_grad(set_to_none=False)": lambda m, o: o.zero_grad(set_to_none=False),
+    "optimizer.zero_grad(set_to_none=False)": lambda m, o: o.zero_grad(
+        set_to_none=False
+    ),
     "model.zero_grad()": lambda m, o: m.zero_grad(),
-    "p.grad = None": lambda m, o: [setattr(p, "grad", None) for p in m.parameters()] and None,
-    "p.grad = zeros": lambda m, o: [setattr(p, "grad", torch.zeros_like(p)) for p in m.parameters()] and None,
+    "p.grad = None": lambda m, o: (
+        [setattr(p, "grad", None) for p in m.parameters()] and None
+    ),
+    "p.grad = zeros": lambda m, o: (
+        [setattr(p, "grad", torch.zeros_like(p)) for p in m.parameters()] and None
+    ),
 }
 
 
@@ -33,10 +39,17 @@ def _hooked(log: dict[int, list[float]], kinds: str) -> Callable[[], nn.Module]:
             if "tensor" in kinds:
                 p.register_hook(lambda g: seen.append(float(g.norm())))
             if "accumulate" in kinds:
-                p.register_post_accumulate_grad_hook(lambda p: seen.append(float(p.grad.norm())))
+                p.register_post_accumulate_grad_hook(
+                    lambda p: seen.append(float(p.grad.norm()))
+                )
         if kinds == "several":
-            register_multi_grad_hook(tuple(model.parameters()), lambda gs: seen.extend(float(g.norm()) for g in gs))
-            register_multi_grad_hook([model[0].bias], lambda gs: seen.append(float(gs[0].norm())))
+            register_multi_grad_hook(
+                tuple(model.parameters()),
+                lambda gs: seen.extend(float(g.norm()) for g in gs),
+            )
+            register_multi_grad_hook(
+                [model[0].bias], lambda gs: seen.append(float(gs[0].norm()))
+            )
         return model
 
     return build
@@ -112,7 +125,9 @@ def test_a_hook_does_not_see_what_the_step_puts_there_itself(make, kinds):
     _check(make, step, kinds)
 
 
-def test_a_gradient_of_its_own_that_a_replica_takes_is_one_that_no_hook_may_change(make):
+def test_a_gradient_of_its_own_that_a_replica_takes_is_one_that_no_hook_may_change(
+    make,
+):
     """In plain PyTorch the hook of a tensor changes what `torch.autograd.grad` returns, and here it did not."""
 
     def step(model: Any, optimizer: Any, batch: Any) -> None:
@@ -121,7 +136,9 @@ def test_a_gradient_of_its_own_that_a_replica_takes_is_one_that_no_hook_may_chan
             p.grad = g
 
     _check(make, step, "accumulate")
-    with pytest.raises(RuntimeError, match=r"2\.bias has a gradient hook, and .* torch\.autograd\.grad"):
+    with pytest.raises(
+        RuntimeError, match=r"2\.bias has a gradient hook, and .* torch\.autograd\.grad"
+    ):
         _check(make, step, "tensor")
 
 
@@ -190,7 +207,13 @@ def test_an_optimizer_in_backward_updates_whenever_the_step_clears(make, clear, 
             elif not reads:
                 break
 
-    compare(make, 3, step, build=build, optimizer=lambda m: torch.optim.SGD(m.parameters(), lr=0.0))
+    compare(
+        make,
+        3,
+        step,
+        build=build,
+        optimizer=lambda m: torch.optim.SGD(m.parameters(), lr=0.0),
+    )
 
 
 @pytest.mark.parametrize("what", ["step", "backward", "write"])

@@ -72,7 +72,9 @@ def _put_zeros(p: Any) -> None:
 
 CLEARING: dict[str, Callable[[Any, Any], None]] = {
     "optimizer.zero_grad()": lambda m, o: o.zero_grad(),
-    "optimizer.zero_grad(set_to_none=False)": lambda m, o: o.zero_grad(set_to_none=False),
+    "optimizer.zero_grad(set_to_none=False)": lambda m, o: o.zero_grad(
+        set_to_none=False
+    ),
     "model.zero_grad()": lambda m, o: m.zero_grad(),
     "model.zero_grad(set_to_none=False)": lambda m, o: m.zero_grad(set_to_none=False),
     "p.grad = None": lambda m, o: _each(m, _set_none),
@@ -131,22 +133,49 @@ def test_every_way_of_clearing_gradients_means_what_it_means_in_plain_torch(make
     for n in ALONE_AND_SEVERAL:
         for step in (first, between, last, twice, update_first, update_last):
             compare(make, n, step, steps=2, case=f"{step.__name__} inside")
-        compare(make, n, neither, steps=2, before=clear, after=lambda m, o: o.step(), case="before, outside")
+        compare(
+            make,
+            n,
+            neither,
+            steps=2,
+            before=clear,
+            after=lambda m, o: o.step(),
+            case="before, outside",
+        )
         compare(make, n, neither, steps=2, after=clear, case="after, outside")
-        compare(make, n, first, steps=2, before=clear, after=lambda m, o: o.step(), case="inside and outside")
+        compare(
+            make,
+            n,
+            first,
+            steps=2,
+            before=clear,
+            after=lambda m, o: o.step(),
+            case="inside and outside",
+        )
 
 
-@pytest.mark.parametrize("way", [way for way in CLEARING if way not in ("never", "one layer only")])
+@pytest.mark.parametrize(
+    "way", [way for way in CLEARING if way not in ("never", "one layer only")]
+)
 def test_replicas_that_disagree_about_clearing_are_an_error(make, way):
     # In the first step nothing was accumulated before, and what is cleared is only what the step itself has collected.
     clear = CLEARING[way]
-    for steps, when in [(2, "before backward"), (1, "after backward"), (2, "after backward")]:
+    for steps, when in [
+        (2, "before backward"),
+        (1, "after backward"),
+        (2, "after backward"),
+    ]:
         for who in (0, 1):
             strategy = make(3)
             (model, optimizer), _ = built(strategy, mlp, sgd)
 
             def step(
-                batch: Any, is_last: bool, who: int = who, model: Any = model, o: Any = optimizer, when: str = when
+                batch: Any,
+                is_last: bool,
+                who: int = who,
+                model: Any = model,
+                o: Any = optimizer,
+                when: str = when,
             ):
                 if is_last and replica_id() == who and when == "before backward":
                     clear(model, o)
@@ -161,8 +190,12 @@ def test_replicas_that_disagree_about_clearing_are_an_error(make, way):
                     before = gradients(model)
                     strategy.run(step, args=(deal(strategy, data(7)), k == steps - 1))
             except RuntimeError as error:
-                assert "disagree" in str(error) or "different number of times" in str(error), case
-                assert_close(gradients(model), before, case)  # and it has left everything as it was
+                assert "disagree" in str(error) or "different number of times" in str(
+                    error
+                ), case
+                assert_close(
+                    gradients(model), before, case
+                )  # and it has left everything as it was
             else:
                 pytest.fail(f"{case}: no error")
 
@@ -201,7 +234,9 @@ def _scale_data(model: Any, optimizer: Any) -> None:
 
 
 def _through_groups(model: Any, optimizer: Any) -> None:
-    nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], 0.05)
+    nn.utils.clip_grad_norm_(
+        [p for group in optimizer.param_groups for p in group["params"]], 0.05
+    )
 
 
 def _times_two(model: Any, optimizer: Any) -> None:
@@ -258,8 +293,12 @@ CHANGES = [
 ]
 
 
-@pytest.mark.parametrize("change", CHANGES, ids=[change.__name__.strip("_") for change in CHANGES])
-def test_what_a_step_does_to_gradients_it_does_to_those_of_the_whole_batch(make, change):
+@pytest.mark.parametrize(
+    "change", CHANGES, ids=[change.__name__.strip("_") for change in CHANGES]
+)
+def test_what_a_step_does_to_gradients_it_does_to_those_of_the_whole_batch(
+    make, change
+):
     def each_micro_batch(model: Any, optimizer: Any, batch: Any) -> None:
         optimizer.zero_grad()
         for _ in range(2):
@@ -283,12 +322,21 @@ def test_what_a_step_does_to_gradients_it_does_to_those_of_the_whole_batch(make,
         compare(make, n, of_what_was_accumulated, steps=2)
     compare(make, 3, each_micro_batch, rows=2, case="an empty replica sits out")
     compare(
-        make, 3, each_micro_batch, rows=2, options=RunOptions(run_empty_replicas=True), case="an empty replica runs"
+        make,
+        3,
+        each_micro_batch,
+        rows=2,
+        options=RunOptions(run_empty_replicas=True),
+        case="an empty replica runs",
     )
 
 
-@pytest.mark.parametrize("change", CHANGES, ids=[change.__name__.strip("_") for change in CHANGES])
-def test_what_a_step_does_to_gradients_that_are_summed_it_does_to_those_of_the_whole_batch(make, change):
+@pytest.mark.parametrize(
+    "change", CHANGES, ids=[change.__name__.strip("_") for change in CHANGES]
+)
+def test_what_a_step_does_to_gradients_that_are_summed_it_does_to_those_of_the_whole_batch(
+    make, change
+):
     def step(model: Any, optimizer: Any, batch: Any) -> None:
         optimizer.zero_grad()
         for _ in range(2):
@@ -299,7 +347,9 @@ def test_what_a_step_does_to_gradients_that_are_summed_it_does_to_those_of_the_w
     compare(make, 3, step, steps=2, options=RunOptions(gradient_reduction="sum"))
 
 
-def test_the_norm_that_clipping_returns_is_that_of_the_whole_batch_in_every_replica(make):
+def test_the_norm_that_clipping_returns_is_that_of_the_whole_batch_in_every_replica(
+    make,
+):
     strategy = make(3)
     (model, _), (twin, _) = built(strategy, mlp, None)
 
@@ -309,10 +359,14 @@ def test_the_norm_that_clipping_returns_is_that_of_the_whole_batch_in_every_repl
 
     wanted = step(twin, data(7))
     got = strategy.run(lambda b: step(model, b), args=(deal(strategy, data(7)),))
-    assert strategy.experimental_local_results(got) == pytest.approx([wanted] * 3, rel=1e-12)
+    assert strategy.experimental_local_results(got) == pytest.approx(
+        [wanted] * 3, rel=1e-12
+    )
 
 
-def test_every_replica_reads_the_gradient_of_the_whole_batch_also_that_of_earlier_runs(make):
+def test_every_replica_reads_the_gradient_of_the_whole_batch_also_that_of_earlier_runs(
+    make,
+):
     strategy = make(3)
     (model, _), (twin, _) = built(strategy, mlp, None)
     for k in range(3):
@@ -328,18 +382,29 @@ def test_every_replica_reads_the_gradient_of_the_whole_batch_also_that_of_earlie
         results = strategy.run(step, args=(deal(strategy, batch),))
         for r in range(3):
             read = torch.utils._pytree.tree_map(
-                lambda leaf, r=r: leaf.values[r] if isinstance(leaf, torchstrategy.DistributedValues) else leaf, results
+                lambda leaf, r=r: (
+                    leaf.values[r]
+                    if isinstance(leaf, torchstrategy.DistributedValues)
+                    else leaf
+                ),
+                results,
             )
             assert_close(read[0], before, f"run {k}, replica {r}, before backward")
-            assert_close(read[1], gradients(twin), f"run {k}, replica {r}, after backward")
+            assert_close(
+                read[1], gradients(twin), f"run {k}, replica {r}, after backward"
+            )
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_gradients_that_a_step_adds_up_itself_are_those_of_the_whole_batch(make, reduction):
+def test_gradients_that_a_step_adds_up_itself_are_those_of_the_whole_batch(
+    make, reduction
+):
     def loss(model: Any, batch: Any, rows: int) -> torch.Tensor:
         total = F.mse_loss(model(batch[0]), batch[1], reduction=reduction)
         # The factor makes the gradient of a replica without rows NaN under a mean.
-        return total / rows if reduction == "sum" else total * model[0].weight.exp().mean()
+        return (
+            total / rows if reduction == "sum" else total * model[0].weight.exp().mean()
+        )
 
     def new_tensor(p: Any, g: Any) -> None:
         p.grad = g if p.grad is None else p.grad + g
@@ -367,18 +432,31 @@ def test_gradients_that_a_step_adds_up_itself_are_those_of_the_whole_batch(make,
         for name, batch in batches.items():
             rows = batch[0].shape[0]
 
-            def step(model: Any, optimizer: Any, batch: Any, add: Any = add, rows: int = rows) -> None:
+            def step(
+                model: Any, optimizer: Any, batch: Any, add: Any = add, rows: int = rows
+            ) -> None:
                 optimizer.zero_grad()
                 for _ in range(2):
-                    taken = torch.autograd.grad(loss(model, batch, rows), list(model.parameters()))
+                    taken = torch.autograd.grad(
+                        loss(model, batch, rows), list(model.parameters())
+                    )
                     for p, g in zip(model.parameters(), taken, strict=True):
                         add(p, g)
                 optimizer.step()
 
             case = f"{add.__name__}, {name}"
             for empty in (False, True):
-                options = RunOptions(gradient_reduction=reduction, run_empty_replicas=empty)
-                compare(make, 3, step, batches=[batch] * 2, options=options, case=f"{case}, run empty: {empty}")
+                options = RunOptions(
+                    gradient_reduction=reduction, run_empty_replicas=empty
+                )
+                compare(
+                    make,
+                    3,
+                    step,
+                    batches=[batch] * 2,
+                    options=options,
+                    case=f"{case}, run empty: {empty}",
+                )
 
 
 def test_adding_to_what_earlier_runs_accumulated_is_adding_to_it_once(make):
@@ -414,14 +492,22 @@ def test_clipping_parameters_that_were_listed_outside_of_the_step_clips_or_raise
     _equals_plain_or_raises(make, step, before=remember)
 
 
-def test_clearing_parameters_that_were_listed_outside_of_the_step_clears_or_raises(make):
+def test_clearing_parameters_that_were_listed_outside_of_the_step_clears_or_raises(
+    make,
+):
     for name, clear in {"= None": _set_none, ".zero_()": _zero}.items():
         lists: dict[int, list[Any]] = {}
 
         def remember(model: Any, optimizer: Any, lists: Any = lists) -> None:
             lists[id(model)] = list(model.parameters())
 
-        def step(model: Any, optimizer: Any, batch: Any, lists: Any = lists, clear: Any = clear) -> None:
+        def step(
+            model: Any,
+            optimizer: Any,
+            batch: Any,
+            lists: Any = lists,
+            clear: Any = clear,
+        ) -> None:
             for p in lists[id(model)]:
                 clear(p)
             mse(model, batch).backward()
@@ -431,7 +517,9 @@ def test_clearing_parameters_that_were_listed_outside_of_the_step_clears_or_rais
 
 @pytest.mark.parametrize("set_to_none", [True, False])
 @pytest.mark.parametrize("n", [1, 3])
-def test_an_optimizer_clears_the_gradient_of_a_parameter_that_no_module_has(make, n, set_to_none):
+def test_an_optimizer_clears_the_gradient_of_a_parameter_that_no_module_has(
+    make, n, set_to_none
+):
     """Such as one of a layer that was taken out of the model: its momentum was fed the old gradient for ever."""
     strategy = make(n)
     with strategy.scope():
@@ -446,11 +534,17 @@ def test_an_optimizer_clears_the_gradient_of_a_parameter_that_no_module_has(make
 
     left.grad = torch.ones_like(left)
     strategy.run(step, args=(deal(strategy, data(7)),))
-    assert left.grad is None if set_to_none else torch.equal(left.grad, torch.zeros_like(left))
+    assert (
+        left.grad is None
+        if set_to_none
+        else torch.equal(left.grad, torch.zeros_like(left))
+    )
     assert torch.equal(left.detach(), torch.ones_like(left))
 
 
-def test_clearing_by_an_optimizer_that_was_made_outside_of_the_scope_clears_or_raises(make):
+def test_clearing_by_an_optimizer_that_was_made_outside_of_the_scope_clears_or_raises(
+    make,
+):
     optimizers: dict[int, Any] = {}
 
     def remember(model: Any, optimizer: Any) -> None:
@@ -460,15 +554,25 @@ def test_clearing_by_an_optimizer_that_was_made_outside_of_the_scope_clears_or_r
         optimizers[id(model)].zero_grad()
         mse(model, batch).backward()
 
-    _equals_plain_or_raises(make, step, optimizer=None, before=remember, after=lambda m, o: optimizers[id(m)].step())
+    _equals_plain_or_raises(
+        make,
+        step,
+        optimizer=None,
+        before=remember,
+        after=lambda m, o: optimizers[id(m)].step(),
+    )
 
 
-def test_a_trainable_tensor_of_no_module_is_named_when_an_optimizer_of_the_step_has_it(make):
+def test_a_trainable_tensor_of_no_module_is_named_when_an_optimizer_of_the_step_has_it(
+    make,
+):
     strategy = make(3)
     with strategy.scope():
         model = mlp()
         log_t = nn.Parameter(torch.zeros(7, dtype=torch.float64))
-        optimizer = torch.optim.SGD([{"params": model.parameters()}, {"params": [log_t]}], lr=0.1)
+        optimizer = torch.optim.SGD(
+            [{"params": model.parameters()}, {"params": [log_t]}], lr=0.1
+        )
 
     def step(batch: Any) -> None:
         optimizer.zero_grad()
@@ -483,17 +587,28 @@ def test_a_trainable_tensor_of_no_module_is_named_when_an_optimizer_of_the_step_
     assert log_t.grad is None and not log_t.any()
 
 
-def test_a_parameter_that_was_taken_outside_of_the_step_is_named_when_backward_reaches_it(make):
+def test_a_parameter_that_was_taken_outside_of_the_step_is_named_when_backward_reaches_it(
+    make,
+):
     strategy = make(3)
     (model, _), _ = built(strategy, mlp, None)
     weight = model[0].weight
-    with pytest.raises(RuntimeError, match=rf"Backward in a replica reached .*0\.weight|{ELSEWHERE}"):
-        strategy.run(lambda b: F.linear(b[0], weight).sum().backward(), args=(deal(strategy, data(7)),))
+    with pytest.raises(
+        RuntimeError, match=rf"Backward in a replica reached .*0\.weight|{ELSEWHERE}"
+    ):
+        strategy.run(
+            lambda b: F.linear(b[0], weight).sum().backward(),
+            args=(deal(strategy, data(7)),),
+        )
     assert weight.grad is None
 
 
-@pytest.mark.parametrize("where", ["inside", "outside", "inside, in the scope", "outside, in the scope"])
-def test_a_model_that_no_scope_knows_does_not_silently_collect_a_gradient_from_each_replica(make, where):
+@pytest.mark.parametrize(
+    "where", ["inside", "outside", "inside, in the scope", "outside, in the scope"]
+)
+def test_a_model_that_no_scope_knows_does_not_silently_collect_a_gradient_from_each_replica(
+    make, where
+):
     strategy = make(3)
     model = mlp()
     if "scope" in where:
@@ -517,13 +632,17 @@ def test_a_model_that_no_scope_knows_does_not_silently_collect_a_gradient_from_e
 # ---- hooks on the user's parameters
 
 
-def test_tensor_hooks_on_the_users_parameters_see_the_gradient_of_the_whole_batch_once(make):
+def test_tensor_hooks_on_the_users_parameters_see_the_gradient_of_the_whole_batch_once(
+    make,
+):
     seen: dict[int, list[torch.Tensor]] = {}
 
     def build() -> nn.Module:
         model = mlp()
         log = seen.setdefault(id(model), [])
-        model[0].weight.register_hook(lambda g: (log.append(g.clone()), g.clamp(-0.01, 0.01))[1])
+        model[0].weight.register_hook(
+            lambda g: (log.append(g.clone()), g.clamp(-0.01, 0.01))[1]
+        )
         model[2].bias.register_hook(lambda g: log.append(g.clone()))
         return model
 
@@ -533,7 +652,10 @@ def test_tensor_hooks_on_the_users_parameters_see_the_gradient_of_the_whole_batc
     model, twin = compare(make, 3, step, build=build)
     assert len(seen[id(model)]) == len(seen[id(twin)]) == 6
     # Autograd comes to the last layer first; ours are called in the order of the parameters.
-    got, wanted = (sorted(seen[id(m)], key=lambda g: (g.dim(), float(g.sum()))) for m in (model, twin))
+    got, wanted = (
+        sorted(seen[id(m)], key=lambda g: (g.dim(), float(g.sum())))
+        for m in (model, twin)
+    )
     for a, b in zip(got, wanted, strict=True):
         close(a, b)
 
@@ -581,7 +703,9 @@ def test_post_accumulate_hooks_see_what_was_accumulated(make):
     def build() -> nn.Module:
         model = mlp()
         log = norms.setdefault(id(model), [])
-        model[0].weight.register_post_accumulate_grad_hook(lambda p: log.append(float(p.grad.norm())))
+        model[0].weight.register_post_accumulate_grad_hook(
+            lambda p: log.append(float(p.grad.norm()))
+        )
         return model
 
     def step(model: Any, optimizer: Any, batch: Any) -> None:
@@ -596,7 +720,11 @@ def test_hooks_that_a_step_removes_or_that_are_removed_between_steps_are_gone(ma
     (model, _), _ = built(strategy, mlp, None)
     calls: list[int] = []
     handle = model[0].weight.register_hook(lambda g: calls.append(1))
-    step = functools.partial(strategy.run, lambda b: mse(model, b).backward(), args=(deal(strategy, data(4)),))
+    step = functools.partial(
+        strategy.run,
+        lambda b: mse(model, b).backward(),
+        args=(deal(strategy, data(4)),),
+    )
     step()
     handle.remove()
     step()
@@ -611,13 +739,17 @@ def test_an_update_in_a_merge_function_is_that_of_the_whole_batch(make):
         for _ in range(2):
             optimizer.zero_grad()
             mse(model, batch).backward()
-            torchstrategy.get_replica_context().merge_call(lambda strategy: optimizer.step())
+            torchstrategy.get_replica_context().merge_call(
+                lambda strategy: optimizer.step()
+            )
 
     for n in (1, 3):
         compare(make, n, step)
 
 
-def test_a_merge_function_reads_changes_and_clears_the_gradients_of_the_whole_batch(make):
+def test_a_merge_function_reads_changes_and_clears_the_gradients_of_the_whole_batch(
+    make,
+):
     def clip(strategy: Any, model: Any, *_: Any) -> float:
         return float(nn.utils.clip_grad_norm_(model.parameters(), 0.05))
 
@@ -645,7 +777,9 @@ def test_a_merge_function_reads_changes_and_clears_the_gradients_of_the_whole_ba
 def test_what_was_cleared_to_none_is_not_made_of_zeros_by_clearing_it_again(make):
     strategy = make(2)
     (model, optimizer), _ = built(strategy, mlp, sgd)
-    strategy.run(lambda batch: mse(model, batch).backward(), args=(deal(strategy, data(4)),))
+    strategy.run(
+        lambda batch: mse(model, batch).backward(), args=(deal(strategy, data(4)),)
+    )
 
     def step() -> None:
         optimizer.zero_grad()

@@ -41,7 +41,9 @@ ROWS = SOME_ROWS if SIMULATED else range(1, 18)
 OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     "sgd": sgd,
     "adam": adam,
-    "adamw": lambda model: torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1),
+    "adamw": lambda model: torch.optim.AdamW(
+        model.parameters(), lr=0.01, weight_decay=0.1
+    ),
 }
 
 
@@ -62,8 +64,12 @@ def _has_empty(rows: int, n: int) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
-def test_the_gradient_is_that_of_the_whole_batch_for_every_size_and_number_of_replicas(make, dtype):
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float64], ids=["float32", "float64"]
+)
+def test_the_gradient_is_that_of_the_whole_batch_for_every_size_and_number_of_replicas(
+    make, dtype
+):
     for n in REPLICAS:
         strategy = make(n)
         (model, _), (twin, _) = built(strategy, lambda: mlp(dtype), None)
@@ -74,10 +80,16 @@ def test_the_gradient_is_that_of_the_whole_batch_for_every_size_and_number_of_re
                 batch = data(rows, dtype, seed=micro)
                 strategy.run(_backward, args=(model, deal(strategy, batch)))
                 _backward(twin, batch)
-                assert_close(gradients(model), gradients(twin), f"{n} replicas, {rows} rows, micro-batch {micro}")
+                assert_close(
+                    gradients(model),
+                    gradients(twin),
+                    f"{n} replicas, {rows} rows, micro-batch {micro}",
+                )
 
 
-def test_a_replica_that_runs_without_rows_has_its_gradient_dropped_though_it_is_nan(make):
+def test_a_replica_that_runs_without_rows_has_its_gradient_dropped_though_it_is_nan(
+    make,
+):
     options = RunOptions(run_empty_replicas=True)
     for n in REPLICAS:
         strategy = make(n)
@@ -88,16 +100,24 @@ def test_a_replica_that_runs_without_rows_has_its_gradient_dropped_though_it_is_
             batch = data(rows)
             for micro in range(2):
                 strategy.run(
-                    lambda m, b: _scaled(m, b).backward(), args=(model, deal(strategy, batch)), options=options
+                    lambda m, b: _scaled(m, b).backward(),
+                    args=(model, deal(strategy, batch)),
+                    options=options,
                 )
                 _scaled(twin, batch).backward()
-                assert_close(gradients(model), gradients(twin), f"{n} replicas, {rows} rows, micro-batch {micro}")
+                assert_close(
+                    gradients(model),
+                    gradients(twin),
+                    f"{n} replicas, {rows} rows, micro-batch {micro}",
+                )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("where", ["inside", "outside"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_an_update_is_that_of_the_whole_batch_for_every_size_and_number_of_replicas(make, name, where):
+def test_an_update_is_that_of_the_whole_batch_for_every_size_and_number_of_replicas(
+    make, name, where
+):
     def accumulate(model: Any, micro_batches: Any) -> None:
         for batch in micro_batches:
             (mse(model, batch) / 2).backward()
@@ -115,38 +135,65 @@ def test_an_update_is_that_of_the_whole_batch_for_every_size_and_number_of_repli
             case = f"{n} replicas, {rows} rows"
             whole_step(twin, plain, micro_batches)
             if where == "inside":
-                strategy.run(whole_step, args=(model, optimizer, deal(strategy, micro_batches)))
+                strategy.run(
+                    whole_step, args=(model, optimizer, deal(strategy, micro_batches))
+                )
             else:
                 optimizer.zero_grad()
                 for batch in micro_batches:
                     strategy.run(accumulate, args=(model, [deal(strategy, batch)]))
                 optimizer.step()
             assert_close(gradients(model), gradients(twin), f"{case}, gradient", 1e-9)
-            assert_close(parameters(model), parameters(twin), f"{case}, parameter", 1e-9)
-            twin.load_state_dict(model.state_dict())  # so that no rounding of one case goes on into the next
+            assert_close(
+                parameters(model), parameters(twin), f"{case}, parameter", 1e-9
+            )
+            twin.load_state_dict(
+                model.state_dict()
+            )  # so that no rounding of one case goes on into the next
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_an_update_of_replicas_that_run_without_rows_is_that_of_the_whole_batch(make, name):
+def test_an_update_of_replicas_that_run_without_rows_is_that_of_the_whole_batch(
+    make, name
+):
     def step(model: Any, optimizer: Any, batch: Any) -> None:
         optimizer.zero_grad()
         _scaled(model, batch).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 0.1)
         optimizer.step()
 
-    for n, rows in [(3, 1), (5, 4)] if SIMULATED else [(3, 1), (3, 2), (5, 2), (5, 4), (4, 5)]:
+    for n, rows in (
+        [(3, 1), (5, 4)] if SIMULATED else [(3, 1), (3, 2), (5, 2), (5, 4), (4, 5)]
+    ):
         options = RunOptions(run_empty_replicas=True)
-        compare(make, n, step, optimizer=OPTIMIZERS[name], rows=rows, options=options, case=f"{rows} rows")
+        compare(
+            make,
+            n,
+            step,
+            optimizer=OPTIMIZERS[name],
+            rows=rows,
+            options=options,
+            case=f"{rows} rows",
+        )
 
 
-def test_a_sum_of_losses_that_were_divided_by_the_global_batch_is_the_gradient_of_the_whole_batch(make):
-    named = RunOptions(gradient_reduction=ReduceOp.SUM), RunOptions(gradient_reduction="sum")
-    for (n, rows), options in zip([(1, 4), (2, 7), (3, 7), (3, 2), (5, 17)], itertools.cycle(named), strict=False):
+def test_a_sum_of_losses_that_were_divided_by_the_global_batch_is_the_gradient_of_the_whole_batch(
+    make,
+):
+    named = (
+        RunOptions(gradient_reduction=ReduceOp.SUM),
+        RunOptions(gradient_reduction="sum"),
+    )
+    for (n, rows), options in zip(
+        [(1, 4), (2, 7), (3, 7), (3, 2), (5, 17)], itertools.cycle(named), strict=False
+    ):
 
         def step(model: Any, optimizer: Any, batch: Any, rows: int = rows) -> None:
             optimizer.zero_grad()
             for _ in range(2):
-                (F.mse_loss(model(batch[0]), batch[1], reduction="sum") / rows).backward()
+                (
+                    F.mse_loss(model(batch[0]), batch[1], reduction="sum") / rows
+                ).backward()
             optimizer.step()
 
         compare(make, n, step, rows=rows, options=options, case=f"{rows} rows")
@@ -168,11 +215,19 @@ def test_the_reduction_that_a_strategy_was_made_with_holds_where_a_run_does_not_
 
         model.zero_grad()
         twin.zero_grad()
-        other, word = (ReduceOp.MEAN, "mean") if reduction == "sum" else (ReduceOp.SUM, "sum")
+        other, word = (
+            (ReduceOp.MEAN, "mean") if reduction == "sum" else (ReduceOp.SUM, "sum")
+        )
         F.mse_loss(twin(batch[0]), batch[1], reduction=word).backward()
         options = RunOptions(gradient_reduction=other)
-        strategy.run(functools.partial(step, reduction=word), args=(deal(strategy, batch),), options=options)
-        assert_close(gradients(model), gradients(twin), f"made with {default}, run with {other}")
+        strategy.run(
+            functools.partial(step, reduction=word),
+            args=(deal(strategy, batch),),
+            options=options,
+        )
+        assert_close(
+            gradients(model), gradients(twin), f"made with {default}, run with {other}"
+        )
 
 
 def test_examples_say_what_each_replica_weighs(make):
@@ -197,9 +252,14 @@ def test_examples_say_what_each_replica_weighs(make):
 
     model.zero_grad()
     twin.zero_grad()
-    (0.75 * mse(twin, (x[pieces[0]], y[pieces[0]])) + 0.25 * mse(twin, (x[pieces[2]], y[pieces[2]]))).backward()
+    (
+        0.75 * mse(twin, (x[pieces[0]], y[pieces[0]]))
+        + 0.25 * mse(twin, (x[pieces[2]], y[pieces[2]]))
+    ).backward()
     strategy.run(step, options=RunOptions(examples=[1.5, 0, 0.5]))
-    assert_close(gradients(model), gradients(twin), "an example count of zero drops a gradient")
+    assert_close(
+        gradients(model), gradients(twin), "an example count of zero drops a gradient"
+    )
 
 
 def test_examples_win_over_the_record_of_the_distributor(make):
@@ -208,7 +268,11 @@ def test_examples_win_over_the_record_of_the_distributor(make):
     (model, _), (twin, _) = built(strategy, mlp, None)
     (0.1 * mse(twin, (x[:3], y[:3])) + 0.9 * mse(twin, (x[3:], y[3:]))).backward()
     dealt = deal(strategy, (x, y))
-    strategy.run(lambda b: mse(model, b).backward(), args=(dealt,), options=RunOptions(examples=[1, 9]))
+    strategy.run(
+        lambda b: mse(model, b).backward(),
+        args=(dealt,),
+        options=RunOptions(examples=[1, 9]),
+    )
     assert_close(gradients(model), gradients(twin), "examples=[1, 9]")
 
 
@@ -220,7 +284,10 @@ def test_records_that_disagree_are_refused(make):
     def step(a: Any, b: Any) -> None:
         (mse(model, a) + mse(model, b)).backward()
 
-    with pytest.raises(ValueError, match=r"split with different numbers of rows, \(3, 2\) and \(2, 2\) by replica"):
+    with pytest.raises(
+        ValueError,
+        match=r"split with different numbers of rows, \(3, 2\) and \(2, 2\) by replica",
+    ):
         strategy.run(step, args=(five, four))
     assert all(p.grad is None for p in model.parameters())
 
@@ -234,9 +301,19 @@ def test_records_that_disagree_are_no_matter_where_examples_are_given(make):
     def step(a: Any, b: Any) -> None:
         (mse(model, a) + mse(model, b)).backward()
 
-    strategy.run(step, args=(deal(strategy, five), deal(strategy, four)), options=RunOptions(examples=[5, 4]))
-    for share, rows_of_five, rows_of_four in ((5 / 9, slice(0, 3), slice(0, 2)), (4 / 9, slice(3, 5), slice(2, 4))):
-        of_five, of_four = [t[rows_of_five] for t in five], [t[rows_of_four] for t in four]
+    strategy.run(
+        step,
+        args=(deal(strategy, five), deal(strategy, four)),
+        options=RunOptions(examples=[5, 4]),
+    )
+    for share, rows_of_five, rows_of_four in (
+        (5 / 9, slice(0, 3), slice(0, 2)),
+        (4 / 9, slice(3, 5), slice(2, 4)),
+    ):
+        of_five, of_four = (
+            [t[rows_of_five] for t in five],
+            [t[rows_of_four] for t in four],
+        )
         (share * (mse(twin, of_five) + mse(twin, of_four))).backward()
     assert_close(gradients(model), gradients(twin), "examples=[5, 4]")
 
@@ -262,10 +339,18 @@ def _losses(model: Any, batch: Any) -> torch.Tensor:
 
 @pytest.mark.parametrize("how", ["mean along rows", "sum along rows", "sum of sums"])
 def test_a_backward_through_the_results_of_a_run_reaches_the_parameters(make, how):
-    def reduced(strategy: torchstrategy.Strategy, model: Any, batch: Any) -> torch.Tensor:
+    def reduced(
+        strategy: torchstrategy.Strategy, model: Any, batch: Any
+    ) -> torch.Tensor:
         if how == "sum of sums":
-            return strategy.reduce("sum", strategy.run(lambda b: _losses(model, b).sum(), args=(batch,)), axis=None)
-        return strategy.reduce(how.split()[0], strategy.run(_losses, args=(model, batch)), axis=0)
+            return strategy.reduce(
+                "sum",
+                strategy.run(lambda b: _losses(model, b).sum(), args=(batch,)),
+                axis=None,
+            )
+        return strategy.reduce(
+            how.split()[0], strategy.run(_losses, args=(model, batch)), axis=0
+        )
 
     for n, rows in [(1, 4), (3, 7), (3, 2), (5, 17)]:
         strategy = make(n)
@@ -281,17 +366,26 @@ def test_a_backward_through_the_results_of_a_run_reaches_the_parameters(make, ho
                     optimize.zero_grad()  # so the last step accumulates
                 total.backward(retain_graph=True)
                 (0.5 * total).backward()
-            assert_close(gradients(model), gradients(twin), f"{n} replicas, {rows} rows, step {k}", 1e-10)
+            assert_close(
+                gradients(model),
+                gradients(twin),
+                f"{n} replicas, {rows} rows, step {k}",
+                1e-10,
+            )
             optimizer.step()
             plain.step()
-        assert_close(parameters(model), parameters(twin), f"{n} replicas, {rows} rows", 1e-10)
+        assert_close(
+            parameters(model), parameters(twin), f"{n} replicas, {rows} rows", 1e-10
+        )
 
 
 def test_a_backward_through_gathered_results_reaches_the_parameters(make):
     strategy = make(3)
     (model, _), (twin, _) = built(strategy, mlp, None)
     batch = data(7)
-    rows = strategy.gather(strategy.run(lambda b: model(b[0]), args=(deal(strategy, batch),)), axis=0)
+    rows = strategy.gather(
+        strategy.run(lambda b: model(b[0]), args=(deal(strategy, batch),)), axis=0
+    )
     F.mse_loss(rows, batch[1].to(rows.device)).backward()
     mse(twin, batch).backward()
     assert_close(gradients(model), gradients(twin), "gathered")
@@ -302,11 +396,15 @@ def test_a_backward_outside_works_also_when_an_optimizer_came_between_two_runs(m
     (model, _), (twin, _) = built(strategy, mlp, None)
     for k in range(3):
         batch = data(7, seed=k)
-        results = strategy.run(lambda b: model(b[0]).square().sum(1), args=(deal(strategy, batch),))
+        results = strategy.run(
+            lambda b: model(b[0]).square().sum(1), args=(deal(strategy, batch),)
+        )
         strategy.reduce("mean", results, axis=0).backward()
         twin(batch[0]).square().sum(1).mean().backward()
         assert_close(gradients(model), gradients(twin), f"run {k}", 1e-11)
-        optimizer = strategy.distribute_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        optimizer = strategy.distribute_optimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1)
+        )
     del optimizer
 
 
@@ -318,7 +416,9 @@ def test_a_backward_outside_reaches_a_parameter_that_was_frozen_at_the_first_run
             m.zero_grad()
             m[0].requires_grad_(not frozen)
         batch = data(7, seed=k)
-        results = strategy.run(lambda b: model(b[0]).square().sum(1), args=(deal(strategy, batch),))
+        results = strategy.run(
+            lambda b: model(b[0]).square().sum(1), args=(deal(strategy, batch),)
+        )
         strategy.reduce("mean", results, axis=0).backward()
         twin(batch[0]).square().sum(1).mean().backward()
         assert_close(gradients(model), gradients(twin), f"run {k}, frozen: {frozen}")
@@ -340,9 +440,13 @@ def test_what_a_step_freezes_stays_frozen(make):
         optimizer.step()
 
     for k in range(5):
-        strategy.run(functools.partial(step, model, optimizer, k), args=(deal(strategy, batch),))
+        strategy.run(
+            functools.partial(step, model, optimizer, k), args=(deal(strategy, batch),)
+        )
         step(twin, plain, k, batch)
-        assert [p.requires_grad for p in model.parameters()] == [p.requires_grad for p in twin.parameters()]
+        assert [p.requires_grad for p in model.parameters()] == [
+            p.requires_grad for p in twin.parameters()
+        ]
         assert_close(parameters(model), parameters(twin), f"step {k}", 1e-10)
 
 
@@ -350,23 +454,30 @@ def test_replicas_that_disagree_on_what_is_trained_are_refused(make):
     strategy = make(3)
     (model, _), _ = built(strategy, mlp, None)
     with pytest.raises(
-        RuntimeError, match=r"^The replicas disagree whether Sequential\.0\.weight is trained: replica 0 "
+        RuntimeError,
+        match=r"^The replicas disagree whether Sequential\.0\.weight is trained: replica 0 ",
     ):
         strategy.run(lambda: model[0].requires_grad_(replica_id() != 1) and None)
     assert all(p.requires_grad for p in model.parameters())
 
 
-def test_a_backward_outside_works_for_results_of_a_run_before_the_model_was_changed(make):
+def test_a_backward_outside_works_for_results_of_a_run_before_the_model_was_changed(
+    make,
+):
     strategy = make(3)
     (model, _), (twin, _) = built(strategy, mlp, None)
     batch = data(7)
-    results = strategy.run(lambda b: model(b[0]).square().sum(1), args=(deal(strategy, batch),))
+    results = strategy.run(
+        lambda b: model(b[0]).square().sum(1), args=(deal(strategy, batch),)
+    )
     with strategy.scope():
         other = nn.Linear(2, 2)
     strategy.run(lambda: other(torch.ones(1, 2)).detach())
     strategy.reduce("mean", results, axis=0).backward()
     twin(batch[0]).square().sum(1).mean().backward()
-    assert_close(gradients(model), gradients(twin), "results of copies that are no longer used")
+    assert_close(
+        gradients(model), gradients(twin), "results of copies that are no longer used"
+    )
 
 
 def test_a_backward_outside_runs_the_hooks_on_the_parameters_of_the_user(make):
@@ -376,7 +487,9 @@ def test_a_backward_outside_runs_the_hooks_on_the_parameters_of_the_user(make):
     for m in (model, twin):
         m[0].weight.register_hook(lambda g: 2 * g)
     batch = data(7)
-    results = strategy.run(lambda b: model(b[0]).square().sum(1), args=(deal(strategy, batch),))
+    results = strategy.run(
+        lambda b: model(b[0]).square().sum(1), args=(deal(strategy, batch),)
+    )
     strategy.reduce("mean", results, axis=0).backward()
     twin(batch[0]).square().sum(1).mean().backward()
     assert_close(gradients(model), gradients(twin), "hooks")
@@ -394,7 +507,10 @@ class Words(nn.Module):
         return self.table(x)
 
 
-WORDS = [(torch.tensor([0, 1, 2, 3, 3, 8, 1]), data(7)[1]), (torch.tensor([5, 5, 5, 0, 2, 2, 7]), data(7, seed=2)[1])]
+WORDS = [
+    (torch.tensor([0, 1, 2, 3, 3, 8, 1]), data(7)[1]),
+    (torch.tensor([5, 5, 5, 0, 2, 2, 7]), data(7, seed=2)[1]),
+]
 
 
 @pytest.mark.parametrize("name", ["sgd", "sparse_adam"])
@@ -414,10 +530,14 @@ def test_sparse_gradients_of_embeddings_are_those_of_the_whole_batch(make, name)
             mse(model, batch).backward()
 
     for n in (1, 3):
-        kwargs: dict[str, Any] = dict(build=Words, optimizer=optimizers[name], batches=WORDS)
+        kwargs: dict[str, Any] = dict(
+            build=Words, optimizer=optimizers[name], batches=WORDS
+        )
         model, _ = compare(make, n, step, **kwargs)
         assert model.table.weight.grad.is_sparse
-        compare(make, n, backward, after=lambda m, o: (o.step(), o.zero_grad()), **kwargs)
+        compare(
+            make, n, backward, after=lambda m, o: (o.step(), o.zero_grad()), **kwargs
+        )
 
 
 def test_sparse_gradients_can_be_read_and_accumulated_over_runs(make):
@@ -476,7 +596,9 @@ def heads_loss(model: Any, batch: Any) -> torch.Tensor:
     return F.mse_loss(model(batch[0], batch[2]), batch[1])
 
 
-def test_a_parameter_that_some_replicas_do_not_use_has_the_gradient_of_the_whole_batch(make):
+def test_a_parameter_that_some_replicas_do_not_use_has_the_gradient_of_the_whole_batch(
+    make,
+):
     def plain(model: Any, optimizer: Any, batch: Any) -> None:
         optimizer.zero_grad()
         heads_loss(model, batch).backward()
@@ -504,9 +626,14 @@ def test_a_parameter_that_some_replicas_do_not_use_has_the_gradient_of_the_whole
             compare(make, n, step, build=Heads, batches=HEADS)
 
 
-def test_a_read_of_a_gradient_that_other_replicas_still_add_to_is_right_or_an_error(make):
+def test_a_read_of_a_gradient_that_other_replicas_still_add_to_is_right_or_an_error(
+    make,
+):
     def step(model: Any, optimizer: Any, batch: Any) -> None:
-        for p in (model.common.weight, model.rare.bias):  # a look at some of them before backward
+        for p in (
+            model.common.weight,
+            model.rare.bias,
+        ):  # a look at some of them before backward
             _ = p.grad
         heads_loss(model, batch).backward()
         if model.rare.weight.grad is not None:
@@ -527,7 +654,10 @@ def test_runs_of_several_threads_lose_no_gradient():
 
     def train() -> None:
         for _ in range(5):
-            strategy.run(lambda batch: mse(model, batch).backward(), args=(deal(strategy, batch),))
+            strategy.run(
+                lambda batch: mse(model, batch).backward(),
+                args=(deal(strategy, batch),),
+            )
 
     threads = [threading.Thread(target=train) for _ in range(4)]
     for thread in threads:
@@ -552,6 +682,11 @@ def test_two_topologies_give_the_same_numbers_bit_for_bit():
             strategy = make(n)
             (model, optimizer), _ = built(strategy, mlp, adam)
             for k in range(5):
-                strategy.run(functools.partial(step, model, optimizer), args=(deal(strategy, data(7, seed=k)),))
+                strategy.run(
+                    functools.partial(step, model, optimizer),
+                    args=(deal(strategy, data(7, seed=k)),),
+                )
             models.append(parameters(model))
-        assert all(torch.equal(models[0][name], models[1][name]) for name in models[0]), f"{n} replicas"
+        assert all(
+            torch.equal(models[0][name], models[1][name]) for name in models[0]
+        ), f"{n} replicas"

@@ -83,7 +83,9 @@ def _a_partial(model: Any) -> Read:
     return lambda: keeper.kept
 
 
-def _note_by_name(module: Any, inputs: Any, output: Any, *, into: Any, name: str) -> None:
+def _note_by_name(
+    module: Any, inputs: Any, output: Any, *, into: Any, name: str
+) -> None:
     into[name] = penalty(output)
 
 
@@ -121,7 +123,9 @@ def _a_dict_by_module(model: Any) -> Read:
 
 def _a_list(model: Any) -> Read:
     kept: list[Any] = []
-    model[0].register_forward_hook(lambda module, inputs, output: kept.append(penalty(output)))
+    model[0].register_forward_hook(
+        lambda module, inputs, output: kept.append(penalty(output))
+    )
     return lambda: kept[-1]
 
 
@@ -129,38 +133,52 @@ def _a_list_that_is_cleared(model: Any) -> Read:
     kept: list[Any] = []
     model[0].register_forward_pre_hook(lambda module, inputs: kept.clear())
     for layer in model:
-        layer.register_forward_hook(lambda module, inputs, output: kept.append(penalty(output)))
+        layer.register_forward_hook(
+            lambda module, inputs, output: kept.append(penalty(output))
+        )
     return lambda: sum(kept) if len(kept) == 3 else None
 
 
 def _a_list_in_a_default(model: Any) -> Read:
     kept: list[list[Any]] = [[] for _ in model]
     for i, layer in enumerate(model):
-        layer.register_forward_hook(lambda module, inputs, output, own=kept[i]: own.append(penalty(output)))
+        layer.register_forward_hook(
+            lambda module, inputs, output, own=kept[i]: own.append(penalty(output))
+        )
     return lambda: kept[0][-1] + kept[2][-1]
 
 
 def _a_list_in_a_dict_in_a_tuple(model: Any) -> Read:
     kept: Any = ({"seen": []},)
-    model[0].register_forward_hook(lambda module, inputs, output, seen=kept[0]["seen"]: seen.append(penalty(output)))
+    model[0].register_forward_hook(
+        lambda module, inputs, output, seen=kept[0]["seen"]: seen.append(
+            penalty(output)
+        )
+    )
     return lambda: kept[0]["seen"][-1]
 
 
 def _a_deque(model: Any) -> Read:
     kept: Any = collections.deque(maxlen=1)
-    model[0].register_forward_hook(lambda module, inputs, output: kept.append(penalty(output)))
+    model[0].register_forward_hook(
+        lambda module, inputs, output: kept.append(penalty(output))
+    )
     return lambda: kept[0]
 
 
 def _a_defaultdict(model: Any) -> Read:
     kept: Any = collections.defaultdict(list)
-    model[0].register_forward_hook(lambda module, inputs, output: kept["first"].append(penalty(output)))
+    model[0].register_forward_hook(
+        lambda module, inputs, output: kept["first"].append(penalty(output))
+    )
     return lambda: kept["first"][-1]
 
 
 def _a_namespace(model: Any) -> Read:
     kept = types.SimpleNamespace()
-    model[0].register_forward_hook(lambda module, inputs, output: setattr(kept, "seen", penalty(output)))
+    model[0].register_forward_hook(
+        lambda module, inputs, output: setattr(kept, "seen", penalty(output))
+    )
     return lambda: kept.seen
 
 
@@ -187,7 +205,9 @@ class WithSlots:
 
 def _slots(model: Any) -> Read:
     kept: Any = WithSlots()
-    model[0].register_forward_hook(lambda module, inputs, output: setattr(kept, "kept", penalty(output)))
+    model[0].register_forward_hook(
+        lambda module, inputs, output: setattr(kept, "kept", penalty(output))
+    )
     return lambda: kept.kept
 
 
@@ -264,7 +284,9 @@ def _with_keywords(model: Any) -> Read:
 
 def _before_forward(model: Any) -> Read:
     kept: dict[str, Any] = {}
-    model[2].register_forward_pre_hook(lambda module, inputs: kept.update(inner=penalty(inputs[0])))
+    model[2].register_forward_pre_hook(
+        lambda module, inputs: kept.update(inner=penalty(inputs[0]))
+    )
     return lambda: kept["inner"]
 
 
@@ -297,7 +319,9 @@ def _an_object_that_holds_the_model(model: Any) -> Read:
 
         def hook(self, module: Any, inputs: Any, output: Any) -> None:
             if module is self.layer:
-                self.features["first"] = penalty(output) + module.weight.square().sum() * 0.1
+                self.features["first"] = (
+                    penalty(output) + module.weight.square().sum() * 0.1
+                )
 
     extractor = Extractor(model)
     return lambda: extractor.features["first"]
@@ -313,7 +337,9 @@ def _an_object_that_the_model_holds(model: Any) -> Read:
 def _a_list_that_the_model_holds(model: Any) -> Read:
     kept: list[Any] = []
     model.seen = kept
-    model[0].register_forward_hook(lambda module, inputs, output: kept.append(penalty(output)))
+    model[0].register_forward_hook(
+        lambda module, inputs, output: kept.append(penalty(output))
+    )
     return lambda: kept[-1] + model.seen[-1] - kept[-1].detach()
 
 
@@ -321,7 +347,9 @@ def _an_object_that_the_step_reads_from(model: Any) -> Read:
     """The step comes to the list by an object that no hook knows, and that holds no model."""
     kept: list[Any] = []
     meter = Record(seen=kept)
-    model[0].register_forward_hook(lambda module, inputs, output: kept.append(penalty(output)))
+    model[0].register_forward_hook(
+        lambda module, inputs, output: kept.append(penalty(output))
+    )
     return lambda: meter.seen[-1]
 
 
@@ -330,7 +358,9 @@ def _constants(model: Any) -> Read:
 
     class Weighted:
         def __init__(self) -> None:
-            self.weight = torch.full((4,), 0.5, dtype=torch.float64, device=model[0].weight.device)
+            self.weight = torch.full(
+                (4,), 0.5, dtype=torch.float64, device=model[0].weight.device
+            )
             self.table = np.array([1.0, 2.0])
             self.kept: Any = None
 
@@ -426,7 +456,9 @@ def step_of(model: Any, optimizer: Any, read: Read) -> Callable[[Any], Any]:
         kept = read()
         (loss + kept).backward()
         optimizer.step()
-        assert torch.equal(kept, read()), "what the hook had kept was another replica's after the update"
+        assert torch.equal(kept, read()), (
+            "what the hook had kept was another replica's after the update"
+        )
         return kept.detach()
 
     return step
@@ -452,7 +484,9 @@ def assert_same(ours: nn.Module, plain: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_each_replica_reads_what_its_own_hooks_kept(strategy: torchstrategy.Strategy, way: str) -> None:
+def test_each_replica_reads_what_its_own_hooks_kept(
+    strategy: torchstrategy.Strategy, way: str
+) -> None:
     plain = Training(plainly, WAYS[way])
     ours = Training(lambda: in_scope(strategy), WAYS[way])
     their_step = step_of(plain.model, plain.optimizer, plain.read)
@@ -474,13 +508,19 @@ def test_a_backward_hook_keeps_gradients(strategy: torchstrategy.Strategy) -> No
 
     def train(model: Any, optimizer: Any) -> Callable[[Any], Any]:
         kept: dict[str, Any] = {}
-        model[0].register_full_backward_hook(lambda module, into, out: kept.update(seen=out[0].abs().mean(1)))
-        model[2].register_full_backward_pre_hook(lambda module, out: kept.update(rows=len(out[0])))
+        model[0].register_full_backward_hook(
+            lambda module, into, out: kept.update(seen=out[0].abs().mean(1))
+        )
+        model[2].register_full_backward_pre_hook(
+            lambda module, out: kept.update(rows=len(out[0]))
+        )
 
         def note(gradient: torch.Tensor) -> None:
             kept["inner"] = gradient.abs().mean(1)
 
-        model[1].register_forward_hook(lambda module, inputs, output: output.register_hook(note) and None)
+        model[1].register_forward_hook(
+            lambda module, inputs, output: output.register_hook(note) and None
+        )
 
         def step(batch: Any) -> Any:
             optimizer.zero_grad()
@@ -488,7 +528,9 @@ def test_a_backward_hook_keeps_gradients(strategy: torchstrategy.Strategy) -> No
             (model(x) - batch[1]).square().sum().backward()
             optimizer.zero_grad()
             scale = kept["seen"] + kept["inner"]
-            ((model(x) - batch[1]).square().mean(1) * scale).sum().div(kept["rows"]).backward()
+            ((model(x) - batch[1]).square().mean(1) * scale).sum().div(
+                kept["rows"]
+            ).backward()
             optimizer.step()
 
         return step
@@ -509,15 +551,21 @@ def components(strategy: torchstrategy.Strategy, value: Any) -> tuple[Any, ...]:
     return strategy.experimental_local_results(value)
 
 
-def kept_by(strategy: torchstrategy.Strategy, register: Callable[[Any], Any], rows: int = 9) -> Any:
+def kept_by(
+    strategy: torchstrategy.Strategy, register: Callable[[Any], Any], rows: int = 9
+) -> Any:
     """What is left after one run of a forward."""
     model, _ = in_scope(strategy)
     kept = register(model)
-    strategy.run(lambda batch: model(batch[0]).sum().detach(), args=(deal(strategy, data(rows)),))
+    strategy.run(
+        lambda batch: model(batch[0]).sum().detach(), args=(deal(strategy, data(rows)),)
+    )
     return kept
 
 
-def test_the_users_object_has_what_a_trainer_has_after_a_run(several: torchstrategy.Strategy) -> None:
+def test_the_users_object_has_what_a_trainer_has_after_a_run(
+    several: torchstrategy.Strategy,
+) -> None:
     class Keeper:
         def __init__(self) -> None:
             self.calls = 0
@@ -549,8 +597,12 @@ def test_a_list_stays_the_users_list(several: torchstrategy.Strategy) -> None:
     def register(model: Any) -> Any:
         seen: list[Any] = ["begin"]
         for layer in model:
-            layer.register_forward_hook(lambda module, inputs, output: seen.append(output.shape[1]))
-        model[2].register_forward_hook(lambda module, inputs, output: seen.append(output))
+            layer.register_forward_hook(
+                lambda module, inputs, output: seen.append(output.shape[1])
+            )
+        model[2].register_forward_hook(
+            lambda module, inputs, output: seen.append(output)
+        )
         return seen
 
     begin, first, second, third, output = kept_by(several, register)
@@ -593,17 +645,25 @@ def test_what_differs_goes_on_in_each_replica(several: torchstrategy.Strategy) -
     counts["rows"] = 0
     model[0].register_forward_hook(hook)
     expected = [0] * several.num_replicas_in_sync
-    for rows in (2 * several.num_replicas_in_sync - 1, 1, 2 * several.num_replicas_in_sync - 1):
+    for rows in (
+        2 * several.num_replicas_in_sync - 1,
+        1,
+        2 * several.num_replicas_in_sync - 1,
+    ):
         batch = deal(several, data(rows))
         several.run(lambda b: model(b[0]).sum().detach(), args=(batch,))
         if rows > 1:
             for r, part in enumerate(components(several, batch[0])):
                 expected[r] += len(part)
     assert components(several, counts["rows"])[-1] <= expected[-1] + 1
-    assert counts["rows"] == total or components(several, counts["rows"]) == components(several, total)
+    assert counts["rows"] == total or components(several, counts["rows"]) == components(
+        several, total
+    )
 
 
-def test_what_a_replica_without_rows_kept_before_is_no_part_of_the_batch(several: torchstrategy.Strategy) -> None:
+def test_what_a_replica_without_rows_kept_before_is_no_part_of_the_batch(
+    several: torchstrategy.Strategy,
+) -> None:
     """It goes on with that, but whoever gathers the outputs gets those of the last batch."""
     model, _ = in_scope(several)
     keeper = Record()
@@ -616,9 +676,15 @@ def test_what_a_replica_without_rows_kept_before_is_no_part_of_the_batch(several
     model[0].register_forward_hook(hook)
     count = several.num_replicas_in_sync
     for rows in (2 * count, 1, 2 * count):
-        several.run(lambda b: model(b[0]).sum().detach(), args=(deal(several, data(rows)),))
+        several.run(
+            lambda b: model(b[0]).sum().detach(), args=(deal(several, data(rows)),)
+        )
         kept = keeper.kept
-        assert (several.gather(kept, axis=0) if isinstance(kept, torchstrategy.PerReplica) else kept).shape == (rows, 4)
+        assert (
+            several.gather(kept, axis=0)
+            if isinstance(kept, torchstrategy.PerReplica)
+            else kept
+        ).shape == (rows, 4)
     assert components(several, sizes[-1]) == (1, *[2] * (count - 1))
 
 
@@ -647,7 +713,10 @@ def test_a_tensor_that_a_hook_writes_in_place(several: torchstrategy.Strategy) -
     assert statistics.calls is calls and calls.item() == 3
     assert statistics.seen is seen and seen.tolist() == [3, 3]
     weight, bias = model[0].weight.detach(), model[0].bias.detach()
-    means = [1.75 * F.linear(rows.to(device), weight, bias).mean(0) for rows in components(several, batch[0])]
+    means = [
+        1.75 * F.linear(rows.to(device), weight, bias).mean(0)
+        for rows in components(several, batch[0])
+    ]
     for got, wanted in zip(components(several, statistics.mean), means, strict=True):
         torch.testing.assert_close(got.to(device), wanted)
 
@@ -674,7 +743,9 @@ def test_a_run_that_fails_has_written_nothing(several: torchstrategy.Strategy) -
     assert count == 1 and len(keeper.seen) == 1
 
 
-def test_what_a_merge_function_writes_all_replicas_read(several: torchstrategy.Strategy) -> None:
+def test_what_a_merge_function_writes_all_replicas_read(
+    several: torchstrategy.Strategy,
+) -> None:
     model, _ = in_scope(several)
     keeper = Record()
 
@@ -685,21 +756,33 @@ def test_what_a_merge_function_writes_all_replicas_read(several: torchstrategy.S
         own = model(batch[0])
         context().merge_call(lambda strategy: setattr(keeper, "seen", "by all"))
         context().merge_call(lambda strategy: kept.update(said="to all"))
-        return keeper.kept.shape == kept["own"].shape == (len(own), 4), keeper.seen, kept["said"]
+        return (
+            keeper.kept.shape == kept["own"].shape == (len(own), 4),
+            keeper.seen,
+            kept["said"],
+        )
 
     kept: dict[str, Any] = {}
     model[0].register_forward_hook(hook)
-    model[0].register_forward_hook(lambda module, inputs, output: kept.update(own=output))
+    model[0].register_forward_hook(
+        lambda module, inputs, output: kept.update(own=output)
+    )
     are_own, seen, said = several.run(step, args=(deal(several, data(9)),))
-    assert all(components(several, are_own)) and set(components(several, seen)) == {"by all"}
+    assert all(components(several, are_own)) and set(components(several, seen)) == {
+        "by all"
+    }
     assert set(components(several, said)) == {"to all"}
     assert keeper.seen == "by all" and kept["said"] == "to all"
 
 
-def test_a_hook_that_is_taken_away_keeps_nothing_more(several: torchstrategy.Strategy) -> None:
+def test_a_hook_that_is_taken_away_keeps_nothing_more(
+    several: torchstrategy.Strategy,
+) -> None:
     model, _ = in_scope(several)
     seen: list[int] = []
-    handle = model[0].register_forward_hook(lambda module, inputs, output: seen.append(1))
+    handle = model[0].register_forward_hook(
+        lambda module, inputs, output: seen.append(1)
+    )
     batch = deal(several, data(9))
     several.run(lambda b: model(b[0]).sum().detach(), args=(batch,))
     assert seen == [1]
@@ -708,7 +791,9 @@ def test_a_hook_that_is_taken_away_keeps_nothing_more(several: torchstrategy.Str
     assert seen == [1]
 
 
-def test_the_list_may_be_an_argument_of_the_step(several: torchstrategy.Strategy) -> None:
+def test_the_list_may_be_an_argument_of_the_step(
+    several: torchstrategy.Strategy,
+) -> None:
     model, _ = in_scope(several)
     seen: list[Any] = []
     model[0].register_forward_hook(lambda module, inputs, output: seen.append(output))
@@ -717,13 +802,22 @@ def test_the_list_may_be_an_argument_of_the_step(several: torchstrategy.Strategy
         rows = len(model(batch[0]))
         return len(kept[-1]) == rows and more["it"] is kept
 
-    assert all(components(several, several.run(step, args=(deal(several, data(9)), seen, {"it": seen}))))
+    assert all(
+        components(
+            several,
+            several.run(step, args=(deal(several, data(9)), seen, {"it": seen})),
+        )
+    )
 
 
-def test_what_is_kept_is_free_when_the_user_drops_it(several: torchstrategy.Strategy, no_collector: None) -> None:
+def test_what_is_kept_is_free_when_the_user_drops_it(
+    several: torchstrategy.Strategy, no_collector: None
+) -> None:
     model, _ = in_scope(several)
     seen: list[Any] = []
-    model[0].register_forward_hook(lambda module, inputs, output: seen.append(output.detach()))
+    model[0].register_forward_hook(
+        lambda module, inputs, output: seen.append(output.detach())
+    )
     several.run(lambda b: model(b[0]).sum().detach(), args=(deal(several, data(9)),))
     import weakref
 
@@ -800,8 +894,13 @@ def test_what_a_hook_keeps_in_a_global_is_refused_by_name(
     hook, shown = GLOBALLY[name]
     model, _ = in_scope(several)
     model[0].register_forward_hook(hook)
-    with pytest.raises(RuntimeError, match=f"^{shown} was written in a replica.*each replica has its own"):
-        several.run(lambda b: model(b[0]).sum().detach(), args=(deal(several, data(9)),))
+    with pytest.raises(
+        RuntimeError,
+        match=f"^{shown} was written in a replica.*each replica has its own",
+    ):
+        several.run(
+            lambda b: model(b[0]).sum().detach(), args=(deal(several, data(9)),)
+        )
 
 
 def _note_in(kept: list[Any], module: Any, inputs: Any, output: Any) -> None:
@@ -818,7 +917,12 @@ MODEL: Any = None
 def _step(batch: Any) -> bool:
     """As in a script, where all names are global."""
     rows = len(MODEL(batch[0]))
-    return rows == len(PASSED[-1]) == _rows_of_the_last() == len([kept for kept in PASSED for _ in (0,)][-1])
+    return (
+        rows
+        == len(PASSED[-1])
+        == _rows_of_the_last()
+        == len([kept for kept in PASSED for _ in (0,)][-1])
+    )
 
 
 def test_a_step_may_know_by_a_global_name_what_a_hook_keeps(
@@ -828,7 +932,9 @@ def test_a_step_may_know_by_a_global_name_what_a_hook_keeps(
     monkeypatch.setitem(globals(), "MODEL", model)
     model[0].register_forward_hook(functools.partial(_note_in, PASSED))
     for k in range(2):
-        assert all(components(several, several.run(_step, args=(deal(several, data(9)),))))
+        assert all(
+            components(several, several.run(_step, args=(deal(several, data(9)),)))
+        )
         assert several.gather(PASSED[k], axis=0).shape == (9, 4)
 
 
@@ -847,16 +953,23 @@ def _in_a_method(kept: list[Any]) -> Any:
     return lambda batch: len(MODEL(batch[0])) + reader.read()
 
 
-@pytest.mark.parametrize("how", ["a step that assigns to a global", "a method of a class"])
+@pytest.mark.parametrize(
+    "how", ["a step that assigns to a global", "a method of a class"]
+)
 def test_what_replicas_cannot_have_for_themselves_is_refused(
-    several: torchstrategy.Strategy, monkeypatch: pytest.MonkeyPatch, as_at_first: None, how: str
+    several: torchstrategy.Strategy,
+    monkeypatch: pytest.MonkeyPatch,
+    as_at_first: None,
+    how: str,
 ) -> None:
     """The hook has its own, and the step could not be given it: it would read an empty list."""
     model, _ = in_scope(several)
     monkeypatch.setitem(globals(), "MODEL", model)
     model[0].register_forward_hook(functools.partial(_note_in, PASSED))
     step = _in_a_method(PASSED) if how == "a method of a class" else _step_that_counts
-    with pytest.raises(RuntimeError, match=r"was written in a replica.*each replica has its own"):
+    with pytest.raises(
+        RuntimeError, match=r"was written in a replica.*each replica has its own"
+    ):
         several.run(step, args=(deal(several, data(9)),))
     assert PASSED == []
 
@@ -911,22 +1024,35 @@ def test_what_is_one_for_all_replicas_is_refused_by_name(
     kept = store.append.__self__  # type: ignore[attr-defined]
     with pytest.raises(RuntimeError, match="was written in a replica"):
         several.run(lambda: model(torch.ones(3, 2)))
-    assert Store.rows is None and not Store.by_name and not hasattr(hook_state, "rows") and not kept
+    assert (
+        Store.rows is None
+        and not Store.by_name
+        and not hasattr(hook_state, "rows")
+        and not kept
+    )
     assert "rows" not in vars(type(store)) or type(store).rows is None
 
 
-def test_a_list_that_has_grown_too_long_is_refused_with_the_reason(several: torchstrategy.Strategy) -> None:
+def test_a_list_that_has_grown_too_long_is_refused_with_the_reason(
+    several: torchstrategy.Strategy,
+) -> None:
     """The message spoke of global variables, and the program had none."""
     model, history = several.distribute_module(nn.Linear(2, 1)), [0.0] * 5000
     model.register_forward_hook(lambda module, args, output: history.append(1.0))
-    with pytest.raises(RuntimeError, match=r"history\[5000\] was written .* more than 4096 items"):
+    with pytest.raises(
+        RuntimeError, match=r"history\[5000\] was written .* more than 4096 items"
+    ):
         several.run(lambda: model(torch.ones(3, 2)))
     assert len(history) == 5000
 
 
-def test_a_global_that_a_hook_only_reads_is_no_fault(several: torchstrategy.Strategy) -> None:
+def test_a_global_that_a_hook_only_reads_is_no_fault(
+    several: torchstrategy.Strategy,
+) -> None:
     model, _ = in_scope(several)
-    model[0].register_forward_hook(lambda module, inputs, output: output * len(REGISTRY) + float(TOTAL.sum()))
+    model[0].register_forward_hook(
+        lambda module, inputs, output: output * len(REGISTRY) + float(TOTAL.sum())
+    )
     several.run(lambda b: model(b[0]).sum().detach(), args=(deal(several, data(9)),))
 
 
@@ -946,27 +1072,44 @@ def test_a_global_may_be_an_inference_tensor_and_a_write_on_it_is_refused(
 
     model, _ = in_scope(several)
     model[0].register_forward_hook(hook)
-    with pytest.raises(RuntimeError, match="COUNTED was written in a replica") if writes else nullcontext():
-        several.run(lambda b: model(b[0]).sum().detach(), args=(deal(several, data(9)),))
+    with (
+        pytest.raises(RuntimeError, match="COUNTED was written in a replica")
+        if writes
+        else nullcontext()
+    ):
+        several.run(
+            lambda b: model(b[0]).sum().detach(), args=(deal(several, data(9)),)
+        )
 
 
-def test_numbers_that_differ_in_a_tensor_that_nothing_holds_are_refused(several: torchstrategy.Strategy) -> None:
+def test_numbers_that_differ_in_a_tensor_that_nothing_holds_are_refused(
+    several: torchstrategy.Strategy,
+) -> None:
     model, _ = in_scope(several)
     total = torch.zeros((), dtype=torch.float64, device=model[0].weight.device)
 
-    def add(total: torch.Tensor, module: Any, inputs: Any, output: torch.Tensor) -> None:
+    def add(
+        total: torch.Tensor, module: Any, inputs: Any, output: torch.Tensor
+    ) -> None:
         total.add_(output.sum().detach())
 
     model[0].register_forward_hook(functools.partial(add, total))
-    with pytest.raises(RuntimeError, match=r"a Tensor that a hook was given, has other numbers in each replica"):
-        several.run(lambda b: model(b[0]).sum().detach(), args=(deal(several, data(9)),))
+    with pytest.raises(
+        RuntimeError,
+        match=r"a Tensor that a hook was given, has other numbers in each replica",
+    ):
+        several.run(
+            lambda b: model(b[0]).sum().detach(), args=(deal(several, data(9)),)
+        )
     assert total.item() == 0
 
 
 # ---- other objects
 
 
-def test_locks_and_loggers_are_those_of_the_user(several: torchstrategy.Strategy) -> None:
+def test_locks_and_loggers_are_those_of_the_user(
+    several: torchstrategy.Strategy,
+) -> None:
     import logging
 
     model, _ = in_scope(several)
@@ -985,7 +1128,9 @@ def test_locks_and_loggers_are_those_of_the_user(several: torchstrategy.Strategy
     assert found == [True]
 
 
-def test_the_hook_of_a_model_outside_of_the_scope(several: torchstrategy.Strategy) -> None:
+def test_the_hook_of_a_model_outside_of_the_scope(
+    several: torchstrategy.Strategy,
+) -> None:
     """A teacher, say: all replicas share it, and its hooks."""
     model, optimizer = in_scope(several)
     plain, plain_optimizer = plainly()
@@ -1005,7 +1150,10 @@ def test_the_hook_of_a_model_outside_of_the_scope(several: torchstrategy.Strateg
 
         return step
 
-    their_step, our_step = train(plain, plain_optimizer, teacher), train(model, optimizer, teacher)
+    their_step, our_step = (
+        train(plain, plain_optimizer, teacher),
+        train(model, optimizer, teacher),
+    )
     for k in range(2):
         their_step(data(9, seed=k))
         several.run(our_step, args=(deal(several, data(9, seed=k)),))
@@ -1041,7 +1189,9 @@ def test_one_object_that_is_a_trainer_too(several: torchstrategy.Strategy) -> No
     assert several.gather(ours.features[0], axis=0).shape == (9, 4)
 
 
-def test_a_model_is_copied_and_pickled_with_what_its_hook_keeps(several: torchstrategy.Strategy) -> None:
+def test_a_model_is_copied_and_pickled_with_what_its_hook_keeps(
+    several: torchstrategy.Strategy,
+) -> None:
     import copy
 
     model, _ = in_scope(several)
@@ -1060,14 +1210,23 @@ def test_a_data_parallel_has_what_all_replicas_kept() -> None:
     module = mlp().to(device)
     model = torchstrategy.DataParallel(module, [device, device])
     features: dict[str, Any] = {}
-    module[0].register_forward_hook(lambda module, inputs, output: features.update(first=output))
+    module[0].register_forward_hook(
+        lambda module, inputs, output: features.update(first=output)
+    )
     x = data(9)[0].to(device)
     for _ in range(2):
         model.zero_grad()
-        loss = model(x).sum() + torch.cat([part.to(device) for part in features["first"].values]).square().mean()
+        loss = (
+            model(x).sum()
+            + torch.cat([part.to(device) for part in features["first"].values])
+            .square()
+            .mean()
+        )
         loss.backward()
     plain = mlp().to(device)
     plain.load_state_dict(module.state_dict())
-    (plain(x).sum() + F.linear(x, plain[0].weight, plain[0].bias).square().mean()).backward()
+    (
+        plain(x).sum() + F.linear(x, plain[0].weight, plain[0].bias).square().mean()
+    ).backward()
     for one, other in zip(module.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(one.grad, other.grad)

@@ -88,7 +88,9 @@ def layer(model: Any) -> None:
 RESETS = [nothing, hidden, total, seen, first_seen, cache, pair, hook, layer]
 
 
-def trained(strategy: torchstrategy.Strategy | None, reset: Callable[[Any], None]) -> list[torch.Tensor]:
+def trained(
+    strategy: torchstrategy.Strategy | None, reset: Callable[[Any], None]
+) -> list[torch.Tensor]:
     torch.manual_seed(0)
     model: Any = Remembering()
     if strategy is not None:
@@ -128,13 +130,22 @@ def test_the_user_sees_what_replicas_keep(several: torchstrategy.Strategy) -> No
     results = several.run(lambda x: model(x).detach() / len(model.seen), args=(batch,))
     whole = several.gather(results, axis=0)
     history = (*model.pair, *model.cache.values())
-    assert len(history) == 3 and all(held.requires_grad for value in history for held in value.values)
+    assert len(history) == 3 and all(
+        held.requires_grad for value in history for held in value.values
+    )
     model.pair = model.cache = ()
-    for value in (model.hidden, model.seen[0], *copy.deepcopy(model).seen, *pickle.loads(pickle.dumps(model)).seen):
+    for value in (
+        model.hidden,
+        model.seen[0],
+        *copy.deepcopy(model).seen,
+        *pickle.loads(pickle.dumps(model)).seen,
+    ):
         torch.testing.assert_close(several.gather(value, axis=0), whole)
 
 
-def test_what_only_the_last_replica_keeps_is_reset_there(several: torchstrategy.Strategy) -> None:
+def test_what_only_the_last_replica_keeps_is_reset_there(
+    several: torchstrategy.Strategy,
+) -> None:
     """The first replica's attributes had not changed: the user's looked as if nothing had."""
 
     class Some(nn.Module):
@@ -175,21 +186,33 @@ class Caching(nn.Module):
             self.mask = torch.ones(columns, columns, **F64, device=x.device).tril()
         if columns not in self.masks:
             self.masks[columns] = torch.full((columns,), 0.5, **F64, device=x.device)
-        return x @ (self.weight[:columns, :columns] * self.mask[:columns, :columns]) * self.masks[columns]
+        return (
+            x
+            @ (self.weight[:columns, :columns] * self.mask[:columns, :columns])
+            * self.masks[columns]
+        )
 
 
-def test_what_all_replicas_cache_alike_is_the_users(strategy: torchstrategy.Strategy) -> None:
+def test_what_all_replicas_cache_alike_is_the_users(
+    strategy: torchstrategy.Strategy,
+) -> None:
     """The module works outside of a run, in other runs and in copies, with the mask that the replicas made."""
     model: Any = strategy.distribute_module(Caching())
     for columns in (2, 2, 3, 2):
         (batch,) = strategy.experimental_distribute_dataset([ROWS[:, :columns]])
-        seen = strategy.gather(strategy.run(lambda x: model(x).detach(), args=(batch,)), axis=0)
+        seen = strategy.gather(
+            strategy.run(lambda x: model(x).detach(), args=(batch,)), axis=0
+        )
         whole = ROWS[:, :columns].to(model.weight.device)
         for one in (model, copy.deepcopy(model), Caching().to(model.weight.device)):
             torch.testing.assert_close(seen.cpu(), one(whole).detach().cpu())
-    assert type(model.mask) is torch.Tensor and set(map(type, model.masks.values())) == {torch.Tensor}
+    assert type(model.mask) is torch.Tensor and set(
+        map(type, model.masks.values())
+    ) == {torch.Tensor}
     model.mask = torch.zeros_like(model.mask)
-    seen = strategy.gather(strategy.run(lambda x: model(x).detach(), args=(batch,)), axis=0)
+    seen = strategy.gather(
+        strategy.run(lambda x: model(x).detach(), args=(batch,)), axis=0
+    )
     assert not seen.any()
 
 
@@ -220,7 +243,14 @@ class Centred(nn.Module):
         return x * self.weight
 
 
-WAYS = ["replaced", "in place", "a number", "replaced in a dict", "in place in a dict", "a number in a dict"]
+WAYS = [
+    "replaced",
+    "in place",
+    "a number",
+    "replaced in a dict",
+    "in place in a dict",
+    "a number in a dict",
+]
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -232,11 +262,15 @@ def test_a_statistic_of_which_the_first_replicas_is_kept_is_warned_of(
         model = Centred(way)
     (batch, again) = several.experimental_distribute_dataset([X, X])
     with pytest.warns(
-        torchstrategy.ReplicaBufferWarning, match=r"The attribute Centred\.\S+ has other numbers"
+        torchstrategy.ReplicaBufferWarning,
+        match=r"The attribute Centred\.\S+ has other numbers",
     ) as caught:
         several.run(lambda x: model(x).detach(), args=(batch,))
     assert len(caught) == 1
-    seen = several.run(lambda x: (model(x).detach(), float(model.center.sum()), model.table["number"]), args=(again,))
+    seen = several.run(
+        lambda x: (model(x).detach(), float(model.center.sum()), model.table["number"]),
+        args=(again,),
+    )
     assert seen is not None, "the second run warns no more"
 
 
@@ -249,11 +283,18 @@ def test_a_statistic_that_is_the_same_in_all_replicas_is_not_warned_of(
     for _ in range(2):
         (batch,) = strategy.experimental_distribute_dataset([torch.ones(8, 3, **F64)])
         strategy.run(lambda x: model(x).detach(), args=(batch,))
-    kept = [float(model.center.sum()), model.number * 3, float(model.table["center"].sum()), model.table["number"] * 3]
+    kept = [
+        float(model.center.sum()),
+        model.number * 3,
+        float(model.table["center"].sum()),
+        model.table["number"] * 3,
+    ]
     assert max(kept) == pytest.approx(0.57) and sorted(kept)[:3] == [0, 0, 0]
 
 
-def ran(strategy: torchstrategy.Strategy | None, step: Callable[[Any], Any], x: torch.Tensor) -> Any:
+def ran(
+    strategy: torchstrategy.Strategy | None, step: Callable[[Any], Any], x: torch.Tensor
+) -> Any:
     """What a step returns for rows; the results of all replicas together."""
     if strategy is None:
         return step(x)
@@ -313,7 +354,11 @@ class Keeping(nn.Module):
         return x @ self.weight * sum(float(row.sum()) for row in self.rows)
 
     def a_mask(self, x: torch.Tensor) -> torch.Tensor:
-        self.kept = torch.ones(3, **F64, device=x.device).cumsum(0) if self.kept is None else self.kept
+        self.kept = (
+            torch.ones(3, **F64, device=x.device).cumsum(0)
+            if self.kept is None
+            else self.kept
+        )
         return x @ self.weight * self.kept
 
     def a_list_of_rows(self, x: torch.Tensor) -> torch.Tensor:
@@ -371,16 +416,28 @@ class Keeping(nn.Module):
         return self.kept + x @ self.weight
 
 
-KEPT = [n.replace("_", " ") for n in vars(Keeping) if not n.startswith("_") and n not in ("forward", "product")]
-NEEDS_OLD_COPIES = ("a view", "a detached view", "of one memory")  # new copies have other memory
+KEPT = [
+    n.replace("_", " ")
+    for n in vars(Keeping)
+    if not n.startswith("_") and n not in ("forward", "product")
+]
+NEEDS_OLD_COPIES = (
+    "a view",
+    "a detached view",
+    "of one memory",
+)  # new copies have other memory
 
 
 @pytest.mark.parametrize("rebuilds", [False, True], ids=["", "with new copies"])
 @pytest.mark.parametrize("way", KEPT)
-def test_what_a_step_keeps_is_kept_as_on_one_device(strategy: torchstrategy.Strategy, way: str, rebuilds: bool) -> None:
+def test_what_a_step_keeps_is_kept_as_on_one_device(
+    strategy: torchstrategy.Strategy, way: str, rebuilds: bool
+) -> None:
     """Views became constants, two names two things, counts in a dict began anew, rows of absent replicas stayed."""
     if rebuilds and any(words in way for words in NEEDS_OLD_COPIES):
-        pytest.skip("new copies have other parameters and buffers, of which an old view is none")
+        pytest.skip(
+            "new copies have other parameters and buffers, of which an old view is none"
+        )
     seen = []
     for of in (None, strategy):
         model: Any = Keeping(way) if of is None else of.distribute_module(Keeping(way))
@@ -388,7 +445,9 @@ def test_what_a_step_keeps_is_kept_as_on_one_device(strategy: torchstrategy.Stra
         if of is not None:
             of.distribute_optimizer(optimizer)
 
-        def step(x: torch.Tensor, model: Any = model, optimizer: Any = optimizer) -> torch.Tensor:
+        def step(
+            x: torch.Tensor, model: Any = model, optimizer: Any = optimizer
+        ) -> torch.Tensor:
             optimizer.zero_grad()
             output = model(x)
             output.square().mean().backward()
@@ -403,13 +462,19 @@ def test_what_a_step_keeps_is_kept_as_on_one_device(strategy: torchstrategy.Stra
             model.lists[1].append(0.25)
             if rebuilds and count == 1:
                 model.register_forward_hook(lambda *_: None)
-        assert model.rows[0] is mine and (way != "one thing under two names" or model.kept is model.other)
-        seen.append([*outputs, *(p.detach().cpu() for p in (*model.parameters(), model.count))])
+        assert model.rows[0] is mine and (
+            way != "one thing under two names" or model.kept is model.other
+        )
+        seen.append(
+            [*outputs, *(p.detach().cpu() for p in (*model.parameters(), model.count))]
+        )
     for one, other in zip(*seen, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)
 
 
-def test_a_run_that_fails_leaves_what_it_wrote_on_kept_tensors_undone(several: torchstrategy.Strategy) -> None:
+def test_a_run_that_fails_leaves_what_it_wrote_on_kept_tensors_undone(
+    several: torchstrategy.Strategy,
+) -> None:
     """The tensors of some replicas had changed and those of others had not, and nobody could tell."""
 
     class Adding(nn.Module):
@@ -420,7 +485,10 @@ def test_a_run_that_fails_leaves_what_it_wrote_on_kept_tensors_undone(several: t
 
         def forward(self, x: torch.Tensor, fails: bool) -> torch.Tensor:
             self.hidden = x.clone() if self.hidden is None else self.hidden.add_(x)
-            if fails and torchstrategy.get_replica_context().replica_id_in_sync_group == 1:
+            if (
+                fails
+                and torchstrategy.get_replica_context().replica_id_in_sync_group == 1
+            ):
                 raise ValueError("bad rows")
             return x * self.weight
 
@@ -432,7 +500,9 @@ def test_a_run_that_fails_leaves_what_it_wrote_on_kept_tensors_undone(several: t
     torch.testing.assert_close(several.gather(model.hidden, axis=0).cpu(), ROWS * 2)
 
 
-def test_a_trainable_tensor_that_a_step_makes_is_refused_by_name(several: torchstrategy.Strategy) -> None:
+def test_a_trainable_tensor_that_a_step_makes_is_refused_by_name(
+    several: torchstrategy.Strategy,
+) -> None:
     """Each replica trained its own. One that each replica makes of its own rows, for a penalty, is nothing unusual."""
 
     class Perturbed(nn.Module):
@@ -449,7 +519,8 @@ def test_a_trainable_tensor_that_a_step_makes_is_refused_by_name(several: torchs
     (batch,) = several.experimental_distribute_dataset([ROWS])
     several.run(lambda x: model(x, True).sum().backward(), args=(batch,))
     with pytest.raises(
-        RuntimeError, match=r"made attribute Perturbed\.delta in each replica, a tensor that requires grad"
+        RuntimeError,
+        match=r"made attribute Perturbed\.delta in each replica, a tensor that requires grad",
     ):
         several.run(lambda x: model(x, False).sum().backward(), args=(batch,))
 
@@ -475,7 +546,9 @@ def test_an_output_that_the_user_drops_is_free(several: torchstrategy.Strategy) 
         gc.enable()
 
 
-def test_a_number_that_only_the_first_replica_writes_is_warned_of(several: torchstrategy.Strategy) -> None:
+def test_a_number_that_only_the_first_replica_writes_is_warned_of(
+    several: torchstrategy.Strategy,
+) -> None:
     """Replicas that had not written were not compared, so that a best loss was that of the first replica's rows."""
 
     class Best(nn.Module):
@@ -495,10 +568,15 @@ def test_a_number_that_only_the_first_replica_writes_is_warned_of(several: torch
     (batch,) = several.experimental_distribute_dataset([ROWS])
     with pytest.warns(torchstrategy.ReplicaBufferWarning) as caught:
         several.run(lambda x: model(x).detach(), args=(batch,))
-    assert {str(warning.message).split()[2] for warning in caught} == {"Best.best", "Best.least"}
+    assert {str(warning.message).split()[2] for warning in caught} == {
+        "Best.best",
+        "Best.least",
+    }
 
 
-def test_a_constant_number_in_a_tensor_is_a_statistic(several: torchstrategy.Strategy) -> None:
+def test_a_constant_number_in_a_tensor_is_a_statistic(
+    several: torchstrategy.Strategy,
+) -> None:
     """It has no rows. A replica without rows had none, and then none to begin the next run with."""
 
     class Scaled(nn.Module):
@@ -508,19 +586,25 @@ def test_a_constant_number_in_a_tensor_is_a_statistic(several: torchstrategy.Str
             self.scale: Any = None
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            result = x * self.weight if self.scale is None else x * self.weight / self.scale
+            result = (
+                x * self.weight if self.scale is None else x * self.weight / self.scale
+            )
             self.scale = 1 + x.square().mean()
             return result
 
     model: Any = several.distribute_module(Scaled())
-    with pytest.warns(torchstrategy.ReplicaBufferWarning, match=r"Scaled\.scale has other numbers"):
+    with pytest.warns(
+        torchstrategy.ReplicaBufferWarning, match=r"Scaled\.scale has other numbers"
+    ):
         for count in (1, 10):
             (batch,) = several.experimental_distribute_dataset([ROWS[:count]])
             several.run(lambda x: model(x).detach(), args=(batch,))
     assert type(model.scale) is torch.Tensor
 
 
-def test_a_tensor_that_the_user_puts_back_has_its_numbers_of_now(strategy: torchstrategy.Strategy) -> None:
+def test_a_tensor_that_the_user_puts_back_has_its_numbers_of_now(
+    strategy: torchstrategy.Strategy,
+) -> None:
     """While no attribute held it, writes on it were not seen, and replicas still had their first copy."""
 
     class Scaled(nn.Module):
@@ -530,11 +614,15 @@ def test_a_tensor_that_the_user_puts_back_has_its_numbers_of_now(strategy: torch
             self.scale: Any = torch.ones(3, **F64)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x * self.weight * (1 if self.scale is None else self.scale.to(x.device))
+            return (
+                x * self.weight * (1 if self.scale is None else self.scale.to(x.device))
+            )
 
     model: Any = strategy.distribute_module(Scaled())
     scale = model.scale
     for held, factor in ((scale, 1), (None, 1), (scale, 3)):
         model.scale = held
         scale.fill_(factor)
-        torch.testing.assert_close(ran(strategy, lambda x: model(x).detach(), ROWS), ROWS * factor)
+        torch.testing.assert_close(
+            ran(strategy, lambda x: model(x).detach(), ROWS), ROWS * factor
+        )

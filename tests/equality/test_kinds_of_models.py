@@ -11,7 +11,19 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 from nets import F64, Net, train
-from problems import assert_close, built, close, compare, data, deal, gradients, mlp, mse, sgd, where_it_is
+from problems import (
+    assert_close,
+    built,
+    close,
+    compare,
+    data,
+    deal,
+    gradients,
+    mlp,
+    mse,
+    sgd,
+    where_it_is,
+)
 from topologies import SIMULATED, central, central_with_copies
 
 
@@ -39,7 +51,9 @@ class Attending(nn.Module):
 class Transformer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        layer = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True, **F64)
+        layer = nn.TransformerEncoderLayer(
+            4, 2, 8, dropout=0.0, batch_first=True, **F64
+        )
         self.stem, self.head = nn.Linear(3, 4, **F64), nn.Linear(4, 2, **F64)
         self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
 
@@ -69,14 +83,20 @@ class Upsampling(nn.Module):
         self.down = nn.Conv1d(4, 2, 3, padding=1, **F64)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(self.instance(self.norm(self.up(x.unsqueeze(1)))).tanh()).square().mean(-1)
+        return (
+            self.down(self.instance(self.norm(self.up(x.unsqueeze(1)))).tanh())
+            .square()
+            .mean(-1)
+        )
 
 
 def _sequences(x: torch.Tensor) -> torch.Tensor:
     return torch.stack([x, x.sin(), x.cos()], 1)
 
 
-def _parametrized(parametrize: Callable[[nn.Module], nn.Module]) -> Callable[[], nn.Module]:
+def _parametrized(
+    parametrize: Callable[[nn.Module], nn.Module],
+) -> Callable[[], nn.Module]:
     def build() -> nn.Module:
         model = mlp()
         parametrize(model[0])
@@ -89,7 +109,9 @@ def _parametrized(parametrize: Callable[[nn.Module], nn.Module]) -> Callable[[],
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "net": Net,
     "lstm": lambda: Recurrent(nn.LSTM),
-    "lstm, bidirectional, projected": lambda: Recurrent(nn.LSTM, bidirectional=True, proj_size=0),
+    "lstm, bidirectional, projected": lambda: Recurrent(
+        nn.LSTM, bidirectional=True, proj_size=0
+    ),
     "gru": lambda: Recurrent(nn.GRU),
     "attention": Attending,
     "transformer": Transformer,
@@ -98,8 +120,12 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "weight_norm": _parametrized(parametrizations.weight_norm),
     "spectral_norm": _parametrized(parametrizations.spectral_norm),
     "orthogonal": _parametrized(parametrizations.orthogonal),
-    "prelu, layer_norm": lambda: nn.Sequential(mlp(), nn.LayerNorm(2, **F64), nn.PReLU(**F64)),
-    "batch_norm in evaluation": lambda: nn.Sequential(nn.BatchNorm1d(3, **F64).eval(), mlp()),
+    "prelu, layer_norm": lambda: nn.Sequential(
+        mlp(), nn.LayerNorm(2, **F64), nn.PReLU(**F64)
+    ),
+    "batch_norm in evaluation": lambda: nn.Sequential(
+        nn.BatchNorm1d(3, **F64).eval(), mlp()
+    ),
     "batch_norm without statistics, frozen": lambda: nn.Sequential(
         nn.BatchNorm1d(3, **F64).eval().requires_grad_(False), mlp()
     ),
@@ -109,8 +135,15 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_trains_on_replicas_as_it_does_in_plain_torch(make, name):
     for n in (1, 3):
-        model, twin = compare(make, n, train, build=MODELS[name], case=name, relative=1e-9)
-        assert_close(dict(model.named_buffers()), dict(twin.named_buffers()), f"{name}, buffers", 1e-9)
+        model, twin = compare(
+            make, n, train, build=MODELS[name], case=name, relative=1e-9
+        )
+        assert_close(
+            dict(model.named_buffers()),
+            dict(twin.named_buffers()),
+            f"{name}, buffers",
+            1e-9,
+        )
         assert list(model.state_dict()) == list(twin.state_dict())
         model.eval()
         twin.eval()
@@ -132,21 +165,33 @@ def test_a_recurrent_model_that_changes_its_dtype_between_steps_trains_on(make):
 
 def test_batch_norm_models_train_on_replicas(make):
     strategy = make(3)
-    build = lambda: nn.Sequential(nn.Linear(3, 4, **F64), nn.BatchNorm1d(4, **F64), nn.ReLU(), nn.Linear(4, 2, **F64))  # noqa: E731
+    build = lambda: nn.Sequential(
+        nn.Linear(3, 4, **F64),
+        nn.BatchNorm1d(4, **F64),
+        nn.ReLU(),
+        nn.Linear(4, 2, **F64),
+    )  # noqa: E731
     (model, optimizer), _ = built(strategy, build, sgd)
     batch = data(12)
     whole = where_it_is(model, batch)
     before = float(mse(model, whole).detach())
     model.train()
     for _ in range(30):
-        strategy.run(lambda b: train(model, optimizer, b), args=(deal(strategy, batch),))
+        strategy.run(
+            lambda b: train(model, optimizer, b), args=(deal(strategy, batch),)
+        )
     assert int(model[1].num_batches_tracked) == 31
     assert float(mse(model, whole).detach()) < 0.7 * before
 
 
 def test_copies_and_aliases_give_the_same_model_bit_for_bit():
-    builds = {**MODELS, "batch_norm": lambda: nn.Sequential(nn.BatchNorm1d(3, **F64), mlp())}
-    for name in [*builds][::-4] if SIMULATED else builds:  # the last of them writes buffers
+    builds = {
+        **MODELS,
+        "batch_norm": lambda: nn.Sequential(nn.BatchNorm1d(3, **F64), mlp()),
+    }
+    for name in (
+        [*builds][::-4] if SIMULATED else builds
+    ):  # the last of them writes buffers
         states = []
         for maker in (central, central_with_copies):
             strategy = maker(3)
@@ -155,7 +200,10 @@ def test_copies_and_aliases_give_the_same_model_bit_for_bit():
                 model = builds[name]()
                 optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
             for k in range(3):
-                strategy.run(lambda b, m=model, o=optimizer: train(m, o, b), args=(deal(strategy, data(8, seed=k)),))
+                strategy.run(
+                    lambda b, m=model, o=optimizer: train(m, o, b),
+                    args=(deal(strategy, data(8, seed=k)),),
+                )
             states.append(model.state_dict())
         for key, value in states[0].items():
             assert torch.equal(value.cpu(), states[1][key].cpu()), f"{name}: {key}"

@@ -75,7 +75,9 @@ class Thing(NamedTuple):
 
 THINGS: dict[str, Thing] = {
     "words": Thing(
-        lambda: {f"w{i}": i for i in range(COUNT)}, lambda t, k: t.update({"w7": k, f"new{k}": k}), lambda t: t["w7"]
+        lambda: {f"w{i}": i for i in range(COUNT)},
+        lambda t, k: t.update({"w7": k, f"new{k}": k}),
+        lambda t: t["w7"],
     ),
     "a dict of dicts": Thing(
         lambda: {f"k{i}": {"a": [i], "b": "x"} for i in range(COUNT)},
@@ -83,10 +85,14 @@ THINGS: dict[str, Thing] = {
         lambda t: sum(t["k7"]["a"]) + int(t["k8"]["b"] != "x"),
     ),
     "a list of tuples": Thing(
-        lambda: [(i, f"n{i}") for i in range(COUNT)], lambda t, k: t.__setitem__(7, (k, "new")), lambda t: t[7][0]
+        lambda: [(i, f"n{i}") for i in range(COUNT)],
+        lambda t, k: t.__setitem__(7, (k, "new")),
+        lambda t: t[7][0],
     ),
     "a tuple of lists": Thing(
-        lambda: tuple([i] for i in range(COUNT)), lambda t, k: t[7].append(k), lambda t: sum(t[7])
+        lambda: tuple([i] for i in range(COUNT)),
+        lambda t, k: t[7].append(k),
+        lambda t: sum(t[7]),
     ),
     "named tuples": Thing(
         lambda: [Row(f"n{i}", [i]) for i in range(COUNT)],
@@ -99,7 +105,9 @@ THINGS: dict[str, Thing] = {
         lambda t: sum(t[7].parts) + t[8].parts[0],
     ),
     "an object": Thing(
-        Vocabulary, lambda t, k: (t.index.update(w7=k), setattr(t, "unknown", k)), lambda t: t.index["w7"] + t.unknown
+        Vocabulary,
+        lambda t, k: (t.index.update(w7=k), setattr(t, "unknown", k)),
+        lambda t: t.index["w7"] + t.unknown,
     ),
     "a dict in an object in a dict": Thing(
         lambda: {"in": SimpleNamespace(index={i: [i] for i in range(COUNT)})},
@@ -107,15 +115,23 @@ THINGS: dict[str, Thing] = {
         lambda t: sum(t["in"].index[7]),
     ),
     "a default dict": Thing(
-        lambda: defaultdict(list, {i: [i] for i in range(COUNT)}), lambda t, k: t[-k].append(k), lambda t: sum(t[-1])
+        lambda: defaultdict(list, {i: [i] for i in range(COUNT)}),
+        lambda t, k: t[-k].append(k),
+        lambda t: sum(t[-1]),
     ),
-    "a counter": Thing(lambda: Counter(range(COUNT)), lambda t, k: t.update([7, k]), lambda t: t[7]),
+    "a counter": Thing(
+        lambda: Counter(range(COUNT)), lambda t, k: t.update([7, k]), lambda t: t[7]
+    ),
     "an ordered dict": Thing(
         lambda: OrderedDict((i, [i]) for i in range(COUNT)),
         lambda t, k: (t.move_to_end(k % COUNT), t[7].append(k)),
         lambda t: sum(t[7]) + next(reversed(t)),
     ),
-    "a deque": Thing(lambda: deque(range(COUNT), COUNT), lambda t, k: t.append(k), lambda t: t[0] + t[-1]),
+    "a deque": Thing(
+        lambda: deque(range(COUNT), COUNT),
+        lambda t, k: t.append(k),
+        lambda t: t[0] + t[-1],
+    ),
     "a set": Thing(lambda: set(range(COUNT)), lambda t, k: t.add(-k), len),
 }
 
@@ -123,7 +139,10 @@ THINGS: dict[str, Thing] = {
 def contents(thing: Any) -> Any:
     """All that is in a thing, for a comparison: an object's attributes, too."""
     if isinstance(thing, dict):
-        return [type(thing).__name__, [(key, contents(value)) for key, value in thing.items()]]
+        return [
+            type(thing).__name__,
+            [(key, contents(value)) for key, value in thing.items()],
+        ]
     if isinstance(thing, (list, tuple, deque)):
         return [type(thing).__name__, *map(contents, thing)]
     if hasattr(thing, "__dict__"):
@@ -153,16 +172,28 @@ STEPS: dict[str, Act] = {
     "never reads it": lambda m, thing, k: 0.0,
     "reads it": lambda m, thing, k: thing.read(m.thing),
     "reads it later": lambda m, thing, k: thing.read(m.thing) if k > 1 else 0.0,
-    "writes it": lambda m, thing, k: (thing.write(m.thing, k + 100), thing.read(m.thing))[1],
-    "writes it later": lambda m, thing, k: (thing.write(m.thing, k + 100), thing.read(m.thing))[1] if k > 1 else 0.0,
-    "replaces it": lambda m, thing, k: (setattr(m, "thing", thing.make()), 0.0)[1] if k == 1 else 0.0,
-    "replaces it by a small one": lambda m, thing, k: (setattr(m, "thing", [k]), 0.0)[1] if k == 3 else 0.0,
+    "writes it": lambda m, thing, k: (
+        thing.write(m.thing, k + 100),
+        thing.read(m.thing),
+    )[1],
+    "writes it later": lambda m, thing, k: (
+        (thing.write(m.thing, k + 100), thing.read(m.thing))[1] if k > 1 else 0.0
+    ),
+    "replaces it": lambda m, thing, k: (
+        (setattr(m, "thing", thing.make()), 0.0)[1] if k == 1 else 0.0
+    ),
+    "replaces it by a small one": lambda m, thing, k: (
+        (setattr(m, "thing", [k]), 0.0)[1] if k == 3 else 0.0
+    ),
     "deletes it": lambda m, thing, k: (delattr(m, "thing"), 0.0)[1] if k == 3 else 0.0,
 }
 BETWEEN: dict[str, Callable[[Any, Thing, int], object]] = {
     "nothing": lambda m, thing, k: None,
     "writes": lambda m, thing, k: thing.write(m.thing, k),
-    "replaces": lambda m, thing, k: (setattr(m, "thing", thing.make()), thing.write(m.thing, k)),
+    "replaces": lambda m, thing, k: (
+        setattr(m, "thing", thing.make()),
+        thing.write(m.thing, k),
+    ),
 }
 
 
@@ -188,13 +219,23 @@ def check(strategy: torchstrategy.Strategy, act: str, between: str, name: str) -
         return one(x).detach() + STEPS[act](one, thing, k)
 
     for k, batch in enumerate(strategy.experimental_distribute_dataset(batches(5))):
-        if k and hasattr(plain, "thing") and not (type(plain.thing) is list and len(plain.thing) == 1):
+        if (
+            k
+            and hasattr(plain, "thing")
+            and not (type(plain.thing) is list and len(plain.thing) == 1)
+        ):
             BETWEEN[between](plain, thing, k)
             BETWEEN[between](model, thing, k)
         expected = step(plain, batches(1)[0], k)
-        seen = strategy.gather(strategy.run(lambda x, k=k: step(model, x, k), args=(batch,)), axis=0)
-        torch.testing.assert_close(seen.cpu(), expected, msg=lambda m, k=k: f"{name}, run {k}: {m}")
-        assert contents(vars(model).get("thing")) == contents(vars(plain).get("thing")), f"{name}, run {k}"
+        seen = strategy.gather(
+            strategy.run(lambda x, k=k: step(model, x, k), args=(batch,)), axis=0
+        )
+        torch.testing.assert_close(
+            seen.cpu(), expected, msg=lambda m, k=k: f"{name}, run {k}: {m}"
+        )
+        assert contents(vars(model).get("thing")) == contents(
+            vars(plain).get("thing")
+        ), f"{name}, run {k}"
     assert_replicas_agree(strategy, model)
 
 
@@ -206,10 +247,14 @@ def waits(strategy: torchstrategy.Strategy, model: Any) -> bool:
     """Whether replicas have no copy of the large attribute."""
     storage: Any = strategy.extended._storage
     replica = storage._idle[-1].replicated.replicas[0]
-    return type(vars(replica.local_objects[id(model)])["thing"]) is late_attributes.Later
+    return (
+        type(vars(replica.local_objects[id(model)])["thing"]) is late_attributes.Later
+    )
 
 
-def test_a_part_that_two_attributes_hold_is_one_thing_in_replicas(strategy: torchstrategy.Strategy) -> None:
+def test_a_part_that_two_attributes_hold_is_one_thing_in_replicas(
+    strategy: torchstrategy.Strategy,
+) -> None:
     """A part that another attribute begins to hold between runs, too."""
     with strategy.scope():
         model: Any = Holder({i: [i] for i in range(COUNT)})
@@ -228,7 +273,9 @@ def test_a_part_that_two_attributes_hold_is_one_thing_in_replicas(strategy: torc
 
 
 @pytest.mark.parametrize("is_first", [False, True])
-def test_what_is_assigned_between_runs_waits_as_well(strategy: torchstrategy.Strategy, is_first: bool) -> None:
+def test_what_is_assigned_between_runs_waits_as_well(
+    strategy: torchstrategy.Strategy, is_first: bool
+) -> None:
     with strategy.scope():
         model: Any = Holder(None if is_first else list(range(COUNT)))
     run(strategy, lambda: None)
@@ -241,18 +288,25 @@ def test_what_is_assigned_between_runs_waits_as_well(strategy: torchstrategy.Str
     assert not waits(strategy, model)
 
 
-def test_a_tensor_that_is_put_into_it_later_is_refused_by_name(strategy: torchstrategy.Strategy) -> None:
+def test_a_tensor_that_is_put_into_it_later_is_refused_by_name(
+    strategy: torchstrategy.Strategy,
+) -> None:
     with strategy.scope():
         model: Any = Holder({i: [i] for i in range(COUNT)})
     run(strategy, lambda: None)
     model.thing[7].append(nn.Linear(1, 1))
-    with pytest.raises(RuntimeError, match=r"Holder.thing was nothing but data .* Assign the attribute anew"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"Holder.thing was nothing but data .* Assign the attribute anew",
+    ):
         run(strategy, lambda: len(model.thing))
     model.thing = dict(model.thing)
     assert run(strategy, lambda: len(model.thing))[0] == COUNT
 
 
-def test_a_copy_of_a_module_that_a_step_makes_has_it(strategy: torchstrategy.Strategy) -> None:
+def test_a_copy_of_a_module_that_a_step_makes_has_it(
+    strategy: torchstrategy.Strategy,
+) -> None:
     class Copying(Holder):
         def forward(self, x: torch.Tensor) -> Any:
             return len(copy.deepcopy(self).thing)
@@ -262,17 +316,25 @@ def test_a_copy_of_a_module_that_a_step_makes_has_it(strategy: torchstrategy.Str
     assert run(strategy, lambda: model(torch.ones(1, 1)))[0] == COUNT
 
 
-def test_a_step_sees_no_other_class_than_the_users(strategy: torchstrategy.Strategy) -> None:
+def test_a_step_sees_no_other_class_than_the_users(
+    strategy: torchstrategy.Strategy,
+) -> None:
     class Named(Holder):
         def forward(self, x: torch.Tensor) -> Any:
-            return self.__class__ is Named and type(self).__name__, hasattr(self, "thing"), hasattr(self, "other")
+            return (
+                self.__class__ is Named and type(self).__name__,
+                hasattr(self, "thing"),
+                hasattr(self, "other"),
+            )
 
     with strategy.scope():
         model: Any = Named(list(range(COUNT)))
     assert run(strategy, lambda: model(torch.ones(1, 1)))[0] == ("Named", True, False)
 
 
-def test_what_no_step_reads_is_not_looked_at_in_a_run(strategy: torchstrategy.Strategy) -> None:
+def test_what_no_step_reads_is_not_looked_at_in_a_run(
+    strategy: torchstrategy.Strategy,
+) -> None:
     """Not one of its entries: a run took as much longer as there were."""
     seen: list[str] = []
 

@@ -49,26 +49,46 @@ def on_devices(replicas: int) -> torchstrategy.Strategy:
 
 
 TOPOLOGIES: dict[str, Callable[[], torchstrategy.Strategy]] = {
-    **{f"aliased_{n}": functools.partial(central, n) for n in (1, 2, 3) if not SIMULATED},
+    **{
+        f"aliased_{n}": functools.partial(central, n)
+        for n in (1, 2, 3)
+        if not SIMULATED
+    },
     # On devices, one number of replicas for each way of keeping parameters: other numbers bring no other transfers.
-    **{f"mirrored_{n}": functools.partial(mirrored, n) for n in ((2,) if SIMULATED else (1, 2, 4))},
+    **{
+        f"mirrored_{n}": functools.partial(mirrored, n)
+        for n in ((2,) if SIMULATED else (1, 2, 4))
+    },
     **{f"devices_{n}": functools.partial(on_devices, n) for n in (3,) if SIMULATED},
 }
 
 
-def assert_alike(actual: dict[str, Any], expected: dict[str, Any], tolerance: float, case: str) -> None:
+def assert_alike(
+    actual: dict[str, Any], expected: dict[str, Any], tolerance: float, case: str
+) -> None:
     """The same things, and equal numbers."""
     assert actual.keys() == expected.keys(), case
     for path, wanted in expected.items():
         got = actual[path]
         if isinstance(wanted, torch.Tensor):
-            assert isinstance(got, torch.Tensor) and (got.dtype, got.shape) == (wanted.dtype, wanted.shape), path
+            assert isinstance(got, torch.Tensor) and (got.dtype, got.shape) == (
+                wanted.dtype,
+                wanted.shape,
+            ), path
             if not torch.equal(got, wanted):
-                options: dict[str, Any] = {"rtol": tolerance, "atol": tolerance, "equal_nan": True}
+                options: dict[str, Any] = {
+                    "rtol": tolerance,
+                    "atol": tolerance,
+                    "equal_nan": True,
+                }
                 where = f"{case}, {path}"
-                torch.testing.assert_close(got, wanted, msg=lambda m, where=where: f"{where}: {m}", **options)
+                torch.testing.assert_close(
+                    got, wanted, msg=lambda m, where=where: f"{where}: {m}", **options
+                )
         elif isinstance(wanted, float):
-            assert got == pytest.approx(wanted, rel=tolerance, nan_ok=True), f"{case}, {path}"
+            assert got == pytest.approx(wanted, rel=tolerance, nan_ok=True), (
+                f"{case}, {path}"
+            )
         else:
             assert got == wanted, f"{case}, {path}"
 
@@ -80,14 +100,21 @@ def _cases() -> Iterator[Any]:
     turns = itertools.count()
     for name, new in FEATURES.items():
         marks = [pytest.mark.slow] if name in SLOW else []
-        cases = list(itertools.product(TOPOLOGIES, ("outside",) if new is LossOutside else ("inside", "outside")))
+        cases = list(
+            itertools.product(
+                TOPOLOGIES,
+                ("outside",) if new is LossOutside else ("inside", "outside"),
+            )
+        )
         if name in ALIKE:
             # What differs little from another feature has little more to say to devices, or to copies of parameters.
             aliased = [case for case in cases if case[0].startswith("aliased")]
             others = [case for case in cases if case not in aliased]
             cases = [*aliased, others[next(turns) % len(others)]]
         for topology, where in cases:
-            yield pytest.param(name, topology, where, id=f"{name}-{topology}-{where}", marks=marks)
+            yield pytest.param(
+                name, topology, where, id=f"{name}-{topology}-{where}", marks=marks
+            )
 
 
 @functools.cache
@@ -107,9 +134,13 @@ def states_of(training: Training) -> list[dict[str, Any]]:
     return states
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script")  # torch's own, in its forward mode
+@pytest.mark.filterwarnings(
+    "ignore:`torch.jit.script"
+)  # torch's own, in its forward mode
 @pytest.mark.parametrize(("name", "topology", "where"), list(_cases()))
-def test_a_feature_does_what_it_does_in_plain_torch(name: str, topology: str, where: str) -> None:
+def test_a_feature_does_what_it_does_in_plain_torch(
+    name: str, topology: str, where: str
+) -> None:
     strategy, expected = TOPOLOGIES[topology](), plain(name)
     torch.manual_seed(0)
     with strategy.scope():
@@ -129,7 +160,9 @@ def test_a_feature_does_what_it_does_in_plain_torch(name: str, topology: str, wh
 # ---- how a step is given
 
 
-def _whole_step(batch: Any, k: int, model: Any, optimizer: Any, scaler: Any, scheduler: Any) -> None:
+def _whole_step(
+    batch: Any, k: int, model: Any, optimizer: Any, scaler: Any, scheduler: Any
+) -> None:
     optimizer.zero_grad()
     scaler.scale(mse(model, batch)).backward()
     scaler.unscale_(optimizer)
@@ -141,7 +174,11 @@ def _whole_step(batch: Any, k: int, model: Any, optimizer: Any, scaler: Any, sch
 
 class _Callable:
     def __init__(self, training: Everything) -> None:
-        self.training, self.scaler, self.scheduler = training, training.scaler, training.scheduler
+        self.training, self.scaler, self.scheduler = (
+            training,
+            training.scaler,
+            training.scheduler,
+        )
 
     def __call__(self, batch: Any, k: int) -> None:
         self.training.backward(batch, k)
@@ -153,14 +190,23 @@ class _Module(nn.Module):
 
     def __init__(self, model: Any, optimizer: Any, scaler: Any, scheduler: Any) -> None:
         super().__init__()
-        self.model, self.optimizer, self.counters = model, optimizer, [scaler, scheduler]
+        self.model, self.optimizer, self.counters = (
+            model,
+            optimizer,
+            [scaler, scheduler],
+        )
 
     def forward(self, batch: Any, k: int) -> None:
         _whole_step(batch, k, self.model, self.optimizer, *self.counters)
 
 
 def _in_a_function(training: Everything) -> Any:
-    model, optimizer, scaler, schedulers = training.model, training.optimizer, training.scaler, [training.scheduler]
+    model, optimizer, scaler, schedulers = (
+        training.model,
+        training.optimizer,
+        training.scaler,
+        [training.scheduler],
+    )
 
     def update() -> None:
         scaler.unscale_(optimizer)
@@ -180,7 +226,9 @@ def _in_a_function(training: Everything) -> Any:
 def _by_default_arguments(training: Everything) -> Any:
     parts = training.parts()
 
-    def step(batch: Any, k: int, model: Any = parts["model"], *, others: Any = parts) -> None:
+    def step(
+        batch: Any, k: int, model: Any = parts["model"], *, others: Any = parts
+    ) -> None:
         _whole_step(batch, k, **others)
 
     return step
@@ -211,9 +259,13 @@ WAYS: dict[str, Callable[[Everything], Any]] = {
     "a decorated function": _decorated,
     "a static method": _in_a_class,
     "a partial": lambda training: functools.partial(_whole_step, **training.parts()),
-    "a partial of a method": lambda training: functools.partial(Everything.step, training),
+    "a partial of a method": lambda training: functools.partial(
+        Everything.step, training
+    ),
     "an object that can be called": _Callable,
-    "a partial of such an object": lambda training: functools.partial(_Callable(training)),
+    "a partial of such an object": lambda training: functools.partial(
+        _Callable(training)
+    ),
     "a module": lambda training: _Module(**training.parts()),
     "a module's method": lambda training: _Module(**training.parts()).forward,
 }
@@ -233,13 +285,28 @@ def test_a_step_may_be_given_in_any_way(way: str) -> None:
         step = WAYS[way](training)
     for k, batch in enumerate(training.batches()):
         strategy.run(step, args=(deal(strategy, batch), k))
-        assert_alike({**training.state(), "noted": 0}, {**expected[k], "noted": 0}, 1e-10, f"step {k}")
+        assert_alike(
+            {**training.state(), "noted": 0},
+            {**expected[k], "noted": 0},
+            1e-10,
+            f"step {k}",
+        )
 
 
-ARGUMENTS: dict[str, Callable[[Everything], tuple[Any, tuple[Any, ...], dict[str, Any]]]] = {
+ARGUMENTS: dict[
+    str, Callable[[Everything], tuple[Any, tuple[Any, ...], dict[str, Any]]]
+] = {
     "its parts": lambda training: (_whole_step, (), training.parts()),
-    "its parts in a dict": lambda training: (lambda b, k, parts: _whole_step(b, k, **parts), (training.parts(),), {}),
-    "the object itself": lambda training: (lambda b, k, t: t.step(b, k), (training,), {}),
+    "its parts in a dict": lambda training: (
+        lambda b, k, parts: _whole_step(b, k, **parts),
+        (training.parts(),),
+        {},
+    ),
+    "the object itself": lambda training: (
+        lambda b, k, t: t.step(b, k),
+        (training,),
+        {},
+    ),
 }
 
 
@@ -253,15 +320,24 @@ def test_a_step_may_be_given_what_it_steps_as_arguments(how: str) -> None:
     step, args, kwargs = ARGUMENTS[how](training)
     for k, batch in enumerate(training.batches()):
         strategy.run(step, args=(deal(strategy, batch), k, *args), kwargs=kwargs)
-        assert_alike({**training.state(), "noted": 0}, {**expected[k], "noted": 0}, 1e-10, f"step {k}")
+        assert_alike(
+            {**training.state(), "noted": 0},
+            {**expected[k], "noted": 0},
+            1e-10,
+            f"step {k}",
+        )
 
 
 # ---- what a run cannot see, and where replicas differ
 
-several = pytest.mark.parametrize("topology", [name for name in TOPOLOGIES if not name.endswith("_1")])
+several = pytest.mark.parametrize(
+    "topology", [name for name in TOPOLOGIES if not name.endswith("_1")]
+)
 
 
-def begun(topology: str, new: Callable[[], Any] = Everything) -> tuple[torchstrategy.Strategy, Any, Any]:
+def begun(
+    topology: str, new: Callable[[], Any] = Everything
+) -> tuple[torchstrategy.Strategy, Any, Any]:
     """A strategy, a training after its first step, and the next batch."""
     strategy = TOPOLOGIES[topology]()
     with strategy.scope():
@@ -271,7 +347,9 @@ def begun(topology: str, new: Callable[[], Any] = Everything) -> tuple[torchstra
     return strategy, training, deal(strategy, second)
 
 
-def refused(training: Any, error: type[Exception], match: str, call: Callable[[], Any]) -> None:
+def refused(
+    training: Any, error: type[Exception], match: str, call: Callable[[], Any]
+) -> None:
     """Nothing of it is done."""
     before = training.state()
     with pytest.raises(error, match=match):
@@ -283,7 +361,11 @@ class hidden:
     """Gives the parts of a training to those who ask, and has no attribute with them: a run does not find them."""
 
     def __init__(self, training: Training) -> None:
-        parts = {name: value for name, value in vars(training).items() if isinstance(value, STATEFUL)}
+        parts = {
+            name: value
+            for name, value in vars(training).items()
+            if isinstance(value, STATEFUL)
+        }
         inside = types.SimpleNamespace(**parts)
         self._inside = lambda: inside
 
@@ -294,9 +376,13 @@ class hidden:
 
 @several
 @pytest.mark.parametrize("call", ["step", "unscale_"])
-def test_a_scaler_that_a_run_cannot_see_is_refused_and_nothing_is_done(topology: str, call: str) -> None:
+def test_a_scaler_that_a_run_cannot_see_is_refused_and_nothing_is_done(
+    topology: str, call: str
+) -> None:
     strategy, training, batch = begun(topology)
-    training.scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=1)  # outside of the scope
+    training.scaler = torch.amp.GradScaler(
+        "cpu", init_scale=64.0, growth_interval=1
+    )  # outside of the scope
     holder = hidden(training)
 
     def step(batch: Any) -> None:
@@ -305,18 +391,29 @@ def test_a_scaler_that_a_run_cannot_see_is_refused_and_nothing_is_done(topology:
         getattr(holder.inside.scaler, call)(holder.inside.optimizer)
 
     run = functools.partial(strategy.run, step, args=(batch,))
-    refused(training, RuntimeError, r"GradScaler was stepped in a replica[\s\S]*scaler\.step\(optimizer\)", run)
+    refused(
+        training,
+        RuntimeError,
+        r"GradScaler was stepped in a replica[\s\S]*scaler\.step\(optimizer\)",
+        run,
+    )
     strategy.run(training.step, args=(batch, 1))  # seen, it works
     assert training.scaler.get_scale() == 128
 
 
 @several
 @pytest.mark.parametrize("name", [*SCHEDULERS, "plateau"])
-def test_a_scheduler_that_a_run_cannot_see_is_refused_before_it_counts(topology: str, name: str) -> None:
+def test_a_scheduler_that_a_run_cannot_see_is_refused_before_it_counts(
+    topology: str, name: str
+) -> None:
     """It counted first, and was refused when it came to the optimizer: it had one step too many after the refusal."""
     strategy, training, batch = begun(topology, Training)
     args = () if name in SCHEDULERS else (1.0,)
-    scheduler = SCHEDULERS[name](training.optimizer) if name in SCHEDULERS else _plateau(training.optimizer)
+    scheduler = (
+        SCHEDULERS[name](training.optimizer)
+        if name in SCHEDULERS
+        else _plateau(training.optimizer)
+    )
     training.optimizer.step()
     training.optimizer.zero_grad()
     holder = hidden(training)
@@ -329,13 +426,18 @@ def test_a_scheduler_that_a_run_cannot_see_is_refused_before_it_counts(topology:
 
     run = functools.partial(strategy.run, step, args=(batch,))
     refused(
-        training, RuntimeError, r"was stepped in a replica[\s\S]*strategy\.run\(step, \.\.\.\)\n +scheduler\.step", run
+        training,
+        RuntimeError,
+        r"was stepped in a replica[\s\S]*strategy\.run\(step, \.\.\.\)\n +scheduler\.step",
+        run,
     )
     assert str(scheduler.state_dict()) == before
 
 
 @several
-def test_a_method_that_a_run_cannot_see_is_refused_in_replicas_and_its_object_may_be_read(topology: str) -> None:
+def test_a_method_that_a_run_cannot_see_is_refused_in_replicas_and_its_object_may_be_read(
+    topology: str,
+) -> None:
     """The run knows the scheduler and the scaler. The step has their methods from where the run does not look."""
     strategy, training, batch = begun(topology, Training)
     scheduler = lr_scheduler.ExponentialLR(training.optimizer, 0.5)
@@ -376,7 +478,9 @@ def _plateau(optimizer: Any) -> Any:
 
 
 @several
-def test_a_method_that_was_taken_from_a_scheduler_before_the_run_is_refused_and_nothing_is_done(topology: str) -> None:
+def test_a_method_that_was_taken_from_a_scheduler_before_the_run_is_refused_and_nothing_is_done(
+    topology: str,
+) -> None:
     strategy, training, batch = begun(topology)
     take_step = training.scheduler.step
 
@@ -385,11 +489,18 @@ def test_a_method_that_was_taken_from_a_scheduler_before_the_run_is_refused_and_
         take_step()
 
     run = functools.partial(strategy.run, step, args=(batch,))
-    refused(training, RuntimeError, r"The step holds StepLR\.step, a method that was taken from its object", run)
+    refused(
+        training,
+        RuntimeError,
+        r"The step holds StepLR\.step, a method that was taken from its object",
+        run,
+    )
 
 
 @several
-def test_replicas_that_do_not_all_step_a_scheduler_are_an_error_and_it_has_not_stepped(topology: str) -> None:
+def test_replicas_that_do_not_all_step_a_scheduler_are_an_error_and_it_has_not_stepped(
+    topology: str,
+) -> None:
     strategy, training, batch = begun(topology)
     training.optimizer.zero_grad()
 
@@ -399,11 +510,18 @@ def test_replicas_that_do_not_all_step_a_scheduler_are_an_error_and_it_has_not_s
             training.scheduler.step()
 
     run = functools.partial(strategy.run, step, args=(batch,))
-    refused(training, RuntimeError, r"synchronized a different number of times.*replica 0 is at StepLR\.step\(\)", run)
+    refused(
+        training,
+        RuntimeError,
+        r"synchronized a different number of times.*replica 0 is at StepLR\.step\(\)",
+        run,
+    )
 
 
 @several
-def test_replicas_that_step_different_things_are_an_error_and_none_has_stepped(topology: str) -> None:
+def test_replicas_that_step_different_things_are_an_error_and_none_has_stepped(
+    topology: str,
+) -> None:
     strategy, training, batch = begun(topology)
 
     def step(batch: Any) -> None:
@@ -413,18 +531,30 @@ def test_replicas_that_step_different_things_are_an_error_and_none_has_stepped(t
             training.scaler.update()
 
     run = functools.partial(strategy.run, step, args=(batch,))
-    refused(training, RuntimeError, r"replica 0 is at StepLR\.step\(\), replica 1 is at GradScaler\.update\(\)", run)
+    refused(
+        training,
+        RuntimeError,
+        r"replica 0 is at StepLR\.step\(\), replica 1 is at GradScaler\.update\(\)",
+        run,
+    )
 
 
 @several
-def test_a_scheduler_that_is_told_the_loss_of_each_replica_is_refused_and_has_not_stepped(topology: str) -> None:
+def test_a_scheduler_that_is_told_the_loss_of_each_replica_is_refused_and_has_not_stepped(
+    topology: str,
+) -> None:
     strategy, training, batch = begun(topology, FEATURES["scheduler_on_a_plateau"])
 
     def step(batch: Any) -> None:
         training.scheduler.step(float(training.loss(batch).detach()))
 
     run = functools.partial(strategy.run, step, args=(batch,))
-    refused(training, ValueError, r"ReduceLROnPlateau\.step\(\) acts once for all replicas.*all_reduce", run)
+    refused(
+        training,
+        ValueError,
+        r"ReduceLROnPlateau\.step\(\) acts once for all replicas.*all_reduce",
+        run,
+    )
 
 
 @several
@@ -444,7 +574,11 @@ def test_an_infinity_in_any_one_replica_skips_the_update_of_all(topology: str) -
         strategy.run(step, args=(batch,))
         after = training.state()
         assert training.scaler.get_scale() == scale / 2
-        assert all(torch.equal(after[path], before[path]) for path in before if path.endswith("weight"))
+        assert all(
+            torch.equal(after[path], before[path])
+            for path in before
+            if path.endswith("weight")
+        )
 
 
 class _WatchedScaler(torch.amp.GradScaler):
@@ -462,23 +596,39 @@ def test_replicas_do_not_make_the_scale_of_a_scaler_all_at_once(topology: str) -
     """Its first loss tells a scaler where to make it; of two replicas at a time, it kept a half of each."""
     strategy, scaler = TOPOLOGIES[topology](), _WatchedScaler()
     strategy.run(lambda: scaler.scale(torch.ones(())).detach())
-    assert scaler.made == [(memory_device(strategy.extended.parameter_devices[0]), threading.current_thread())]
+    assert scaler.made == [
+        (
+            memory_device(strategy.extended.parameter_devices[0]),
+            threading.current_thread(),
+        )
+    ]
 
 
 @several
-def test_a_moving_average_that_the_step_writes_is_refused_with_the_way_that_works(topology: str) -> None:
+def test_a_moving_average_that_the_step_writes_is_refused_with_the_way_that_works(
+    topology: str,
+) -> None:
     strategy, training, batch = begun(topology, FEATURES["averaged_ema"])
 
     def step(batch: Any) -> None:
         training.average.update_parameters(training.model)
 
     run = functools.partial(strategy.run, step, args=(batch,))
-    refused(training, RuntimeError, r"AveragedModel\..* was written in place in a replica.*merge_call", run)
+    refused(
+        training,
+        RuntimeError,
+        r"AveragedModel\..* was written in place in a replica.*merge_call",
+        run,
+    )
 
 
 @several
-@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")  # by which torch warns of cycles
-def test_a_gradient_that_replicas_have_made_together_cannot_be_differentiated_and_is_not_ignored(topology: str) -> None:
+@pytest.mark.filterwarnings(
+    "ignore:Using backward.. with create_graph=True"
+)  # by which torch warns of cycles
+def test_a_gradient_that_replicas_have_made_together_cannot_be_differentiated_and_is_not_ignored(
+    topology: str,
+) -> None:
     strategy, training, batch = begun(topology, Training)
 
     def step(batch: Any, factor: float) -> None:
@@ -487,7 +637,10 @@ def test_a_gradient_that_replicas_have_made_together_cannot_be_differentiated_an
         parameters = list(training.model.parameters())
         nn.utils.clip_grad_norm_(parameters, 0.1)  # which is not differentiated
         if factor:
-            (training.loss(batch) + factor * sum(p.grad.square().sum() for p in parameters)).backward()
+            (
+                training.loss(batch)
+                + factor * sum(p.grad.square().sum() for p in parameters)
+            ).backward()
         training.optimizer.step()
 
     run = functools.partial(strategy.run, step)
@@ -495,19 +648,26 @@ def test_a_gradient_that_replicas_have_made_together_cannot_be_differentiated_an
     refused(training, RuntimeError, message, lambda: run((batch, 0.1)))
     before = tensors_of(training.model)
     run((batch, 0.0))
-    assert all(not torch.equal(tensor, before[path]) for path, tensor in tensors_of(training.model).items())
+    assert all(
+        not torch.equal(tensor, before[path])
+        for path, tensor in tensors_of(training.model).items()
+    )
 
 
 OPTIONS: dict[str, Callable[[Any], Any]] = {
     "differentiable": lambda p: torch.optim.SGD(p, lr=0.1, differentiable=True),
 }
 if not SIMULATED:  # accelerators can do it
-    OPTIONS["capturable"] = lambda p: torch.optim.Adam(p, lr=0.1, capturable=True, foreach=False)
+    OPTIONS["capturable"] = lambda p: torch.optim.Adam(
+        p, lr=0.1, capturable=True, foreach=False
+    )
 
 
 @several
 @pytest.mark.parametrize("option", OPTIONS)
-def test_what_torch_refuses_of_an_optimizer_it_refuses_in_replicas(topology: str, option: str) -> None:
+def test_what_torch_refuses_of_an_optimizer_it_refuses_in_replicas(
+    topology: str, option: str
+) -> None:
     with pytest.raises((RuntimeError, AssertionError)) as theirs:
         states_of(WithOptimizer(OPTIONS[option]))
     strategy = TOPOLOGIES[topology]()
@@ -524,7 +684,9 @@ def test_what_torch_refuses_of_an_optimizer_it_refuses_in_replicas(topology: str
 
 
 @several
-def test_each_replica_drops_out_what_its_recomputation_drops_out_again(topology: str) -> None:
+def test_each_replica_drops_out_what_its_recomputation_drops_out_again(
+    topology: str,
+) -> None:
     """Masks differ from those of plain PyTorch and between replicas; a seed gives the same ones again."""
 
     def gradients(recompute: bool) -> dict[str, Any]:
@@ -535,20 +697,32 @@ def test_each_replica_drops_out_what_its_recomputation_drops_out_again(topology:
         masks: dict[int, torch.Tensor] = {}
 
         def step(batch: Any) -> None:
-            forward = functools.partial(checkpoint, model, use_reentrant=False) if recompute else model
+            forward = (
+                functools.partial(checkpoint, model, use_reentrant=False)
+                if recompute
+                else model
+            )
             F.mse_loss(forward(batch[0]), batch[1]).backward()
-            masks[replica_id()] = F.dropout(torch.ones(50, device=batch[0].device)).cpu()
+            masks[replica_id()] = F.dropout(
+                torch.ones(50, device=batch[0].device)
+            ).cpu()
 
         strategy.run(step, args=(deal(strategy, data(7)),))
         assert not torch.equal(masks[0], masks[1])
         return {name: p.grad.cpu() for name, p in model.named_parameters()}
 
-    assert_alike(gradients(recompute=False), gradients(recompute=False), 0.0, "the same seed")
-    assert_alike(gradients(recompute=True), gradients(recompute=False), 0.0, "recomputed")
+    assert_alike(
+        gradients(recompute=False), gradients(recompute=False), 0.0, "the same seed"
+    )
+    assert_alike(
+        gradients(recompute=True), gradients(recompute=False), 0.0, "recomputed"
+    )
 
 
 @several
-def test_noise_that_each_replica_adds_to_its_gradient_is_averaged(topology: str) -> None:
+def test_noise_that_each_replica_adds_to_its_gradient_is_averaged(
+    topology: str,
+) -> None:
     strategy, training, batch = begun(topology, Training)
     drawn: dict[int, torch.Tensor] = {}
 
@@ -564,8 +738,12 @@ def test_noise_that_each_replica_adds_to_its_gradient_is_averaged(topology: str)
     exact = training.model[0].weight.grad.cpu()
     strategy.run(step, args=(batch, True))
     noise = torch.stack([drawn[r] for r in sorted(drawn)])
-    assert len(noise) in (2, 4) and not torch.equal(noise[0], noise[1])  # four rows: two replicas have two each
-    torch.testing.assert_close(training.model[0].weight.grad.cpu(), exact + noise.mean(0))
+    assert len(noise) in (2, 4) and not torch.equal(
+        noise[0], noise[1]
+    )  # four rows: two replicas have two each
+    torch.testing.assert_close(
+        training.model[0].weight.grad.cpu(), exact + noise.mean(0)
+    )
 
 
 @several
@@ -573,14 +751,29 @@ def test_batch_norm_is_that_of_the_rows_of_each_replica(topology: str) -> None:
     """Gradients are those of the pieces, each normalised by itself; so are variances. Means are those of all rows."""
 
     def build() -> nn.Module:
-        return nn.Sequential(nn.BatchNorm1d(3, **F64), linear(), nn.Tanh(), nn.BatchNorm1d(4, **F64), mlp()[2])
+        return nn.Sequential(
+            nn.BatchNorm1d(3, **F64),
+            linear(),
+            nn.Tanh(),
+            nn.BatchNorm1d(4, **F64),
+            mlp()[2],
+        )
 
     strategy = TOPOLOGIES[topology]()
     (model, _), (twin, _) = built(strategy, build, None)
-    whole, pieces = data(8), [part.split(-(-8 // int(topology[-1]))) for part in data(8)]
-    strategy.run(lambda batch: mse(model, batch).backward(), args=(deal(strategy, whole),))
-    sum(mse(twin, piece) * len(piece[0]) / 8 for piece in zip(*pieces, strict=True)).backward()
-    for (name, mine), theirs in zip(model.named_parameters(), twin.parameters(), strict=True):
+    whole, pieces = (
+        data(8),
+        [part.split(-(-8 // int(topology[-1]))) for part in data(8)],
+    )
+    strategy.run(
+        lambda batch: mse(model, batch).backward(), args=(deal(strategy, whole),)
+    )
+    sum(
+        mse(twin, piece) * len(piece[0]) / 8 for piece in zip(*pieces, strict=True)
+    ).backward()
+    for (name, mine), theirs in zip(
+        model.named_parameters(), twin.parameters(), strict=True
+    ):
         torch.testing.assert_close(mine.grad.cpu(), theirs.grad, msg=name)
     torch.testing.assert_close(model[0].running_mean.cpu(), 0.1 * whole[0].mean(0))
     variances = sum(piece.var(0) * len(piece) / 8 for piece in pieces[0])
@@ -611,16 +804,22 @@ def compiled(how: str, rows: Sequence[int]) -> tuple[Compiled, list[int]]:
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("default")  # torch warns of a compiled step with an update, in plain PyTorch too
+@pytest.mark.filterwarnings(
+    "default"
+)  # torch warns of a compiled step with an update, in plain PyTorch too
 @pytest.mark.parametrize("how", ("model",) if SIMULATED else COMPILED)
-def test_replicas_share_graphs_and_none_is_compiled_after_the_first_step(how: str) -> None:
+def test_replicas_share_graphs_and_none_is_compiled_after_the_first_step(
+    how: str,
+) -> None:
     ours, counts = compiled(how, (9, 9, 9, 9))
     assert counts == [3 if SIMULATED else 1] * 4  # devices need graphs of their own
     torch.manual_seed(0)
     theirs = Uncompiled()
     for k in range(4):
         theirs.step(data(9, seed=k), k)
-    assert_alike(tensors_of(ours.model), tensors_of(theirs.model), 1e-10, "in plain PyTorch")
+    assert_alike(
+        tensors_of(ours.model), tensors_of(theirs.model), 1e-10, "in plain PyTorch"
+    )
 
 
 @pytest.mark.slow
@@ -631,9 +830,17 @@ def test_sizes_that_vary_are_compiled_for_once() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is")  # torch's own, in its compiler
-@pytest.mark.skipif("CI" not in os.environ, reason="compiles C++, which takes half a minute: set CI=1 to run it")
-@pytest.mark.skipif(shutil.which("g++") is None, reason="compiles C++, and there is no compiler: install g++")
+@pytest.mark.filterwarnings(
+    "ignore:`torch.jit.script_method` is"
+)  # torch's own, in its compiler
+@pytest.mark.skipif(
+    "CI" not in os.environ,
+    reason="compiles C++, which takes half a minute: set CI=1 to run it",
+)
+@pytest.mark.skipif(
+    shutil.which("g++") is None,
+    reason="compiles C++, and there is no compiler: install g++",
+)
 @without_simulated_devices
 def test_the_kernels_of_inductor_train_replicas_as_they_train_plain_torch() -> None:
     expected = plain("compiled_model")

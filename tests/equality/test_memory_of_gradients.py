@@ -54,7 +54,10 @@ class _Added(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second = nn.Parameter(torch.rand(2, 3)), nn.Parameter(torch.rand(6))
+        self.first, self.second = (
+            nn.Parameter(torch.rand(2, 3)),
+            nn.Parameter(torch.rand(6)),
+        )
         self.rows = nn.ParameterList([torch.rand(1, 3), torch.rand(1, 3)])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -64,7 +67,9 @@ class _Added(nn.Module):
 def test_gradients_that_lie_in_one_piece_of_memory_are_weighed_once(make):
     strategy, batch = make(3), data(7)
     (model, _), (twin, _) = built(strategy, lambda: _Added().double(), None)
-    strategy.run(lambda batch: mse(model, batch).backward(), args=(deal(strategy, batch),))
+    strategy.run(
+        lambda batch: mse(model, batch).backward(), args=(deal(strategy, batch),)
+    )
     mse(twin, batch).backward()
     assert_close(gradients(model), gradients(twin), "once")
 
@@ -83,7 +88,10 @@ class _Constant(torch.autograd.Function):
 
 
 def test_an_array_that_backward_returns_as_a_gradient_is_not_written():
-    strategy, constant = torchstrategy.CentralStorageStrategy(["cpu"] * 4), np.full((2, 3), 8.0, np.float32)
+    strategy, constant = (
+        torchstrategy.CentralStorageStrategy(["cpu"] * 4),
+        np.full((2, 3), 8.0, np.float32),
+    )
     with strategy.scope():
         model = nn.Linear(3, 2)
     for _ in range(2):
@@ -105,7 +113,10 @@ class _Conjugated(nn.Module):
 
 
 def test_gradients_that_are_conjugated_views_are_those_of_the_whole_batch():
-    strategy, x = torchstrategy.CentralStorageStrategy(["cpu"] * 3), torch.randn(6, 2, dtype=torch.complex64)
+    strategy, x = (
+        torchstrategy.CentralStorageStrategy(["cpu"] * 3),
+        torch.randn(6, 2, dtype=torch.complex64),
+    )
     with strategy.scope():
         model = _Conjugated()
     twin = _Conjugated()

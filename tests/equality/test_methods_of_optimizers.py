@@ -26,7 +26,11 @@ class Lookahead(Optimizer):
 
     def __init__(self, inner: Any) -> None:
         self.inner, self.count = inner, 0
-        self.param_groups, self.state, self.defaults = inner.param_groups, inner.state, inner.defaults
+        self.param_groups, self.state, self.defaults = (
+            inner.param_groups,
+            inner.state,
+            inner.defaults,
+        )
         self.slow = [p.detach().clone() for p in self._parameters()]
 
     def _parameters(self) -> Iterator[torch.Tensor]:
@@ -94,14 +98,18 @@ class Alone(Optimizer):
 class SAM(Optimizer):
     """Sharpness-aware minimization, as its best-known port to PyTorch does it."""
 
-    def __init__(self, params: Any, base: Any, rho: float = 0.5, **settings: Any) -> None:
+    def __init__(
+        self, params: Any, base: Any, rho: float = 0.5, **settings: Any
+    ) -> None:
         super().__init__(params, {"rho": rho, **settings})
         self.base = base(self.param_groups, **settings)
         self.param_groups = self.base.param_groups
 
     @torch.no_grad()
     def first_step(self, zero_grad: bool = False) -> torch.Tensor:
-        norm = torch.stack([p.grad.norm() for group in self.param_groups for p in group["params"]]).norm()
+        norm = torch.stack(
+            [p.grad.norm() for group in self.param_groups for p in group["params"]]
+        ).norm()
         for group in self.param_groups:
             for p in group["params"]:
                 self.state[p]["old"] = p.data.clone()
@@ -141,7 +149,9 @@ AROUND: dict[str, Callable[[nn.Module], Any]] = {
     "in a list": lambda model: InList(sgd(model)),
     "around one that is around one": lambda model: Lookahead(Lookahead(sgd(model))),
     "around nothing": lambda model: Alone(model.parameters()),
-    "around one of its own": lambda model: SAM(model.parameters(), SGD, lr=0.1, momentum=0.9),
+    "around one of its own": lambda model: SAM(
+        model.parameters(), SGD, lr=0.1, momentum=0.9
+    ),
 }
 
 
@@ -175,13 +185,17 @@ def test_it_trains_in_a_step_as_in_plain_torch(make: Any, around: str) -> None:
     compare(make, 3, plain_step, optimizer=AROUND[around])
 
 
-@pytest.mark.parametrize("around", ["with its groups", "which it computes", "around one of its own"])
+@pytest.mark.parametrize(
+    "around", ["with its groups", "which it computes", "around one of its own"]
+)
 def test_it_may_ask_for_the_loss_itself(make: Any, around: str) -> None:
     compare(make, 3, step_with_closure, optimizer=AROUND[around])
 
 
 @pytest.mark.parametrize("around", AROUND)
-def test_one_that_was_made_outside_of_the_scope_is_followed_once_it_is_given(make: Any, around: str) -> None:
+def test_one_that_was_made_outside_of_the_scope_is_followed_once_it_is_given(
+    make: Any, around: str
+) -> None:
     strategy = make(3)
     torch.manual_seed(0)
     twin = mlp()
@@ -191,7 +205,10 @@ def test_one_that_was_made_outside_of_the_scope_is_followed_once_it_is_given(mak
     ours, plain = AROUND[around](model), AROUND[around](twin)
     assert strategy.distribute_optimizer(ours) is ours
     for seed in range(3):
-        strategy.run(lambda batch: plain_step(model, ours, batch) and None, args=(deal(strategy, data(7, seed=seed)),))
+        strategy.run(
+            lambda batch: plain_step(model, ours, batch) and None,
+            args=(deal(strategy, data(7, seed=seed)),),
+        )
         plain_step(twin, plain, data(7, seed=seed))
     assert_close(parameters(model), parameters(twin), around, 1e-10, 1e-10)
 
@@ -208,23 +225,38 @@ def test_a_method_gives_each_replica_the_numbers_of_the_whole_batch(make: Any) -
         return norm
 
     expected = step(twin, plain, data(7))
-    norms = strategy.run(lambda batch: step(model, ours, batch), args=(deal(strategy, data(7)),))
+    norms = strategy.run(
+        lambda batch: step(model, ours, batch), args=(deal(strategy, data(7)),)
+    )
     for norm in strategy.experimental_local_results(norms):
         torch.testing.assert_close(norm.cpu(), expected)
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_a_method_that_is_given_a_graph_is_refused(several: torchstrategy.Strategy) -> None:
+def test_a_method_that_is_given_a_graph_is_refused(
+    several: torchstrategy.Strategy,
+) -> None:
     """It would run backward for the first replica's rows alone."""
     (model, optimizer), _ = built(several, mlp, AROUND["around one of its own"])
-    with pytest.raises(RuntimeError, match=r"SAM\.descend\(\) acts once for all replicas.*requires grad"):
-        several.run(lambda batch: optimizer.descend(mse(model, batch)), args=(deal(several, data(7)),))
+    with pytest.raises(
+        RuntimeError,
+        match=r"SAM\.descend\(\) acts once for all replicas.*requires grad",
+    ):
+        several.run(
+            lambda batch: optimizer.descend(mse(model, batch)),
+            args=(deal(several, data(7)),),
+        )
 
 
-def test_a_method_that_is_given_different_arguments_is_refused(several: torchstrategy.Strategy) -> None:
+def test_a_method_that_is_given_different_arguments_is_refused(
+    several: torchstrategy.Strategy,
+) -> None:
     (model, optimizer), _ = built(several, mlp, AROUND["around one of its own"])
     with pytest.raises(ValueError, match=r"SAM\.scaled\(\) acts once.*all_reduce"):
-        several.run(lambda batch: optimizer.scaled(mse(model, batch).detach()), args=(deal(several, data(7)),))
+        several.run(
+            lambda batch: optimizer.scaled(mse(model, batch).detach()),
+            args=(deal(several, data(7)),),
+        )
     several.run(lambda: optimizer.scaled(2.0))
     assert optimizer.param_groups[0]["rho"] == 1.0
 
@@ -238,38 +270,55 @@ def test_what_is_no_optimizer_to_torch_cannot_be_given() -> None:
         central(2).distribute_optimizer(Empty())
 
 
-def test_a_group_that_was_added_between_runs_may_be_updated_before_the_next(make: Any) -> None:
+def test_a_group_that_was_added_between_runs_may_be_updated_before_the_next(
+    make: Any,
+) -> None:
     """Copies of the optimizer, with fewer groups, met it in a bare ValueError."""
     strategy = make(2)
 
     def build() -> nn.Module:
-        return nn.ModuleList([nn.Linear(3, 3, dtype=torch.float64), nn.Linear(3, 2, dtype=torch.float64)])
+        return nn.ModuleList(
+            [nn.Linear(3, 3, dtype=torch.float64), nn.Linear(3, 2, dtype=torch.float64)]
+        )
 
-    (model, ours), (twin, plain) = built(strategy, build, lambda m: SGD(m[0].parameters(), lr=0.1, momentum=0.9))
+    (model, ours), (twin, plain) = built(
+        strategy, build, lambda m: SGD(m[0].parameters(), lr=0.1, momentum=0.9)
+    )
 
     def gradients(model: Any, batch: Any) -> None:
         model.zero_grad()
         mse(nn.Sequential(*model), batch).backward()
 
     for seed in range(3):
-        strategy.run(lambda batch: gradients(model, batch), args=(deal(strategy, data(7, seed=seed)),))
+        strategy.run(
+            lambda batch: gradients(model, batch),
+            args=(deal(strategy, data(7, seed=seed)),),
+        )
         gradients(twin, data(7, seed=seed))
         for m, optimizer in ((model, ours), (twin, plain)):
             if seed == 0:
-                optimizer.add_param_group({"params": list(m[1].parameters()), "lr": 0.2})
+                optimizer.add_param_group(
+                    {"params": list(m[1].parameters()), "lr": 0.2}
+                )
             optimizer.step()
         assert_close(parameters(model), parameters(twin), f"step {seed}", 1e-10, 1e-10)
         assert_replicas_agree(strategy, model, ours)
 
 
-def test_parameters_that_took_the_place_of_others_in_a_group_are_updated(make: Any) -> None:
+def test_parameters_that_took_the_place_of_others_in_a_group_are_updated(
+    make: Any,
+) -> None:
     """As many as before: it went unnoticed, and the step of the run ended in an error that named nothing."""
     strategy = make(2)
 
     def build() -> nn.Module:
-        return nn.ModuleList([nn.Linear(3, 2, dtype=torch.float64), nn.Linear(3, 2, dtype=torch.float64)])
+        return nn.ModuleList(
+            [nn.Linear(3, 2, dtype=torch.float64), nn.Linear(3, 2, dtype=torch.float64)]
+        )
 
-    (model, ours), (twin, plain) = built(strategy, build, lambda m: SGD(m[0].parameters(), lr=0.1, momentum=0.9))
+    (model, ours), (twin, plain) = built(
+        strategy, build, lambda m: SGD(m[0].parameters(), lr=0.1, momentum=0.9)
+    )
 
     def step(model: Any, optimizer: Any, batch: Any) -> None:
         optimizer.zero_grad()
@@ -280,7 +329,10 @@ def test_parameters_that_took_the_place_of_others_in_a_group_are_updated(make: A
         for m, optimizer in ((model, ours), (twin, plain)):
             if seed == 2:
                 optimizer.param_groups[0]["params"] = list(m[1].parameters())
-        strategy.run(lambda batch: step(model, ours, batch), args=(deal(strategy, data(7, seed=seed)),))
+        strategy.run(
+            lambda batch: step(model, ours, batch),
+            args=(deal(strategy, data(7, seed=seed)),),
+        )
         step(twin, plain, data(7, seed=seed))
         assert_close(parameters(model), parameters(twin), f"step {seed}", 1e-10, 1e-10)
         assert_replicas_agree(strategy, model, ours)
@@ -302,7 +354,9 @@ def test_a_method_that_was_taken_from_an_optimizer_before_the_run_is_refused(
         several.run(step, args=(deal(several, data(7)),))
         assert all(parameter.grad is None for parameter in model.parameters())
         return
-    with pytest.raises(RuntimeError, match=rf"SAM\.{name}, a method that was taken from its object"):
+    with pytest.raises(
+        RuntimeError, match=rf"SAM\.{name}, a method that was taken from its object"
+    ):
         several.run(step, args=(deal(several, data(7)),))
 
 
@@ -315,7 +369,9 @@ def test_the_state_is_read_in_a_step_and_not_written(make: Any) -> None:
         before = [optimizer.state[p].get("momentum_buffer") for p in model.parameters()]
         plain_step(model, optimizer, batch)
         saved = copy.deepcopy(optimizer.state_dict())
-        return before == [None] * 4 and all(type(saved["state"][i]) is dict for i in range(4))
+        return before == [None] * 4 and all(
+            type(saved["state"][i]) is dict for i in range(4)
+        )
 
     assert strategy.run(reads, args=(deal(strategy, data(7)),)) is True
 
@@ -323,11 +379,15 @@ def test_the_state_is_read_in_a_step_and_not_written(make: Any) -> None:
         for p in model.parameters():
             optimizer.state[p]["old"] = p.detach().clone()
 
-    with pytest.raises(RuntimeError, match=r"wrote on the state of SGD in a replica.*merge_call"):
+    with pytest.raises(
+        RuntimeError, match=r"wrote on the state of SGD in a replica.*merge_call"
+    ):
         strategy.run(writes)
 
 
-def _of_one_layer(make: Any) -> tuple[torchstrategy.Strategy, torch.nn.Module, torch.optim.Optimizer]:
+def _of_one_layer(
+    make: Any,
+) -> tuple[torchstrategy.Strategy, torch.nn.Module, torch.optim.Optimizer]:
     strategy = make(2)
     torch.manual_seed(0)
     with strategy.scope():
@@ -336,7 +396,9 @@ def _of_one_layer(make: Any) -> tuple[torchstrategy.Strategy, torch.nn.Module, t
 
 
 @pytest.mark.parametrize("what", ["another list", "a shorter list", "another group"])
-def test_a_step_may_not_change_which_parameters_are_updated(make: Any, what: str) -> None:
+def test_a_step_may_not_change_which_parameters_are_updated(
+    make: Any, what: str
+) -> None:
     """A step took parameters out of a group, and the run updated them all the same."""
     strategy, model, optimizer = _of_one_layer(make)
     before = copy.deepcopy(model.state_dict())
@@ -349,23 +411,34 @@ def test_a_step_may_not_change_which_parameters_are_updated(make: Any, what: str
             groups[0]["params"].pop()
         else:
             groups.append({**groups[0], "params": []})
-        model(torch.ones(2, 3, dtype=torch.float64, device=model.weight.device)).sum().backward()
+        model(
+            torch.ones(2, 3, dtype=torch.float64, device=model.weight.device)
+        ).sum().backward()
         optimizer.step()
 
-    with pytest.raises(RuntimeError, match=r"changed the parameters of SGD\.param_groups, or the groups themselves"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"changed the parameters of SGD\.param_groups, or the groups themselves",
+    ):
         strategy.run(step)
     torch.testing.assert_close(model.state_dict(), before)
     assert [len(group["params"]) for group in optimizer.param_groups] == [2]
 
 
 @pytest.mark.parametrize("in_the_step", [True, False])
-def test_a_setting_that_replicas_compute_from_their_rows_is_refused(make: Any, in_the_step: bool) -> None:
+def test_a_setting_that_replicas_compute_from_their_rows_is_refused(
+    make: Any, in_the_step: bool
+) -> None:
     """A step set the learning rate from its loss, and all replicas were updated with the rate of the first one."""
     strategy, model, optimizer = _of_one_layer(make)
 
     def step() -> None:
-        optimizer.param_groups[0]["lr"] = 0.1 * (1 + torchstrategy.get_replica_context().replica_id_in_sync_group)
-        model(torch.ones(2, 3, dtype=torch.float64, device=model.weight.device)).sum().backward()
+        optimizer.param_groups[0]["lr"] = 0.1 * (
+            1 + torchstrategy.get_replica_context().replica_id_in_sync_group
+        )
+        model(
+            torch.ones(2, 3, dtype=torch.float64, device=model.weight.device)
+        ).sum().backward()
         if in_the_step:
             optimizer.step()
 
@@ -384,7 +457,10 @@ def test_a_setting_that_only_another_replica_sets_is_refused(make: Any) -> None:
         if torchstrategy.get_replica_context().replica_id_in_sync_group == 1:
             optimizer.param_groups[0]["lr"] = 0.3
 
-    with pytest.raises(RuntimeError, match=r"to different values: 0\.1 in replica 0 and 0\.3 in replica 1"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"to different values: 0\.1 in replica 0 and 0\.3 in replica 1",
+    ):
         strategy.run(step)
     assert optimizer.param_groups[0]["lr"] == 0.1
 
@@ -397,7 +473,10 @@ def test_a_setting_that_only_another_replica_makes_is_refused(make: Any) -> None
         if torchstrategy.get_replica_context().replica_id_in_sync_group == 1:
             optimizer.param_groups[0]["scale"] = 0.3
 
-    with pytest.raises(RuntimeError, match=r"to different values: None in replica 0 and 0\.3 in replica 1"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"to different values: None in replica 0 and 0\.3 in replica 1",
+    ):
         strategy.run(step)
     assert "scale" not in optimizer.param_groups[0]
 
@@ -424,7 +503,9 @@ def test_a_global_hook_of_optimizers_is_called_once_for_all_replicas(make: Any) 
 
     def step(m: Any, o: torch.optim.Optimizer) -> torch.Tensor:
         o.zero_grad()
-        m(torch.ones(2, 3, dtype=torch.float64, device=m.weight.device)).square().mean().backward()
+        m(
+            torch.ones(2, 3, dtype=torch.float64, device=m.weight.device)
+        ).square().mean().backward()
         o.step()
         return m.weight.detach().cpu()
 

@@ -28,7 +28,9 @@ WHY = "needs models of well-known packages, which are not installed: pip install
 transformers: Any = pytest.importorskip("transformers", reason=WHY)
 tokenizers: Any = pytest.importorskip("tokenizers", reason=WHY)
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore", DeprecationWarning)  # it calls torch.jit.script while it is imported
+    warnings.simplefilter(
+        "ignore", DeprecationWarning
+    )  # it calls torch.jit.script while it is imported
     warnings.simplefilter("ignore", FutureWarning)  # the same in torch 2.14
     pyg: Any = pytest.importorskip("torch_geometric", reason=WHY)
     gnn: Any = pytest.importorskip("torch_geometric.nn", reason=WHY)
@@ -37,7 +39,13 @@ pytestmark = pytest.mark.slow
 ROWS = (6, 7, 2)  # three replicas get 2, 2, 2; then 3, 3, 1; then 1, 1, 0
 IGNORED = -100
 LARGE_WEIGHTS = {"initializer_range": 0.3}  # so that no gradient is next to nothing
-SMALL = {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16, **LARGE_WEIGHTS}
+SMALL = {
+    "hidden_size": 8,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 16,
+    **LARGE_WEIGHTS,
+}
 WITHOUT_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 WORDS = 19
 
@@ -49,7 +57,9 @@ class Family:
     build: Callable[[], nn.Module]
     batch: Callable[[int, torch.Generator], Any]
     loss: Callable[[Any, Any], torch.Tensor]  # in replicas
-    plain_loss: Callable[[Any, Any], torch.Tensor] | None = None  # of the whole batch; None: the same
+    plain_loss: Callable[[Any, Any], torch.Tensor] | None = (
+        None  # of the whole batch; None: the same
+    )
     tolerance: float = 1e-10
 
     def made(self) -> nn.Module:
@@ -57,7 +67,10 @@ class Family:
         return self.build().to(torch.float64).train()
 
     def batches(self) -> list[Any]:
-        return [self.batch(rows, torch.Generator().manual_seed(seed)) for seed, rows in enumerate(ROWS)]
+        return [
+            self.batch(rows, torch.Generator().manual_seed(seed))
+            for seed, rows in enumerate(ROWS)
+        ]
 
 
 def own_loss(model: Any, batch: Any) -> torch.Tensor:
@@ -69,21 +82,45 @@ def own_loss(model: Any, batch: Any) -> torch.Tensor:
 
 
 def gpt2() -> nn.Module:
-    sizes = {"vocab_size": WORDS, "n_positions": 12, "n_embd": 8, "n_layer": 2, "n_head": 2}
+    sizes = {
+        "vocab_size": WORDS,
+        "n_positions": 12,
+        "n_embd": 8,
+        "n_layer": 2,
+        "n_head": 2,
+    }
     without_dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    words = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2, "loss_type": "ForCausalLM"}
-    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **without_dropout, **words, **LARGE_WEIGHTS))
+    words = {
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "pad_token_id": 2,
+        "loss_type": "ForCausalLM",
+    }
+    return transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(**sizes, **without_dropout, **words, **LARGE_WEIGHTS)
+    )
 
 
 def bert() -> nn.Module:
     config = transformers.BertConfig(
-        vocab_size=WORDS, max_position_embeddings=12, num_labels=3, **WITHOUT_DROPOUT, **SMALL
+        vocab_size=WORDS,
+        max_position_embeddings=12,
+        num_labels=3,
+        **WITHOUT_DROPOUT,
+        **SMALL,
     )
     return transformers.BertForSequenceClassification(config)
 
 
 def t5() -> nn.Module:
-    sizes = {"vocab_size": WORDS, "d_model": 8, "d_kv": 4, "d_ff": 16, "num_layers": 2, "num_heads": 2}
+    sizes = {
+        "vocab_size": WORDS,
+        "d_model": 8,
+        "d_kv": 4,
+        "d_ff": 16,
+        "num_layers": 2,
+        "num_heads": 2,
+    }
     config = transformers.T5Config(dropout_rate=0.0, decoder_start_token_id=0, **sizes)
     return transformers.T5ForConditionalGeneration(config)
 
@@ -92,12 +129,18 @@ def sentences(rows: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
     """Some words each, between two and six of them."""
     lengths = torch.randint(2, 7, (rows, 1), generator=generator)
     mask = (torch.arange(6) < lengths).long()
-    return {"input_ids": torch.randint(3, WORDS, (rows, 6), generator=generator) * mask, "attention_mask": mask}
+    return {
+        "input_ids": torch.randint(3, WORDS, (rows, 6), generator=generator) * mask,
+        "attention_mask": mask,
+    }
 
 
 def with_tokens(rows: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
     batch = sentences(rows, generator)
-    return {**batch, "labels": batch["input_ids"].masked_fill(batch["attention_mask"] == 0, IGNORED)}
+    return {
+        **batch,
+        "labels": batch["input_ids"].masked_fill(batch["attention_mask"] == 0, IGNORED),
+    }
 
 
 def with_classes(rows: int, generator: torch.Generator) -> Any:
@@ -107,7 +150,9 @@ def with_classes(rows: int, generator: torch.Generator) -> Any:
 
 
 def next_tokens(model: Any, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+    logits = model(
+        input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]
+    ).logits
     return logits[:, :-1].transpose(1, 2), batch["labels"][:, 1:]
 
 
@@ -118,7 +163,9 @@ def translated_tokens(model: Any, batch: Any) -> tuple[torch.Tensor, torch.Tenso
 def over_all_tokens(tokens: Any, model: Any, batch: Any) -> torch.Tensor:
     """The mean over the tokens of all replicas, of which each has another number."""
     logits, labels = tokens(model, batch)
-    return compute_average_loss(F.cross_entropy(logits, labels, reduction="none"), labels != IGNORED)
+    return compute_average_loss(
+        F.cross_entropy(logits, labels, reduction="none"), labels != IGNORED
+    )
 
 
 def over_tokens(tokens: Any, model: Any, batch: Any) -> torch.Tensor:
@@ -136,47 +183,87 @@ def of_tokens(tokens: Any) -> dict[str, Any]:
 
 
 def vit() -> nn.Module:
-    config = transformers.ViTConfig(image_size=8, patch_size=4, num_labels=3, **WITHOUT_DROPOUT, **SMALL)
+    config = transformers.ViTConfig(
+        image_size=8, patch_size=4, num_labels=3, **WITHOUT_DROPOUT, **SMALL
+    )
     return transformers.ViTForImageClassification(config)
 
 
 def resnet() -> nn.Module:
     """With batch normalisation in each layer."""
-    sizes = {"embedding_size": 4, "hidden_sizes": [4, 8], "depths": [1, 2], "layer_type": "basic"}
-    return transformers.ResNetForImageClassification(transformers.ResNetConfig(num_labels=3, **sizes))
+    sizes = {
+        "embedding_size": 4,
+        "hidden_sizes": [4, 8],
+        "depths": [1, 2],
+        "layer_type": "basic",
+    }
+    return transformers.ResNetForImageClassification(
+        transformers.ResNetConfig(num_labels=3, **sizes)
+    )
 
 
 def images(rows: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
-    return {"pixel_values": torch.randn(rows, 3, 8, 8, generator=generator, dtype=torch.float64)}
+    return {
+        "pixel_values": torch.randn(
+            rows, 3, 8, 8, generator=generator, dtype=torch.float64
+        )
+    }
 
 
 def with_labels(rows: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
-    return {**images(rows, generator), "labels": torch.randint(3, (rows,), generator=generator)}
+    return {
+        **images(rows, generator),
+        "labels": torch.randint(3, (rows,), generator=generator),
+    }
 
 
 def wav2vec2() -> nn.Module:
     """Convolutions with a group norm, and one with a weight norm, below a transformer, and a loss of alignments."""
-    convolutions = {"conv_dim": (4, 4), "conv_stride": (3, 2), "conv_kernel": (4, 3), "num_feat_extract_layers": 2}
+    convolutions = {
+        "conv_dim": (4, 4),
+        "conv_stride": (3, 2),
+        "conv_kernel": (4, 3),
+        "num_feat_extract_layers": 2,
+    }
     positions = {"num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2}
     names = ("hidden", "attention", "activation", "feat_proj", "final")
-    without_noise = {**{f"{name}_dropout": 0.0 for name in names}, "layerdrop": 0.0, "apply_spec_augment": False}
+    without_noise = {
+        **{f"{name}_dropout": 0.0 for name in names},
+        "layerdrop": 0.0,
+        "apply_spec_augment": False,
+    }
     loss = {"vocab_size": 7, "ctc_loss_reduction": "mean", "ctc_zero_infinity": True}
-    config = transformers.Wav2Vec2Config(**convolutions, **positions, **without_noise, **loss, **SMALL)
+    config = transformers.Wav2Vec2Config(
+        **convolutions, **positions, **without_noise, **loss, **SMALL
+    )
     return transformers.Wav2Vec2ForCTC(config)
 
 
 def speech(rows: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
-    mask = (torch.arange(60) < torch.randint(40, 61, (rows, 1), generator=generator)).long()
+    mask = (
+        torch.arange(60) < torch.randint(40, 61, (rows, 1), generator=generator)
+    ).long()
     sounds = torch.randn(rows, 60, generator=generator, dtype=torch.float64) * mask
     letters = torch.randint(1, 7, (rows, 3), generator=generator)
     is_said = torch.arange(3) < torch.randint(1, 4, (rows, 1), generator=generator)
-    return {"input_values": sounds, "attention_mask": mask, "labels": letters.masked_fill(~is_said, IGNORED)}
+    return {
+        "input_values": sounds,
+        "attention_mask": mask,
+        "labels": letters.masked_fill(~is_said, IGNORED),
+    }
 
 
 def clip() -> nn.Module:
-    words = {"vocab_size": WORDS, "max_position_embeddings": 8, "bos_token_id": 0, "eos_token_id": 1}
+    words = {
+        "vocab_size": WORDS,
+        "max_position_embeddings": 8,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+    }
     text, vision = {**words, **SMALL}, {"image_size": 8, "patch_size": 4, **SMALL}
-    config = transformers.CLIPConfig(text_config=text, vision_config=vision, projection_dim=8)
+    config = transformers.CLIPConfig(
+        text_config=text, vision_config=vision, projection_dim=8
+    )
     return transformers.CLIPModel(config)
 
 
@@ -187,10 +274,14 @@ def captioned(rows: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
 def contrasted(model: Any, batch: Any) -> torch.Tensor:
     """Each image is compared with the texts of all replicas, and each text with all images."""
     output = model(**batch)
-    texts, images = context().all_gather((output.text_embeds, output.image_embeds), axis=0)
+    texts, images = context().all_gather(
+        (output.text_embeds, output.image_embeds), axis=0
+    )
     similarity = model.logit_scale.exp() * texts @ images.T
     pairs = torch.arange(len(texts), device=texts.device)
-    return (F.cross_entropy(similarity, pairs) + F.cross_entropy(similarity.T, pairs)) / 2
+    return (
+        F.cross_entropy(similarity, pairs) + F.cross_entropy(similarity.T, pairs)
+    ) / 2
 
 
 def contrasted_by_the_package(model: Any, batch: Any) -> torch.Tensor:
@@ -233,7 +324,9 @@ def graphs(rows: int, generator: torch.Generator) -> Any:
 
 def some_of(batch: Any, rows: slice) -> Any:
     if rows.start == rows.stop:
-        return pyg.data.Batch(ptr=torch.zeros(1, dtype=torch.long))  # from_data_list cannot make one of no graphs
+        return pyg.data.Batch(
+            ptr=torch.zeros(1, dtype=torch.long)
+        )  # from_data_list cannot make one of no graphs
     return pyg.data.Batch.from_data_list(batch[rows])
 
 
@@ -247,7 +340,9 @@ torchstrategy.register_batch_type(
 
 
 def over_all_nodes(model: Any, batch: Any) -> torch.Tensor:
-    return compute_average_loss(F.cross_entropy(model(batch), batch.y, reduction="none"))
+    return compute_average_loss(
+        F.cross_entropy(model(batch), batch.y, reduction="none")
+    )
 
 
 def over_nodes(model: Any, batch: Any) -> torch.Tensor:
@@ -259,10 +354,14 @@ def over_nodes(model: Any, batch: Any) -> torch.Tensor:
 FAMILIES = {
     "gpt2": Family(gpt2, with_tokens, **of_tokens(next_tokens)),
     "bert": Family(bert, with_classes, own_loss),
-    "t5": Family(t5, with_tokens, **of_tokens(translated_tokens), tolerance=2e-6),  # it has norms in float32
+    "t5": Family(
+        t5, with_tokens, **of_tokens(translated_tokens), tolerance=2e-6
+    ),  # it has norms in float32
     "vit": Family(vit, with_labels, own_loss),
     "resnet": Family(resnet, with_labels, own_loss),
-    "wav2vec2": Family(wav2vec2, speech, own_loss, tolerance=2e-6),  # its loss is computed in float32
+    "wav2vec2": Family(
+        wav2vec2, speech, own_loss, tolerance=2e-6
+    ),  # its loss is computed in float32
     "clip": Family(clip, captioned, contrasted, contrasted_by_the_package),
     "graph_network": Family(GraphNetwork, graphs, over_all_nodes, over_nodes),
 }
@@ -283,7 +382,9 @@ class Training:
         self.optimizer = sgd(self.model)
         if self.strategy:
             self.strategy.distribute_optimizer(self.optimizer)
-        self.schedule = transformers.get_cosine_schedule_with_warmup(self.optimizer, 0, 6)
+        self.schedule = transformers.get_cosine_schedule_with_warmup(
+            self.optimizer, 0, 6
+        )
 
     def backward(self, batch: Any) -> torch.Tensor:
         self.optimizer.zero_grad()
@@ -307,9 +408,23 @@ def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: tensor.detach().cpu().clone() for name, tensor in named.items()}
 
 
-def assert_trained_alike(ours: Training, plain: Training, tolerance: float, case: str) -> None:
-    assert_close(gradients(ours.model), gradients(plain.model), f"{case}, gradient", tolerance, tolerance * 1e-2)
-    assert_close(tensors_of(ours.model), tensors_of(plain.model), case, tolerance, tolerance * 1e-2)
+def assert_trained_alike(
+    ours: Training, plain: Training, tolerance: float, case: str
+) -> None:
+    assert_close(
+        gradients(ours.model),
+        gradients(plain.model),
+        f"{case}, gradient",
+        tolerance,
+        tolerance * 1e-2,
+    )
+    assert_close(
+        tensors_of(ours.model),
+        tensors_of(plain.model),
+        case,
+        tolerance,
+        tolerance * 1e-2,
+    )
 
 
 def train(
@@ -335,7 +450,11 @@ def train(
 
 
 # An update after the run has nothing more to say to devices, each of which takes its time.
-WAYS = {"inside": central_with_copies} if SIMULATED else {"inside": central_with_copies, "outside": central}
+WAYS = (
+    {"inside": central_with_copies}
+    if SIMULATED
+    else {"inside": central_with_copies, "outside": central}
+)
 
 
 @pytest.mark.parametrize("where", WAYS)
@@ -363,30 +482,46 @@ def beside(model: nn.Module, batch: Any) -> Any:
     return {name: tensor.to(device) for name, tensor in batch.items()}
 
 
-def assert_same_rows(strategy: torchstrategy.Strategy, actual: Any, expected: torch.Tensor) -> None:
+def assert_same_rows(
+    strategy: torchstrategy.Strategy, actual: Any, expected: torch.Tensor
+) -> None:
     """What replicas have computed of their rows is what was computed of all rows."""
-    torch.testing.assert_close(strategy.gather(actual, axis=0).cpu(), expected, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(
+        strategy.gather(actual, axis=0).cpu(), expected, rtol=1e-6, atol=1e-6
+    )
 
 
 @pytest.mark.parametrize(("name", "is_reentrant"), [("gpt2", False), ("vit", True)])
-def test_layers_may_be_recomputed_from_some_step_on(name: str, is_reentrant: bool) -> None:
+def test_layers_may_be_recomputed_from_some_step_on(
+    name: str, is_reentrant: bool
+) -> None:
     forwards: dict[Training, list[int]] = {}
 
     def recompute(training: Training, k: int) -> None:
         model = training.model
         if k == 0:
             calls = forwards.setdefault(training, [])
-            layer = next(part for part in model.modules() if isinstance(part, nn.LayerNorm))
-            layer.register_forward_hook(lambda module, args, out: calls.append(len(out)))
+            layer = next(
+                part for part in model.modules() if isinstance(part, nn.LayerNorm)
+            )
+            layer.register_forward_hook(
+                lambda module, args, out: calls.append(len(out))
+            )
         if k == 1:
             # It has a new name; Python 3.10 is left with an older version, which does not know it.
-            enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+            enable = (
+                getattr(model, "activation_checkpointing_enable", None)
+                or model.gradient_checkpointing_enable
+            )
             enable({"use_reentrant": is_reentrant})
 
     ours, plain = train(FAMILIES[name], central_with_copies(3), between=recompute)
     assert forwards[plain] == [6, 7, 7, 2, 2]
     # The list has an item where plain PyTorch appends one, with what each replica appended.
-    of_replicas = [rows.values if isinstance(rows, torchstrategy.PerReplica) else rows for rows in forwards[ours]]
+    of_replicas = [
+        rows.values if isinstance(rows, torchstrategy.PerReplica) else rows
+        for rows in forwards[ours]
+    ]
     assert of_replicas == [2, (3, 3, 1), (3, 3, 1), 1, 1]
 
 
@@ -396,13 +531,17 @@ def test_a_part_may_be_frozen_between_steps() -> None:
             training.model.freeze_feature_encoder()
 
     ours, _ = train(FAMILIES["wav2vec2"], central_with_copies(3), between=freeze)
-    assert not any(p.requires_grad for p in ours.model.wav2vec2.feature_extractor.parameters())
+    assert not any(
+        p.requires_grad for p in ours.model.wav2vec2.feature_extractor.parameters()
+    )
 
 
 def test_tied_embeddings_may_become_larger_between_steps() -> None:
     def enlarge(training: Training, k: int) -> None:
         if k == 1:
-            embeddings = training.model.resize_token_embeddings(WORDS + 4, mean_resizing=False)
+            embeddings = training.model.resize_token_embeddings(
+                WORDS + 4, mean_resizing=False
+            )
             with torch.no_grad():
                 embeddings.weight[WORDS:] = 0.1
             training.begin()
@@ -412,7 +551,9 @@ def test_tied_embeddings_may_become_larger_between_steps() -> None:
     assert ours.model.lm_head.weight.shape == (WORDS + 4, 8)
 
 
-def test_the_models_own_loss_over_a_number_of_tokens_is_exact_where_gradients_are_added_up() -> None:
+def test_the_models_own_loss_over_a_number_of_tokens_is_exact_where_gradients_are_added_up() -> (
+    None
+):
     def step(training: Training, batch: Any, tokens: int) -> None:
         training.optimizer.zero_grad()
         training.model(**batch, num_items_in_batch=tokens).loss.backward()
@@ -425,17 +566,27 @@ def test_the_models_own_loss_over_a_number_of_tokens_is_exact_where_gradients_ar
         tokens = int((batch["labels"][:, 1:] != IGNORED).sum())
         strategy.run(step, args=(ours, deal(strategy, batch), tokens), options=options)
         step(plain, batch, tokens)
-        assert_trained_alike(ours, plain, 2e-6, f"step {k}")  # its loss is computed in float32
+        assert_trained_alike(
+            ours, plain, 2e-6, f"step {k}"
+        )  # its loss is computed in float32
 
 
 def test_what_a_model_returns_keeps_its_type() -> None:
     strategy, ours, plain = started("bert")
-    batch = {name: tensor for name, tensor in FAMILIES["bert"].batches()[1].items() if name != "labels"}
+    batch = {
+        name: tensor
+        for name, tensor in FAMILIES["bert"].batches()[1].items()
+        if name != "labels"
+    }
     expected = plain(**batch, output_hidden_states=True)
-    actual = strategy.run(lambda b: ours(**b, output_hidden_states=True), args=(deal(strategy, batch),))
+    actual = strategy.run(
+        lambda b: ours(**b, output_hidden_states=True), args=(deal(strategy, batch),)
+    )
     assert type(actual) is type(expected) and list(actual) == list(expected)
     assert_same_rows(strategy, actual.logits, expected.logits)
-    for layer, wanted in zip(actual["hidden_states"], expected["hidden_states"], strict=True):
+    for layer, wanted in zip(
+        actual["hidden_states"], expected["hidden_states"], strict=True
+    ):
         assert_same_rows(strategy, layer, wanted)
 
 
@@ -447,7 +598,10 @@ def test_hidden_states_are_there_in_every_replica_and_outside(name: str) -> None
     first, _, last = FAMILIES[name].batches()
     for batch in (last, first):
         expected = plain(**batch, output_hidden_states=True)[hidden]
-        results = strategy.run(lambda b: ours(**b, output_hidden_states=True)[hidden], args=(deal(strategy, batch),))
+        results = strategy.run(
+            lambda b: ours(**b, output_hidden_states=True)[hidden],
+            args=(deal(strategy, batch),),
+        )
         assert len(results) == 3
         assert_same_rows(strategy, results[1], expected[1])
     assert len(ours(**beside(ours, batch), output_hidden_states=True)[hidden]) == 3
@@ -459,31 +613,64 @@ def test_replicas_generate_what_one_device_generates(name: str, beams: int) -> N
     inputs = sentences(7, torch.Generator().manual_seed(5))
     if name == "gpt2":
         inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
-    options = {"max_new_tokens": 4, "min_new_tokens": 4, "num_beams": beams, "do_sample": False}
-    results = strategy.run(lambda batch: ours.generate(**batch, **options), args=(deal(strategy, inputs),))
-    assert torch.equal(strategy.gather(results, axis=0).cpu(), plain.generate(**inputs, **options))
+    options = {
+        "max_new_tokens": 4,
+        "min_new_tokens": 4,
+        "num_beams": beams,
+        "do_sample": False,
+    }
+    results = strategy.run(
+        lambda batch: ours.generate(**batch, **options), args=(deal(strategy, inputs),)
+    )
+    assert torch.equal(
+        strategy.gather(results, axis=0).cpu(), plain.generate(**inputs, **options)
+    )
 
 
 def test_what_is_written_on_a_configuration_holds_in_every_replica() -> None:
     strategy, ours, plain = started("gpt2")
     inputs = FAMILIES["gpt2"].batches()[1]
-    prompts = {"input_ids": inputs["input_ids"], "attention_mask": torch.ones_like(inputs["input_ids"])}
+    prompts = {
+        "input_ids": inputs["input_ids"],
+        "attention_mask": torch.ones_like(inputs["input_ids"]),
+    }
     for length in (2, 3):
         for model in (ours, plain):
-            model.generation_config.max_new_tokens = model.generation_config.min_new_tokens = length
-        results = strategy.run(lambda b: ours.generate(**b, do_sample=False), args=(deal(strategy, prompts),))
-        assert torch.equal(strategy.gather(results, axis=0).cpu(), plain.generate(**prompts, do_sample=False))
+            model.generation_config.max_new_tokens = (
+                model.generation_config.min_new_tokens
+            ) = length
+        results = strategy.run(
+            lambda b: ours.generate(**b, do_sample=False),
+            args=(deal(strategy, prompts),),
+        )
+        assert torch.equal(
+            strategy.gather(results, axis=0).cpu(),
+            plain.generate(**prompts, do_sample=False),
+        )
     for is_used in (True, False):
         ours.config.use_cache = is_used
-        assert strategy.run(lambda b: "past_key_values" in ours(**b), args=(deal(strategy, prompts),)) is is_used
+        assert (
+            strategy.run(
+                lambda b: "past_key_values" in ours(**b),
+                args=(deal(strategy, prompts),),
+            )
+            is is_used
+        )
     ours.set_attn_implementation("eager")
-    results = strategy.run(lambda b: ours(**b, output_attentions=True).attentions, args=(deal(strategy, prompts),))
+    results = strategy.run(
+        lambda b: ours(**b, output_attentions=True).attentions,
+        args=(deal(strategy, prompts),),
+    )
     plain.set_attn_implementation("eager")
-    assert_same_rows(strategy, results[0], plain(**prompts, output_attentions=True).attentions[0])
+    assert_same_rows(
+        strategy, results[0], plain(**prompts, output_attentions=True).attentions[0]
+    )
 
 
 # In the scope of a strategy on devices, from_pretrained wants a package more: accelerate.
-@pytest.mark.parametrize("way", ["distributed"] if SIMULATED else ["distributed", "made_in_the_scope"])
+@pytest.mark.parametrize(
+    "way", ["distributed"] if SIMULATED else ["distributed", "made_in_the_scope"]
+)
 def test_a_model_may_come_from_a_folder_and_go_to_one(way: str, tmp_path: Path) -> None:
     strategy, family = central_with_copies(3), FAMILIES["gpt2"]
     plain = Training(family, None)
@@ -509,21 +696,31 @@ def test_a_model_may_come_from_a_folder_and_go_to_one(way: str, tmp_path: Path) 
     plain.step(batch)
     model.save_pretrained(tmp_path / "second")
     loaded = load(tmp_path / "second")
-    assert type(loaded) is type(plain.model) and loaded.config.architectures == ["GPT2LMHeadModel"]
-    assert_close(tensors_of(loaded), tensors_of(plain.model), "what was saved", 1e-10, 1e-10)
+    assert type(loaded) is type(plain.model) and loaded.config.architectures == [
+        "GPT2LMHeadModel"
+    ]
+    assert_close(
+        tensors_of(loaded), tensors_of(plain.model), "what was saved", 1e-10, 1e-10
+    )
 
 
 def test_a_tokenizers_batches_are_dealt_out_as_a_loader_collates_them() -> None:
     words = {word: k for k, word in enumerate(["[PAD]", "[UNK]", "a", "b", "c"])}
     pieces = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="[UNK]"))
     pieces.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=pieces, pad_token="[PAD]")
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=pieces, pad_token="[PAD]"
+    )
     texts = ["a", "b c", "c c c", "a b", "b", "c a c a", "a a"]
     rows = [{**tokenizer(text), "label": len(text) % 3} for text in texts]
-    loader = DataLoader(rows, batch_size=4, collate_fn=transformers.DataCollatorWithPadding(tokenizer))
+    loader = DataLoader(
+        rows, batch_size=4, collate_fn=transformers.DataCollatorWithPadding(tokenizer)
+    )
     strategy = central_with_copies(3)
     ours, plain = Training(FAMILIES["bert"], strategy), Training(FAMILIES["bert"], None)
-    for whole, batch in zip(loader, strategy.experimental_distribute_dataset(loader), strict=True):
+    for whole, batch in zip(
+        loader, strategy.experimental_distribute_dataset(loader), strict=True
+    ):
         strategy.run(ours.step, args=(batch,))
         plain.step(whole)
         assert_trained_alike(ours, plain, 1e-10, "a tokenizer's batch")
@@ -537,10 +734,17 @@ def test_graphs_in_a_list_are_dealt_out_and_put_together_in_the_step() -> None:
         training.step(pyg.data.Batch.from_data_list(several).to(device))
 
     generator = torch.Generator().manual_seed(0)
-    loader = pyg.loader.DataListLoader([graph(generator) for _ in range(9)], batch_size=7)
+    loader = pyg.loader.DataListLoader(
+        [graph(generator) for _ in range(9)], batch_size=7
+    )
     strategy = central_with_copies(3)
-    ours, plain = Training(FAMILIES["graph_network"], strategy), Training(FAMILIES["graph_network"], None)
-    for whole, batch in zip(loader, strategy.experimental_distribute_dataset(loader), strict=True):
+    ours, plain = (
+        Training(FAMILIES["graph_network"], strategy),
+        Training(FAMILIES["graph_network"], None),
+    )
+    for whole, batch in zip(
+        loader, strategy.experimental_distribute_dataset(loader), strict=True
+    ):
         strategy.run(step, args=(ours, batch))
         step(plain, whole)
         assert_trained_alike(ours, plain, 1e-10, "graphs")
@@ -557,4 +761,6 @@ def test_data_parallel_returns_what_the_model_returns(name: str) -> None:
             inputs["decoder_input_ids"] = inputs["input_ids"]
         actual, expected = model(**beside(model, inputs)), plain(**inputs)
         assert type(actual) is type(expected)
-        torch.testing.assert_close(actual.logits.cpu(), expected.logits, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(
+            actual.logits.cpu(), expected.logits, rtol=1e-6, atol=1e-6
+        )

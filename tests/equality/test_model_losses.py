@@ -25,8 +25,21 @@ transformers: Any = pytest.importorskip("transformers", reason=WHY)
 
 pytestmark = pytest.mark.slow
 WORDS, TOKENS, IGNORED = 23, 8, -100
-LENGTHS = (8, 2, 3, 7, 2, 4, 3)  # words of each row: of two replicas, one gets more rows and even more words
-SMALL = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+LENGTHS = (
+    8,
+    2,
+    3,
+    7,
+    2,
+    4,
+    3,
+)  # words of each row: of two replicas, one gets more rows and even more words
+SMALL = {
+    "hidden_size": 8,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "intermediate_size": 16,
+}
 LARGE_WEIGHTS = {"initializer_range": 0.3}  # so that no gradient is next to nothing
 QUIET = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 ROUNDING = 3e-6  # most of these losses are computed in float32
@@ -47,24 +60,38 @@ def words() -> Tensors:
 
 def with_next_words() -> Tensors:
     given = words()
-    return {**given, "labels": given["input_ids"].masked_fill(given["attention_mask"] == 0, IGNORED)}
+    return {
+        **given,
+        "labels": given["input_ids"].masked_fill(given["attention_mask"] == 0, IGNORED),
+    }
 
 
 def with_hidden_words() -> Tensors:
     """Some of the words are to be guessed."""
     given = with_next_words()
-    chosen = torch.rand(len(LENGTHS), TOKENS, generator=torch.Generator().manual_seed(2)) < 0.6
+    chosen = (
+        torch.rand(len(LENGTHS), TOKENS, generator=torch.Generator().manual_seed(2))
+        < 0.6
+    )
     chosen[:, 0] = True
     return {**given, "labels": given["labels"].masked_fill(~chosen, IGNORED)}
 
 
 def with_hidden_words_and_order() -> Tensors:
-    return {**with_hidden_words(), "next_sentence_label": torch.arange(len(LENGTHS)) % 2}
+    return {
+        **with_hidden_words(),
+        "next_sentence_label": torch.arange(len(LENGTHS)) % 2,
+    }
 
 
 def with_tags() -> Tensors:
     given = with_next_words()
-    return {**given, "labels": (given["labels"] % 3).masked_fill(given["attention_mask"] == 0, IGNORED)}
+    return {
+        **given,
+        "labels": (given["labels"] % 3).masked_fill(
+            given["attention_mask"] == 0, IGNORED
+        ),
+    }
 
 
 def with_replaced_words() -> Tensors:
@@ -79,12 +106,20 @@ def with_classes() -> Tensors:
 def with_answers() -> Tensors:
     """Rows 1 and 2 have no answer: their positions are behind the last word, which the model ignores."""
     starts = torch.tensor([3, 99, 99, 0, 1, 2, 0])
-    return {**words(), "start_positions": starts, "end_positions": (starts + 1).clamp(max=99)}
+    return {
+        **words(),
+        "start_positions": starts,
+        "end_positions": (starts + 1).clamp(max=99),
+    }
 
 
 def images() -> Tensors:
     generator = torch.Generator().manual_seed(3)
-    return {"pixel_values": torch.randn(len(LENGTHS), 3, 8, 8, generator=generator, dtype=torch.float64)}
+    return {
+        "pixel_values": torch.randn(
+            len(LENGTHS), 3, 8, 8, generator=generator, dtype=torch.float64
+        )
+    }
 
 
 def with_segments() -> Tensors:
@@ -97,7 +132,15 @@ def with_segments() -> Tensors:
 
 def with_hidden_patches() -> Tensors:
     hidden = torch.tensor(
-        [[1, 1, 1, 1], [0, 1, 0, 0], [1, 0, 0, 0], [1, 1, 1, 0], [0, 0, 0, 1], [0, 1, 0, 0], [1, 0, 0, 0]]
+        [
+            [1, 1, 1, 1],
+            [0, 1, 0, 0],
+            [1, 0, 0, 0],
+            [1, 1, 1, 0],
+            [0, 0, 0, 1],
+            [0, 1, 0, 0],
+            [1, 0, 0, 0],
+        ]
     )
     return {**images(), "bool_masked_pos": hidden.bool()}
 
@@ -112,7 +155,11 @@ def speech() -> Tensors:
     letters = torch.randint(1, 7, (len(LENGTHS), 3), generator=generator)
     is_said = torch.arange(3) < torch.tensor(LENGTHS)[:, None].clamp(max=3)
     mask = torch.ones(len(LENGTHS), 60, dtype=torch.long)
-    return {"input_values": sounds, "attention_mask": mask, "labels": letters.masked_fill(~is_said, IGNORED)}
+    return {
+        "input_values": sounds,
+        "attention_mask": mask,
+        "labels": letters.masked_fill(~is_said, IGNORED),
+    }
 
 
 # The models
@@ -120,51 +167,109 @@ def speech() -> Tensors:
 
 def bert(kind: str, **more: Any) -> nn.Module:
     config = transformers.BertConfig(
-        vocab_size=WORDS, max_position_embeddings=12, **SMALL, **QUIET, **LARGE_WEIGHTS, **more
+        vocab_size=WORDS,
+        max_position_embeddings=12,
+        **SMALL,
+        **QUIET,
+        **LARGE_WEIGHTS,
+        **more,
     )
     model: nn.Module = getattr(transformers, f"BertFor{kind}")(config)
     return model
 
 
 def gpt2() -> nn.Module:
-    sizes = {"vocab_size": WORDS, "n_positions": 12, "n_embd": 8, "n_layer": 1, "n_head": 2}
+    sizes = {
+        "vocab_size": WORDS,
+        "n_positions": 12,
+        "n_embd": 8,
+        "n_layer": 1,
+        "n_head": 2,
+    }
     quiet = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    ends = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2, "loss_type": "ForCausalLM"}
-    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **quiet, **ends, **LARGE_WEIGHTS))
+    ends = {
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "pad_token_id": 2,
+        "loss_type": "ForCausalLM",
+    }
+    return transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(**sizes, **quiet, **ends, **LARGE_WEIGHTS)
+    )
 
 
 def llama() -> nn.Module:
-    config = transformers.LlamaConfig(vocab_size=WORDS, num_key_value_heads=2, **SMALL, **LARGE_WEIGHTS)
+    config = transformers.LlamaConfig(
+        vocab_size=WORDS, num_key_value_heads=2, **SMALL, **LARGE_WEIGHTS
+    )
     return transformers.LlamaForCausalLM(config)
 
 
 def mixtral() -> nn.Module:
     """Adds a balance of its experts to the loss, which is a product of two means."""
-    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True}
+    experts = {
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "output_router_logits": True,
+    }
     config = transformers.MixtralConfig(
-        vocab_size=WORDS, num_key_value_heads=2, router_aux_loss_coef=0.1, **experts, **SMALL, **LARGE_WEIGHTS
+        vocab_size=WORDS,
+        num_key_value_heads=2,
+        router_aux_loss_coef=0.1,
+        **experts,
+        **SMALL,
+        **LARGE_WEIGHTS,
     )
     return transformers.MixtralForCausalLM(config)
 
 
 def t5() -> nn.Module:
-    sizes = {"vocab_size": WORDS, "d_model": 8, "d_kv": 4, "d_ff": 16, "num_layers": 1, "num_heads": 2}
+    sizes = {
+        "vocab_size": WORDS,
+        "d_model": 8,
+        "d_kv": 4,
+        "d_ff": 16,
+        "num_layers": 1,
+        "num_heads": 2,
+    }
     config = transformers.T5Config(dropout_rate=0.0, decoder_start_token_id=0, **sizes)
     return transformers.T5ForConditionalGeneration(config)
 
 
 def electra() -> nn.Module:
     config = transformers.ElectraConfig(
-        vocab_size=WORDS, embedding_size=8, max_position_embeddings=12, **SMALL, **QUIET, **LARGE_WEIGHTS
+        vocab_size=WORDS,
+        embedding_size=8,
+        max_position_embeddings=12,
+        **SMALL,
+        **QUIET,
+        **LARGE_WEIGHTS,
     )
     return transformers.ElectraForPreTraining(config)
 
 
 def segformer() -> nn.Module:
-    stages = {"num_encoder_blocks": 1, "depths": [1], "sr_ratios": [1], "hidden_sizes": [8], "patch_sizes": [3]}
-    more = {"strides": [2], "num_attention_heads": [2], "mlp_ratios": [2], "decoder_hidden_size": 8, "num_labels": 3}
+    stages = {
+        "num_encoder_blocks": 1,
+        "depths": [1],
+        "sr_ratios": [1],
+        "hidden_sizes": [8],
+        "patch_sizes": [3],
+    }
+    more = {
+        "strides": [2],
+        "num_attention_heads": [2],
+        "mlp_ratios": [2],
+        "decoder_hidden_size": 8,
+        "num_labels": 3,
+    }
     config = transformers.SegformerConfig(
-        **stages, **more, **QUIET, classifier_dropout_prob=0.0, drop_path_rate=0.0, semantic_loss_ignore_index=255
+        **stages,
+        **more,
+        **QUIET,
+        classifier_dropout_prob=0.0,
+        drop_path_rate=0.0,
+        semantic_loss_ignore_index=255,
     )
     model: nn.Module = transformers.SegformerForSemanticSegmentation(config)
     for part in model.modules():  # which would normalise the rows of each replica
@@ -174,26 +279,49 @@ def segformer() -> nn.Module:
 
 
 def masked_vit() -> nn.Module:
-    config = transformers.ViTConfig(image_size=8, patch_size=4, encoder_stride=4, **SMALL, **QUIET, **LARGE_WEIGHTS)
+    config = transformers.ViTConfig(
+        image_size=8, patch_size=4, encoder_stride=4, **SMALL, **QUIET, **LARGE_WEIGHTS
+    )
     return transformers.ViTForMaskedImageModeling(config)
 
 
 def wav2vec2() -> nn.Module:
-    convolutions = {"conv_dim": (4, 4), "conv_stride": (3, 2), "conv_kernel": (4, 3), "num_feat_extract_layers": 2}
+    convolutions = {
+        "conv_dim": (4, 4),
+        "conv_stride": (3, 2),
+        "conv_kernel": (4, 3),
+        "num_feat_extract_layers": 2,
+    }
     positions = {"num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2}
     names = ("hidden", "attention", "activation", "feat_proj", "final")
-    quiet = {**{f"{name}_dropout": 0.0 for name in names}, "layerdrop": 0.0, "apply_spec_augment": False}
+    quiet = {
+        **{f"{name}_dropout": 0.0 for name in names},
+        "layerdrop": 0.0,
+        "apply_spec_augment": False,
+    }
     loss = {"vocab_size": 7, "ctc_loss_reduction": "mean", "ctc_zero_infinity": True}
     return transformers.Wav2Vec2ForCTC(
-        transformers.Wav2Vec2Config(**convolutions, **positions, **quiet, **loss, **SMALL, **LARGE_WEIGHTS)
+        transformers.Wav2Vec2Config(
+            **convolutions, **positions, **quiet, **loss, **SMALL, **LARGE_WEIGHTS
+        )
     )
 
 
 def clip() -> nn.Module:
     """Compares each image with the texts of all rows that it is given."""
-    text = {"vocab_size": WORDS, "max_position_embeddings": 8, "bos_token_id": 0, "eos_token_id": 1, **SMALL}
+    text = {
+        "vocab_size": WORDS,
+        "max_position_embeddings": 8,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        **SMALL,
+    }
     vision = {"image_size": 8, "patch_size": 4, **SMALL}
-    return transformers.CLIPModel(transformers.CLIPConfig(text_config=text, vision_config=vision, projection_dim=8))
+    return transformers.CLIPModel(
+        transformers.CLIPConfig(
+            text_config=text, vision_config=vision, projection_dim=8
+        )
+    )
 
 
 BY_ROWS, BY_LOSS, NAMED = "right by rows", "exact by the loss", "named by a warning"
@@ -214,15 +342,30 @@ MODELS = {
     "GPT2LMHeadModel": Known(gpt2, with_next_words, BY_LOSS),
     "LlamaForCausalLM": Known(llama, with_next_words, BY_LOSS),
     # Its tokens are weighed, and its balance is not. Its experts multiply no float64.
-    "MixtralForCausalLM": Known(mixtral, with_next_words, NAMED, "multiplies two means over the rows", torch.float32),
+    "MixtralForCausalLM": Known(
+        mixtral,
+        with_next_words,
+        NAMED,
+        "multiplies two means over the rows",
+        torch.float32,
+    ),
     "T5ForConditionalGeneration": Known(t5, with_next_words, BY_LOSS),
     "BertForMaskedLM": Known(lambda: bert("MaskedLM"), with_hidden_words, BY_LOSS),
-    "BertForPreTraining": Known(lambda: bert("PreTraining"), with_hidden_words_and_order, BY_LOSS),
-    "BertForTokenClassification": Known(lambda: bert("TokenClassification", num_labels=3), with_tags, BY_LOSS),
-    "BertForQuestionAnswering": Known(
-        lambda: bert("QuestionAnswering"), with_answers, NAMED, "is a mean of several terms"
+    "BertForPreTraining": Known(
+        lambda: bert("PreTraining"), with_hidden_words_and_order, BY_LOSS
     ),
-    "BertForSequenceClassification": Known(lambda: bert("SequenceClassification", num_labels=3), with_classes, BY_ROWS),
+    "BertForTokenClassification": Known(
+        lambda: bert("TokenClassification", num_labels=3), with_tags, BY_LOSS
+    ),
+    "BertForQuestionAnswering": Known(
+        lambda: bert("QuestionAnswering"),
+        with_answers,
+        NAMED,
+        "is a mean of several terms",
+    ),
+    "BertForSequenceClassification": Known(
+        lambda: bert("SequenceClassification", num_labels=3), with_classes, BY_ROWS
+    ),
     "ElectraForPreTraining": Known(electra, with_replaced_words, BY_LOSS),
     "SegformerForSemanticSegmentation": Known(segformer, with_segments, BY_LOSS),
     "ViTForMaskedImageModeling": Known(masked_vit, with_hidden_patches, BY_LOSS),
@@ -237,7 +380,11 @@ def made(known: Known) -> Any:
 
 
 def gradients_of(model: nn.Module) -> torch.Tensor:
-    found = [p.grad.detach().cpu().double().flatten() for p in model.parameters() if p.grad is not None]
+    found = [
+        p.grad.detach().cpu().double().flatten()
+        for p in model.parameters()
+        if p.grad is not None
+    ]
     return torch.cat(found)
 
 
@@ -247,7 +394,9 @@ def plain(known: Known) -> torch.Tensor:
     return gradients_of(model)
 
 
-def off_by(known: Known, strategy: torchstrategy.Strategy, options: RunOptions | None) -> tuple[float, list[str]]:
+def off_by(
+    known: Known, strategy: torchstrategy.Strategy, options: RunOptions | None
+) -> tuple[float, list[str]]:
     """How far all gradients of a step are off, as a part of their norm; and the warnings."""
     model = strategy.distribute_module(made(known))
     batch = deal(strategy, known.given())
@@ -266,7 +415,10 @@ def off_by(known: Known, strategy: torchstrategy.Strategy, options: RunOptions |
     return float((found - expected).norm() / expected.norm()), told
 
 
-KINDS = {"central, 2": lambda: central(2), "mirrored, 3": lambda: mirrored_with_copies(3)}
+KINDS = {
+    "central, 2": lambda: central(2),
+    "mirrored, 3": lambda: mirrored_with_copies(3),
+}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -282,7 +434,9 @@ def test_the_own_loss_of_a_model(name: str, kind: str) -> None:
         assert by_loss < ROUNDING and not told
 
 
-@pytest.mark.parametrize("name", [name for name, known in MODELS.items() if known.outcome == BY_LOSS])
+@pytest.mark.parametrize(
+    "name", [name for name, known in MODELS.items() if known.outcome == BY_LOSS]
+)
 def test_by_default_a_loss_over_tokens_is_warned_of(name: str) -> None:
     _, told = off_by(MODELS[name], central(2), None)
     assert len(told) == 1 and 'needs RunOptions(gradient_reduction="loss")' in told[0]
@@ -290,16 +444,24 @@ def test_by_default_a_loss_over_tokens_is_warned_of(name: str) -> None:
 
 def main() -> None:
     for kind, make in KINDS.items():
-        print(f"\n{kind:34}{'by rows':>10}{'by loss':>10}  told by default / under loss")
+        print(
+            f"\n{kind:34}{'by rows':>10}{'by loss':>10}  told by default / under loss"
+        )
         for name, known in MODELS.items():
             try:
-                by_rows, _ = off_by(known, make(), RunOptions(gradient_reduction="mean"))
-                by_loss, told = off_by(known, make(), RunOptions(gradient_reduction="loss"))
+                by_rows, _ = off_by(
+                    known, make(), RunOptions(gradient_reduction="mean")
+                )
+                by_loss, told = off_by(
+                    known, make(), RunOptions(gradient_reduction="loss")
+                )
                 _, warned = off_by(known, make(), None)
             except Exception as error:
                 print(f"{name:34}{type(error).__name__}: {error}"[:300])
                 continue
-            print(f"{name:34}{by_rows:10.1e}{by_loss:10.1e}  {len(warned)} / {''.join(told)[:110]}")
+            print(
+                f"{name:34}{by_rows:10.1e}{by_loss:10.1e}  {len(warned)} / {''.join(told)[:110]}"
+            )
 
 
 if __name__ == "__main__":

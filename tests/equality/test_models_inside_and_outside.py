@@ -17,7 +17,20 @@ from torch import nn
 
 from conditions import without_simulated_devices
 from nets import F64, Net, outputs, train, trained
-from problems import assert_close, built, close, compare, data, deal, gradients, mlp, mse, parameters, sgd, where_it_is
+from problems import (
+    assert_close,
+    built,
+    close,
+    compare,
+    data,
+    deal,
+    gradients,
+    mlp,
+    mse,
+    parameters,
+    sgd,
+    where_it_is,
+)
 from processes import python
 from topologies import SIMULATED, central_with_copies
 
@@ -36,7 +49,9 @@ def test_outside_of_replicas_a_model_is_the_users_own(make, was_run):
     assert all(type(p) is nn.Parameter and p.is_leaf for p in model.parameters())
     assert type(optimizer) is torch.optim.SGD
     assert list(model.state_dict()) == list(twin.state_dict())
-    assert [name for name, _ in model.named_buffers()] == [name for name, _ in twin.named_buffers()]
+    assert [name for name, _ in model.named_buffers()] == [
+        name for name, _ in twin.named_buffers()
+    ]
     twin.to(model.scale.device)  # where parameters print that they are there
     assert repr(model) == repr(twin) and str(optimizer) == str(plain)
     assert vars(model).keys() == vars(twin).keys()
@@ -48,7 +63,9 @@ def test_outside_of_replicas_a_model_is_the_users_own(make, was_run):
     assert_close(parameters(model), parameters(twin), "parameters", 1e-10)
 
     copied = copy.deepcopy(model)
-    assert type(copied) is Net and all(type(m).__module__ != "torchstrategy" for m in copied.modules())
+    assert type(copied) is Net and all(
+        type(m).__module__ != "torchstrategy" for m in copied.modules()
+    )
     assert all(type(p) is nn.Parameter for p in copied.parameters())
     x = data(7)[0].to(model.scale.device)
     torch.testing.assert_close(copied(x), twin(x))
@@ -57,7 +74,9 @@ def test_outside_of_replicas_a_model_is_the_users_own(make, was_run):
     assert b"torchstrategy" not in pickle.dumps(optimizer)
 
     buffer = io.BytesIO()
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, buffer)
+    torch.save(
+        {"model": model.state_dict(), "optimizer": optimizer.state_dict()}, buffer
+    )
     loaded = torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
     twin.load_state_dict(loaded["model"])
     plain.load_state_dict(loaded["optimizer"])
@@ -68,14 +87,25 @@ def test_outside_of_replicas_a_model_is_the_users_own(make, was_run):
 @without_simulated_devices
 def test_what_was_saved_loads_where_the_library_is_not_installed(tmp_path):
     strategy = central_with_copies(3)
-    for name, build in {"plain": mlp, "normalised": lambda: nn.Sequential(mlp(), nn.BatchNorm1d(2, **F64))}.items():
+    for name, build in {
+        "plain": mlp,
+        "normalised": lambda: nn.Sequential(mlp(), nn.BatchNorm1d(2, **F64)),
+    }.items():
         with strategy.scope():
             model = build()
             optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-        strategy.run(lambda b, m=model, o=optimizer: train(m, o, b), args=(deal(strategy, data(8)),))
-        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / f"{name}.state")
+        strategy.run(
+            lambda b, m=model, o=optimizer: train(m, o, b),
+            args=(deal(strategy, data(8)),),
+        )
+        torch.save(
+            {"model": model.state_dict(), "optimizer": optimizer.state_dict()},
+            tmp_path / f"{name}.state",
+        )
         torch.save((model, optimizer), tmp_path / f"{name}.whole")
-        torch.save(model(where_it_is(model, data(8))[0]).detach(), tmp_path / f"{name}.output")
+        torch.save(
+            model(where_it_is(model, data(8))[0]).detach(), tmp_path / f"{name}.output"
+        )
     program = f"""
         import sys
 
@@ -114,7 +144,9 @@ def test_plain_training_goes_on_where_replicas_left_off_and_the_other_way_round(
     for k in range(3):
         batch = data(7, seed=10 + k)
         if k == 1:
-            strategy.run(lambda b: train(model, optimizer, b), args=(deal(strategy, batch),))
+            strategy.run(
+                lambda b: train(model, optimizer, b), args=(deal(strategy, batch),)
+            )
         else:
             train(model, optimizer, where_it_is(model, batch))
         train(twin, plain, batch)
@@ -140,7 +172,9 @@ def test_nothing_of_a_failed_step_stays_in_the_model(make):
 # ---- inside a replica
 
 
-def test_inside_a_replica_every_way_to_reach_into_a_model_reaches_the_replicas_own(make):
+def test_inside_a_replica_every_way_to_reach_into_a_model_reaches_the_replicas_own(
+    make,
+):
     strategy = make(3)
     model, _, twin, _ = trained(strategy)
     inputs = data(5)[0]
@@ -169,14 +203,31 @@ def test_inside_a_replica_every_way_to_reach_into_a_model_reaches_the_replicas_o
             "get_submodule": model.get_submodule("encoder.0").weight,
             "get_parameter": model.get_parameter("encoder.0.weight"),
             "plain list": [block.weight for block in model.all_blocks],
-            "same": [model.all_blocks[0] is model.blocks[0], next(iter(model.parameters())) is model.scale],
+            "same": [
+                model.all_blocks[0] is model.blocks[0],
+                next(iter(model.parameters())) is model.scale,
+            ],
             "printed": repr(model).replace(f" ({model.scale.device})", ""),
-            "is": [isinstance(model, Net), isinstance(sequential, nn.Sequential), model.__class__.__name__],
+            "is": [
+                isinstance(model, Net),
+                isinstance(sequential, nn.Sequential),
+                model.__class__.__name__,
+            ],
             "attribute": [model.training, model.head, model.settings["gain"]],
-            "hasattr": [hasattr(model, "scale"), hasattr(model, "nonsense"), getattr(model, "nonsense", 7)],
+            "hasattr": [
+                hasattr(model, "scale"),
+                hasattr(model, "nonsense"),
+                getattr(model, "nonsense", 7),
+            ],
             "vector": nn.utils.parameters_to_vector(model.parameters()),
-            "dir": sorted(name for name in dir(model) if name in ("scale", "encoder", "offset", "encode", "calls")),
-            "functional": torch.func.functional_call(model, {"scale": torch.zeros(2, **F64)}, (x,)),
+            "dir": sorted(
+                name
+                for name in dir(model)
+                if name in ("scale", "encoder", "offset", "encode", "calls")
+            ),
+            "functional": torch.func.functional_call(
+                model, {"scale": torch.zeros(2, **F64)}, (x,)
+            ),
         }
 
     def step() -> None:
@@ -192,11 +243,15 @@ def test_inside_a_replica_every_way_to_reach_into_a_model_reaches_the_replicas_o
         for name, value in wanted.items():
             _same(got[name], value, f"replica {r}, {name}")
     own = {tuple(addresses) for _, addresses in results}
-    assert len(own) == (3 if SIMULATED else 1)  # replicas on one device share the parameters
+    assert len(own) == (
+        3 if SIMULATED else 1
+    )  # replicas on one device share the parameters
 
 
 def _same(got: Any, wanted: Any, case: str) -> None:
-    if isinstance(wanted[0] if isinstance(wanted, list) and wanted else wanted, torch.Tensor):
+    if isinstance(
+        wanted[0] if isinstance(wanted, list) and wanted else wanted, torch.Tensor
+    ):
         close(got, wanted, msg=lambda m: f"{case}: {m}")
     else:
         assert got == wanted, case
@@ -211,13 +266,23 @@ def test_a_deep_copy_or_a_pickle_that_is_made_in_a_replica_is_plain(make):
     def step() -> None:
         copied = copy.deepcopy(model)
         copied(x.to(copied.scale.device)).sum().backward()
-        made.append((copied, pickle.loads(pickle.dumps(model)), pickle.dumps(model.state_dict())))
+        made.append(
+            (
+                copied,
+                pickle.loads(pickle.dumps(model)),
+                pickle.dumps(model.state_dict()),
+            )
+        )
 
     strategy.run(step)
     for copied, pickled, state in made:
         for thing in (copied, pickled):
-            assert type(thing) is Net and all(type(p) is nn.Parameter for p in thing.parameters())
-            assert [type(m) for m in thing.modules()] == [type(m) for m in twin.modules()]
+            assert type(thing) is Net and all(
+                type(p) is nn.Parameter for p in thing.parameters()
+            )
+            assert [type(m) for m in thing.modules()] == [
+                type(m) for m in twin.modules()
+            ]
             close(thing(x.to(thing.scale.device)), twin(x))
         assert copied.scale.grad is not None
         assert b"torchstrategy" not in state
@@ -226,12 +291,26 @@ def test_a_deep_copy_or_a_pickle_that_is_made_in_a_replica_is_plain(make):
 
 def test_a_submodule_that_is_captured_by_itself_is_the_replicas_own(make):
     strategy = make(3)
-    for way in ("submodule", "bound method", "list", "model as argument", "model as keyword"):
+    for way in (
+        "submodule",
+        "bound method",
+        "list",
+        "model as argument",
+        "model as keyword",
+    ):
         (model, _), (twin, _) = built(strategy, Net, None)
-        encoder, decode, parts = model.encoder, model.decode, [model.encode, model.decode]
+        encoder, decode, parts = (
+            model.encoder,
+            model.decode,
+            [model.encode, model.decode],
+        )
 
         def step(
-            b: Any, m: Any = None, way: str = way, model: Any = model, references_of: Any = (encoder, decode, parts)
+            b: Any,
+            m: Any = None,
+            way: str = way,
+            model: Any = model,
+            references_of: Any = (encoder, decode, parts),
         ) -> None:
             encoder, decode, parts = references_of
             if way == "submodule":
@@ -277,29 +356,57 @@ def test_two_models_that_share_a_submodule_share_it_in_a_replica(make):
     torch.manual_seed(0)
     with strategy.scope():
         trunk = nn.Linear(3, 4, **F64)
-        first, second = nn.Sequential(trunk, nn.Linear(4, 2, **F64)), nn.Sequential(trunk, nn.Linear(4, 2, **F64))
+        first, second = (
+            nn.Sequential(trunk, nn.Linear(4, 2, **F64)),
+            nn.Sequential(trunk, nn.Linear(4, 2, **F64)),
+        )
         tail = nn.Linear(4, 2, **F64)
         tail.weight = first[1].weight  # tied to another model
         parts = [trunk, first[1], second[1], tail]
-        optimizer = torch.optim.SGD([p for part in parts for p in part.parameters() if p is not tail.weight], lr=0.1)
+        optimizer = torch.optim.SGD(
+            [p for part in parts for p in part.parameters() if p is not tail.weight],
+            lr=0.1,
+        )
     twins = copy.deepcopy(parts)
-    plain = torch.optim.SGD([p for part in twins for p in part.parameters() if p is not twins[3].weight], lr=0.1)
+    plain = torch.optim.SGD(
+        [p for part in twins for p in part.parameters() if p is not twins[3].weight],
+        lr=0.1,
+    )
 
     def step(f: Any, s: Any, t: Any, u: Any, o: Any, b: Any) -> None:
         o.zero_grad()
         F.mse_loss(f(b[0]) * s(b[0]) + t(u(b[0])), b[1]).backward()
         o.step()
 
-    twin_first, twin_second = nn.Sequential(twins[0], twins[1]), nn.Sequential(twins[0], twins[2])
+    twin_first, twin_second = (
+        nn.Sequential(twins[0], twins[1]),
+        nn.Sequential(twins[0], twins[2]),
+    )
     for k in range(3):
         batch = data(7, seed=k)
-        strategy.run(lambda b: step(first, second, tail, trunk, optimizer, b), args=(deal(strategy, batch),))
-        step(twin_first, twin_second, twins[3], twins[0], plain, where_it_is(trunk, batch))
+        strategy.run(
+            lambda b: step(first, second, tail, trunk, optimizer, b),
+            args=(deal(strategy, batch),),
+        )
+        step(
+            twin_first,
+            twin_second,
+            twins[3],
+            twins[0],
+            plain,
+            where_it_is(trunk, batch),
+        )
     for part, twin in zip(parts, twins, strict=True):
         assert_close(parameters(part), parameters(twin), "shared", 1e-10)
     shared: list[Any] = []
     strategy.run(
-        lambda: shared.append((first[0] is second[0], first[0].weight is trunk.weight, tail.weight is first[1].weight))
+        lambda: shared.append(
+            (
+                first[0] is second[0],
+                first[0].weight is trunk.weight,
+                tail.weight is first[1].weight,
+            )
+        )
     )
     assert shared == [(True, True, True)] * 3
 
@@ -315,7 +422,10 @@ def test_modules_in_plain_lists_dicts_and_closures_are_the_replicas_own(make):
 
         def everything(self) -> list[Any]:
             parts = [*self.branches, *self.table["gate"]]
-            return [*self.parameters(), *(p for part in parts for p in part.parameters())]
+            return [
+                *self.parameters(),
+                *(p for part in parts for p in part.parameters()),
+            ]
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             h = self.closure(x)
@@ -328,17 +438,26 @@ def test_modules_in_plain_lists_dicts_and_closures_are_the_replicas_own(make):
         torch.manual_seed(0)
         if is_given:
             model = strategy.distribute_module(Hidden())
-            optimizer = strategy.distribute_optimizer(torch.optim.SGD(model.everything(), lr=0.1))
+            optimizer = strategy.distribute_optimizer(
+                torch.optim.SGD(model.everything(), lr=0.1)
+            )
         else:
             with strategy.scope():
                 model = Hidden()
                 optimizer = torch.optim.SGD(model.everything(), lr=0.1)
         plain = torch.optim.SGD(twin.everything(), lr=0.1)
         for k in range(2):
-            strategy.run(lambda b, m=model, o=optimizer: train(m, o, b), args=(deal(strategy, data(7, seed=k)),))
+            strategy.run(
+                lambda b, m=model, o=optimizer: train(m, o, b),
+                args=(deal(strategy, data(7, seed=k)),),
+            )
             train(twin, plain, data(7, seed=k))
         for got, wanted in zip(model.everything(), twin.everything(), strict=True):
-            close(got, wanted, msg=lambda m, given=is_given: f"distribute_module: {given}. {m}")
+            close(
+                got,
+                wanted,
+                msg=lambda m, given=is_given: f"distribute_module: {given}. {m}",
+            )
 
 
 def test_a_module_that_an_object_of_the_users_holds_is_trained(make):
@@ -359,10 +478,15 @@ def test_a_module_that_an_object_of_the_users_holds_is_trained(make):
 
     strategy, twin = make(3), Around()
     model = strategy.distribute_module(copy.deepcopy(twin))
-    ours, plain = ([*m.parameters(), *m.holder.layers[0].parameters()] for m in (model, twin))
+    ours, plain = (
+        [*m.parameters(), *m.holder.layers[0].parameters()] for m in (model, twin)
+    )
     optimizer = strategy.distribute_optimizer(torch.optim.SGD(ours, lr=0.1))
     for k in range(2):
-        strategy.run(lambda b: train(model, optimizer, b), args=(deal(strategy, data(7, seed=k)),))
+        strategy.run(
+            lambda b: train(model, optimizer, b),
+            args=(deal(strategy, data(7, seed=k)),),
+        )
         train(twin, torch.optim.SGD(plain, lr=0.1), data(7, seed=k))
     for got, wanted in zip(ours, plain, strict=True):
         close(got, wanted)
@@ -400,7 +524,10 @@ def test_a_deep_copy_that_is_made_in_the_scope_belongs_to_the_strategy(make):
     twin = copy.deepcopy(base)
     plain = sgd(twin)
     for k in range(2):
-        strategy.run(lambda b: train(model, optimizer, b), args=(deal(strategy, data(7, seed=k)),))
+        strategy.run(
+            lambda b: train(model, optimizer, b),
+            args=(deal(strategy, data(7, seed=k)),),
+        )
         train(twin, plain, where_it_is(twin, data(7, seed=k)))
     assert_close(parameters(model), parameters(twin), "a deep copy", 1e-10)
 
@@ -425,13 +552,17 @@ def test_activation_checkpointing_gives_the_gradient_of_the_whole_batch(make):
 def test_a_model_and_a_strategy_that_are_dropped_are_freed(make, first, build):
     strategy = make(3)
     model, optimizer, twin, plain = trained(strategy, build)
-    results = strategy.run(lambda b: model(b[0]).square().sum(1), args=(deal(strategy, data(7)),))
+    results = strategy.run(
+        lambda b: model(b[0]).square().sum(1), args=(deal(strategy, data(7)),)
+    )
     strategy.reduce("mean", results, axis=0).backward()
     of_replicas: list[Any] = []
     strategy.run(lambda: of_replicas.append(weakref.ref(next(model.parameters()))))
     watched = {
         "model": weakref.ref(model),
-        "submodule": weakref.ref(next(m for m in model.modules() if isinstance(m, nn.Linear))),
+        "submodule": weakref.ref(
+            next(m for m in model.modules() if isinstance(m, nn.Linear))
+        ),
         "parameter": weakref.ref(next(model.parameters())),
         "optimizer": weakref.ref(optimizer),
         "strategy": weakref.ref(strategy),
@@ -441,9 +572,15 @@ def test_a_model_and_a_strategy_that_are_dropped_are_freed(make, first, build):
     if first == "model":
         del model, optimizer
         gc.collect()
-        alive = [name for name in ("model", "submodule", "parameter", "optimizer") if watched[name]() is not None]
+        alive = [
+            name
+            for name in ("model", "submodule", "parameter", "optimizer")
+            if watched[name]() is not None
+        ]
         assert not alive, f"the strategy keeps {alive}"
-        assert all(p() is None for p in of_replicas), "the strategy keeps the replicas' parameters"
+        assert all(p() is None for p in of_replicas), (
+            "the strategy keeps the replicas' parameters"
+        )
         strategy.run(lambda: None)
         del strategy
     elif first == "strategy":
@@ -467,7 +604,10 @@ def test_models_that_come_and_go_leave_nothing_behind(make):
         with strategy.scope():
             model = mlp()
             optimizer = sgd(model)
-        strategy.run(lambda b, m=model, o=optimizer: train(m, o, b), args=(deal(strategy, data(4)),))
+        strategy.run(
+            lambda b, m=model, o=optimizer: train(m, o, b),
+            args=(deal(strategy, data(4)),),
+        )
         gone.append(weakref.ref(model))
         del model, optimizer
     gc.collect()

@@ -13,7 +13,19 @@ import torch.nn.functional as F
 from torch import nn
 
 import torchstrategy
-from problems import adam, assert_close, built, close, compare, data, deal, mlp, mse, parameters, sgd
+from problems import (
+    adam,
+    assert_close,
+    built,
+    close,
+    compare,
+    data,
+    deal,
+    mlp,
+    mse,
+    parameters,
+    sgd,
+)
 from topologies import central_with_copies
 
 
@@ -34,10 +46,15 @@ def test_the_two_optimizers_of_a_gan_do_what_they_do_in_plain_torch(make):
         real, noise = batch
         fake = model.generator(noise)
         of_critic.zero_grad()
-        (F.softplus(-model.critic(real)).mean() + F.softplus(model.critic(fake.detach())).mean()).backward()
+        (
+            F.softplus(-model.critic(real)).mean()
+            + F.softplus(model.critic(fake.detach())).mean()
+        ).backward()
         of_critic.step()
         of_generator.zero_grad()
-        F.softplus(-model.critic(fake)).mean().backward()  # leaves a gradient in the critic too
+        F.softplus(
+            -model.critic(fake)
+        ).mean().backward()  # leaves a gradient in the critic too
         of_generator.step()
 
     for n in (1, 3):
@@ -54,7 +71,16 @@ EVERY_OPTIMIZER: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     },
     **{
         name: lambda m, name=name: getattr(torch.optim, name)(m.parameters(), lr=0.01)
-        for name in ("Adadelta", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "Adafactor")
+        for name in (
+            "Adadelta",
+            "Adamax",
+            "ASGD",
+            "NAdam",
+            "RAdam",
+            "RMSprop",
+            "Rprop",
+            "Adafactor",
+        )
     },
 }
 
@@ -75,7 +101,14 @@ def test_every_optimizer_of_torch_updates_what_the_replicas_see(make, name):
     same: dict[str, Any] = dict(optimizer=EVERY_OPTIMIZER[name], steps=2, relative=1e-8)
     for n in (1, 3):
         compare(make, n, inside, case=f"{name}, inside", **same)
-        compare(make, n, outside, after=lambda m, o: o.step(), case=f"{name}, outside", **same)
+        compare(
+            make,
+            n,
+            outside,
+            after=lambda m, o: o.step(),
+            case=f"{name}, outside",
+            **same,
+        )
 
 
 def test_an_update_in_the_step_keeps_its_state_where_plain_torch_keeps_it(make):
@@ -84,7 +117,9 @@ def test_an_update_in_the_step_keeps_its_state_where_plain_torch_keeps_it(make):
         if n == 1 and make is not central_with_copies:
             continue  # one replica on the user's own objects is plain, in its own default device
         strategy = make(n)
-        (model, optimizer), _ = built(strategy, mlp, lambda m: torch.optim.Adam(m.parameters()))
+        (model, optimizer), _ = built(
+            strategy, mlp, lambda m: torch.optim.Adam(m.parameters())
+        )
 
         def step(batch: Any, model: Any = model, optimizer: Any = optimizer) -> None:
             mse(model, batch).backward()
@@ -94,7 +129,11 @@ def test_an_update_in_the_step_keeps_its_state_where_plain_torch_keeps_it(make):
         owner = model[0].weight.device
         for state in optimizer.state.values():
             places = {name: tensor.device for name, tensor in state.items()}
-            assert places == {"step": torch.device("cpu"), "exp_avg": owner, "exp_avg_sq": owner}, n
+            assert places == {
+                "step": torch.device("cpu"),
+                "exp_avg": owner,
+                "exp_avg_sq": owner,
+            }, n
 
 
 def test_an_update_in_the_step_is_seen_by_the_forward_after_it(make):
@@ -142,12 +181,19 @@ def test_a_learning_rate_that_the_step_writes_holds_from_the_next_update_on(make
         for step in (before, after, twice):
             lrs: dict[int, float] = {}
             model, twin = compare(
-                make, n, step, after=lambda m, o, lrs=lrs: lrs.update({id(m): o.param_groups[0]["lr"]})
+                make,
+                n,
+                step,
+                after=lambda m, o, lrs=lrs: lrs.update(
+                    {id(m): o.param_groups[0]["lr"]}
+                ),
             )
             assert lrs[id(model)] == lrs[id(twin)] < 0.1
 
 
-def test_a_learning_rate_that_is_a_tensor_and_is_written_in_place_is_written_once_or_refused(make):
+def test_a_learning_rate_that_is_a_tensor_and_is_written_in_place_is_written_once_or_refused(
+    make,
+):
     def step(model: Any, optimizer: Any, batch: Any) -> None:
         optimizer.zero_grad()
         mse(model, batch).backward()
@@ -156,7 +202,9 @@ def test_a_learning_rate_that_is_a_tensor_and_is_written_in_place_is_written_onc
         optimizer.step()
 
     def optimizer(model: Any) -> Any:
-        return torch.optim.Adam(model.parameters(), lr=torch.tensor(0.1, dtype=torch.float64))
+        return torch.optim.Adam(
+            model.parameters(), lr=torch.tensor(0.1, dtype=torch.float64)
+        )
 
     try:
         compare(make, 3, step, optimizer=optimizer)
@@ -172,22 +220,46 @@ def test_groups_of_an_optimizer_show_the_replicas_own_parameters_and_their_state
         mse(model, batch).backward()
         optimizer.step()
         mine = {id(p) for p in model.parameters()}
-        same = {id(p) for group in optimizer.param_groups for p in group["params"]} == mine
-        return same, len(mine & {id(p) for p in optimizer.state}), int(optimizer.state[model[0].weight]["step"])
+        same = {
+            id(p) for group in optimizer.param_groups for p in group["params"]
+        } == mine
+        return (
+            same,
+            len(mine & {id(p) for p in optimizer.state}),
+            int(optimizer.state[model[0].weight]["step"]),
+        )
 
-    found = strategy.experimental_local_results(strategy.run(step, args=(deal(strategy, data(7)),)))
+    found = strategy.experimental_local_results(
+        strategy.run(step, args=(deal(strategy, data(7)),))
+    )
     assert found == ((True, 4, 1),) * 3
-    assert [id(p) for p in optimizer.param_groups[0]["params"]] == [id(p) for p in model.parameters()]
+    assert [id(p) for p in optimizer.param_groups[0]["params"]] == [
+        id(p) for p in model.parameters()
+    ]
 
 
 SCHEDULERS: dict[str, tuple[Callable[[Any], Any], tuple[Any, ...]]] = {
     "step": (lambda o: torch.optim.lr_scheduler.StepLR(o, 1, gamma=0.5), ()),
-    "lambda": (lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda k: 1 / (k + 1)), ()),
-    "cycle": (lambda o: torch.optim.lr_scheduler.OneCycleLR(o, max_lr=0.2, total_steps=10), ()),
-    "plateau": (lambda o: torch.optim.lr_scheduler.ReduceLROnPlateau(o, patience=0), (1.0,)),
+    "lambda": (
+        lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda k: 1 / (k + 1)),
+        (),
+    ),
+    "cycle": (
+        lambda o: torch.optim.lr_scheduler.OneCycleLR(o, max_lr=0.2, total_steps=10),
+        (),
+    ),
+    "plateau": (
+        lambda o: torch.optim.lr_scheduler.ReduceLROnPlateau(o, patience=0),
+        (1.0,),
+    ),
     "sequential": (
         lambda o: torch.optim.lr_scheduler.SequentialLR(
-            o, [torch.optim.lr_scheduler.ConstantLR(o), torch.optim.lr_scheduler.StepLR(o, 1)], [2]
+            o,
+            [
+                torch.optim.lr_scheduler.ConstantLR(o),
+                torch.optim.lr_scheduler.StepLR(o, 1),
+            ],
+            [2],
         ),
         (),
     ),
@@ -195,8 +267,12 @@ SCHEDULERS: dict[str, tuple[Callable[[Any], Any], tuple[Any, ...]]] = {
 
 
 @pytest.mark.parametrize("name", SCHEDULERS)
-@pytest.mark.parametrize("in_scope", [True, False], ids=["made_in_scope", "made_outside"])
-def test_a_scheduler_counts_each_step_once_inside_of_the_step_and_outside(make, name, in_scope):
+@pytest.mark.parametrize(
+    "in_scope", [True, False], ids=["made_in_scope", "made_outside"]
+)
+def test_a_scheduler_counts_each_step_once_inside_of_the_step_and_outside(
+    make, name, in_scope
+):
     new, args = SCHEDULERS[name]
     batch = data(7)
     for n, inside in ((1, True), (3, True), (3, False)):
@@ -217,12 +293,23 @@ def test_a_scheduler_counts_each_step_once_inside_of_the_step_and_outside(make, 
                 scheduler.step(*args)
 
         for _ in range(4):
-            strategy.run(step, args=(deal(strategy, batch), model, optimizer, ours if inside else None))
+            strategy.run(
+                step,
+                args=(
+                    deal(strategy, batch),
+                    model,
+                    optimizer,
+                    ours if inside else None,
+                ),
+            )
             step(batch, twin, plain, theirs)
             if not inside:
                 ours.step(*args)
             assert optimizer.param_groups[0]["lr"] == plain.param_groups[0]["lr"]
-            assert ours.last_epoch == theirs.last_epoch and ours.get_last_lr() == theirs.get_last_lr()
+            assert (
+                ours.last_epoch == theirs.last_epoch
+                and ours.get_last_lr() == theirs.get_last_lr()
+            )
         assert_close(parameters(model), parameters(twin), f"{n} replicas", 1e-10)
 
 
@@ -230,19 +317,30 @@ def test_a_scheduler_whose_method_is_the_step_is_refused_and_has_not_counted(mak
     strategy = make(3)
     (model, optimizer), _ = built(strategy, mlp, sgd)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    strategy.run(lambda b: (mse(model, b).backward(), optimizer.step())[1], args=(deal(strategy, data(7)),))
-    with pytest.raises(RuntimeError, match=r"The step holds StepLR\.step, a method that was taken from its object"):
+    strategy.run(
+        lambda b: (mse(model, b).backward(), optimizer.step())[1],
+        args=(deal(strategy, data(7)),),
+    )
+    with pytest.raises(
+        RuntimeError,
+        match=r"The step holds StepLR\.step, a method that was taken from its object",
+    ):
         strategy.run(scheduler.step)
     assert optimizer.param_groups[0]["lr"] == 0.1 and scheduler.last_epoch == 0
 
 
 @pytest.mark.parametrize("where", ["inside", "outside"])
-def test_a_grad_scaler_makes_one_decision_for_all_replicas_inside_of_the_step_and_outside(make, where):
+def test_a_grad_scaler_makes_one_decision_for_all_replicas_inside_of_the_step_and_outside(
+    make, where
+):
     batch = data(7)
     for n in (1, 3):
         strategy = make(n)
         (model, optimizer), (twin, plain) = built(strategy, mlp, sgd)
-        ours, theirs = (torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2) for _ in range(2))
+        ours, theirs = (
+            torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
+            for _ in range(2)
+        )
 
         def backward(b: Any, model: Any, optimizer: Any, scaler: Any) -> None:
             optimizer.zero_grad()
@@ -254,14 +352,18 @@ def test_a_grad_scaler_makes_one_decision_for_all_replicas_inside_of_the_step_an
             scaler.step(optimizer)
             scaler.update()
 
-        def step(b: Any, *parts: Any, backward: Any = backward, update: Any = update) -> None:
+        def step(
+            b: Any, *parts: Any, backward: Any = backward, update: Any = update
+        ) -> None:
             backward(b, *parts)
             update(*parts)
 
         for k in range(4):
             rows = (batch[0], batch[1].clone())
             if k == 2:
-                rows[1][6, 0] = float("inf")  # in the last replica: an update that is skipped in all of them
+                rows[1][6, 0] = float(
+                    "inf"
+                )  # in the last replica: an update that is skipped in all of them
             dealt = deal(strategy, rows)
             step(rows, twin, plain, theirs)
             if where == "inside":
@@ -270,11 +372,15 @@ def test_a_grad_scaler_makes_one_decision_for_all_replicas_inside_of_the_step_an
                 strategy.run(backward, args=(dealt, model, optimizer, ours))
                 update(model, optimizer, ours)
             assert ours.state_dict() == theirs.state_dict()
-            assert_close(parameters(model), parameters(twin), f"{n} replicas, step {k}", 1e-10)
+            assert_close(
+                parameters(model), parameters(twin), f"{n} replicas, step {k}", 1e-10
+            )
 
 
 @pytest.mark.parametrize("where", ["inside", "outside"])
-def test_a_closure_gives_an_optimizer_the_loss_and_the_gradient_of_the_whole_batch(make, where):
+def test_a_closure_gives_an_optimizer_the_loss_and_the_gradient_of_the_whole_batch(
+    make, where
+):
     batch = data(7)
     for new in (sgd, lambda m: torch.optim.LBFGS(m.parameters(), max_iter=3)):
         strategy = make(3)
@@ -290,19 +396,27 @@ def test_a_closure_gives_an_optimizer_the_loss_and_the_gradient_of_the_whole_bat
         def step(b: Any, model: Any, optimizer: Any, losses: Any = losses) -> Any:
             return float(optimizer.step(lambda: losses(b, model, optimizer).mean()))
 
-        def outside(s: Any = strategy, losses: Any = losses, args: Any = (dealt, model, optimizer)) -> Any:
+        def outside(
+            s: Any = strategy,
+            losses: Any = losses,
+            args: Any = (dealt, model, optimizer),
+        ) -> Any:
             return s.reduce("mean", s.run(losses, args=args), axis=0)
 
         expected = step(batch, twin, plain)
         if where == "inside":
-            found = strategy.experimental_local_results(strategy.run(step, args=(dealt, model, optimizer)))
+            found = strategy.experimental_local_results(
+                strategy.run(step, args=(dealt, model, optimizer))
+            )
         else:
             found = (float(optimizer.step(outside)),)
         assert found == pytest.approx([expected] * len(found))
         assert_close(parameters(model), parameters(twin), where, 1e-9)
 
 
-def test_an_optimizer_that_was_made_outside_of_the_scope_is_refused_at_its_step_in_a_replica(make):
+def test_an_optimizer_that_was_made_outside_of_the_scope_is_refused_at_its_step_in_a_replica(
+    make,
+):
     for n in (1, 3):
         strategy = make(n)
         (model, _), _ = built(strategy, mlp, None)
@@ -316,7 +430,8 @@ def test_an_optimizer_that_was_made_outside_of_the_scope_is_refused_at_its_step_
             optimizer.step()
 
         with pytest.raises(
-            RuntimeError, match=r"SGD\.step\(\) was called in a replica.*distribute_optimizer\(optimizer\)"
+            RuntimeError,
+            match=r"SGD\.step\(\) was called in a replica.*distribute_optimizer\(optimizer\)",
         ):
             strategy.run(step, args=(deal(strategy, data(7)),))
         assert_close(parameters(model), before, "refused")
@@ -344,13 +459,17 @@ def test_an_optimizer_that_steps_in_a_replica_sees_parameters_of_the_very_class(
         optimizer.zero_grad()
         mse(model, batch).backward()
         optimizer.step()
-        assert outside[0].grad is not None  # a list from outside shows the replica's gradients again
+        assert (
+            outside[0].grad is not None
+        )  # a list from outside shows the replica's gradients again
 
     strategy.run(step, args=(deal(strategy, data(7)),))
     assert seen == {nn.Parameter}
 
 
-def test_an_optimizer_that_is_made_in_the_step_for_the_replicas_parameters_is_refused(make):
+def test_an_optimizer_that_is_made_in_the_step_for_the_replicas_parameters_is_refused(
+    make,
+):
     strategy = make(3)
     (model, _), _ = built(strategy, mlp, None)
 
@@ -376,7 +495,9 @@ def test_an_optimizer_given_to_the_strategy_does_what_it_does_in_plain_torch(mak
         optimizer = strategy.distribute_optimizer(sgd(model))
         for k in range(3):
             batch = data(7, seed=k)
-            strategy.run(functools.partial(step, model, optimizer), args=(deal(strategy, batch),))
+            strategy.run(
+                functools.partial(step, model, optimizer), args=(deal(strategy, batch),)
+            )
             step(twin, plain, batch)
         assert_close(parameters(model), parameters(twin), f"{n} replicas", 1e-10)
 
@@ -387,7 +508,9 @@ def test_a_group_that_is_added_between_runs_is_trained(make):
 
     def grow(model: Any, optimizer: Any) -> None:
         if len(optimizer.param_groups) == 1:
-            optimizer.add_param_group({"params": list(model[2].parameters()), "lr": 0.01})
+            optimizer.add_param_group(
+                {"params": list(model[2].parameters()), "lr": 0.01}
+            )
 
     def step(model: Any, optimizer: Any, batch: Any) -> None:
         optimizer.zero_grad()
@@ -430,7 +553,9 @@ def test_hooks_of_an_optimizer_are_called_once_a_step_and_see_the_whole_gradient
     def new(model: Any) -> Any:
         optimizer = sgd(model)
         log = calls.setdefault(id(model), [])
-        optimizer.register_step_pre_hook(lambda o, a, k: log.append(float(model[0].weight.grad.norm())))
+        optimizer.register_step_pre_hook(
+            lambda o, a, k: log.append(float(model[0].weight.grad.norm()))
+        )
         optimizer.register_step_post_hook(lambda o, a, k: log.append(-1.0))
         return optimizer
 
@@ -444,7 +569,9 @@ def test_hooks_of_an_optimizer_are_called_once_a_step_and_see_the_whole_gradient
     assert len(calls[id(model)]) == 6
 
 
-@pytest.mark.parametrize("losses", [(2, 3), (2 + 1j, 3 + 3j)], ids=["integers", "complex"])
+@pytest.mark.parametrize(
+    "losses", [(2, 3), (2 + 1j, 3 + 3j)], ids=["integers", "complex"]
+)
 def test_the_loss_of_a_closure_is_the_mean_of_losses_of_any_dtype(make, losses):
     """Of a complex loss the imaginary part was dropped, and the mean of integers was an integer."""
     strategy, seen = make(2), []
@@ -458,7 +585,9 @@ def test_the_loss_of_a_closure_is_the_mean_of_losses_of_any_dtype(make, losses):
     optimizer = strategy.distribute_optimizer(Looking(model.parameters(), lr=0.1))
 
     def step() -> None:
-        loss = torch.tensor(losses[torchstrategy.get_replica_context().replica_id_in_sync_group])
+        loss = torch.tensor(
+            losses[torchstrategy.get_replica_context().replica_id_in_sync_group]
+        )
         optimizer.step(lambda: loss)
 
     strategy.run(step)

@@ -50,7 +50,9 @@ _apply_scaled: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = _Scaled.ap
 class Elsewhere(nn.Module):
     """Its weight is also held by something that is no module, from which forward takes it."""
 
-    def __init__(self, hold: Callable[[torch.Tensor], Any], take: Callable[[Any], torch.Tensor]) -> None:
+    def __init__(
+        self, hold: Callable[[torch.Tensor], Any], take: Callable[[Any], torch.Tensor]
+    ) -> None:
         super().__init__()
         self.inner = nn.Linear(3, 3, **F64)
         self.held, self.take = hold(self.inner.weight), take
@@ -95,7 +97,9 @@ class Hooked(nn.Module):
         super().__init__()
         self.first, self.second = nn.Linear(3, 3, **F64), nn.Linear(3, 3, **F64)
         weight = self.first.weight
-        self.second.register_forward_hook(lambda module, inputs, output: output @ weight)
+        self.second.register_forward_hook(
+            lambda module, inputs, output: output @ weight
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.second(torch.tanh(self.first(x)))
@@ -122,7 +126,9 @@ def _replaced_forward() -> nn.Module:
 
 def _partial() -> nn.Module:
     layer = nn.Linear(3, 3, **F64)
-    layer.forward = functools.partial(lambda weight, x: (x @ weight).sin(), layer.weight)  # type: ignore[assignment]
+    layer.forward = functools.partial(
+        lambda weight, x: (x @ weight).sin(), layer.weight
+    )  # type: ignore[assignment]
     return layer
 
 
@@ -132,7 +138,9 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
     "tuple": lambda: Elsewhere(lambda w: (1, w), lambda held: held[1]),
     "object": lambda: Elsewhere(_Held, lambda held: held.tensor),
     "object with slots": lambda: Elsewhere(_Slotted, lambda held: held.tensor),
-    "objects in a list": lambda: Elsewhere(lambda w: [_Held(w)], lambda held: held[0].tensor),
+    "objects in a list": lambda: Elsewhere(
+        lambda w: [_Held(w)], lambda held: held[0].tensor
+    ),
     "closure": lambda: Elsewhere(lambda w: lambda: w, lambda held: held()),
     "forward": _replaced_forward,
     "partial": _partial,
@@ -145,7 +153,9 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
 
 
 def _grad(model: nn.Module, x: torch.Tensor, **options: Any) -> Any:
-    return torch.autograd.grad(model(x).square().sum(), list(model.parameters()), allow_unused=True, **options)
+    return torch.autograd.grad(
+        model(x).square().sum(), list(model.parameters()), allow_unused=True, **options
+    )
 
 
 def _penalty(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -157,8 +167,12 @@ WAYS: dict[str, Callable[[nn.Module, torch.Tensor], Any]] = {
     "backward": lambda model, x: model(x).square().sum().backward(),
     "twice": lambda model, x: (model(x).sum() + model(x * 2).sum()).backward(),
     "grad": _grad,
-    "backward to inputs": lambda model, x: model(x).square().sum().backward(inputs=[next(iter(model.parameters()))]),
-    "retained": lambda model, x: (lambda y: [y.sum().backward(retain_graph=True), y.sum().backward()])(model(x)),
+    "backward to inputs": lambda model, x: (
+        model(x).square().sum().backward(inputs=[next(iter(model.parameters()))])
+    ),
+    "retained": lambda model, x: (
+        lambda y: [y.sum().backward(retain_graph=True), y.sum().backward()]
+    )(model(x)),
     "double backward": lambda model, x: _penalty(model, x).backward(),
 }
 
@@ -177,7 +191,9 @@ def test_gradients_are_those_of_plain_pytorch(module: str, way: str) -> None:
         for mine, wanted in zip(ours or (), theirs or (), strict=True):
             if mine is not None:
                 torch.testing.assert_close(mine, wanted, rtol=1e-10, atol=1e-12)
-        assert_close(gradients(model.module), gradients(plain), f"{module}, {way}", 1e-10, 1e-12)
+        assert_close(
+            gradients(model.module), gradients(plain), f"{module}, {way}", 1e-10, 1e-12
+        )
 
 
 def test_hooks_of_a_shared_parameter_see_the_gradient_of_all_places_once() -> None:
@@ -187,7 +203,9 @@ def test_hooks_of_a_shared_parameter_see_the_gradient_of_all_places_once() -> No
     seen: dict[str, list[torch.Tensor]] = {"ours": [], "plain": []}
     for name, one in (("ours", module), ("plain", plain)):
         one.inner.weight.register_hook(seen[name].append)
-        one.inner.weight.register_post_accumulate_grad_hook(lambda p, n=name: seen[n].append(p.grad.clone()))  # type: ignore[misc]
+        one.inner.weight.register_post_accumulate_grad_hook(
+            lambda p, n=name: seen[n].append(p.grad.clone())
+        )  # type: ignore[misc]
     x = torch.randn(5, 3, **F64, device=FIRST)
     for forward in (DataParallel(module, compute_devices(2)), plain):
         forward(x).square().sum().backward()
@@ -196,7 +214,9 @@ def test_hooks_of_a_shared_parameter_see_the_gradient_of_all_places_once() -> No
         torch.testing.assert_close(mine, wanted, rtol=1e-12, atol=1e-14)
 
 
-def test_a_frozen_parameter_and_one_that_is_frozen_between_forwards_are_as_in_plain_pytorch() -> None:
+def test_a_frozen_parameter_and_one_that_is_frozen_between_forwards_are_as_in_plain_pytorch() -> (
+    None
+):
     torch.manual_seed(0)
     module = Tied().to(FIRST)
     plain, x = copy.deepcopy(module), torch.randn(5, 3, **F64, device=FIRST)

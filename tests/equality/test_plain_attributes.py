@@ -38,7 +38,9 @@ def strategy(request: pytest.FixtureRequest) -> torchstrategy.Strategy:
 
 
 def batches(count: int) -> list[torch.Tensor]:
-    return list(torch.randn(count, ROWS, 3, generator=torch.Generator().manual_seed(1), **F64))
+    return list(
+        torch.randn(count, ROWS, 3, generator=torch.Generator().manual_seed(1), **F64)
+    )
 
 
 @dataclass
@@ -90,13 +92,33 @@ class Settings(nn.Module):
         self.functions = [lambda: self.inner.weight.sum() * 0]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        scale = self.config["deep"]["scale"] * self.items[1][0] * self.pair[0]["scale"] * self.pair[1][-1]
-        scale *= self.record.scale * self.inner.shared.parts["scale"] * self.space.inner.scale * self.slotted.scale
-        scale *= self.queue[0][0] * self.ordered["scale"][-1] * len(self.names) * float(self.arrays[0])
+        scale = (
+            self.config["deep"]["scale"]
+            * self.items[1][0]
+            * self.pair[0]["scale"]
+            * self.pair[1][-1]
+        )
+        scale *= (
+            self.record.scale
+            * self.inner.shared.parts["scale"]
+            * self.space.inner.scale
+            * self.slotted.scale
+        )
+        scale *= (
+            self.queue[0][0]
+            * self.ordered["scale"][-1]
+            * len(self.names)
+            * float(self.arrays[0])
+        )
         for name, value in self.steps.items():
             scale = scale * value if name == "double" else scale + value
-        made = torch.from_numpy(self.array.copy()).to(x.device) * self.constants["deep"][0].to(x.device)
-        return self.inner(x) * scale * self.constant.to(x.device) * made + self.functions[0]()
+        made = torch.from_numpy(self.array.copy()).to(x.device) * self.constants[
+            "deep"
+        ][0].to(x.device)
+        return (
+            self.inner(x) * scale * self.constant.to(x.device) * made
+            + self.functions[0]()
+        )
 
 
 CHANGES: dict[str, Callable[[Any], object]] = {
@@ -106,7 +128,9 @@ CHANGES: dict[str, Callable[[Any], object]] = {
     "a dict in a tuple": lambda m: m.pair[0].update(scale=2.0),
     "a longer list in a tuple": lambda m: m.pair[1].append(2.0),
     "an attribute of an object": lambda m: setattr(m.record, "scale", 2.0),
-    "a dict of an object of two modules": lambda m: m.inner.shared.parts.update(scale=2.0),
+    "a dict of an object of two modules": lambda m: m.inner.shared.parts.update(
+        scale=2.0
+    ),
     "an object in an object": lambda m: setattr(m.space.inner, "scale", 2.0),
     "a slot": lambda m: setattr(m.slotted, "scale", 2.0),
     "a queue": lambda m: m.queue.appendleft([2.0]),
@@ -117,11 +141,18 @@ CHANGES: dict[str, Callable[[Any], object]] = {
     "an array": lambda m: m.array.__imul__(2.0),
     "an array in a list": lambda m: m.arrays[0].fill(2.0),
     "a tensor": lambda m: m.constant.fill_(2.0),
-    "the data of a tensor in containers": lambda m: m.constants["deep"][0].data.mul_(2.0),
-    "something at the first level, too": lambda m: (m.eval(), m.config["deep"].update(scale=2.0)),
+    "the data of a tensor in containers": lambda m: m.constants["deep"][0].data.mul_(
+        2.0
+    ),
+    "something at the first level, too": lambda m: (
+        m.eval(),
+        m.config["deep"].update(scale=2.0),
+    ),
     "the class of an object": lambda m: setattr(m.record, "__class__", Louder),
     "the class of a layer": lambda m: setattr(m.inner, "__class__", Doubling),
-    "a configuration that is another": lambda m: setattr(m, "record", Config(scale=2.0)),
+    "a configuration that is another": lambda m: setattr(
+        m, "record", Config(scale=2.0)
+    ),
 }
 
 
@@ -139,8 +170,12 @@ def test_settings_that_are_changed_between_runs_hold_in_every_replica(
             CHANGES[what](plain)
             CHANGES[what](model)
         with torch.no_grad():
-            seen = strategy.gather(strategy.run(lambda x: model(x), args=(batch,)), axis=0)
-            torch.testing.assert_close(seen.cpu(), plain(batches(3)[k]), rtol=1e-10, atol=1e-12)
+            seen = strategy.gather(
+                strategy.run(lambda x: model(x), args=(batch,)), axis=0
+            )
+            torch.testing.assert_close(
+                seen.cpu(), plain(batches(3)[k]), rtol=1e-10, atol=1e-12
+            )
     assert model is made
 
 
@@ -153,7 +188,13 @@ class Remembers(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(1, **F64))
-        self.calls, self.pair, self.shape, self.kinds, self.gone = 0, (0, ("none",)), None, frozenset(), "here"
+        self.calls, self.pair, self.shape, self.kinds, self.gone = (
+            0,
+            (0, ("none",)),
+            None,
+            frozenset(),
+            "here",
+        )
         self.history: list[Any] = []
         self.table = {"calls": [0]}
         self.seen = {0}
@@ -189,11 +230,17 @@ class Remembers(nn.Module):
 
 
 def facts(m: Any) -> dict[str, Any]:
-    found = {name: value for name, value in vars(m).items() if not name.startswith("_") and name != "stats"}
+    found = {
+        name: value
+        for name, value in vars(m).items()
+        if not name.startswith("_") and name != "stats"
+    }
     return copy.deepcopy({**found, "stats": vars(m.stats)})
 
 
-def test_what_forward_writes_on_attributes_is_there_after_the_run(strategy: torchstrategy.Strategy) -> None:
+def test_what_forward_writes_on_attributes_is_there_after_the_run(
+    strategy: torchstrategy.Strategy,
+) -> None:
     """Tuples, sets, and containers and objects that forward changed in place stayed old outside of the replicas."""
     plain = Remembers()
     with strategy.scope():
@@ -206,11 +253,15 @@ def test_what_forward_writes_on_attributes_is_there_after_the_run(strategy: torc
         model(batches(1)[0].to(model.weight.device))  # the user's own calls count on
         plain(batches(1)[0])
     assert kept == (model.history, model.table, model.stats)
-    assert kept[0] is model.history and kept[1] is model.table and kept[2] is model.stats
+    assert (
+        kept[0] is model.history and kept[1] is model.table and kept[2] is model.stats
+    )
     pickle.dumps(model.__dict__["history"])
 
 
-def test_what_is_no_data_stays_with_the_replica(strategy: torchstrategy.Strategy) -> None:
+def test_what_is_no_data_stays_with_the_replica(
+    strategy: torchstrategy.Strategy,
+) -> None:
     """An output has the rows of one replica: the whole model has one of each replica."""
 
     class Keeps(nn.Module):
@@ -233,10 +284,14 @@ def test_what_is_no_data_stays_with_the_replica(strategy: torchstrategy.Strategy
     for batch in strategy.experimental_distribute_dataset(batches(2)):
         strategy.run(lambda x: model(x).sum().backward(), args=(batch,))
         if strategy.num_replicas_in_sync > 1:
-            assert all(map(torch.equal, model.attention.values, model.outputs[0].values))
+            assert all(
+                map(torch.equal, model.attention.values, model.outputs[0].values)
+            )
 
 
-def test_a_backward_through_a_kept_output_says_what_it_went_through(strategy: torchstrategy.Strategy) -> None:
+def test_a_backward_through_a_kept_output_says_what_it_went_through(
+    strategy: torchstrategy.Strategy,
+) -> None:
     class Constant(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -248,15 +303,25 @@ def test_a_backward_through_a_kept_output_says_what_it_went_through(strategy: to
 
     with strategy.scope():
         model = Constant()
-    assert float(strategy.gather(strategy.run(lambda: model(torch.ones(1, **F64)).detach()), axis=0)[0]) == 2
+    assert (
+        float(
+            strategy.gather(
+                strategy.run(lambda: model(torch.ones(1, **F64)).detach()), axis=0
+            )[0]
+        )
+        == 2
+    )
     with pytest.raises(
-        RuntimeError, match=r"goes through Constant\.double, which was computed outside of strategy\.run"
+        RuntimeError,
+        match=r"goes through Constant\.double, which was computed outside of strategy\.run",
     ):
         strategy.run(lambda: model(torch.ones(1, **F64)).sum().backward())
 
 
 @pytest.mark.filterwarnings("ignore:`torch.nn.utils:FutureWarning")
-def test_weights_that_hooks_compute_are_those_of_the_last_forward(strategy: torchstrategy.Strategy) -> None:
+def test_weights_that_hooks_compute_are_those_of_the_last_forward(
+    strategy: torchstrategy.Strategy,
+) -> None:
     """They were those of the first: pruning again chose by old weights."""
 
     def make() -> nn.Sequential:
@@ -277,17 +342,23 @@ def test_weights_that_hooks_compute_are_those_of_the_last_forward(strategy: torc
     with strategy.scope():
         model = make()
         ours = torch.optim.SGD(model.parameters(), lr=0.1)
-    for x, batch in zip(batches(3), strategy.experimental_distribute_dataset(batches(3)), strict=True):
+    for x, batch in zip(
+        batches(3), strategy.experimental_distribute_dataset(batches(3)), strict=True
+    ):
         step(plain, updates, x)
         strategy.run(lambda x: step(model, ours, x), args=(batch,))
         for one, other in zip(model, plain, strict=True):
-            torch.testing.assert_close(one.weight.detach().cpu(), other.weight.detach(), rtol=1e-10, atol=1e-12)
+            torch.testing.assert_close(
+                one.weight.detach().cpu(), other.weight.detach(), rtol=1e-10, atol=1e-12
+            )
     for m in (model, plain):
         prune.l1_unstructured(m[1], "weight", 0.5)
     torch.testing.assert_close(model[1].weight_mask.cpu(), plain[1].weight_mask)
 
 
-def test_a_buffer_may_be_replaced_in_inference_mode(strategy: torchstrategy.Strategy) -> None:
+def test_a_buffer_may_be_replaced_in_inference_mode(
+    strategy: torchstrategy.Strategy,
+) -> None:
     """A cache that evaluation fills: torch counts no writes on such a tensor, and asking for their number raised."""
 
     class Buffered(nn.Module):
@@ -308,14 +379,20 @@ def test_a_buffer_may_be_replaced_in_inference_mode(strategy: torchstrategy.Stra
             model.scale.mul_(1.5)
         with torch.no_grad():
             for _ in range(2):
-                seen = strategy.gather(strategy.run(lambda x: model(x), args=(batch,)), axis=0)
-                torch.testing.assert_close(seen.cpu(), model(batches(1)[0].to(model.weight.device)).cpu())
+                seen = strategy.gather(
+                    strategy.run(lambda x: model(x), args=(batch,)), axis=0
+                )
+                torch.testing.assert_close(
+                    seen.cpu(), model(batches(1)[0].to(model.weight.device)).cpu()
+                )
     model.scale = torch.ones_like(model.scale)
     strategy.run(lambda x: model(x).sum().backward(), args=(batch,))
     assert model.weight.grad is not None
 
 
-def test_a_module_whose_deep_copy_is_another_is_named(strategy: torchstrategy.Strategy) -> None:
+def test_a_module_whose_deep_copy_is_another_is_named(
+    strategy: torchstrategy.Strategy,
+) -> None:
     class Wrapper(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -326,7 +403,9 @@ def test_a_module_whose_deep_copy_is_another_is_named(strategy: torchstrategy.St
 
     with strategy.scope():
         model = Wrapper()
-    with pytest.raises(TypeError, match=r"Wrapper cannot be copied for the replicas.*gives Linear"):
+    with pytest.raises(
+        TypeError, match=r"Wrapper cannot be copied for the replicas.*gives Linear"
+    ):
         strategy.run(lambda: model.inner(torch.ones(1, 1)))
 
 
@@ -352,7 +431,9 @@ def test_an_attribute_that_is_set_back_is_back_in_every_replica(
     (batch,) = strategy.experimental_distribute_dataset(batches(1))
     for _ in range(2):
         for k in (1, 2):
-            seen = strategy.gather(strategy.run(lambda x: model(x), args=(batch,)), axis=0)
+            seen = strategy.gather(
+                strategy.run(lambda x: model(x), args=(batch,)), axis=0
+            )
             torch.testing.assert_close(seen.cpu(), batches(1)[0] * k)
             assert (model.calls, model.cache) == (k, [1])
         model.calls, model.cache = 0, None
@@ -360,7 +441,9 @@ def test_an_attribute_that_is_set_back_is_back_in_every_replica(
             model.train(not model.training)
 
 
-def test_the_arguments_of_a_partial_are_each_replicas_own(strategy: torchstrategy.Strategy) -> None:
+def test_the_arguments_of_a_partial_are_each_replicas_own(
+    strategy: torchstrategy.Strategy,
+) -> None:
     """A random program: they were copied without a look at them, so they stayed on one device and as they once were."""
 
     class Scaled(nn.Module):
@@ -377,7 +460,9 @@ def test_the_arguments_of_a_partial_are_each_replicas_own(strategy: torchstrateg
         model.call.keywords["other"].fill_(factor)
         rows = batches(1)[0]
         (batch,) = strategy.experimental_distribute_dataset([rows])
-        results = strategy.gather(strategy.run(lambda x: model(x), args=(batch,)), axis=0)
+        results = strategy.gather(
+            strategy.run(lambda x: model(x), args=(batch,)), axis=0
+        )
         torch.testing.assert_close(results.cpu(), rows * factor)
 
 
@@ -396,11 +481,15 @@ class Best(nn.Module):
             self.best, self.table["best"][0] = 7.0, 7.0
             self.seen.fill_(7.0)
             self.inner.eval()
-        return self.inner(x) * self.best * self.table["best"][0] * self.seen.to(x.device)
+        return (
+            self.inner(x) * self.best * self.table["best"][0] * self.seen.to(x.device)
+        )
 
 
 @pytest.mark.filterwarnings("ignore::torchstrategy.ReplicaBufferWarning")
-def test_what_only_another_replica_than_the_first_writes_does_not_stay_there(strategy: torchstrategy.Strategy) -> None:
+def test_what_only_another_replica_than_the_first_writes_does_not_stay_there(
+    strategy: torchstrategy.Strategy,
+) -> None:
     """The last replica alone saw large rows. From then on it computed with settings that nobody else had."""
     torch.manual_seed(0)
     model = strategy.distribute_module(Best())
@@ -409,14 +498,26 @@ def test_what_only_another_replica_than_the_first_writes_does_not_stay_there(str
 
     def step(x: torch.Tensor) -> tuple[float, float, float, float]:
         model(x.to(model.inner.weight.device)).square().mean().backward()
-        return model.best, model.table["best"][0], float(model.seen), float(model.inner.training)
+        return (
+            model.best,
+            model.table["best"][0],
+            float(model.seen),
+            float(model.inner.training),
+        )
 
     for x in (large, torch.ones(ROWS, 3, **F64)):
         model.zero_grad()
         (batch,) = strategy.experimental_distribute_dataset([x])
         results = strategy.run(step, args=(batch,))
-        assert (model.best, model.table["best"][0], float(model.seen), model.inner.training) == (1.0, 1.0, 1.0, True)
-    assert all(set(result.values) == {1.0} for result in results), "all replicas compute with what the module holds"
+        assert (
+            model.best,
+            model.table["best"][0],
+            float(model.seen),
+            model.inner.training,
+        ) == (1.0, 1.0, 1.0, True)
+    assert all(set(result.values) == {1.0} for result in results), (
+        "all replicas compute with what the module holds"
+    )
     twin = copy.deepcopy(model)
     twin.zero_grad()
     twin(x.to(twin.inner.weight.device)).square().mean().backward()
@@ -435,7 +536,10 @@ NEW: dict[str, tuple[Any, Callable[[Any], Any]]] = {
     "a default dict in a list": ([], lambda n: [*n, defaultdict(int, one=1)]),
     "an object": (Config(), lambda n: Config(n.scale + 1, {"of": n})),
     "an object with slots": (Total(), lambda n: Total(n.rows + 1)),
-    "an object of objects": (SimpleNamespace(n=0, of=Total()), lambda n: SimpleNamespace(n=n.n + 1, of=[Total(n.n)])),
+    "an object of objects": (
+        SimpleNamespace(n=0, of=Total()),
+        lambda n: SimpleNamespace(n=n.n + 1, of=[Total(n.n)]),
+    ),
     "a day": (date(2020, 1, 1), lambda n: n + timedelta(days=1)),
 }
 
@@ -471,7 +575,9 @@ def test_data_that_forward_makes_is_there_after_the_run(
     for x in batches(3):
         strategy.run(lambda: model(x))  # noqa: B023  run at once
         twin(x)
-        assert repr((model.noted, model.items, model.table)) == repr((twin.noted, twin.items, twin.table))
+        assert repr((model.noted, model.items, model.table)) == repr(
+            (twin.noted, twin.items, twin.table)
+        )
 
 
 class Aliases(nn.Module):
@@ -489,7 +595,9 @@ class Aliases(nn.Module):
         else:
             self.one.add_(1)
         other = self.table.get("alias", getattr(self, "other", self.one))
-        return self.inner(x) * (other["scale"] if isinstance(other, dict) else other.to(x.device, copy=True))
+        return self.inner(x) * (
+            other["scale"] if isinstance(other, dict) else other.to(x.device, copy=True)
+        )
 
 
 def in_two_attributes(m: Any) -> None:
@@ -526,8 +634,14 @@ def test_what_has_two_names_from_between_two_runs_is_one_thing_in_replicas(
         (batch,) = strategy.experimental_distribute_dataset([x])
         strategy.run(step, args=(model, batch))
         step(twin, x)
-        torch.testing.assert_close(model.inner.weight.grad, twin.inner.weight.grad, check_device=False)
-        assert (model.one, model.table, vars(model).get("other")) == (twin.one, twin.table, vars(twin).get("other"))
+        torch.testing.assert_close(
+            model.inner.weight.grad, twin.inner.weight.grad, check_device=False
+        )
+        assert (model.one, model.table, vars(model).get("other")) == (
+            twin.one,
+            twin.table,
+            vars(twin).get("other"),
+        )
         for m in (model, twin):
             ALIASES[what](m)
 
@@ -546,14 +660,18 @@ def test_layers_that_are_put_into_plain_containers_between_runs_learn_or_are_ref
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             x = x.to(self.inner.weight.device)
-            return self.inner(x) + sum(more(x) if isinstance(more, nn.Module) else more for more in self.more)
+            return self.inner(x) + sum(
+                more(x) if isinstance(more, nn.Module) else more for more in self.more
+            )
 
     torch.manual_seed(0)
     twin = Branches()
     model = strategy.distribute_module(copy.deepcopy(twin))
     x, further = (
         batches(1)[0],
-        nn.Linear(3, 2, **F64) if where != "a tensor" else torch.ones(2, **F64, requires_grad=True),
+        nn.Linear(3, 2, **F64)
+        if where != "a tensor"
+        else torch.ones(2, **F64, requires_grad=True),
     )
 
     def step(m: Any, x: torch.Tensor) -> None:
@@ -563,19 +681,30 @@ def test_layers_that_are_put_into_plain_containers_between_runs_learn_or_are_ref
     for more in (None, further):
         if more is not None:
             for m in (model, twin):
-                placed = copy.deepcopy(more).to(m.inner.weight.device) if isinstance(more, nn.Module) else more
+                placed = (
+                    copy.deepcopy(more).to(m.inner.weight.device)
+                    if isinstance(more, nn.Module)
+                    else more
+                )
                 m.more = [placed] if where == "another attribute" else m.more
                 m.more[:] = [placed]
         if more is not None and where == "a tensor":
-            with pytest.raises(TypeError, match=r"more\[0\] is a tensor that requires grad in a plain attribute"):
+            with pytest.raises(
+                TypeError,
+                match=r"more\[0\] is a tensor that requires grad in a plain attribute",
+            ):
                 strategy.run(step, args=(model, batch))
             return
         strategy.run(step, args=(model, batch))
         step(twin, x)
-    torch.testing.assert_close(model.more[0].weight.grad, twin.more[0].weight.grad, check_device=False)
+    torch.testing.assert_close(
+        model.more[0].weight.grad, twin.more[0].weight.grad, check_device=False
+    )
 
 
-def test_two_models_of_one_class_have_attributes_of_their_own(several: torchstrategy.Strategy) -> None:
+def test_two_models_of_one_class_have_attributes_of_their_own(
+    several: torchstrategy.Strategy,
+) -> None:
     """What a step wrote in a container of one model was lost if another one of its class had such a container, too."""
 
     class Counting(nn.Module):

@@ -21,7 +21,11 @@ SAMPLE = [
     ("torch_optimizer.Yogi", ALONE, "step()"),  # writes through `.data`
     ("torch_optimizer.Shampoo", ALONE, "step()"),  # keeps matrices
     ("torch_optimizer.Lookahead", AROUND, "step()"),  # does not call `super().__init__`
-    ("pytorch_optimizer.Lion", ALONE, "step()"),  # has `ABC` as its first base, as all of this package
+    (
+        "pytorch_optimizer.Lion",
+        ALONE,
+        "step()",
+    ),  # has `ABC` as its first base, as all of this package
     ("pytorch_optimizer.Prodigy", ALONE, "step()"),  # learns its own rate
     ("pytorch_optimizer.VSGD", ALONE, "step()"),
     ("pytorch_optimizer.ScheduleFreeAdamW", ALONE, "step()"),
@@ -35,7 +39,9 @@ SAMPLE = [
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize(("name", "made", "stepped"), SAMPLE)
-def test_it_trains_as_in_plain_torch(name: str, made: str, stepped: str, strategy: str, place: str) -> None:
+def test_it_trains_as_in_plain_torch(
+    name: str, made: str, stepped: str, strategy: str, place: str
+) -> None:
     recipe = Recipe(name, dict(classes())[name], made, stepped)
     trial = tried(recipe, strategy, place, compute_devices(2))
     assert trial.outcome is Outcome.EQUAL, f"{trial.outcome.value}: {trial.said}"

@@ -25,12 +25,16 @@ class Experts(nn.Module):
     def __init__(self, experts: int = 4) -> None:
         super().__init__()
         self.trunk = nn.Linear(3, 3, dtype=torch.float64)
-        self.experts = nn.ModuleList(nn.Linear(3, 2, dtype=torch.float64) for _ in range(experts))
+        self.experts = nn.ModuleList(
+            nn.Linear(3, 2, dtype=torch.float64) for _ in range(experts)
+        )
 
     def forward(self, x: torch.Tensor, names: torch.Tensor) -> torch.Tensor:
         hidden, out = self.trunk(x).tanh(), x.new_zeros(len(x), 2)
         for name in names.unique().tolist():
-            out = out.index_put((names == name,), self.experts[name](hidden[names == name]))
+            out = out.index_put(
+                (names == name,), self.experts[name](hidden[names == name])
+            )
         return out
 
 
@@ -71,7 +75,10 @@ def _clip_twice(model: Any, batch: Any) -> None:
     experts_loss(model, batch).backward()
     clip_grad_value_(model.parameters(), 0.01)
     clip_grad_norm_(model.parameters(), 0.015)
-    _scale_each(model.parameters(), 1 + float(sum(norm for norm in _norms(model) if norm is not None)))
+    _scale_each(
+        model.parameters(),
+        1 + float(sum(norm for norm in _norms(model) if norm is not None)),
+    )
 
 
 def _look_before(model: Any, batch: Any) -> None:
@@ -118,7 +125,11 @@ def _zero_by_reading(model: Any, batch: Any) -> None:
 def _not_all_run_backward(model: Any, batch: Any) -> None:
     chosen = batch[2] < 2
     if chosen.any():
-        (experts_loss(model, [part[chosen] for part in batch]) * chosen.sum() / len(chosen)).backward()
+        (
+            experts_loss(model, [part[chosen] for part in batch])
+            * chosen.sum()
+            / len(chosen)
+        ).backward()
     clip_grad_norm_(model.parameters(), 0.05)
 
 
@@ -135,9 +146,15 @@ EXPERTS = [
 ]
 
 
-@pytest.mark.parametrize("use", EXPERTS, ids=[use.__name__.strip("_") for use in EXPERTS])
-@pytest.mark.parametrize("clear", ["zero_grad first", "zero_grad(set_to_none=False) first"])
-def test_a_read_meets_also_where_only_other_replicas_use_the_parameter(make, use, clear):
+@pytest.mark.parametrize(
+    "use", EXPERTS, ids=[use.__name__.strip("_") for use in EXPERTS]
+)
+@pytest.mark.parametrize(
+    "clear", ["zero_grad first", "zero_grad(set_to_none=False) first"]
+)
+def test_a_read_meets_also_where_only_other_replicas_use_the_parameter(
+    make, use, clear
+):
     """It was refused: the replica without a gradient of its own took what it read for settled."""
 
     def step(model: Any, optimizer: Any, batch: Any) -> None:
@@ -149,7 +166,9 @@ def test_a_read_meets_also_where_only_other_replicas_use_the_parameter(make, use
 
 
 @pytest.mark.parametrize(
-    "use", [use for use in EXPERTS if use is not _not_all_run_backward], ids=lambda use: use.__name__
+    "use",
+    [use for use in EXPERTS if use is not _not_all_run_backward],
+    ids=lambda use: use.__name__,
 )
 def test_so_it_does_where_the_step_clears_nothing_before(make, use):
     def clears_at_the_end(model: Any, optimizer: Any, batch: Any) -> None:
@@ -161,7 +180,9 @@ def test_so_it_does_where_the_step_clears_nothing_before(make, use):
         use(model, batch)
 
     compare(make, 2, clears_at_the_end, build=Experts, batches=ROWS)
-    compare(make, 3, accumulates, build=Experts, batches=ROWS, after=lambda m, o: o.step())
+    compare(
+        make, 3, accumulates, build=Experts, batches=ROWS, after=lambda m, o: o.step()
+    )
 
 
 def test_a_replica_that_runs_no_backward_and_clears_nothing_is_told_what_to_write(make):
@@ -191,7 +212,9 @@ def test_a_replica_that_meets_at_another_read_is_told_that_it_missed_one(make):
     before = gradients(model)
     with pytest.raises(RuntimeError, match=r"\(outputs\.sum\(\) \* 0\)\.backward\(\)"):
         strategy.run(step, args=(model, optimizer, deal(strategy, ROWS[2])))
-    assert_close(gradients(model), before, "a run that fails leaves gradients as they were")
+    assert_close(
+        gradients(model), before, "a run that fails leaves gradients as they were"
+    )
 
 
 class Many(nn.Module):
@@ -199,11 +222,19 @@ class Many(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.weights = nn.ParameterList(nn.Parameter(torch.full((), k / 100, dtype=torch.float64)) for k in range(150))
-        self.heads = nn.ParameterList(nn.Parameter(torch.full((), k / 10, dtype=torch.float64)) for k in range(150))
+        self.weights = nn.ParameterList(
+            nn.Parameter(torch.full((), k / 100, dtype=torch.float64))
+            for k in range(150)
+        )
+        self.heads = nn.ParameterList(
+            nn.Parameter(torch.full((), k / 10, dtype=torch.float64))
+            for k in range(150)
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        total = torch.stack([weight for weight in self.weights]).square().sum() * x.mean(1)
+        total = torch.stack(
+            [weight for weight in self.weights]
+        ).square().sum() * x.mean(1)
         kinds = (x[:, 0].abs() * 3).long() % 5
         for kind in kinds.unique().tolist():
             total = total + torch.where(kinds == kind, self.heads[kind] * x[:, 1], 0)
@@ -219,7 +250,9 @@ def test_reads_of_many_parameters_look_at_them_a_few_times(make, monkeypatch):
         looks.append(1)
         return raw_grads(tensors)
 
-    monkeypatch.setattr("torchstrategy._copies.gradients.replica_gradients.raw_grads", counted)
+    monkeypatch.setattr(
+        "torchstrategy._copies.gradients.replica_gradients.raw_grads", counted
+    )
 
     def step(model: Any, optimizer: Any, batch: Any) -> None:
         for p in model.weights:
@@ -242,7 +275,9 @@ def test_reads_of_many_parameters_look_at_them_a_few_times(make, monkeypatch):
 
 def _own(model: Any, batch: Any, loss: Any) -> Any:
     parameters = list(model.parameters())
-    return zip(parameters, torch.autograd.grad(loss(model, batch), parameters), strict=True)
+    return zip(
+        parameters, torch.autograd.grad(loss(model, batch), parameters), strict=True
+    )
 
 
 def _assign(model: Any, batch: Any, loss: Any = mse) -> None:
@@ -305,13 +340,21 @@ def _clip_both_ways(model: Any) -> None:
 
 @pytest.mark.parametrize("clear", ["to None", "to zeros", "by reading", "never"])
 @pytest.mark.parametrize("fill", FILL, ids=[fill.__name__ for fill in FILL])
-def test_gradients_that_a_step_puts_in_place_are_clipped_as_those_of_the_whole_batch(make, fill, clear):
+def test_gradients_that_a_step_puts_in_place_are_clipped_as_those_of_the_whole_batch(
+    make, fill, clear
+):
     """Each replica clipped its own, since a gradient that had been shown was taken for that of the whole batch."""
     # The last one does what the others do; on simulated devices each takes its time.
-    clips = [_clip_both_ways] if SIMULATED else [_clip_norm, _clip_value, _clip_by_hand, _clip_both_ways]
+    clips = (
+        [_clip_both_ways]
+        if SIMULATED
+        else [_clip_norm, _clip_value, _clip_by_hand, _clip_both_ways]
+    )
     for backward in (False, True):
 
-        def step(model: Any, optimizer: Any, batch: Any, clip: Any, backward: bool = backward) -> None:
+        def step(
+            model: Any, optimizer: Any, batch: Any, clip: Any, backward: bool = backward
+        ) -> None:
             if clear.startswith("to"):
                 optimizer.zero_grad(set_to_none=clear == "to None")
             for p in model.parameters() if clear == "by reading" else ():
@@ -326,7 +369,13 @@ def test_gradients_that_a_step_puts_in_place_are_clipped_as_those_of_the_whole_b
 
         for clip in clips:
             case = f"{clip.__name__}, backward: {backward}"
-            compare(make, 3, lambda m, o, b, clip=clip, step=step: step(m, o, b, clip), case=case, steps=2)
+            compare(
+                make,
+                3,
+                lambda m, o, b, clip=clip, step=step: step(m, o, b, clip),
+                case=case,
+                steps=2,
+            )
 
 
 @pytest.mark.parametrize("fill", FILL[:-1], ids=[fill.__name__ for fill in FILL[:-1]])
@@ -336,11 +385,21 @@ def test_so_they_are_under_a_sum(make, fill):
 
         def step(model: Any, optimizer: Any, batch: Any, zeros: bool = zeros) -> None:
             optimizer.zero_grad(set_to_none=not zeros)
-            fill(model, batch, lambda m, b: F.mse_loss(m(b[0]), b[1], reduction="sum") / 7)
+            fill(
+                model,
+                batch,
+                lambda m, b: F.mse_loss(m(b[0]), b[1], reduction="sum") / 7,
+            )
             clip_grad_norm_(model.parameters(), 0.1)
             optimizer.step()
 
-        compare(make, 3, step, options=RunOptions(gradient_reduction="sum"), case=f"zeros: {zeros}")
+        compare(
+            make,
+            3,
+            step,
+            options=RunOptions(gradient_reduction="sum"),
+            case=f"zeros: {zeros}",
+        )
 
 
 @pytest.mark.parametrize("write", ["add_", "copy_"])

@@ -17,7 +17,16 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import torchstrategy
 from nets import F64
-from problems import ELSEWHERE, assert_close, data, deal, gradients, mlp, mse, where_it_is
+from problems import (
+    ELSEWHERE,
+    assert_close,
+    data,
+    deal,
+    gradients,
+    mlp,
+    mse,
+    where_it_is,
+)
 
 
 def refused(make: Any, build: Callable[[], nn.Module], match: str) -> None:
@@ -42,11 +51,15 @@ def test_a_script_module_is_refused(make):
     refused(make, Holder, r"Holder\.inner is a ScriptModule, which cannot be copied")
 
 
-def test_a_module_made_in_inference_mode_is_refused_and_one_that_runs_in_it_is_not(make):
+def test_a_module_made_in_inference_mode_is_refused_and_one_that_runs_in_it_is_not(
+    make,
+):
     strategy = make(3)
     with torch.inference_mode(), strategy.scope():
         model = mlp()
-    with pytest.raises(TypeError, match=r"^Sequential\.0\.weight was made in torch\.inference_mode\(\)"):
+    with pytest.raises(
+        TypeError, match=r"^Sequential\.0\.weight was made in torch\.inference_mode\(\)"
+    ):
         strategy.run(lambda b: model(b[0]), args=(deal(strategy, data(7)),))
     with strategy.scope():
         model = mlp()
@@ -98,13 +111,17 @@ def test_a_tensor_that_requires_grad_in_a_plain_attribute_is_refused(make):
     )
 
 
-def test_a_tensor_that_requires_grad_is_refused_also_when_it_was_put_there_between_runs(make):
+def test_a_tensor_that_requires_grad_is_refused_also_when_it_was_put_there_between_runs(
+    make,
+):
     strategy = make(3)
     with strategy.scope():
         model = Attribute()
     strategy.run(lambda: model(torch.ones(1, 3)).detach())
     model.kept = torch.zeros(1, requires_grad=True)
-    with pytest.raises(TypeError, match=r"Attribute\.kept is a tensor that requires grad"):
+    with pytest.raises(
+        TypeError, match=r"Attribute\.kept is a tensor that requires grad"
+    ):
         strategy.run(lambda: model(torch.ones(1, 3)).detach())
 
 
@@ -136,7 +153,9 @@ def test_parameters_in_a_plain_container_learn_or_are_refused(make, container):
     except (TypeError, RuntimeError) as error:
         assert "extra" in str(error) or "param_groups" in str(error)
     else:
-        assert not torch.equal(extra, start), "the tensor was given to the optimizer, was used, and has not learnt"
+        assert not torch.equal(extra, start), (
+            "the tensor was given to the optimizer, was used, and has not learnt"
+        )
 
 
 def test_a_subclass_of_parameter_is_refused(make):
@@ -159,7 +178,12 @@ class Meter:
     """What people keep in a model: it counts, with a lock, and writes a log."""
 
     def __init__(self, stream):
-        self.count, self.lock, self.stream, self.nested = 0, threading.Lock(), stream, [(i for i in range(3)), math]
+        self.count, self.lock, self.stream, self.nested = (
+            0,
+            threading.Lock(),
+            stream,
+            [(i for i in range(3)), math],
+        )
 
 
 class Counts(nn.Module):
@@ -188,7 +212,10 @@ def test_what_cannot_be_copied_is_one_for_all_replicas(make, when):
     for count in (1, 2):
         strategy.run(lambda: model(torch.ones(1, 3)).detach())
         assert (model.meter.count, stream.written) == (count, 3 * count)
-    assert type(model.meter.lock) is type(threading.Lock()) and model.meter.nested[1] is math
+    assert (
+        type(model.meter.lock) is type(threading.Lock())
+        and model.meter.nested[1] is math
+    )
 
 
 class OneStream:
@@ -216,7 +243,11 @@ def test_a_tensor_without_memory_is_refused(make, is_parameter):
         model.held.untyped_storage().resize_(0)
         return model
 
-    refused(make, build, r"^Linear\.held has no memory: .* Give it memory and values before strategy\.run")
+    refused(
+        make,
+        build,
+        r"^Linear\.held has no memory: .* Give it memory and values before strategy\.run",
+    )
 
 
 @pytest.mark.parametrize("size", [100, 1 << 18])
@@ -239,7 +270,9 @@ def test_a_buffer_may_lose_its_memory_between_runs_but_not_in_a_step(make, size)
         model.held += 1
         model.held.untyped_storage().resize_(0)
 
-    with pytest.raises(RuntimeError, match=r"held, and has taken its memory away in a replica"):
+    with pytest.raises(
+        RuntimeError, match=r"held, and has taken its memory away in a replica"
+    ):
         strategy.run(step)
 
 
@@ -260,7 +293,9 @@ def test_a_module_that_cannot_be_copied_is_refused(make):
             raise RuntimeError("there is one")
 
     refused(
-        make, lambda: nn.Sequential(Stubborn(3, 2)), r"Sequential cannot be copied for the replicas: .*there is one"
+        make,
+        lambda: nn.Sequential(Stubborn(3, 2)),
+        r"Sequential cannot be copied for the replicas: .*there is one",
     )
 
 
@@ -274,14 +309,18 @@ def test_one_model_in_two_strategies_is_refused(make):
     with pytest.raises(RuntimeError, match=match):
         second.distribute_module(nn.Sequential(model[0]))
     own = second.distribute_module(copy.deepcopy(model))
-    assert first.extended.variable_created_in_scope(model) and second.extended.variable_created_in_scope(own)
+    assert first.extended.variable_created_in_scope(
+        model
+    ) and second.extended.variable_created_in_scope(own)
     assert not second.extended.variable_created_in_scope(model)
     first.run(lambda b: mse(model, b).backward(), args=(deal(first, data(4)),))
     second.run(lambda b: mse(own, b).backward(), args=(deal(second, data(4)),))
     assert_close(gradients(own), gradients(model), "each in its own strategy")
 
 
-def test_a_part_of_a_model_of_another_strategy_is_refused_in_a_new_model_or_at_its_first_run(make):
+def test_a_part_of_a_model_of_another_strategy_is_refused_in_a_new_model_or_at_its_first_run(
+    make,
+):
     first, second = make(2), make(2)
     with first.scope():
         model = mlp()
@@ -318,7 +357,9 @@ class Growing(nn.Module):
         self.register_buffer("queue", torch.zeros(2))
 
     def forward(self, count: int) -> torch.Tensor:
-        self.queue = torch.cat([self.queue, torch.ones(count, device=self.queue.device)])
+        self.queue = torch.cat(
+            [self.queue, torch.ones(count, device=self.queue.device)]
+        )
         return self.queue.sum()
 
 
@@ -327,9 +368,14 @@ def test_a_buffer_of_another_shape_in_each_replica_is_refused_by_name(make):
     with strategy.scope():
         model = Growing()
     with pytest.raises(
-        RuntimeError, match=r"replaced the buffer Growing\.queue by a tensor of shape \(3,\) and torch\.float32, and"
+        RuntimeError,
+        match=r"replaced the buffer Growing\.queue by a tensor of shape \(3,\) and torch\.float32, and",
     ):
-        strategy.run(lambda: model(1 + torchstrategy.get_replica_context().replica_id_in_sync_group))
+        strategy.run(
+            lambda: model(
+                1 + torchstrategy.get_replica_context().replica_id_in_sync_group
+            )
+        )
     assert model.queue.tolist() == [0.0, 0.0]
 
 
@@ -340,5 +386,8 @@ def test_a_buffer_may_get_another_shape_that_is_the_same_in_all_replicas(make):
         model = Growing()
     for count in (1, 2, 3):
         results = strategy.run(lambda: model(1))
-        assert list(map(float, results.values)) == [count, count] and model.queue.tolist() == [0.0, 0.0, *[1.0] * count]
+        assert list(map(float, results.values)) == [
+            count,
+            count,
+        ] and model.queue.tolist() == [0.0, 0.0, *[1.0] * count]
     assert float(model(1)) == 4

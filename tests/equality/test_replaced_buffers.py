@@ -26,7 +26,9 @@ X = torch.arange(16, dtype=torch.float64).reshape(8, 2) / 16
 class Net(nn.Module):
     """A layer with a buffer; `write` is what its forward does to the buffer."""
 
-    def __init__(self, write: Callable[[Any], None], others: Callable[[Any], None]) -> None:
+    def __init__(
+        self, write: Callable[[Any], None], others: Callable[[Any], None]
+    ) -> None:
         super().__init__()
         self.layer = nn.Linear(2, 2).double()
         with torch.no_grad():
@@ -88,17 +90,32 @@ def in_a_table(m: Any) -> None:
 
 
 CASES = [
-    *((write, nowhere_else) for write in (anew, in_registration, in_place_and_anew, after_it_was_kept, sometimes)),
+    *(
+        (write, nowhere_else)
+        for write in (
+            anew,
+            in_registration,
+            in_place_and_anew,
+            after_it_was_kept,
+            sometimes,
+        )
+    ),
     *((write, two_names) for write in (anew, under_its_other_name, in_place_and_anew)),
     *((write, in_a_table) for write in (anew, in_place_and_anew)),
 ]
 
 
 def trained(
-    strategy: torchstrategy.Strategy | None, write: Callable[[Any], None], others: Callable[[Any], None]
+    strategy: torchstrategy.Strategy | None,
+    write: Callable[[Any], None],
+    others: Callable[[Any], None],
 ) -> list[torch.Tensor]:
     """Results, aliases of the buffer, and the model, after steps between which the user writes on an alias."""
-    device = torch.device("cpu") if strategy is None else strategy.extended.parameter_devices[0]
+    device = (
+        torch.device("cpu")
+        if strategy is None
+        else strategy.extended.parameter_devices[0]
+    )
     with nullcontext() if strategy is None else strategy.scope(), using_device(device):
         net = Net(write, others)
 
@@ -106,7 +123,9 @@ def trained(
         if strategy is None:
             return step(X)
         batches = strategy.experimental_distribute_values_from_function(
-            lambda context: X.tensor_split(context.num_replicas_in_sync)[context.replica_id_in_sync_group]
+            lambda context: X.tensor_split(context.num_replicas_in_sync)[
+                context.replica_id_in_sync_group
+            ]
         )
         return strategy.gather(strategy.run(step, args=(batches,)), axis=0)
 
@@ -118,18 +137,27 @@ def trained(
         if index % 2 and write is not after_it_was_kept:
             aliases[-2].mul_(0.25)
         aliases.append(net.mean)
-    return [tensor.detach().cpu().clone() for tensor in (*results, *aliases, *net.state_dict().values())]
+    return [
+        tensor.detach().cpu().clone()
+        for tensor in (*results, *aliases, *net.state_dict().values())
+    ]
 
 
 @pytest.mark.parametrize(("write", "others"), CASES, ids=lambda fn: fn.__name__)
 def test_a_replaced_buffer_is_another_tensor_as_in_plain_torch(
-    several: torchstrategy.Strategy, write: Callable[[Any], None], others: Callable[[Any], None]
+    several: torchstrategy.Strategy,
+    write: Callable[[Any], None],
+    others: Callable[[Any], None],
 ) -> None:
-    for one, other in zip(trained(several, write, others), trained(None, write, others), strict=True):
+    for one, other in zip(
+        trained(several, write, others), trained(None, write, others), strict=True
+    ):
         torch.testing.assert_close(one, other)
 
 
-def test_copies_are_not_made_anew_for_a_buffer_that_each_step_replaces(several: torchstrategy.Strategy) -> None:
+def test_copies_are_not_made_anew_for_a_buffer_that_each_step_replaces(
+    several: torchstrategy.Strategy,
+) -> None:
     with several.scope():
         net = Net(anew, nowhere_else)
     copies = set()
@@ -143,7 +171,9 @@ def test_copies_are_not_made_anew_for_a_buffer_that_each_step_replaces(several: 
     assert len(copies) == several.num_replicas_in_sync
 
 
-def test_a_buffer_that_each_step_replaces_differently_is_warned_of_once(several: torchstrategy.Strategy) -> None:
+def test_a_buffer_that_each_step_replaces_differently_is_warned_of_once(
+    several: torchstrategy.Strategy,
+) -> None:
     def from_its_rows(m: Any) -> None:
         replica = torchstrategy.get_replica_context().replica_id_in_sync_group
         m.mean = m.mean * (0.5 + replica)
@@ -173,7 +203,10 @@ def test_a_buffer_that_replicas_make_from_their_rows_is_warned_of() -> None:
     strategy = torchstrategy.CentralStorageStrategy(["cpu"] * 2)
     model = strategy.distribute_module(Centred())
     (batch,) = strategy.experimental_distribute_dataset([X])
-    with pytest.warns(ReplicaBufferWarning, match=r"The buffer Centred\.mean has other numbers in each replica"):
+    with pytest.warns(
+        ReplicaBufferWarning,
+        match=r"The buffer Centred\.mean has other numbers in each replica",
+    ):
         strategy.run(lambda x: model(x), args=(batch,))
 
 
@@ -183,11 +216,15 @@ def test_a_buffer_that_is_to_learn_is_refused() -> None:
     class Scaled(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.register_buffer("scale", torch.ones(2, dtype=torch.float64, requires_grad=True))
+            self.register_buffer(
+                "scale", torch.ones(2, dtype=torch.float64, requires_grad=True)
+            )
 
     strategy = torchstrategy.CentralStorageStrategy(["cpu"] * 2)
     model = strategy.distribute_module(Scaled())
-    with pytest.raises(TypeError, match=r"Scaled\.scale is a tensor that requires grad"):
+    with pytest.raises(
+        TypeError, match=r"Scaled\.scale is a tensor that requires grad"
+    ):
         strategy.run(lambda: (model.scale * X).mean().backward())
 
 
@@ -264,7 +301,9 @@ def test_a_step_that_puts_one_tensor_in_two_places_leaves_one(
             net.due = index == 1
             step() if strategy is None else strategy.run(step)
             net.mean.mul_(3)
-            seen += [value.detach().cpu().clone() for value in net.state_dict().values()]
+            seen += [
+                value.detach().cpu().clone() for value in net.state_dict().values()
+            ]
         return seen
 
     for one, other in zip(trained(several), trained(None), strict=True):

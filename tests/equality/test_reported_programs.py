@@ -88,11 +88,15 @@ class Views(nn.Module):
             self.register_buffer("other", self.w.data)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * self.w * self.one * (self.rest.sum() if self.attribute else self.other)
+        return (
+            x * self.w * self.one * (self.rest.sum() if self.attribute else self.other)
+        )
 
 
 @pytest.mark.parametrize("attribute", [False, True])
-def test_two_views_of_a_parameter(several: torchstrategy.Strategy, attribute: bool) -> None:
+def test_two_views_of_a_parameter(
+    several: torchstrategy.Strategy, attribute: bool
+) -> None:
     # The copies of the two share memory, so to bring one counted as a write of the step on the other. After the run,
     # the old value was written over the update.
     def share(model: Any, _: Any) -> None:
@@ -104,7 +108,9 @@ def test_two_views_of_a_parameter(several: torchstrategy.Strategy, attribute: bo
 
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("later", [False, True])
-def test_parameters_that_share_memory(several: torchstrategy.Strategy, frozen: bool, later: bool) -> None:
+def test_parameters_that_share_memory(
+    several: torchstrategy.Strategy, frozen: bool, later: bool
+) -> None:
     # Each copy had memory of its own, so an update of one did not reach the other.
     def tie(model: Any, _: Any) -> None:
         model[1].weight.requires_grad_(not frozen)
@@ -120,7 +126,9 @@ def test_parameters_that_share_memory(several: torchstrategy.Strategy, frozen: b
 class Factor(nn.Module):
     """The input times what a function makes of the module."""
 
-    def __init__(self, prepare: Callable[[Any], None], factor: Callable[[Any], Any]) -> None:
+    def __init__(
+        self, prepare: Callable[[Any], None], factor: Callable[[Any], Any]
+    ) -> None:
         super().__init__()
         prepare(self)
         self._factor = factor
@@ -177,7 +185,9 @@ def true_in_the_place_of_one(m: Any) -> None:
 
 
 def rows_as_long_as_the_checksums(m: Any) -> None:
-    m.register_buffer("b", torch.arange(20, dtype=torch.float64)[:, None].repeat(1, 1021))
+    m.register_buffer(
+        "b", torch.arange(20, dtype=torch.float64)[:, None].repeat(1, 1021)
+    )
 
 
 def exchange_rows(m: Any) -> None:
@@ -188,42 +198,72 @@ def exchange_rows(m: Any) -> None:
 
 
 def hooked_dict(m: Any) -> None:
-    m.__dict__ = {**m.__dict__, "_forward_hooks": OrderedDict({0: lambda module, inputs, out: out * 7})}
+    m.__dict__ = {
+        **m.__dict__,
+        "_forward_hooks": OrderedDict({0: lambda module, inputs, out: out * 7}),
+    }
 
 
-UNSEEN: dict[str, tuple[Callable[[Any], None], Callable[[Any], Any], Callable[[Any], None]]] = {
+UNSEEN: dict[
+    str, tuple[Callable[[Any], None], Callable[[Any], Any], Callable[[Any], None]]
+] = {
     "a tensor became conjugate": (complex_buffer, lambda m: m.z.imag, conjugate),
     "beside a sparse one": (beside_a_sparse_one, lambda m: m.z.imag, conjugate),
     "a tensor became negative": (real_buffer, lambda m: m.b, negate),
-    "an attribute with the name of a hook": (under_a_named_hook, lambda m: m.alpha, set_alpha),
+    "an attribute with the name of a hook": (
+        under_a_named_hook,
+        lambda m: m.alpha,
+        set_alpha,
+    ),
     "a key became an equal one": (
         table_with_a_number,
         lambda m: 2 if True is next(iter(m.table)) else 1,
         true_in_the_place_of_one,
     ),
-    "rows changed places": (rows_as_long_as_the_checksums, lambda m: m.b[0, :1], exchange_rows),
+    "rows changed places": (
+        rows_as_long_as_the_checksums,
+        lambda m: m.b[0, :1],
+        exchange_rows,
+    ),
     "another __dict__": (real_buffer, lambda m: m.b, hooked_dict),
 }
 
 
 @pytest.mark.parametrize("what", UNSEEN)
-def test_changes_between_runs_that_replicas_did_not_see(several: torchstrategy.Strategy, what: str) -> None:
+def test_changes_between_runs_that_replicas_did_not_see(
+    several: torchstrategy.Strategy, what: str
+) -> None:
     prepare, factor, change = UNSEEN[what]
-    if change in (conjugate, negate) and several.extended.parameter_devices[0].type != "cpu":
-        pytest.skip("simulated devices take no conjugate view in the place of the data of a tensor")
+    if (
+        change in (conjugate, negate)
+        and several.extended.parameter_devices[0].type != "cpu"
+    ):
+        pytest.skip(
+            "simulated devices take no conjugate view in the place of the data of a tensor"
+        )
     plain = Factor(prepare, factor)
     ours = several.distribute_module(Factor(prepare, factor))
     for index in range(4):
         if index == 2:
             change(plain)
             change(ours)
-        close(several.gather(several.run(lambda x: ours(x).detach(), args=(deal(several, X),)), axis=0), plain(X))
+        close(
+            several.gather(
+                several.run(lambda x: ours(x).detach(), args=(deal(several, X),)),
+                axis=0,
+            ),
+            plain(X),
+        )
 
 
-def test_a_write_on_the_state_of_an_optimizer_is_refused(several: torchstrategy.Strategy) -> None:
+def test_a_write_on_the_state_of_an_optimizer_is_refused(
+    several: torchstrategy.Strategy,
+) -> None:
     # Each replica made it, and they share the optimizer.
     model = several.distribute_module(nn.Linear(3, 3).double())
-    optimizer = several.distribute_optimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    optimizer = several.distribute_optimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    )
 
     def step(x: torch.Tensor, halve: bool) -> None:
         optimizer.zero_grad()
@@ -272,11 +312,15 @@ def test_a_maximum_is_not_averaged(several: torchstrategy.Strategy) -> None:
 
 
 @pytest.mark.parametrize("rows", [6, 7])
-def test_a_penalty_on_the_gradient_of_rows_that_meet(several: torchstrategy.Strategy, rows: int) -> None:
+def test_a_penalty_on_the_gradient_of_rows_that_meet(
+    several: torchstrategy.Strategy, rows: int
+) -> None:
     # The gradient of a sum is right only where all replicas have as many rows: docs/features.md says to take a mean.
     x = torch.arange(rows * 3, dtype=torch.float64).reshape(rows, 3).sin()
     torch.manual_seed(0)
-    plain = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Tanh(), nn.Linear(3, 1)).double()
+    plain = nn.Sequential(
+        nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Tanh(), nn.Linear(3, 1)
+    ).double()
     ours = torchstrategy.nn.SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(plain))
     several.distribute_module(ours)
 
@@ -291,7 +335,9 @@ def test_a_penalty_on_the_gradient_of_rows_that_meet(several: torchstrategy.Stra
         close(one.grad, other.grad)
 
 
-def test_a_hook_of_a_parameter_that_only_the_step_trains(several: torchstrategy.Strategy) -> None:
+def test_a_hook_of_a_parameter_that_only_the_step_trains(
+    several: torchstrategy.Strategy,
+) -> None:
     # A random program found it: what the step thaws and freezes again is frozen when the next run begins, and its hook
     # was not called any more.
     def run(strategy: torchstrategy.Strategy | None) -> list[torch.Tensor]:

@@ -18,7 +18,18 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import torchstrategy
-from problems import assert_close, built, close, context, deal, gradients, parameters, replica_id, sgd, where_it_is
+from problems import (
+    assert_close,
+    built,
+    close,
+    context,
+    deal,
+    gradients,
+    parameters,
+    replica_id,
+    sgd,
+    where_it_is,
+)
 from topologies import SIMULATED, TOPOLOGIES, central, compute_devices
 from torchstrategy import ReduceOp, RunOptions
 from torchstrategy.nn import SyncBatchNorm, compute_average_loss
@@ -26,12 +37,16 @@ from torchstrategy.testing import count_traffic
 
 Maker = Callable[[int], torchstrategy.Strategy]
 STRATEGIES = {replicas: central(replicas) for replicas in range(2, 5)}
-quickly = settings(max_examples=10 if SIMULATED else 25, deadline=None, derandomize=True, database=None)
+quickly = settings(
+    max_examples=10 if SIMULATED else 25, deadline=None, derandomize=True, database=None
+)
 convert = SyncBatchNorm.convert_sync_batchnorm
 PRECISE = {torch.float64: 1e-12, torch.float32: 1e-5}
 
 
-def point_net(dims: int, dtype: torch.dtype = torch.float64, **kwargs: Any) -> nn.Module:
+def point_net(
+    dims: int, dtype: torch.dtype = torch.float64, **kwargs: Any
+) -> nn.Module:
     """Something to learn before a layer of batch normalisation, for inputs with so many dimensions after the second."""
     before = [nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d][dims]
     norm = [nn.BatchNorm1d, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d][dims]
@@ -39,7 +54,9 @@ def point_net(dims: int, dtype: torch.dtype = torch.float64, **kwargs: Any) -> n
 
 
 def pair(
-    strategy: torchstrategy.Strategy, build: Callable[[], nn.Module], optimizer: Any = None
+    strategy: torchstrategy.Strategy,
+    build: Callable[[], nn.Module],
+    optimizer: Any = None,
 ) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
     """A converted model of a strategy, and a plain one; no parameter is what layers make of it at first."""
 
@@ -53,8 +70,16 @@ def pair(
     return (convert(model), ours), (twin, plain)
 
 
-def values(*size: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype) * 2 + 3
+def values(
+    *size: int, dtype: torch.dtype = torch.float64, seed: int = 0
+) -> torch.Tensor:
+    return (
+        torch.randn(
+            *size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+        ).to(dtype)
+        * 2
+        + 3
+    )
 
 
 def row_losses(model: nn.Module, batch: Any) -> torch.Tensor:
@@ -64,7 +89,10 @@ def row_losses(model: nn.Module, batch: Any) -> torch.Tensor:
 
 
 def state(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: tensor.detach().cpu().clone() for name, tensor in model.state_dict().items()}
+    return {
+        name: tensor.detach().cpu().clone()
+        for name, tensor in model.state_dict().items()
+    }
 
 
 def check(
@@ -84,7 +112,9 @@ def check(
 
     for m in models:
         m.zero_grad()
-    out = strategy.gather(strategy.run(step, args=(deal(strategy, x),), options=options), axis=0)
+    out = strategy.gather(
+        strategy.run(step, args=(deal(strategy, x),), options=options), axis=0
+    )
     whole = where_it_is(twin, [x])[0][rows]
     row_losses(twin, whole).mean().backward()
     close(out[rows], twin(whole).detach(), rtol=10 * precision, atol=precision)
@@ -102,8 +132,15 @@ def test_forward_backward_and_statistics_are_those_of_the_whole_batch(
 ) -> None:
     strategy = make(3)
     (model, _), (twin, _) = pair(strategy, lambda: point_net(len(size), dtype))
-    for k, rows in enumerate((7, 4)):  # 4 rows are two for either of two replicas, and none for the third
-        check(strategy, (model, twin), values(rows, 2, *size, dtype=dtype, seed=k), precision=PRECISE[dtype])
+    for k, rows in enumerate(
+        (7, 4)
+    ):  # 4 rows are two for either of two replicas, and none for the third
+        check(
+            strategy,
+            (model, twin),
+            values(rows, 2, *size, dtype=dtype, seed=k),
+            precision=PRECISE[dtype],
+        )
 
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -119,7 +156,9 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_kind_of_layer_trains_and_evaluates_like_plain(make: Maker, kind: str) -> None:
+def test_every_kind_of_layer_trains_and_evaluates_like_plain(
+    make: Maker, kind: str
+) -> None:
     strategy = make(2)
     (model, _), (twin, _) = pair(strategy, lambda: point_net(1, **KINDS[kind]))
     for k in range(2):
@@ -144,11 +183,22 @@ def test_every_strategy_has_it(strategy: torchstrategy.Strategy) -> None:
     st.floats(-1e3, 1e3),
 )
 def test_no_rows_or_options_change_anything(
-    replicas: int, rows: int, length: int, reduction: ReduceOp, empty: bool, offset: float
+    replicas: int,
+    rows: int,
+    length: int,
+    reduction: ReduceOp,
+    empty: bool,
+    offset: float,
 ) -> None:
     options = RunOptions(gradient_reduction=reduction, run_empty_replicas=empty)
     models = shared_models(STRATEGIES[replicas])
-    check(STRATEGIES[replicas], models, values(rows, 2, length) + offset, options, precision=1e-9)
+    check(
+        STRATEGIES[replicas],
+        models,
+        values(rows, 2, length) + offset,
+        options,
+        precision=1e-9,
+    )
 
 
 @functools.cache
@@ -184,7 +234,9 @@ def test_a_network_trains_as_it_does_on_one_device(make: Maker, inside: bool) ->
 
     for k in range(5):
         batch = [values(7, 1, 7, 7, seed=k), torch.arange(7) % 4]
-        strategy.run(lambda b: step(model, ours, b, inside), args=(deal(strategy, batch),))
+        strategy.run(
+            lambda b: step(model, ours, b, inside), args=(deal(strategy, batch),)
+        )
         if not inside:
             ours.step()
         step(twin, plain, where_it_is(twin, batch), True)
@@ -193,13 +245,17 @@ def test_a_network_trains_as_it_does_on_one_device(make: Maker, inside: bool) ->
     for m in (model, twin):
         m.eval()
     batch = values(5, 1, 7, 7)
-    out = strategy.gather(strategy.run(lambda b: model(b).detach(), args=(deal(strategy, batch),)), axis=0)
+    out = strategy.gather(
+        strategy.run(lambda b: model(b).detach(), args=(deal(strategy, batch),)), axis=0
+    )
     close(out, twin(where_it_is(twin, [batch])[0]).detach(), rtol=1e-9, atol=1e-10)
 
 
 def test_statistics_are_the_same_whichever_replica_returns_them() -> None:
     device = compute_devices(1)[0]
-    strategy = torchstrategy.CentralStorageStrategy([device] * 3, device, buffer_aggregation="only_first_replica")
+    strategy = torchstrategy.CentralStorageStrategy(
+        [device] * 3, device, buffer_aggregation="only_first_replica"
+    )
     (model, _), (twin, _) = pair(strategy, lambda: point_net(0))
     check(strategy, (model, twin), values(7, 2))
 
@@ -209,8 +265,15 @@ def test_values_far_from_zero_lose_no_digits() -> None:
     strategy = STRATEGIES[3]
     with strategy.scope():
         norm = SyncBatchNorm(3)
-    out = strategy.gather(strategy.run(lambda b: norm(b).detach(), args=(deal(strategy, x),)), axis=0)
-    close(out, nn.BatchNorm1d(3).double()(x.double()).detach().float().to(out.device), rtol=1e-5, atol=1e-5)
+    out = strategy.gather(
+        strategy.run(lambda b: norm(b).detach(), args=(deal(strategy, x),)), axis=0
+    )
+    close(
+        out,
+        nn.BatchNorm1d(3).double()(x.double()).detach().float().to(out.device),
+        rtol=1e-5,
+        atol=1e-5,
+    )
 
 
 def test_rows_of_a_replica_whose_gradient_is_dropped_do_not_count() -> None:
@@ -233,12 +296,17 @@ def test_a_replica_without_rows_meets_the_others() -> None:
 
 def test_a_gradient_penalty_is_that_of_the_whole_batch(make: Maker) -> None:
     strategy = make(3)
-    (model, _), (twin, _) = pair(strategy, lambda: nn.Sequential(point_net(0), nn.Tanh(), nn.Linear(3, 1).double()))
+    (model, _), (twin, _) = pair(
+        strategy,
+        lambda: nn.Sequential(point_net(0), nn.Tanh(), nn.Linear(3, 1).double()),
+    )
 
     def step(model: nn.Module, x: torch.Tensor, rows: int) -> None:
         x = x.detach().requires_grad_()
         # A replica's gradient is that of the mean of its rows: of the whole batch once it weighs as many rows.
-        (slope,) = torch.autograd.grad(row_losses(model, x).mean(), x, create_graph=True)
+        (slope,) = torch.autograd.grad(
+            row_losses(model, x).mean(), x, create_graph=True
+        )
         ((slope * rows).square().sum(1) - 1).square().mean().backward()
 
     x = values(6, 2)
@@ -251,9 +319,14 @@ def test_a_gradient_penalty_is_that_of_the_whole_batch(make: Maker) -> None:
 def test_half_precision_gives_what_plain_gives(dtype: torch.dtype) -> None:
     strategy = STRATEGIES[3]
     for cast in (torch.float32, dtype):  # of the parameters
-        (model, _), (twin, _) = pair(strategy, lambda cast=cast: point_net(1, cast)[1:], None)
+        (model, _), (twin, _) = pair(
+            strategy, lambda cast=cast: point_net(1, cast)[1:], None
+        )
         x = values(7, 3, 4, dtype=dtype)
-        out = strategy.gather(strategy.run(lambda b, m=model: m(b).detach(), args=(deal(strategy, x),)), axis=0)
+        out = strategy.gather(
+            strategy.run(lambda b, m=model: m(b).detach(), args=(deal(strategy, x),)),
+            axis=0,
+        )
         expected = twin(where_it_is(twin, [x])[0]).detach()
         assert out.dtype == expected.dtype == dtype
         coarse = 4 * torch.finfo(dtype).eps
@@ -274,9 +347,13 @@ def test_autocast_gives_what_plain_gives() -> None:
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_activation_checkpoints_meet_again_in_backward(make: Maker, reentrant: bool) -> None:
+def test_activation_checkpoints_meet_again_in_backward(
+    make: Maker, reentrant: bool
+) -> None:
     strategy = make(3)
-    (model, _), (twin, _) = pair(strategy, lambda: nn.Sequential(point_net(0), nn.Tanh(), point_net(0)[1:]))
+    (model, _), (twin, _) = pair(
+        strategy, lambda: nn.Sequential(point_net(0), nn.Tanh(), point_net(0)[1:])
+    )
 
     def step(model: nn.Module, x: torch.Tensor) -> None:
         x = x.detach().requires_grad_()
@@ -291,7 +368,9 @@ def test_activation_checkpoints_meet_again_in_backward(make: Maker, reentrant: b
 
 
 @pytest.mark.slow  # the first to import the compiler
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # which the compiler asks for
+@pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor that is not a leaf"
+)  # which the compiler asks for
 def test_a_compiled_model_is_the_same_and_is_compiled_for_all_runs() -> None:
     graphs = []
 
@@ -312,12 +391,19 @@ def test_a_compiled_model_is_the_same_and_is_compiled_for_all_runs() -> None:
     compiled = torch.compile(model, backend=backend)
     x, counts = values(9, 2), []
     for _ in range(3):
-        strategy.run(lambda b: row_losses(compiled, b).mean().backward(), args=(deal(strategy, x),))
+        strategy.run(
+            lambda b: row_losses(compiled, b).mean().backward(),
+            args=(deal(strategy, x),),
+        )
         row_losses(twin, where_it_is(twin, [x])[0]).mean().backward()
         assert_close(gradients(model), gradients(twin), "gradient")
         counts.append(len(graphs))
     assert counts[0] > 0
-    compiled_from = [node.meta.get("stack_trace", "") for graph in graphs for node in graph.graph.nodes]
+    compiled_from = [
+        node.meta.get("stack_trace", "")
+        for graph in graphs
+        for node in graph.graph.nodes
+    ]
     assert not any(torchstrategy.nn.__path__[0] in where for where in compiled_from)
     assert counts[1] == counts[2]
 
@@ -362,7 +448,10 @@ def test_a_layer_meets_once_forward_and_once_backward() -> None:
     batch = deal(strategy, values(7, 1, 7, 7))
     with count_traffic() as traffic:
         strategy.run(lambda b: model(b).square().mean().backward(), args=(batch,))
-    assert traffic.meetings == {"SyncBatchNorm(axis=0)": 3, "the backward of a collective": 3}
+    assert traffic.meetings == {
+        "SyncBatchNorm(axis=0)": 3,
+        "the backward of a collective": 3,
+    }
     with count_traffic() as traffic, torch.no_grad():
         strategy.run(lambda b: model(b), args=(batch,))
     assert traffic.meetings == {"SyncBatchNorm(axis=0)": 3}
@@ -376,9 +465,13 @@ def test_a_whole_batch_with_one_value_a_channel_is_refused() -> None:
     with strategy.scope():
         norm = SyncBatchNorm(3)
     x = deal(strategy, values(1, 3, dtype=torch.float32))
-    with pytest.raises(ValueError, match=r"^Expected more than 1 value per channel when training"):
+    with pytest.raises(
+        ValueError, match=r"^Expected more than 1 value per channel when training"
+    ):
         strategy.run(norm, args=(x,), options=RunOptions(run_empty_replicas=True))
-    with pytest.raises(ValueError, match=r"^Expected more than 1 value per channel when training"):
+    with pytest.raises(
+        ValueError, match=r"^Expected more than 1 value per channel when training"
+    ):
         strategy.run(norm, args=(x,))
     assert norm.num_batches_tracked == 0
     out = strategy.run(norm, args=(deal(strategy, values(2, 3, dtype=torch.float32)),))
@@ -391,18 +484,27 @@ def test_a_whole_batch_without_rows_changes_no_statistics() -> None:
         norm = SyncBatchNorm(3)
     out = strategy.run(lambda: norm(torch.empty(0, 3, device=norm.weight.device)))
     assert all(part.shape == (0, 3) for part in out.values)
-    assert_close(state(norm), {**state(nn.BatchNorm1d(3)), "num_batches_tracked": torch.tensor(1)}, "state")
+    assert_close(
+        state(norm),
+        {**state(nn.BatchNorm1d(3)), "num_batches_tracked": torch.tensor(1)},
+        "state",
+    )
 
 
 @pytest.mark.parametrize(
     ("size", "message"),
     [
         ((4,), r"^expected at least 2D input \(got 1D input\)"),
-        ((4, 2), r"^SyncBatchNorm\(3\) was given an input of shape \(2, 2\), which has 2 channels in dimension 1\."),
+        (
+            (4, 2),
+            r"^SyncBatchNorm\(3\) was given an input of shape \(2, 2\), which has 2 channels in dimension 1\.",
+        ),
         ((4, 1), r"^SyncBatchNorm\(3\) was given an input of shape \(2, 1\)"),
     ],
 )
-def test_an_input_that_does_not_fit_is_refused(size: tuple[int, ...], message: str) -> None:
+def test_an_input_that_does_not_fit_is_refused(
+    size: tuple[int, ...], message: str
+) -> None:
     strategy = STRATEGIES[2]
     with strategy.scope():
         norm = SyncBatchNorm(3)
@@ -415,7 +517,10 @@ def test_a_layer_that_not_every_replica_comes_to_is_an_error() -> None:
     with strategy.scope():
         norm = SyncBatchNorm(3)
     x = deal(strategy, values(4, 3, dtype=torch.float32))
-    with pytest.raises(RuntimeError, match=r"replica 0 is at SyncBatchNorm\(axis=0\), replica 1 has ended"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"replica 0 is at SyncBatchNorm\(axis=0\), replica 1 has ended",
+    ):
         strategy.run(lambda b: norm(b) if replica_id() == 0 else b, args=(x,))
 
 
@@ -429,7 +534,9 @@ def test_a_backward_after_the_run_is_an_error_and_does_not_hang() -> None:
         sum(loss.to("cpu") for loss in losses.values).backward()
     losses = strategy.run(lambda b: row_losses(model, b).mean(), args=(x,))
     with pytest.raises(RuntimeError, match=message):
-        strategy.run(lambda loss: loss.backward(), args=(losses,))  # a later run is not that one
+        strategy.run(
+            lambda loss: loss.backward(), args=(losses,)
+        )  # a later run is not that one
 
 
 def test_a_meeting_on_a_thread_of_the_steps_own_is_an_error() -> None:
@@ -464,9 +571,15 @@ def test_a_converted_model_has_the_tensors_names_and_flags_of_the_old_one() -> N
     before = dict(model.named_parameters()), dict(model.named_buffers())
     paths, printed = [name for name, _ in model.named_modules()], state(model)
     assert convert(model) is model
-    assert [type(layer) is SyncBatchNorm for layer in model] == [k in (1, 4, 8) for k in range(9)]
+    assert [type(layer) is SyncBatchNorm for layer in model] == [
+        k in (1, 4, 8) for k in range(9)
+    ]
     assert [name for name, _ in model.named_modules()] == paths
-    for old, new in zip(before, (dict(model.named_parameters()), dict(model.named_buffers())), strict=True):
+    for old, new in zip(
+        before,
+        (dict(model.named_parameters()), dict(model.named_buffers())),
+        strict=True,
+    ):
         assert list(old) == list(new)
         assert all(old[name] is new[name] for name in old)
     assert [layer.training for layer in model] == [k != 1 for k in range(9)]
@@ -479,8 +592,12 @@ def test_a_converted_model_has_the_tensors_names_and_flags_of_the_old_one() -> N
 def test_hooks_are_kept_and_can_be_taken_away() -> None:
     norm = nn.BatchNorm1d(2)
     seen: list[str] = []
-    handle = norm.register_forward_hook(lambda module, args, out: seen.append(type(module).__name__))
-    norm.register_full_backward_hook(lambda module, grads, outs: seen.append("backward"))
+    handle = norm.register_forward_hook(
+        lambda module, args, out: seen.append(type(module).__name__)
+    )
+    norm.register_full_backward_hook(
+        lambda module, grads, outs: seen.append("backward")
+    )
     model = convert(nn.Sequential(norm))
     model(torch.randn(3, 2, requires_grad=True)).sum().backward()
     assert seen == ["SyncBatchNorm", "backward"]
@@ -507,7 +624,9 @@ def test_everything_else_is_left_alone() -> None:
         }
     )
     before = list(others.modules())
-    assert all(old is new for old, new in zip(before, convert(others).modules(), strict=True))
+    assert all(
+        old is new for old, new in zip(before, convert(others).modules(), strict=True)
+    )
 
 
 def test_a_layer_itself_is_converted_to_one_in_its_place() -> None:
@@ -527,7 +646,9 @@ def test_a_layer_without_a_bias_stays_without() -> None:
     with strategy.scope():
         norm = convert(copy.deepcopy(plain))
     x = values(5, 2, dtype=torch.float32)
-    out = strategy.gather(strategy.run(lambda b: norm(b).detach(), args=(deal(strategy, x),)), axis=0)
+    out = strategy.gather(
+        strategy.run(lambda b: norm(b).detach(), args=(deal(strategy, x),)), axis=0
+    )
     close(out, plain(x).detach(), rtol=1e-5, atol=1e-6)
 
 
@@ -561,7 +682,12 @@ def test_a_model_may_be_converted_in_the_middle_of_training(make: Maker) -> None
         assert_close(state(model), state(twin), f"step {k}", 1e-10, 1e-12)
 
 
-def train(strategy: torchstrategy.Strategy, replicated: tuple[Any, Any], plain: tuple[Any, Any], x: Any) -> None:
+def train(
+    strategy: torchstrategy.Strategy,
+    replicated: tuple[Any, Any],
+    plain: tuple[Any, Any],
+    x: Any,
+) -> None:
     def step(model: nn.Module, optimizer: Any, b: torch.Tensor) -> None:
         optimizer.zero_grad()
         row_losses(model, b).mean().backward()
@@ -582,8 +708,14 @@ def test_a_layer_of_its_own_in_the_scope_belongs_to_the_strategy() -> None:
     assert_close(gradients(norm), gradients(plain), "gradient", 1e-5, 1e-6)
 
 
-@pytest.mark.parametrize("again", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["copy", "pickle"])
-def test_a_converted_model_can_be_copied_and_saved(again: Callable[[nn.Module], nn.Module]) -> None:
+@pytest.mark.parametrize(
+    "again",
+    [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))],
+    ids=["copy", "pickle"],
+)
+def test_a_converted_model_can_be_copied_and_saved(
+    again: Callable[[nn.Module], nn.Module],
+) -> None:
     model = convert(point_net(1))
     other = again(model)
     assert type(other[1]) is SyncBatchNorm
@@ -633,8 +765,14 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: nn.Sequential(nn.BatchNorm1d(2), nn.LazyBatchNorm1d()),
         r"^Sequential\.1 is a LazyBatchNorm1d, .* a lazy layer becomes a plain one when it sees a batch\.",
     ),
-    "in a list": (Kept, r"^Kept\.layers\[0\] is a BatchNorm1d in a plain attribute, .* torch\.nn\.ModuleList"),
-    "processes": (lambda: nn.Sequential(nn.BatchNorm1d(2), grouped()), r"^Sequential\.1 is .* with a process_group"),
+    "in a list": (
+        Kept,
+        r"^Kept\.layers\[0\] is a BatchNorm1d in a plain attribute, .* torch\.nn\.ModuleList",
+    ),
+    "processes": (
+        lambda: nn.Sequential(nn.BatchNorm1d(2), grouped()),
+        r"^Sequential\.1 is .* with a process_group",
+    ),
     "no module": (
         lambda: [nn.BatchNorm1d(2)],
         r"^convert_sync_batchnorm takes a module; got \[BatchNorm1d.*, a list\.",
@@ -643,9 +781,13 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_a_model_that_cannot_be_converted_is_refused_and_left_as_it_was(what: str) -> None:
+def test_a_model_that_cannot_be_converted_is_refused_and_left_as_it_was(
+    what: str,
+) -> None:
     build, message = REFUSED[what]
     model = build()
     with pytest.raises(TypeError, match=message):
         convert(model)
-    assert SyncBatchNorm not in {type(layer) for part in model for layer in nn.ModuleList([part]).modules()}
+    assert SyncBatchNorm not in {
+        type(layer) for part in model for layer in nn.ModuleList([part]).modules()
+    }

@@ -10,14 +10,28 @@ import torch
 from torch import nn
 
 import torchstrategy
-from problems import assert_close, built, close, context, data, deal, gradients, mlp, mse, parameters, sgd
+from problems import (
+    assert_close,
+    built,
+    close,
+    context,
+    data,
+    deal,
+    gradients,
+    mlp,
+    mse,
+    parameters,
+    sgd,
+)
 from topologies import compute_devices
 
 
 def _views(model: nn.Module) -> torch.Tensor:
     """Puts views of one buffer into `.grad`."""
     pieces = list(model.parameters())
-    buffer = torch.zeros(sum(p.numel() for p in pieces), dtype=pieces[0].dtype, device=pieces[0].device)
+    buffer = torch.zeros(
+        sum(p.numel() for p in pieces), dtype=pieces[0].dtype, device=pieces[0].device
+    )
     for p, piece in zip(pieces, buffer.split([p.numel() for p in pieces]), strict=True):
         p.grad = piece.view_as(p)
     return buffer
@@ -27,7 +41,9 @@ def _columns(model: nn.Module) -> torch.Tensor:
     """The same with views that are not contiguous: their numbers lie between each other's."""
     pieces = list(model.parameters())
     most = max(p.numel() for p in pieces)
-    buffer = torch.zeros(most, len(pieces), dtype=pieces[0].dtype, device=pieces[0].device)
+    buffer = torch.zeros(
+        most, len(pieces), dtype=pieces[0].dtype, device=pieces[0].device
+    )
     for i, p in enumerate(pieces):
         p.grad = buffer[: p.numel(), i].unflatten(0, p.shape)
     return buffer
@@ -136,19 +152,26 @@ def _train_from_held(
         strategy.run(lambda b: step(model, ours, b), args=(deal(strategy, batch),))
         step(twin, plain, batch)
         of_model, of_twin = (
-            [p.grad is g for p, g in zip(m.parameters(), held[m][1], strict=True)] for m in (model, twin)
+            [p.grad is g for p, g in zip(m.parameters(), held[m][1], strict=True)]
+            for m in (model, twin)
         )
         assert of_model == of_twin, f"step {k}: these are in the tensor that was held"
         after(model, ours)
         after(twin, plain)
-        if all(of_twin) or step is _clears:  # else nobody asks for what was in the tensor before another took its place
+        if (
+            all(of_twin) or step is _clears
+        ):  # else nobody asks for what was in the tensor before another took its place
             close(held[model][0], held[twin][0])
         assert_close(gradients(model), gradients(twin), f"step {k}, gradient", 1e-10)
         assert_close(parameters(model), parameters(twin), f"step {k}, parameter", 1e-10)
 
 
-@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True:UserWarning")
-@pytest.mark.filterwarnings("ignore:grad and param do not obey the gradient layout contract:UserWarning")
+@pytest.mark.filterwarnings(
+    "ignore:Using backward.. with create_graph=True:UserWarning"
+)
+@pytest.mark.filterwarnings(
+    "ignore:grad and param do not obey the gradient layout contract:UserWarning"
+)
 @pytest.mark.parametrize("step", STEPS)
 def test_the_tensor_in_grad_is_the_one_that_plain_torch_has_there(make, step):
     """A buffer of all gradients stayed as it was, so an update that read it trained on nothing, in silence."""
@@ -178,7 +201,11 @@ def test_so_it_is_where_parameters_have_hooks(make):
 )
 def test_so_it_is_with_every_way_of_adding_up(ops):
     for step in (_accumulates, _zeroes, _clips, _updates):
-        _train_from_held(torchstrategy.MirroredStrategy(compute_devices(3), ops()), step, after=_update)
+        _train_from_held(
+            torchstrategy.MirroredStrategy(compute_devices(3), ops()),
+            step,
+            after=_update,
+        )
 
 
 def test_a_merge_function_finds_the_gradient_in_the_buffer(make):
@@ -216,7 +243,9 @@ def test_a_loss_that_is_differentiated_between_runs_adds_to_the_buffer(make):
 
 
 @pytest.mark.parametrize("way", ["read", "merge", "update", "update_and_merge"])
-def test_a_run_that_fails_leaves_the_buffer_as_before_it_or_as_its_last_update_left_it(make, way):
+def test_a_run_that_fails_leaves_the_buffer_as_before_it_or_as_its_last_update_left_it(
+    make, way
+):
     strategy, batch = make(3), data(7)
     (model, optimizer), (twin, plain_optimizer) = built(strategy, mlp, sgd)
     buffer, plain = _views(model), _views(twin)
@@ -252,12 +281,16 @@ def test_gradients_that_cannot_be_written_in_place_are_new_tensors(make):
     build = lambda: nn.Embedding(5, 3, sparse=True, dtype=torch.float64)  # noqa: E731
     (model, _), (twin, _) = built(strategy, build, None)
     for _ in range(3):
-        strategy.run(lambda r: model(r).square().mean().backward(), args=(deal(strategy, rows),))
+        strategy.run(
+            lambda r: model(r).square().mean().backward(), args=(deal(strategy, rows),)
+        )
         twin(rows).square().mean().backward()
         assert_close(gradients(model), gradients(twin), "sparse")
 
     strategy, batch = make(3), data(7)
-    (model, _), (twin, _) = built(strategy, lambda: nn.Linear(3, 2, dtype=torch.float64), None)
+    (model, _), (twin, _) = built(
+        strategy, lambda: nn.Linear(3, 2, dtype=torch.float64), None
+    )
     zero = torch.zeros(1, 1, dtype=torch.float64, device=model.weight.device)
     model.weight.grad = zero.expand(2, 3)
     model.bias.grad = ones = torch.ones_like(model.bias).requires_grad_()

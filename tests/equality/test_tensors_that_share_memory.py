@@ -37,7 +37,11 @@ class Net(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
             self.named()[self.written].mul_(0.5)
-        return x * sum(t.reshape(-1)[-2:].to(x.device) for t in self.named().values() if t is not None)
+        return x * sum(
+            t.reshape(-1)[-2:].to(x.device)
+            for t in self.named().values()
+            if t is not None
+        )
 
 
 def two_names(m: Any) -> None:
@@ -77,10 +81,17 @@ CASES = [
 
 
 def trained(
-    strategy: torchstrategy.Strategy | None, share: Callable[[Any], None], written: str, when: int
+    strategy: torchstrategy.Strategy | None,
+    share: Callable[[Any], None],
+    written: str,
+    when: int,
 ) -> list[Any]:
     """Results and tensors of some steps, before one of which two tensors begin to share memory."""
-    device = torch.device("cpu") if strategy is None else strategy.extended.parameter_devices[0]
+    device = (
+        torch.device("cpu")
+        if strategy is None
+        else strategy.extended.parameter_devices[0]
+    )
     with nullcontext() if strategy is None else strategy.scope(), using_device(device):
         net = Net("table" if when else written)
         if share is by_set:
@@ -97,20 +108,36 @@ def trained(
             results.append(strategy.gather(strategy.run(net, args=(batch,)), axis=0))
         if index >= when:
             net.named()[written].add_(0.25)  # the user writes, too
-    return [tensor.detach().cpu().clone() for tensor in (*results, *net.named().values()) if tensor is not None]
+    return [
+        tensor.detach().cpu().clone()
+        for tensor in (*results, *net.named().values())
+        if tensor is not None
+    ]
 
 
 @pytest.mark.parametrize("when", [0, 2], ids=["from the beginning", "later"])
-@pytest.mark.parametrize(("share", "written"), CASES, ids=lambda one: one if isinstance(one, str) else one.__name__)
+@pytest.mark.parametrize(
+    ("share", "written"),
+    CASES,
+    ids=lambda one: one if isinstance(one, str) else one.__name__,
+)
 def test_a_write_under_one_name_is_seen_under_the_other(
-    several: torchstrategy.Strategy, share: Callable[[Any], None], written: str, when: int
+    several: torchstrategy.Strategy,
+    share: Callable[[Any], None],
+    written: str,
+    when: int,
 ) -> None:
-    ours, plain = trained(several, share, written, when), trained(None, share, written, when)
+    ours, plain = (
+        trained(several, share, written, when),
+        trained(None, share, written, when),
+    )
     for one, other in zip(ours, plain, strict=True):
         torch.testing.assert_close(one, other)
 
 
-def test_copies_are_not_made_anew_while_the_same_tensors_share_memory(several: torchstrategy.Strategy) -> None:
+def test_copies_are_not_made_anew_while_the_same_tensors_share_memory(
+    several: torchstrategy.Strategy,
+) -> None:
     with several.scope():
         net = Net("table")
     a_row(net)

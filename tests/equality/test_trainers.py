@@ -62,7 +62,9 @@ def components(strategy: torchstrategy.Strategy, value: Any) -> tuple[Any, ...]:
 # ---- what is written
 
 
-def test_what_a_replica_writes_another_does_not_read(several: torchstrategy.Strategy) -> None:
+def test_what_a_replica_writes_another_does_not_read(
+    several: torchstrategy.Strategy,
+) -> None:
     """It read what the last replica before the meeting wrote: `self.fake` of another one's rows, without a word."""
 
     class Gan(Trainer):
@@ -74,13 +76,25 @@ def test_what_a_replica_writes_another_does_not_read(several: torchstrategy.Stra
     trainer = made(several, Gan)
     expected = tuple(range(several.num_replicas_in_sync))
     assert components(several, several.run(trainer.step)) == expected
-    assert isinstance(trainer.fake, Values) and components(several, trainer.fake) == expected
+    assert (
+        isinstance(trainer.fake, Values)
+        and components(several, trainer.fake) == expected
+    )
 
 
 @pytest.mark.parametrize(
-    "value", [np.float32(3), datetime.date(2026, 1, 2), PurePath("a"), (1, np.int64(2)), torch.float32]
+    "value",
+    [
+        np.float32(3),
+        datetime.date(2026, 1, 2),
+        PurePath("a"),
+        (1, np.int64(2)),
+        torch.float32,
+    ],
 )
-def test_a_plain_value_that_is_equal_in_all_replicas_is_one_value(several: torchstrategy.Strategy, value: Any) -> None:
+def test_a_plain_value_that_is_equal_in_all_replicas_is_one_value(
+    several: torchstrategy.Strategy, value: Any
+) -> None:
     """Each replica makes its own, as a step that computes it does: a NumPy number became one of each replica."""
 
     class Keeping(Trainer):
@@ -114,11 +128,17 @@ def test_a_trainer_trains_as_in_plain_torch_with_what_it_keeps_between_two_updat
         plain.step(batch)
         strategy.run(trainer.step, args=(deal(strategy, batch),))
         assert trainer.steps == plain.steps == k + 1
-    for wanted, parameter in zip(plain.model.parameters(), trainer.model.parameters(), strict=True):
-        torch.testing.assert_close(parameter.detach().cpu(), wanted.detach(), rtol=1e-12, atol=1e-12)
+    for wanted, parameter in zip(
+        plain.model.parameters(), trainer.model.parameters(), strict=True
+    ):
+        torch.testing.assert_close(
+            parameter.detach().cpu(), wanted.detach(), rtol=1e-12, atol=1e-12
+        )
 
 
-def test_what_is_equal_in_all_replicas_is_one_afterwards(strategy: torchstrategy.Strategy) -> None:
+def test_what_is_equal_in_all_replicas_is_one_afterwards(
+    strategy: torchstrategy.Strategy,
+) -> None:
     dtype, thing = torch.float64, object()
 
     class Counting(Trainer):
@@ -127,18 +147,34 @@ def test_what_is_equal_in_all_replicas_is_one_afterwards(strategy: torchstrategy
         def step(self) -> None:
             self.steps += 1
             self.epoch += 1
-            self.phase, self.shape, self.dtype, self.rate = "warm" + "up", torch.Size([2, 3]), dtype, 0.1 + 0.2
+            self.phase, self.shape, self.dtype, self.rate = (
+                "warm" + "up",
+                torch.Size([2, 3]),
+                dtype,
+                0.1 + 0.2,
+            )
             self.thing, self.nothing, self.pair = thing, None, (1, ("a", 2.0))
 
     trainer = made(strategy, Counting)
     for count in (1, 2, 3):
         strategy.run(trainer.step)
         assert (trainer.steps, trainer.epoch, Counting.epoch) == (count, count, 0)
-    assert (trainer.phase, trainer.shape, trainer.dtype, trainer.rate) == ("warmup", (2, 3), dtype, 0.1 + 0.2)
-    assert trainer.thing is thing and trainer.nothing is None and trainer.pair == (1, ("a", 2.0))
+    assert (trainer.phase, trainer.shape, trainer.dtype, trainer.rate) == (
+        "warmup",
+        (2, 3),
+        dtype,
+        0.1 + 0.2,
+    )
+    assert (
+        trainer.thing is thing
+        and trainer.nothing is None
+        and trainer.pair == (1, ("a", 2.0))
+    )
 
 
-def test_each_replica_goes_on_with_its_own_value_in_the_next_run(several: torchstrategy.Strategy) -> None:
+def test_each_replica_goes_on_with_its_own_value_in_the_next_run(
+    several: torchstrategy.Strategy,
+) -> None:
     class Summing(Trainer):
         total = 0.0
 
@@ -147,14 +183,21 @@ def test_each_replica_goes_on_with_its_own_value_in_the_next_run(several: torchs
 
     trainer = made(several, Summing)
     seen = 0.0
-    for rows in (8, 7, 2, 8):  # of some, some replicas get nothing: they keep what they had
+    for rows in (
+        8,
+        7,
+        2,
+        8,
+    ):  # of some, some replicas get nothing: they keep what they had
         batch = torch.randn(rows, 3, dtype=torch.float64)
         seen += float(batch.sum())
         several.run(trainer.step, args=(deal(several, batch),))
         assert sum(components(several, trainer.total)) == pytest.approx(seen)
 
 
-def test_a_value_that_only_some_replicas_wrote_is_theirs(several: torchstrategy.Strategy) -> None:
+def test_a_value_that_only_some_replicas_wrote_is_theirs(
+    several: torchstrategy.Strategy,
+) -> None:
     class Some(Trainer):
         best: Any = None
 
@@ -167,7 +210,9 @@ def test_a_value_that_only_some_replicas_wrote_is_theirs(several: torchstrategy.
     trainer, count = made(several, Some), several.num_replicas_in_sync
     several.run(trainer.step)
     best, has_mine = several.run(trainer.step)
-    assert components(several, best) == tuple("found" if r == 1 else None for r in range(count))
+    assert components(several, best) == tuple(
+        "found" if r == 1 else None for r in range(count)
+    )
     assert components(several, has_mine) == tuple(r == 1 for r in range(count))
 
 
@@ -183,7 +228,9 @@ def test_tensors_are_one_for_each_replica_and_never_asked_whether_they_are_equal
     several.run(trainer.step)
     count = several.num_replicas_in_sync
     assert isinstance(trainer.norm, Values) and len(trainer.norm.values) == count
-    assert isinstance(trainer.state, Values) and set(trainer.state.values[0][1]) == {"c"}
+    assert isinstance(trainer.state, Values) and set(trainer.state.values[0][1]) == {
+        "c"
+    }
     assert several.reduce("sum", trainer.norm, axis=None) == count
 
 
@@ -204,10 +251,14 @@ def test_what_is_deleted_in_all_replicas_is_gone_and_what_in_some_stays_that_of_
     trainer = made(several, Deleting)
     assert components(several, several.run(trainer.step))[0] is False
     assert not hasattr(trainer, "cache")
-    assert components(several, trainer.other) == ("old",) * (several.num_replicas_in_sync - 1)
+    assert components(several, trainer.other) == ("old",) * (
+        several.num_replicas_in_sync - 1
+    )
 
 
-def test_lists_and_dicts_that_a_trainer_holds_are_one_for_all_replicas(in_one_place: torchstrategy.Strategy) -> None:
+def test_lists_and_dicts_that_a_trainer_holds_are_one_for_all_replicas(
+    in_one_place: torchstrategy.Strategy,
+) -> None:
     class Appending(Trainer):
         def step(self) -> None:
             self.losses.append(replica_id())
@@ -215,10 +266,14 @@ def test_lists_and_dicts_that_a_trainer_holds_are_one_for_all_replicas(in_one_pl
     trainer = made(in_one_place, Appending)
     losses = trainer.losses
     in_one_place.run(trainer.step)
-    assert trainer.losses is losses and losses == list(range(in_one_place.num_replicas_in_sync))
+    assert trainer.losses is losses and losses == list(
+        range(in_one_place.num_replicas_in_sync)
+    )
 
 
-def test_a_meter_holds_no_model_and_adds_up_what_all_replicas_tell_it(in_one_place: torchstrategy.Strategy) -> None:
+def test_a_meter_holds_no_model_and_adds_up_what_all_replicas_tell_it(
+    in_one_place: torchstrategy.Strategy,
+) -> None:
     class Meter:
         total, count = 0.0, 0
 
@@ -236,18 +291,27 @@ def test_a_meter_holds_no_model_and_adds_up_what_all_replicas_tell_it(in_one_pla
 
     trainer, batch = made(in_one_place, Metered), torch.randn(7, dtype=torch.float64)
     in_one_place.run(trainer.step, args=(deal(in_one_place, batch),))
-    assert trainer.meter.count == 7 and trainer.meter.total == pytest.approx(float(batch.sum()))
+    assert trainer.meter.count == 7 and trainer.meter.total == pytest.approx(
+        float(batch.sum())
+    )
 
 
-def test_a_loss_that_a_step_keeps_may_be_differentiated_after_the_run(several: torchstrategy.Strategy) -> None:
+def test_a_loss_that_a_step_keeps_may_be_differentiated_after_the_run(
+    several: torchstrategy.Strategy,
+) -> None:
     class Keeping(Trainer):
         def step(self, batch: Any) -> None:
             self.loss = mse(self.model, batch)
 
     trainer, batch = made(several, Keeping), data(7)
     several.run(trainer.step, args=(deal(several, batch),))
-    losses, rows = trainer.loss.values, [len(part) for part in components(several, deal(several, batch)[0])]
-    sum(loss.cpu() * part / 7 for loss, part in zip(losses, rows, strict=True)).backward()
+    losses, rows = (
+        trainer.loss.values,
+        [len(part) for part in components(several, deal(several, batch)[0])],
+    )
+    sum(
+        loss.cpu() * part / 7 for loss, part in zip(losses, rows, strict=True)
+    ).backward()
     gradients = [parameter.grad.cpu() for parameter in trainer.model.parameters()]
     plain = copy.deepcopy(trainer.model).to("cpu")
     plain.zero_grad()
@@ -281,7 +345,9 @@ WAYS: dict[str, Callable[[Noting], Any]] = {
     "a closure": lambda trainer: lambda: trainer.note(),
     "a partial": lambda trainer: functools.partial(Noting.note, trainer),
     "a default argument": lambda trainer: lambda one=trainer: one.note(),
-    "a function that a function calls": lambda trainer: (lambda inner: lambda: inner())(lambda: trainer.note()),
+    "a function that a function calls": lambda trainer: (lambda inner: lambda: inner())(
+        lambda: trainer.note()
+    ),
     "an attribute of an object": _through_a_callback,
     "a stored method": lambda trainer: (lambda note: lambda: note())(trainer.note),
     "a list": lambda trainer: functools.partial(lambda them: them[0].note(), [trainer]),
@@ -298,8 +364,13 @@ def test_a_trainer_may_be_come_to_in_any_way(way: str) -> None:
 
 def test_a_trainer_may_be_an_argument(several: torchstrategy.Strategy) -> None:
     trainer = made(several, Noting)
-    several.run(lambda one, more: one.note() + more["it"].note(), args=(trainer, {"it": trainer}))
-    assert components(several, trainer.noted) == tuple(range(several.num_replicas_in_sync))
+    several.run(
+        lambda one, more: one.note() + more["it"].note(),
+        args=(trainer, {"it": trainer}),
+    )
+    assert components(several, trainer.noted) == tuple(
+        range(several.num_replicas_in_sync)
+    )
 
 
 def test_trainers_in_a_trainer_are_looked_for(several: torchstrategy.Strategy) -> None:
@@ -319,10 +390,16 @@ def test_trainers_in_a_trainer_are_looked_for(several: torchstrategy.Strategy) -
     noted, turns = several.run(loop.step)
     expected = tuple(range(several.num_replicas_in_sync))
     assert components(several, noted) == components(several, turns) == expected
-    assert components(several, loop.agent.noted) == components(several, loop.turn) == expected
+    assert (
+        components(several, loop.agent.noted)
+        == components(several, loop.turn)
+        == expected
+    )
 
 
-def test_a_module_from_outside_of_the_scope_may_be_the_trainer(several: torchstrategy.Strategy) -> None:
+def test_a_module_from_outside_of_the_scope_may_be_the_trainer(
+    several: torchstrategy.Strategy,
+) -> None:
     """Made around a model of the scope, as a module of PyTorch Lightning may be. There were no copies of it."""
 
     class Learner(nn.Module):
@@ -341,7 +418,10 @@ def test_a_module_from_outside_of_the_scope_may_be_the_trainer(several: torchstr
     inner = made(several)
     learner = Learner(inner.model, inner.optimizer)
     before = inner.model[0].weight.detach().clone()
-    with pytest.warns(torchstrategy.ReplicaBufferWarning, match=r"The attribute Learner\.rows has other numbers"):
+    with pytest.warns(
+        torchstrategy.ReplicaBufferWarning,
+        match=r"The attribute Learner\.rows has other numbers",
+    ):
         rows = several.run(learner, args=(deal(several, data(7)),))
     assert sum(components(several, rows)) == 7
     assert learner.steps == 1 and not torch.equal(inner.model[0].weight, before)
@@ -418,7 +498,9 @@ class _Dataclass:
         return self.mine
 
 
-@pytest.mark.parametrize("cls", [_Abstract, _WithProperty, _WithHooks, _WithDict, _Dataclass])
+@pytest.mark.parametrize(
+    "cls", [_Abstract, _WithProperty, _WithHooks, _WithDict, _Dataclass]
+)
 def test_a_trainer_may_be_of_any_class_of_the_users(cls: Callable[[], Any]) -> None:
     strategy = central_in_one_place(3)
     trainer = made(strategy, cls)
@@ -446,7 +528,9 @@ def test_a_trainer_that_ends_ends_once(several: torchstrategy.Strategy) -> None:
     assert ended == [2]
 
 
-def test_a_trainer_is_copied_and_pickled_in_a_step_as_the_replica_has_it(several: torchstrategy.Strategy) -> None:
+def test_a_trainer_is_copied_and_pickled_in_a_step_as_the_replica_has_it(
+    several: torchstrategy.Strategy,
+) -> None:
     trainer = made(several, Noting)
 
     def step() -> tuple[bool, int, int]:
@@ -456,7 +540,9 @@ def test_a_trainer_is_copied_and_pickled_in_a_step_as_the_replica_has_it(several
 
     alike, *noted = several.run(step)
     assert all(components(several, alike))
-    assert {components(several, value) for value in noted} == {tuple(range(several.num_replicas_in_sync))}
+    assert {components(several, value) for value in noted} == {
+        tuple(range(several.num_replicas_in_sync))
+    }
 
 
 # ---- what there can be no copies of
@@ -483,7 +569,11 @@ def _write_item(thing: Any) -> None:
 
 
 SHARED: dict[str, tuple[Callable[[], Any], Callable[[Any], None], str]] = {
-    "a namespace": (lambda: types.SimpleNamespace(model=mlp()), _write_loss, r"holder\.loss.*SimpleNamespace"),
+    "a namespace": (
+        lambda: types.SimpleNamespace(model=mlp()),
+        _write_loss,
+        r"holder\.loss.*SimpleNamespace",
+    ),
     "slots": (_Slots, _write_loss, r"holder\.loss.*_Slots"),
     "a dict": (lambda: {"model": mlp()}, _write_item, r"holder\['loss'\].*this dict"),
     "a dict of a class": (_Mapping, _write_item, r"holder\['loss'\].*this _Mapping"),
@@ -492,7 +582,9 @@ SHARED: dict[str, tuple[Callable[[], Any], Callable[[Any], None], str]] = {
 
 @pytest.mark.parametrize("kind", SHARED)
 @pytest.mark.parametrize("before_an_update", [True, False])
-def test_what_cannot_be_copied_may_not_be_written_and_nothing_is_done(kind: str, before_an_update: bool) -> None:
+def test_what_cannot_be_copied_may_not_be_written_and_nothing_is_done(
+    kind: str, before_an_update: bool
+) -> None:
     strategy = central_in_one_place(2)
     new, write, match = SHARED[kind]
     trainer, holder = made(strategy), made(strategy, new)
@@ -505,13 +597,19 @@ def test_what_cannot_be_copied_may_not_be_written_and_nothing_is_done(kind: str,
 
     with pytest.raises(RuntimeError, match=f"The step wrote {match}.*Return the value"):
         strategy.run(step, args=(deal(strategy, data(5)),))
-    assert "loss" not in holder if isinstance(holder, dict) else not hasattr(holder, "loss")
+    assert (
+        "loss" not in holder
+        if isinstance(holder, dict)
+        else not hasattr(holder, "loss")
+    )
     for name, value in trainer.model.state_dict().items():
         assert torch.equal(value, before[name])
 
 
 @pytest.mark.parametrize("kind", SHARED)
-def test_what_cannot_be_copied_may_be_read_and_written_for_all_replicas_at_once(kind: str) -> None:
+def test_what_cannot_be_copied_may_be_read_and_written_for_all_replicas_at_once(
+    kind: str,
+) -> None:
     strategy = central_in_one_place(2)
     new, *_ = SHARED[kind]
     holder = made(strategy, new)
@@ -520,7 +618,9 @@ def test_what_cannot_be_copied_may_be_read_and_written_for_all_replicas_at_once(
         context().merge_call(lambda strategy: write_once())
 
     def write_once() -> None:
-        setattr(holder, "loss", 5) if hasattr(holder, "model") else holder.update(loss=5)
+        setattr(holder, "loss", 5) if hasattr(holder, "model") else holder.update(
+            loss=5
+        )
 
     strategy.run(step)
     assert (holder["loss"] if isinstance(holder, dict) else holder.loss) == 5
@@ -529,7 +629,9 @@ def test_what_cannot_be_copied_may_be_read_and_written_for_all_replicas_at_once(
 # ---- merge functions, failures, runs in runs
 
 
-def test_what_a_merge_function_writes_all_replicas_read(several: torchstrategy.Strategy) -> None:
+def test_what_a_merge_function_writes_all_replicas_read(
+    several: torchstrategy.Strategy,
+) -> None:
     class Merging(Trainer):
         level = 1
 
@@ -545,7 +647,9 @@ def test_what_a_merge_function_writes_all_replicas_read(several: torchstrategy.S
 
     trainer = made(several, Merging)
     trainer.gone = "soon"
-    means, has_gone = several.run(trainer.step, args=(several.run(lambda: torch.tensor(float(replica_id()))),))
+    means, has_gone = several.run(
+        trainer.step, args=(several.run(lambda: torch.tensor(float(replica_id()))),)
+    )
     count = several.num_replicas_in_sync
     assert several.experimental_local_results(means) == ((count - 1) / 2,) * count
     assert trainer.mean == (count - 1) / 2
@@ -569,7 +673,9 @@ def test_a_step_that_fails_has_written_nothing(several: torchstrategy.Strategy) 
     assert vars(trainer) == before and type(trainer) is Failing
 
 
-def test_a_run_in_a_merge_function_has_copies_of_its_own(several: torchstrategy.Strategy) -> None:
+def test_a_run_in_a_merge_function_has_copies_of_its_own(
+    several: torchstrategy.Strategy,
+) -> None:
     class Nested(Trainer):
         def outer(self) -> tuple[int, int]:
             self.outside = replica_id()
@@ -588,7 +694,9 @@ def test_a_run_in_a_merge_function_has_copies_of_its_own(several: torchstrategy.
     assert trainer.steps == 1
 
 
-def test_other_threads_and_a_lone_replica_have_the_object_itself(strategy: torchstrategy.Strategy) -> None:
+def test_other_threads_and_a_lone_replica_have_the_object_itself(
+    strategy: torchstrategy.Strategy,
+) -> None:
     trainer = made(strategy, Noting)
     outside = trainer.losses
     assert all(components(strategy, strategy.run(lambda: trainer.losses is outside)))
@@ -596,19 +704,29 @@ def test_other_threads_and_a_lone_replica_have_the_object_itself(strategy: torch
         assert strategy.run(lambda: trainer) is trainer
 
 
-def test_a_value_of_a_strategy_with_another_number_of_replicas_is_left_as_it_is() -> None:
+def test_a_value_of_a_strategy_with_another_number_of_replicas_is_left_as_it_is() -> (
+    None
+):
     small, large = central_in_one_place(2), central_in_one_place(3)
     trainer = made(large, Noting)
     large.run(trainer.note)
-    assert all(components(small, small.run(lambda: components(large, trainer.noted) == (0, 1, 2))))
+    assert all(
+        components(
+            small, small.run(lambda: components(large, trainer.noted) == (0, 1, 2))
+        )
+    )
 
 
 # ---- any program
 
 
 NAMES = ("a", "b", "c")
-WRITES = st.tuples(st.sampled_from(NAMES), st.sampled_from(["same", "own", "delete", "add"]))
-PROGRAMS = st.lists(st.lists(st.one_of(WRITES, st.just("meet")), max_size=5), min_size=1, max_size=3)
+WRITES = st.tuples(
+    st.sampled_from(NAMES), st.sampled_from(["same", "own", "delete", "add"])
+)
+PROGRAMS = st.lists(
+    st.lists(st.one_of(WRITES, st.just("meet")), max_size=5), min_size=1, max_size=3
+)
 
 
 class _Model:
@@ -618,7 +736,9 @@ class _Model:
         self.each: list[dict[str, Any]] = [{"a": 0} for _ in range(replicas)]
 
 
-def _perform(attributes: dict[str, Any], writes: Any, replica: int, meet: Callable[[], None]) -> None:
+def _perform(
+    attributes: dict[str, Any], writes: Any, replica: int, meet: Callable[[], None]
+) -> None:
     for write in writes:
         if write == "meet":
             meet()
@@ -639,9 +759,15 @@ def _attributes_of(trainer: Any) -> Iterator[dict[str, Any]]:
     yield vars(trainer)
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=40,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
 @given(program=PROGRAMS, topology=st.sampled_from(SEVERAL))
-def test_each_replica_finds_what_it_wrote_whatever_the_program(program: Any, topology: str) -> None:
+def test_each_replica_finds_what_it_wrote_whatever_the_program(
+    program: Any, topology: str
+) -> None:
     strategy = TOPOLOGIES[topology]()
     count = strategy.num_replicas_in_sync
     trainer, model = made(strategy), _Model(count)
@@ -653,9 +779,13 @@ def test_each_replica_finds_what_it_wrote_whatever_the_program(program: Any, top
         def step(writes: Any = writes) -> dict[str, Any]:
             with _attributes_of(trainer) as attributes:
                 _perform(attributes, writes, replica_id(), meet)
-                return types.MappingProxyType({name: attributes[name] for name in NAMES if name in attributes})
+                return types.MappingProxyType(
+                    {name: attributes[name] for name in NAMES if name in attributes}
+                )
 
-        assert [dict(result) for result in components(strategy, strategy.run(step))] == model.each
+        assert [
+            dict(result) for result in components(strategy, strategy.run(step))
+        ] == model.each
     for name in NAMES:
         values = [each[name] for each in model.each if name in each]
         if not values:

@@ -24,12 +24,16 @@ def net() -> nn.Module:
     model = nn.Sequential(nn.Linear(3, 4, **F64), nn.Tanh(), nn.Linear(4, 2, **F64))
     model[0].register_buffer("scale", torch.ones((), **F64))
     model[0].constant = torch.ones(2, **F64)
-    model.register_forward_hook(lambda m, inputs, output: output * m[0].scale * m[0].constant)
+    model.register_forward_hook(
+        lambda m, inputs, output: output * m[0].scale * m[0].constant
+    )
     return model
 
 
 def batches(count: int) -> list[torch.Tensor]:
-    return list(torch.randn(count, ROWS, 3, generator=torch.Generator().manual_seed(1), **F64))
+    return list(
+        torch.randn(count, ROWS, 3, generator=torch.Generator().manual_seed(1), **F64)
+    )
 
 
 def gradients(model: Any, optimizer: Any, x: torch.Tensor) -> None:
@@ -65,12 +69,26 @@ def check(
         between(plain, plain_updates, k)
         between(model, updates, k)
         with torch.no_grad():
-            seen = strategy.gather(strategy.run(lambda x: model(x), args=(batch,)), axis=0)
-            torch.testing.assert_close(
-                seen.cpu(), plain(x), rtol=1e-10, atol=1e-12, msg=lambda m, k=k: f"step {k}: {m}"
+            seen = strategy.gather(
+                strategy.run(lambda x: model(x), args=(batch,)), axis=0
             )
-    for (name, ours), theirs in zip(model.state_dict().items(), plain.state_dict().values(), strict=True):
-        torch.testing.assert_close(ours.cpu(), theirs, rtol=1e-10, atol=1e-12, msg=lambda m, name=name: f"{name}: {m}")
+            torch.testing.assert_close(
+                seen.cpu(),
+                plain(x),
+                rtol=1e-10,
+                atol=1e-12,
+                msg=lambda m, k=k: f"step {k}: {m}",
+            )
+    for (name, ours), theirs in zip(
+        model.state_dict().items(), plain.state_dict().values(), strict=True
+    ):
+        torch.testing.assert_close(
+            ours.cpu(),
+            theirs,
+            rtol=1e-10,
+            atol=1e-12,
+            msg=lambda m, name=name: f"{name}: {m}",
+        )
     assert_replicas_agree(strategy, model, updates)
 
 
@@ -78,7 +96,9 @@ STRATEGIES: dict[str, Callable[[], torchstrategy.Strategy]] = {
     "central": lambda: central(2),
     "mirrored": lambda: mirrored(3),
     "copies in one memory": lambda: mirrored_with_copies(2),
-    "parameters on the CPU": lambda: torchstrategy.CentralStorageStrategy(compute_devices(2), "cpu"),
+    "parameters on the CPU": lambda: torchstrategy.CentralStorageStrategy(
+        compute_devices(2), "cpu"
+    ),
 }
 
 
@@ -114,7 +134,9 @@ THINGS: dict[str, Callable[[Any, Any], list[torch.Tensor]]] = {
     "parameters": lambda m, o: list(m.parameters()),
     "a buffer": lambda m, o: [m[0].scale],
     "a tensor in an attribute": lambda m, o: [m[0].constant],
-    "the state of the optimizer": lambda m, o: [state["momentum_buffer"] for state in o.state.values()],
+    "the state of the optimizer": lambda m, o: [
+        state["momentum_buffer"] for state in o.state.values()
+    ],
 }
 
 
@@ -124,10 +146,17 @@ def test_what_is_written_between_runs_reaches_every_replica(
     strategy: torchstrategy.Strategy, how: str, thing: str
 ) -> None:
     """Such writes reached no copy with memory of its own: replicas went on with old values, and drifted apart."""
-    check(strategy, lambda m, o, k: [WRITES[how](t) for t in THINGS[thing](m, o)] if k == 1 else None)
+    check(
+        strategy,
+        lambda m, o, k: (
+            [WRITES[how](t) for t in THINGS[thing](m, o)] if k == 1 else None
+        ),
+    )
 
 
-def test_a_view_of_the_data_that_is_kept_may_be_written_in_any_run(strategy: torchstrategy.Strategy) -> None:
+def test_a_view_of_the_data_that_is_kept_may_be_written_in_any_run(
+    strategy: torchstrategy.Strategy,
+) -> None:
     """An average that is written into the weights after each step, by views that were made once."""
     views: dict[int, list[torch.Tensor]] = {}
 
@@ -138,7 +167,9 @@ def test_a_view_of_the_data_that_is_kept_may_be_written_in_any_run(strategy: tor
     check(strategy, between)
 
 
-def test_a_view_of_the_data_may_be_older_than_the_first_run(strategy: torchstrategy.Strategy) -> None:
+def test_a_view_of_the_data_may_be_older_than_the_first_run(
+    strategy: torchstrategy.Strategy,
+) -> None:
     with strategy.scope():
         model = net()
     views = [p.data for p in model.parameters()]
@@ -147,8 +178,12 @@ def test_a_view_of_the_data_may_be_older_than_the_first_run(strategy: torchstrat
         for view in views:
             view.mul_(factor)
         with torch.no_grad():
-            seen = strategy.gather(strategy.run(lambda x: model(x), args=(batch,)), axis=0)
-            torch.testing.assert_close(seen.cpu(), model(batches(1)[0].to(model[0].weight.device)).cpu())
+            seen = strategy.gather(
+                strategy.run(lambda x: model(x), args=(batch,)), axis=0
+            )
+            torch.testing.assert_close(
+                seen.cpu(), model(batches(1)[0].to(model[0].weight.device)).cpu()
+            )
 
 
 class ByData(torch.optim.Optimizer):
@@ -165,20 +200,27 @@ class ByData(torch.optim.Optimizer):
 
 
 @pytest.mark.parametrize("inside", [True, False], ids=["in the step", "after the run"])
-def test_an_optimizer_that_writes_data_updates_every_replica(strategy: torchstrategy.Strategy, inside: bool) -> None:
+def test_an_optimizer_that_writes_data_updates_every_replica(
+    strategy: torchstrategy.Strategy, inside: bool
+) -> None:
     if inside:
         check(strategy, lambda m, o, k: None, optimizer=ByData)
     else:
         check(strategy, lambda m, o, k: o.step(), step=gradients, optimizer=ByData)
 
 
-@pytest.mark.parametrize("ops", [None, torchstrategy.HierarchicalCopyAllReduce, torchstrategy.ReductionToOneDevice])
+@pytest.mark.parametrize(
+    "ops",
+    [None, torchstrategy.HierarchicalCopyAllReduce, torchstrategy.ReductionToOneDevice],
+)
 def test_gradients_written_after_the_run_are_those_that_every_replica_updates_with(
     strategy: torchstrategy.Strategy, ops: Any
 ) -> None:
     """Replicas updated with the gradients that the all-reduce had left with them, and drifted."""
     if ops is not None:
-        strategy = torchstrategy.MirroredStrategy(strategy.extended.worker_devices, ops())
+        strategy = torchstrategy.MirroredStrategy(
+            strategy.extended.worker_devices, ops()
+        )
 
     def between(model: Any, optimizer: Any, k: int) -> None:
         for p in model.parameters():
@@ -188,11 +230,18 @@ def test_gradients_written_after_the_run_are_those_that_every_replica_updates_wi
     check(strategy, between, step=gradients)
 
 
-@pytest.mark.parametrize("ops", [None, torchstrategy.HierarchicalCopyAllReduce, torchstrategy.ReductionToOneDevice])
-def test_a_scaler_unscales_what_every_replica_updates_with(strategy: torchstrategy.Strategy, ops: Any) -> None:
+@pytest.mark.parametrize(
+    "ops",
+    [None, torchstrategy.HierarchicalCopyAllReduce, torchstrategy.ReductionToOneDevice],
+)
+def test_a_scaler_unscales_what_every_replica_updates_with(
+    strategy: torchstrategy.Strategy, ops: Any
+) -> None:
     """The kernel that unscales counts no version: all replicas but the first updated with scaled gradients."""
     if ops is not None:
-        strategy = torchstrategy.MirroredStrategy(strategy.extended.worker_devices, ops())
+        strategy = torchstrategy.MirroredStrategy(
+            strategy.extended.worker_devices, ops()
+        )
     device = strategy.extended.worker_devices[0].type
 
     plain = net()
@@ -209,10 +258,14 @@ def test_a_scaler_unscales_what_every_replica_updates_with(strategy: torchstrate
         scaler.step(optimizer)
         scaler.update()
 
-    for x, batch in zip(batches(3), strategy.experimental_distribute_dataset(batches(3)), strict=True):
+    for x, batch in zip(
+        batches(3), strategy.experimental_distribute_dataset(batches(3)), strict=True
+    ):
         run(plain, plain_updates, plain_scaler, x)
         strategy.run(lambda x: run(model, updates, scaler, x), args=(batch,))
-    torch.testing.assert_close(model[0].weight.cpu(), plain[0].weight, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(
+        model[0].weight.cpu(), plain[0].weight, rtol=1e-10, atol=1e-12
+    )
     assert_replicas_agree(strategy, model, updates)
 
 
@@ -244,10 +297,16 @@ def gives_other_memory(model: Any) -> None:
 
 @pytest.mark.parametrize(
     ("write", "count", "expected"),
-    [(writes_through_data, 2, ([2.0, 2.0], [4.0])), (gives_other_memory, 3, ([3.0, 3.0], [6.0]))],
+    [
+        (writes_through_data, 2, ([2.0, 2.0], [4.0])),
+        (gives_other_memory, 3, ([3.0, 3.0], [6.0])),
+    ],
 )
 def test_what_forward_writes_through_data_is_that_of_the_model(
-    strategy: torchstrategy.Strategy, write: Callable[[Any], None], count: int, expected: tuple[list[float], ...]
+    strategy: torchstrategy.Strategy,
+    write: Callable[[Any], None],
+    count: int,
+    expected: tuple[list[float], ...],
 ) -> None:
     with strategy.scope():
         model = Codebook(write)
@@ -257,14 +316,23 @@ def test_what_forward_writes_through_data_is_that_of_the_model(
     assert_replicas_agree(strategy, model)
 
 
-def test_parameters_may_be_swapped_between_runs(strategy: torchstrategy.Strategy) -> None:
+def test_parameters_may_be_swapped_between_runs(
+    strategy: torchstrategy.Strategy,
+) -> None:
     """torch refuses to swap a tensor with a weak reference, and there was one to each parameter."""
-    check(strategy, lambda m, o, k: torch.utils.swap_tensors(m[0].weight, nn.Parameter(m[0].weight.detach() * 0.5)))
+    check(
+        strategy,
+        lambda m, o, k: torch.utils.swap_tensors(
+            m[0].weight, nn.Parameter(m[0].weight.detach() * 0.5)
+        ),
+    )
 
 
 def test_old_fashioned_clearing_of_gradients_works_after_packed_sums() -> None:
     """`p.grad.detach_()` refuses views, and a gradient was a view of the pack that it came in."""
-    strategy = torchstrategy.MirroredStrategy(["cpu"] * 2, torchstrategy.HierarchicalCopyAllReduce())
+    strategy = torchstrategy.MirroredStrategy(
+        ["cpu"] * 2, torchstrategy.HierarchicalCopyAllReduce()
+    )
 
     def step(model: Any, optimizer: Any, x: torch.Tensor) -> None:
         model(x).square().mean().backward()
@@ -285,7 +353,9 @@ def large() -> torch.Tensor:
     return torch.arange(40_000, **F64)
 
 
-@pytest.mark.parametrize("make", [lambda: torch.arange(3, **F64), large], ids=["small", "large"])
+@pytest.mark.parametrize(
+    "make", [lambda: torch.arange(3, **F64), large], ids=["small", "large"]
+)
 @pytest.mark.parametrize(
     "change",
     [
@@ -301,7 +371,9 @@ def test_any_change_of_the_memory_of_the_cpu_is_seen(make: Any, change: Any) -> 
     tensor = make()
     originals = TrackedTensors([tensor])
     originals.watch([0])
-    for _ in range(2):  # of what is large, a checksum is made when twice nothing was counted
+    for _ in range(
+        2
+    ):  # of what is large, a checksum is made when twice nothing was counted
         originals.take_changes()
     assert originals.take_changes().all == []
     change(tensor.data)
@@ -336,7 +408,9 @@ def test_parts_of_memory_that_belong_to_others_are_not_looked_at() -> None:
     assert originals.take_changes().all == []
 
 
-def test_on_an_accelerator_nothing_is_read_back(simulated_devices: list[torch.device]) -> None:
+def test_on_an_accelerator_nothing_is_read_back(
+    simulated_devices: list[torch.device],
+) -> None:
     """To compare memory of an accelerator, each run would wait for it."""
     device = simulated_devices[0]
     tensor = torch.zeros(3, device=device)

@@ -22,7 +22,18 @@ from torch.utils.checkpoint import checkpoint
 
 import torchstrategy
 from features.schedulers import SCHEDULERS
-from problems import assert_close, built, data, deal, gradients, mlp, mse, parameters, replica_id, sgd
+from problems import (
+    assert_close,
+    built,
+    data,
+    deal,
+    gradients,
+    mlp,
+    mse,
+    parameters,
+    replica_id,
+    sgd,
+)
 
 # ---- schedulers and scalers of the scope, wherever the step has them from
 
@@ -45,10 +56,14 @@ class Trainer:
         )
 
 
-def trained(trainer: Trainer, run: Callable[[Callable[[Any], None], Any], object]) -> list[Any]:
+def trained(
+    trainer: Trainer, run: Callable[[Callable[[Any], None], Any], object]
+) -> list[Any]:
     """The settings of its optimizer and its scale after each of four steps, and its weights at the end."""
     inside, states = trainer.inside, []
-    args = (1.0,) if isinstance(inside.scheduler, lr_scheduler.ReduceLROnPlateau) else ()
+    args = (
+        (1.0,) if isinstance(inside.scheduler, lr_scheduler.ReduceLROnPlateau) else ()
+    )
 
     def step(batch: Any) -> None:
         trainer.inside.optimizer.zero_grad()
@@ -62,11 +77,23 @@ def trained(trainer: Trainer, run: Callable[[Callable[[Any], None], Any], object
         run(step, data(7, seed=k))
         group = inside.optimizer.param_groups[0]
         states.append([group["lr"], group["momentum"], inside.scaler.get_scale()])
-    return [states, *(parameter.detach().cpu() for parameter in inside.model.parameters())]
+    return [
+        states,
+        *(parameter.detach().cpu() for parameter in inside.model.parameters()),
+    ]
 
 
 # One for each constructor that schedulers end up in, and some that do more than others in it.
-KINDS = ["step", "lambda", "one_cycle", "sequential", "chained", "swa", "plateau", "none"]
+KINDS = [
+    "step",
+    "lambda",
+    "one_cycle",
+    "sequential",
+    "chained",
+    "swa",
+    "plateau",
+    "none",
+]
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -81,7 +108,9 @@ def test_what_counts_steps_counts_each_once_if_it_was_created_in_the_scope_howev
     with strategy.scope():
         ours = Trainer(scheduler)
     expected, *weights = trained(plain, lambda step, batch: step(batch))
-    states, *others = trained(ours, lambda step, batch: strategy.run(step, args=(deal(strategy, batch),)))
+    states, *others = trained(
+        ours, lambda step, batch: strategy.run(step, args=(deal(strategy, batch),))
+    )
     assert states == expected
     torch.testing.assert_close(others, weights, rtol=1e-10, atol=1e-10)
 
@@ -100,7 +129,10 @@ def test_a_scheduler_that_runs_no_constructor_of_torchs_is_refused_where_a_run_d
     strategy = make(2)
     with strategy.scope():
         trainer = Trainer(Halved)
-    with pytest.raises(RuntimeError, match=r"Halved was stepped in a replica.*Create it in the scope, or name it"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"Halved was stepped in a replica.*Create it in the scope, or name it",
+    ):
         hidden = weakref.ref(trainer.inside.scheduler)
         strategy.run(lambda: hidden().step())
     scheduler = trainer.inside.scheduler
@@ -122,11 +154,16 @@ def test_a_scaler_that_is_copied_in_the_scope_is_known_and_one_that_is_dropped_i
 
 
 def test_constructors_are_torchs_own_again_when_the_scope_is_closed() -> None:
-    kinds = (*{type(new(sgd(mlp()))) for new in (*SCHEDULERS.values(), plateau)}, torch.amp.GradScaler)
+    kinds = (
+        *{type(new(sgd(mlp()))) for new in (*SCHEDULERS.values(), plateau)},
+        torch.amp.GradScaler,
+    )
     before = [(kind.__init__, kind.__dict__.get("__setstate__")) for kind in kinds]
     with torchstrategy.CentralStorageStrategy(["cpu"] * 2).scope():
         assert torch.amp.GradScaler.__init__ is not before[-1][0]
-    assert [(kind.__init__, kind.__dict__.get("__setstate__")) for kind in kinds] == before
+    assert [
+        (kind.__init__, kind.__dict__.get("__setstate__")) for kind in kinds
+    ] == before
 
 
 # ---- parameters, layers and hooks
@@ -146,7 +183,12 @@ class Net(nn.Module):
 
 
 def another(layer: nn.Linear) -> nn.Linear:
-    return nn.Linear(layer.in_features, layer.out_features, dtype=torch.float64, device=layer.weight.device)
+    return nn.Linear(
+        layer.in_features,
+        layer.out_features,
+        dtype=torch.float64,
+        device=layer.weight.device,
+    )
 
 
 class Recorder:
@@ -160,21 +202,44 @@ class Recorder:
 
 
 REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
-    "a layer": (lambda m: setattr(m, "head", another(m.head)), r"Net\.head was replaced in a replica"),
-    "a layer by one that it has": (lambda m: setattr(m, "head", m.body[0]), r"Net\.head was replaced in a replica"),
-    "a layer, made": (lambda m: m.add_module("more", nn.ReLU()), r"Net\.more was made in a replica"),
-    "a layer, appended": (lambda m: m.body.append(nn.ReLU()), r"Net\.body\.2 was made in a replica"),
-    "a layer, deleted": (lambda m: delattr(m, "head"), r"Net\.head was taken away in a replica"),
+    "a layer": (
+        lambda m: setattr(m, "head", another(m.head)),
+        r"Net\.head was replaced in a replica",
+    ),
+    "a layer by one that it has": (
+        lambda m: setattr(m, "head", m.body[0]),
+        r"Net\.head was replaced in a replica",
+    ),
+    "a layer, made": (
+        lambda m: m.add_module("more", nn.ReLU()),
+        r"Net\.more was made in a replica",
+    ),
+    "a layer, appended": (
+        lambda m: m.body.append(nn.ReLU()),
+        r"Net\.body\.2 was made in a replica",
+    ),
+    "a layer, deleted": (
+        lambda m: delattr(m, "head"),
+        r"Net\.head was taken away in a replica",
+    ),
     "a parameter": (
-        lambda m: setattr(m.head, "weight", nn.Parameter(m.head.weight.detach().clone())),
+        lambda m: setattr(
+            m.head, "weight", nn.Parameter(m.head.weight.detach().clone())
+        ),
         r"Net\.head\.weight was replaced in a replica",
     ),
     "a parameter, made": (
         lambda m: m.register_parameter("scale", nn.Parameter(torch.ones(()))),
         r"Net\.scale was made in a replica",
     ),
-    "a parameter, by None": (lambda m: setattr(m.head, "bias", None), r"Net\.head\.bias was replaced in a replica"),
-    "a parameter, deleted": (lambda m: delattr(m.head, "bias"), r"Net\.head\.bias was taken away in a replica"),
+    "a parameter, by None": (
+        lambda m: setattr(m.head, "bias", None),
+        r"Net\.head\.bias was replaced in a replica",
+    ),
+    "a parameter, deleted": (
+        lambda m: delattr(m.head, "bias"),
+        r"Net\.head\.bias was taken away in a replica",
+    ),
     "parameters, loaded": (
         lambda m: m.load_state_dict(copy.deepcopy(m.state_dict()), assign=True),
         r"Net\.body\.0\.weight was replaced in a replica",
@@ -196,16 +261,22 @@ def step_of(model: Any, optimizer: Any, batch: Any) -> None:
     optimizer.step()
 
 
-def built_and_trained(strategy: torchstrategy.Strategy) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
+def built_and_trained(
+    strategy: torchstrategy.Strategy,
+) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
     """A model with its optimizer and an equal one of plain PyTorch, both after one step."""
     (model, ours), (twin, plain) = built(strategy, Net, sgd)
-    strategy.run(lambda batch: step_of(model, ours, batch), args=(deal(strategy, data(7)),))
+    strategy.run(
+        lambda batch: step_of(model, ours, batch), args=(deal(strategy, data(7)),)
+    )
     step_of(twin, plain, data(7))
     return (model, ours), (twin, plain)
 
 
 def assert_same(model: Any, twin: Any, case: str) -> None:
-    assert [name for name, _ in model.named_modules()] == [name for name, _ in twin.named_modules()]
+    assert [name for name, _ in model.named_modules()] == [
+        name for name, _ in twin.named_modules()
+    ]
     assert_close(parameters(model), parameters(twin), case, 1e-10)
     assert_close(gradients(model), gradients(twin), case, 1e-10)
     assert_close(dict(model.named_buffers()), dict(twin.named_buffers()), case, 1e-10)
@@ -213,7 +284,9 @@ def assert_same(model: Any, twin: Any, case: str) -> None:
 
 CASES = [
     *((name, "before the update") for name in REFUSED),
-    *itertools.product(("a layer", "a parameter"), ("without an update", "in one replica")),
+    *itertools.product(
+        ("a layer", "a parameter"), ("without an update", "in one replica")
+    ),
 ]
 
 
@@ -235,12 +308,17 @@ def test_a_step_that_makes_or_replaces_a_part_is_refused_by_name_and_nothing_of_
             ours.step()
 
     before = list(vars(model).items())
-    for _ in range(2):  # a second time, too: the copies that were changed are not used again
+    for _ in range(
+        2
+    ):  # a second time, too: the copies that were changed are not used again
         with pytest.raises(RuntimeError, match=match):
             strategy.run(step, args=(deal(strategy, data(7, seed=1)),))
     assert list(vars(model).items()) == before
     assert_same(model, twin, "after the refusal")
-    strategy.run(lambda batch: step_of(model, ours, batch), args=(deal(strategy, data(7, seed=2)),))
+    strategy.run(
+        lambda batch: step_of(model, ours, batch),
+        args=(deal(strategy, data(7, seed=2)),),
+    )
     step_of(twin, plain, data(7, seed=2))
     assert_same(model, twin, "after a good step")
 
@@ -284,12 +362,22 @@ def test_what_a_step_puts_back_does_in_it_what_it_does_in_plain_torch(
     (model, ours), (twin, plain) = built_and_trained(strategy)
     for k in range(2):
         batch = data(7, seed=k)
-        strategy.run(lambda b: ALLOWED[name](model, lambda: step_of(model, ours, b)), args=(deal(strategy, batch),))
+        strategy.run(
+            lambda b: ALLOWED[name](model, lambda: step_of(model, ours, b)),
+            args=(deal(strategy, batch),),
+        )
         ALLOWED[name](twin, functools.partial(step_of, twin, plain, batch))
-        assert_close(parameters(model), {n: parameters(twin)[n] for n in parameters(model)}, name, 1e-10)
+        assert_close(
+            parameters(model),
+            {n: parameters(twin)[n] for n in parameters(model)},
+            name,
+            1e-10,
+        )
 
 
-def test_a_step_of_one_replica_on_the_users_own_model_may_replace_whatever_it_likes() -> None:
+def test_a_step_of_one_replica_on_the_users_own_model_may_replace_whatever_it_likes() -> (
+    None
+):
     strategy = torchstrategy.OneDeviceStrategy("cpu")
     with strategy.scope():
         model = Net()
@@ -304,13 +392,19 @@ def hooked_once(m: Any) -> None:
     if getattr(m, "is_hooked", False):
         return
     m.is_hooked = True
-    m.head.register_forward_hook(lambda module, inputs, output: output + m.body[0].bias.sum())
-    m.head.register_forward_pre_hook(lambda module, args, kwargs: ((2 * args[0],), kwargs), with_kwargs=True)
+    m.head.register_forward_hook(
+        lambda module, inputs, output: output + m.body[0].bias.sum()
+    )
+    m.head.register_forward_pre_hook(
+        lambda module, args, kwargs: ((2 * args[0],), kwargs), with_kwargs=True
+    )
     m.head.register_full_backward_hook(functools.partial(_scaled, m.body[0]))
 
 
 def _scaled(layer: nn.Module, module: nn.Module, into: Any, out: Any) -> Any:
-    return tuple(None if g is None else g * layer.bias.detach().exp().sum() for g in into)
+    return tuple(
+        None if g is None else g * layer.bias.detach().exp().sum() for g in into
+    )
 
 
 def hooked_and_unhooked(m: Any) -> None:
@@ -323,7 +417,9 @@ def hooked_and_unhooked(m: Any) -> None:
 HOOKS = {
     "hooked once": hooked_once,
     "hooked and unhooked": hooked_and_unhooked,
-    "one more in each step": lambda m: m.head.register_forward_hook(lambda module, inputs, output: output * 1.5),
+    "one more in each step": lambda m: m.head.register_forward_hook(
+        lambda module, inputs, output: output * 1.5
+    ),
 }
 
 
@@ -355,11 +451,16 @@ def test_hooks_that_a_step_leaves_are_hooks_of_the_model(
 
 def make_a_mask(m: Any) -> None:
     if not hasattr(m, "mask"):
-        m.register_buffer("mask", torch.full((2,), 3.0, dtype=torch.float64, device=m.head.weight.device))
+        m.register_buffer(
+            "mask",
+            torch.full((2,), 3.0, dtype=torch.float64, device=m.head.weight.device),
+        )
 
 
 def make_a_scratch(m: Any) -> None:
-    m.body.register_buffer("scratch", torch.ones(1, device=m.head.weight.device), persistent=False)
+    m.body.register_buffer(
+        "scratch", torch.ones(1, device=m.head.weight.device), persistent=False
+    )
 
 
 def fill(m: Any) -> None:
@@ -374,7 +475,9 @@ BUFFERS: dict[str, Callable[[Any], None]] = {
     "made": make_a_mask,
     "made, and not saved": make_a_scratch,
     "made from nothing": fill,
-    "set to None": lambda m: setattr(m, "calls", None) if m.calls is not None and m.calls > 1 else None,
+    "set to None": lambda m: (
+        setattr(m, "calls", None) if m.calls is not None and m.calls > 1 else None
+    ),
     "toggled": toggle,
     "deleted": lambda m: delattr(m, "empty") if hasattr(m, "empty") else None,
 }
@@ -396,11 +499,15 @@ def test_a_buffer_that_a_step_makes_or_takes_away_is_made_or_taken_away_in_the_m
 
     for k in range(4):
         seen.clear()
-        strategy.run(lambda batch: step(model, batch), args=(deal(strategy, data(7, seed=k)),))
+        strategy.run(
+            lambda batch: step(model, batch), args=(deal(strategy, data(7, seed=k)),)
+        )
         step(twin, data(7, seed=k))
         assert all(keys == seen[-1] for keys in seen)
         assert list(model.state_dict()) == list(twin.state_dict())
-        assert [name for name, _ in model.named_buffers()] == [name for name, _ in twin.named_buffers()]
+        assert [name for name, _ in model.named_buffers()] == [
+            name for name, _ in twin.named_buffers()
+        ]
         assert {b.device for b in model.buffers()} <= {model.head.weight.device}
         assert_same(model, twin, f"step {k}")
 
@@ -445,11 +552,15 @@ def by_a_method(m: Any) -> None:
 
 
 def by_a_partial(m: Any) -> None:
-    m.forward = functools.partial(lambda m, f, x: f(m.body(x)), m, lambda h: m.head(h) * 2)
+    m.forward = functools.partial(
+        lambda m, f, x: f(m.body(x)), m, lambda h: m.head(h) * 2
+    )
 
 
 def by_defaults(m: Any) -> None:
-    def forward(x: torch.Tensor, body: Any = m.body, *, head: Any = m.head) -> torch.Tensor:
+    def forward(
+        x: torch.Tensor, body: Any = m.body, *, head: Any = m.head
+    ) -> torch.Tensor:
         return head(body(x))
 
     m.forward = forward
@@ -457,7 +568,9 @@ def by_defaults(m: Any) -> None:
 
 def by_a_function_that_is_held_deep(m: Any) -> None:
     m.stages = {"all": [(lambda x: m.body(x), lambda h: m.head(h))]}
-    m.forward = types.MethodType(lambda self, x: self.stages["all"][0][1](self.stages["all"][0][0](x)), m)
+    m.forward = types.MethodType(
+        lambda self, x: self.stages["all"][0][1](self.stages["all"][0][0](x)), m
+    )
 
 
 def by_a_parameter(m: Any) -> None:
@@ -466,19 +579,28 @@ def by_a_parameter(m: Any) -> None:
 
 
 def by_a_checkpoint(m: Any) -> None:
-    m.forward = lambda x: m.head(checkpoint(lambda x: m.body(x).tanh(), x, use_reentrant=False))
+    m.forward = lambda x: m.head(
+        checkpoint(lambda x: m.body(x).tanh(), x, use_reentrant=False)
+    )
 
 
 def by_a_forward_hook(m: Any) -> None:
-    m.body.register_forward_hook(lambda module, inputs, output: output + m.head.weight.sum())
+    m.body.register_forward_hook(
+        lambda module, inputs, output: output + m.head.weight.sum()
+    )
 
 
 def by_a_backward_hook(m: Any) -> None:
-    m.head.register_full_backward_hook(lambda module, into, out: (into[0] * m.body[0].bias.detach().exp().sum(),))
+    m.head.register_full_backward_hook(
+        lambda module, into, out: (into[0] * m.body[0].bias.detach().exp().sum(),)
+    )
 
 
 def by_a_loop(m: Any) -> None:
-    layers = [m.body, m.head]  # in a list, they are not the copy's own, and lead there on a replica's thread
+    layers = [
+        m.body,
+        m.head,
+    ]  # in a list, they are not the copy's own, and lead there on a replica's thread
 
     def forward(x: torch.Tensor) -> torch.Tensor:
         for layer in layers:
@@ -517,14 +639,22 @@ BY = [
 ]
 
 
-BETWEEN = [by_a_lambda, by_wrappers_of_wrappers, by_a_function_that_is_held_deep, by_a_forward_hook]
+BETWEEN = [
+    by_a_lambda,
+    by_wrappers_of_wrappers,
+    by_a_function_that_is_held_deep,
+    by_a_forward_hook,
+]
 
 
 @pytest.mark.parametrize(
-    ("patch", "when"), [*((patch, "before") for patch in BY), *((patch, "between") for patch in BETWEEN)]
+    ("patch", "when"),
+    [*((patch, "before") for patch in BY), *((patch, "between") for patch in BETWEEN)],
 )
 def test_a_function_that_closes_over_the_model_it_is_in_reaches_the_replicas_own(
-    make: Callable[[int], torchstrategy.Strategy], patch: Callable[[Any], None], when: str
+    make: Callable[[int], torchstrategy.Strategy],
+    patch: Callable[[Any], None],
+    when: str,
 ) -> None:
     strategy = make(3)
     torch.manual_seed(0)
@@ -539,7 +669,10 @@ def test_a_function_that_closes_over_the_model_it_is_in_reaches_the_replicas_own
         patch(model)
     patch(twin)
     for k in range(2):
-        strategy.run(lambda batch: step_of(model, ours, batch), args=(deal(strategy, data(7, seed=k)),))
+        strategy.run(
+            lambda batch: step_of(model, ours, batch),
+            args=(deal(strategy, data(7, seed=k)),),
+        )
         step_of(twin, plain, data(7, seed=k))
         assert_close(parameters(model), parameters(twin), f"step {k}", 1e-10)
 
@@ -563,11 +696,15 @@ def reaching(m: Any) -> dict[str, Callable[[], Any]]:
         "a default": lambda head=m.head: head,
         "a keyword default": lambda *, head=m.head: head,
         "a method": types.MethodType(lambda self: self.head, m),
-        "a method in a lambda": (lambda find: lambda: find())(types.MethodType(lambda self: self.head, m)),
+        "a method in a lambda": (lambda find: lambda: find())(
+            types.MethodType(lambda self: self.head, m)
+        ),
     }
 
 
-def test_they_do_so_on_every_thread(make: Callable[[int], torchstrategy.Strategy]) -> None:
+def test_they_do_so_on_every_thread(
+    make: Callable[[int], torchstrategy.Strategy],
+) -> None:
     """Autograd has threads of its own on accelerators, which know nothing of replicas."""
     strategy = make(3)
     with strategy.scope():
@@ -579,7 +716,9 @@ def test_they_do_so_on_every_thread(make: Callable[[int], torchstrategy.Strategy
     def step() -> None:
         ways = {**model.ways, "a hook": next(iter(model.head._forward_hooks.values()))}
         head, heads = model.get_submodule("head"), {}
-        thread = threading.Thread(target=lambda: heads.update({name: way() for name, way in ways.items()}))
+        thread = threading.Thread(
+            target=lambda: heads.update({name: way() for name, way in ways.items()})
+        )
         thread.start()
         thread.join()
         found.append((id(head), {name: got is head for name, got in heads.items()}))
@@ -607,11 +746,15 @@ def test_what_such_a_function_counts_and_notes_each_replica_has_for_itself(
     lock = threading.Lock()
     hook.calls = 0
     model.head.register_forward_hook(hook)
-    strategy.run(lambda batch: model(batch[0]).sum().backward(), args=(deal(strategy, data(7)),))
+    strategy.run(
+        lambda batch: model(batch[0]).sum().backward(), args=(deal(strategy, data(7)),)
+    )
     assert (count, seen, hook.calls) == (1, [True], 1)
 
 
-def test_a_hook_may_keep_what_it_saw_in_the_last_step(make: Callable[[int], torchstrategy.Strategy]) -> None:
+def test_a_hook_may_keep_what_it_saw_in_the_last_step(
+    make: Callable[[int], torchstrategy.Strategy],
+) -> None:
     strategy, last = make(2), None
     with strategy.scope():
         model = Net()
@@ -622,8 +765,12 @@ def test_a_hook_may_keep_what_it_saw_in_the_last_step(make: Callable[[int], torc
 
     model.head.register_forward_hook(hook)
     for _ in range(2):
-        strategy.run(lambda batch: mse(model, batch).backward(), args=(deal(strategy, data(7)),))
-        assert all(part.requires_grad for part in strategy.experimental_local_results(last))
+        strategy.run(
+            lambda batch: mse(model, batch).backward(), args=(deal(strategy, data(7)),)
+        )
+        assert all(
+            part.requires_grad for part in strategy.experimental_local_results(last)
+        )
         model.body.append(nn.Tanh())  # there have to be new copies
 
 
@@ -660,8 +807,14 @@ NOT_COPIED: dict[str, tuple[Callable[[Any], None], str]] = {
         lambda m: m.add_module("wrapped", nn.DataParallel(nn.Linear(2, 2))),
         r"Net\.wrapped is a torch\.nn\.DataParallel.*Use the module that it wraps, `\.module`",
     ),
-    "a ScriptModule": (scripted, r"Net\.inner\.0 is a ScriptModule.*Use the module it was made from"),
-    "a lazy layer": (lazy, r"Net\.body\.2\.weight has no shape yet: LazyLinear is lazy\. Run one batch through"),
+    "a ScriptModule": (
+        scripted,
+        r"Net\.inner\.0 is a ScriptModule.*Use the module it was made from",
+    ),
+    "a lazy layer": (
+        lazy,
+        r"Net\.body\.2\.weight has no shape yet: LazyLinear is lazy\. Run one batch through",
+    ),
     "a function over a tensor that learns": (
         closing_over(log_t=torch.ones((), requires_grad=True)),
         r"Net\.scaled is a function that closes over log_t, a tensor that requires grad.*torch\.nn\.Parameter",
@@ -671,7 +824,10 @@ NOT_COPIED: dict[str, tuple[Callable[[Any], None], str]] = {
         r"A hook of Net\.head is a function that closes over scale, a tensor that requires grad",
     ),
 }
-AT_ONCE = ("a DataParallel of torch", "a ScriptModule")  # others may become something that can be used
+AT_ONCE = (
+    "a DataParallel of torch",
+    "a ScriptModule",
+)  # others may become something that can be used
 
 
 @pytest.mark.parametrize("when", ["before", "between"])
@@ -702,5 +858,8 @@ def test_one_device_takes_whatever_plain_torch_takes() -> None:
     for patch, _ in NOT_COPIED.values():
         strategy, model = torchstrategy.OneDeviceStrategy("cpu"), Net()
         patch(model)
-        strategy.run(lambda m: m.head.weight.sum().backward(), args=(strategy.distribute_module(model),))
+        strategy.run(
+            lambda m: m.head.weight.sum().backward(),
+            args=(strategy.distribute_module(model),),
+        )
         assert model.head.weight.grad is not None

@@ -16,7 +16,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchstrategy
 from nets import F64, Net, outputs, train, trained
-from problems import assert_close, close, compare, data, deal, gradients, mse, replica_id
+from problems import (
+    assert_close,
+    close,
+    compare,
+    data,
+    deal,
+    gradients,
+    mse,
+    replica_id,
+)
 from topologies import SIMULATED, central_in_one_place, central_with_copies
 from torchstrategy._base.context import using_device
 
@@ -155,7 +164,9 @@ def _pre_hook(model: Any) -> None:
 
 
 def _backward_hook(model: Any) -> None:
-    model.heads["a"].register_full_backward_hook(lambda module, grad_in, grad_out: (2 * grad_in[0],))
+    model.heads["a"].register_full_backward_hook(
+        lambda module, grad_in, grad_out: (2 * grad_in[0],)
+    )
 
 
 def _hook_that_was_removed(model: Any) -> None:
@@ -181,7 +192,9 @@ def _output(model: Any, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return out.detach()
 
 
-@pytest.mark.parametrize("write", WRITES, ids=[write.__name__.strip("_") for write in WRITES])
+@pytest.mark.parametrize(
+    "write", WRITES, ids=[write.__name__.strip("_") for write in WRITES]
+)
 def test_what_is_written_between_steps_reaches_every_replica(make, write):
     for n in (1, 3):
         strategy = make(n)
@@ -195,18 +208,26 @@ def test_what_is_written_between_steps_reaches_every_replica(make, write):
                         write(m)
             dtype = next(model.parameters()).dtype
 
-            got = strategy.gather(strategy.run(_output, args=(model, deal(strategy, x), dtype)), axis=0)
+            got = strategy.gather(
+                strategy.run(_output, args=(model, deal(strategy, x), dtype)), axis=0
+            )
             wanted = _output(twin, x, dtype)
             case = f"{write.__name__}, {n} replicas, run {again}"
             tolerance = 1e-10 if dtype == torch.float64 else 2e-6
-            assert_close({"output": got}, {"output": wanted}, case, tolerance, tolerance)
+            assert_close(
+                {"output": got}, {"output": wanted}, case, tolerance, tolerance
+            )
             assert_close(gradients(model), gradients(twin), case, tolerance, tolerance)
 
 
-def test_parameters_that_are_replaced_twice_reach_every_replica_wherever_they_come_to_lie(make):
+def test_parameters_that_are_replaced_twice_reach_every_replica_wherever_they_come_to_lie(
+    make,
+):
     strategy = make(2)
     with strategy.scope():
-        model = nn.Linear(3, 100_000, **F64)  # large, so that memory that is set free is soon given out again
+        model = nn.Linear(
+            3, 100_000, **F64
+        )  # large, so that memory that is set free is soon given out again
     x = data(2)[0]
 
     def output() -> torch.Tensor:
@@ -218,7 +239,9 @@ def test_parameters_that_are_replaced_twice_reach_every_replica_wherever_they_co
             p.data = -p.data
             more = [p.data * 2]
             while more[-1].data_ptr() != place and len(more) < 20:
-                more.append(p.data * 2)  # until one gets the memory that was set free, if it was
+                more.append(
+                    p.data * 2
+                )  # until one gets the memory that was set free, if it was
             p.data = more[-1]
         wanted = output()
         for got in outputs(strategy, output):
@@ -229,7 +252,9 @@ def test_a_hook_that_is_removed_between_steps_is_gone_from_every_replica(make):
     strategy = make(3)
     model, _, _, _ = trained(strategy)
     calls: list[int] = []
-    handle = model.encoder.register_forward_hook(lambda module, args, out: calls.append(replica_id()))
+    handle = model.encoder.register_forward_hook(
+        lambda module, args, out: calls.append(replica_id())
+    )
     batch = deal(strategy, data(3))
     strategy.run(lambda b: model(b[0]).detach(), args=(batch,))
     (who,) = calls
@@ -256,8 +281,12 @@ def test_a_hook_records_every_replica_in_the_users_own_recorder(make):
         strategy = make(3)
         model, _, _, _ = trained(strategy)
         recorder = Recorder()
-        model.encoder.register_forward_hook(recorder if way == "callable" else recorder.method)
-        strategy.run(lambda b, model=model: model(b[0]).detach(), args=(deal(strategy, data(7)),))
+        model.encoder.register_forward_hook(
+            recorder if way == "callable" else recorder.method
+        )
+        strategy.run(
+            lambda b, model=model: model(b[0]).detach(), args=(deal(strategy, data(7)),)
+        )
         (shape,) = recorder.shapes
         assert shape.values == ((3, 4), (3, 4), (1, 4)), way
 
@@ -282,7 +311,10 @@ def test_what_is_written_on_a_configuration_reaches_every_replica(make):
     x = data(4)[0]
     for gain in (1.0, 3.0, 3.0, 5.0):
         model.config.gain = gain
-        got = strategy.gather(strategy.run(lambda rows: model(rows).detach(), args=(deal(strategy, x),)), axis=0)
+        got = strategy.gather(
+            strategy.run(lambda rows: model(rows).detach(), args=(deal(strategy, x),)),
+            axis=0,
+        )
         close(got, gain * model.layer(x.to(model.layer.weight.device)))
 
 
@@ -301,7 +333,11 @@ class HookedByItself(nn.Module):
         return self.layer(x)
 
 
-@pytest.mark.parametrize("notes", [{}, {"is_hooked": False}], ids=["first_noted_in_forward", "noted_from_the_start"])
+@pytest.mark.parametrize(
+    "notes",
+    [{}, {"is_hooked": False}],
+    ids=["first_noted_in_forward", "noted_from_the_start"],
+)
 def test_hooks_that_a_forward_puts_are_there_in_every_replica_and_outside(make, notes):
     strategy = make(2)
     with strategy.scope():
@@ -309,7 +345,10 @@ def test_hooks_that_a_forward_puts_are_there_in_every_replica_and_outside(make, 
     weight, bias = model.layer.weight, model.layer.bias + 1
     for rows in (1, 4, 1, 4):  # of the first batch, replica 1 gets no row
         x = data(rows)[0]
-        got = strategy.gather(strategy.run(lambda rows: model(rows).detach(), args=(deal(strategy, x),)), axis=0)
+        got = strategy.gather(
+            strategy.run(lambda rows: model(rows).detach(), args=(deal(strategy, x),)),
+            axis=0,
+        )
         close(got, F.linear(x.to(weight.device), weight, bias))
     close(model(x.to(weight.device)), F.linear(x.to(weight.device), weight, bias))
 
@@ -322,7 +361,9 @@ class ReplicaSet(TorchDispatchMode):
         self.thread = threading.get_ident()
         self.tensors = 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         name = func.overloadpacket.__name__
         if threading.get_ident() == self.thread:
             if name in ("copy_", "_to_copy", "clone"):
@@ -371,7 +412,10 @@ def test_evaluation_and_accumulation_copy_nothing_and_a_written_parameter_is_cop
     assert copied_by(evaluate) == brought
     model.train()
     assert (
-        copied_by(lambda: strategy.run(lambda b: train(model, optimizer, b), args=(batch,))) == brought - 3 * 2 + moved
+        copied_by(
+            lambda: strategy.run(lambda b: train(model, optimizer, b), args=(batch,))
+        )
+        == brought - 3 * 2 + moved
     ), "all that the optimizer wrote, which is not the head that was not used"
 
 
@@ -379,12 +423,20 @@ def test_parameters_on_the_parameter_device_are_never_copied():
     strategy = central_in_one_place(3)
     model, optimizer, _, _ = trained(strategy)
     batch = deal(strategy, data(7))
-    assert copied_by(lambda: strategy.run(lambda b: train(model, optimizer, b), args=(batch,))) == 0
+    assert (
+        copied_by(
+            lambda: strategy.run(lambda b: train(model, optimizer, b), args=(batch,))
+        )
+        == 0
+    )
 
 
 COMPUTED: dict[str, Callable[[nn.Linear], Any]] = {
     "pruned": lambda layer: prune.l1_unstructured(layer, "weight", amount=3),
-    "pruned twice": lambda layer: [prune.random_unstructured(layer, n, amount=1) for n in ("weight", "bias", "weight")],
+    "pruned twice": lambda layer: [
+        prune.random_unstructured(layer, n, amount=1)
+        for n in ("weight", "bias", "weight")
+    ],
     "weight_norm": nn.utils.weight_norm,
     "spectral_norm": nn.utils.spectral_norm,
 }
@@ -393,7 +445,9 @@ COMPUTED: dict[str, Callable[[nn.Linear], Any]] = {
 @pytest.mark.parametrize("where", ["inside", "outside"])
 @pytest.mark.parametrize("how", COMPUTED)
 @pytest.mark.filterwarnings("ignore:.*is deprecated in favor of:FutureWarning")
-def test_a_layer_whose_weight_is_computed_by_a_hook_trains_as_in_plain_torch(make, how, where):
+def test_a_layer_whose_weight_is_computed_by_a_hook_trains_as_in_plain_torch(
+    make, how, where
+):
     # They keep a tensor with a history where the weight was, and compute it anew before each forward.
     def build() -> nn.Module:
         layer = nn.Linear(3, 4, **F64)
@@ -415,7 +469,9 @@ def test_a_layer_whose_weight_is_computed_by_a_hook_trains_as_in_plain_torch(mak
 
 
 @pytest.mark.parametrize("where", ["inside", "outside"])
-def test_weights_that_come_to_be_pruned_between_steps_are_pruned_in_every_replica(make, where):
+def test_weights_that_come_to_be_pruned_between_steps_are_pruned_in_every_replica(
+    make, where
+):
     steps = iter([])
 
     def before(model: Any, optimizer: Any) -> None:
@@ -469,7 +525,11 @@ def test_what_has_another_name_has_it_in_replicas_too(make):
     del model.former, model.config.former
     model.latter = model.config.latter = True
     found = []
-    strategy.run(lambda: found.append((hasattr(model, "former"), vars(model.config), model.latter)))
+    strategy.run(
+        lambda: found.append(
+            (hasattr(model, "former"), vars(model.config), model.latter)
+        )
+    )
     assert found == [(False, {"latter": True}, True)] * strategy.num_replicas_in_sync
 
 

@@ -44,7 +44,9 @@ def test_what_a_step_writes_on_plain_attributes_reaches_the_original_once(make):
         )
     )
     assert [m.training for m in model.modules()] == [m.training for m in twin.modules()]
-    assert outputs(strategy, lambda: f"{model.calls} {model.training} {model.encoder[2].p}") in (
+    assert outputs(
+        strategy, lambda: f"{model.calls} {model.training} {model.encoder[2].p}"
+    ) in (
         ["5 False 0.25"],
         ["5 False 0.25"] * 3,
     )
@@ -64,7 +66,10 @@ def test_a_counter_in_a_module_without_parameters_counts_a_run_once(make):
     with strategy.scope():
         criterion, model = Loss(), mlp()
     for _ in range(2):
-        strategy.run(lambda b: criterion(model(b[0]), b[1]).backward(), args=(deal(strategy, data(7)),))
+        strategy.run(
+            lambda b: criterion(model(b[0]), b[1]).backward(),
+            args=(deal(strategy, data(7)),),
+        )
     assert criterion.calls == 2
 
 
@@ -86,16 +91,25 @@ def _plain_or_refused(make: Any, step: Any, **kwargs: Any) -> None:
         assert "parameter" in str(error), error
 
 
-def test_a_moving_average_of_parameters_that_the_step_keeps_is_updated_once_or_refused(make):
+def test_a_moving_average_of_parameters_that_the_step_keeps_is_updated_once_or_refused(
+    make,
+):
     def step(model: Any, optimizer: Any, batch: Any) -> None:
         optimizer.zero_grad()
         mse(model, batch).backward()
         optimizer.step()
         with torch.no_grad():
-            for kept, p in zip(model.average.parameters(), model.model.parameters(), strict=True):
+            for kept, p in zip(
+                model.average.parameters(), model.model.parameters(), strict=True
+            ):
                 kept.mul_(0.9).add_(p, alpha=0.1)
 
-    _plain_or_refused(make, step, build=Ema, optimizer=lambda m: torch.optim.SGD(m.model.parameters(), lr=0.1))
+    _plain_or_refused(
+        make,
+        step,
+        build=Ema,
+        optimizer=lambda m: torch.optim.SGD(m.model.parameters(), lr=0.1),
+    )
 
 
 def test_clipping_weights_in_the_step_clips_the_users_weights_or_is_refused(make):
@@ -110,7 +124,9 @@ def test_clipping_weights_in_the_step_clips_the_users_weights_or_is_refused(make
     _plain_or_refused(make, step)
 
 
-def test_clipping_the_data_of_weights_in_the_step_clips_the_users_weights_or_is_refused(make):
+def test_clipping_the_data_of_weights_in_the_step_clips_the_users_weights_or_is_refused(
+    make,
+):
     def step(model: Any, optimizer: Any, batch: Any) -> None:
         optimizer.zero_grad()
         mse(model, batch).backward()
@@ -152,7 +168,10 @@ def test_an_embedding_with_a_largest_norm_keeps_it_or_is_refused(make):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.table(x)
 
-    batches = [(torch.tensor([0, 1, 2, 3, 3, 8, 1]), data(7)[1]), (torch.tensor([5, 5, 5, 0, 2, 2, 7]), data(7)[1])]
+    batches = [
+        (torch.tensor([0, 1, 2, 3, 3, 8, 1]), data(7)[1]),
+        (torch.tensor([5, 5, 5, 0, 2, 2, 7]), data(7)[1]),
+    ]
     _plain_or_refused(make, train, build=Table, batches=batches)
 
 
@@ -164,7 +183,9 @@ def test_batch_norm_averages_statistics_by_share_and_applies_its_momentum_once(m
         for rows, pieces in [(8, [3, 3, 2]), (9, [3, 3, 3]), (5, [2, 2, 1])]:
             x = data(rows)[0]
             if pieces[-1] == 1:
-                x = x.unsqueeze(-1).expand(-1, -1, 2).cumsum(-1)  # (rows, 3, 2): statistics of one row are enough
+                x = (
+                    x.unsqueeze(-1).expand(-1, -1, 2).cumsum(-1)
+                )  # (rows, 3, 2): statistics of one row are enough
             for reduction in ("mean", "sum"):
                 strategy = make(3)
                 with strategy.scope():
@@ -172,26 +193,41 @@ def test_batch_norm_averages_statistics_by_share_and_applies_its_momentum_once(m
                 wanted = copy.deepcopy(layer).cpu()
                 options = RunOptions(gradient_reduction=reduction)
                 for _ in range(2):
-                    strategy.run(lambda b, m=layer: m(b).detach(), args=(deal(strategy, x),), options=options)
+                    strategy.run(
+                        lambda b, m=layer: m(b).detach(),
+                        args=(deal(strategy, x),),
+                        options=options,
+                    )
                     parts = []
                     for piece in x.split(pieces):
                         part = copy.deepcopy(wanted)
                         part(piece)
                         parts.append(part)
                     for name in ("running_mean", "running_var"):
-                        mean = sum(getattr(p, name) * k / rows for p, k in zip(parts, pieces, strict=True))
+                        mean = sum(
+                            getattr(p, name) * k / rows
+                            for p, k in zip(parts, pieces, strict=True)
+                        )
                         getattr(wanted, name).copy_(mean)
                     wanted.num_batches_tracked += 1
                 case = f"momentum {momentum}, {rows} rows, {reduction}"
-                assert_close(dict(layer.named_buffers()), dict(wanted.named_buffers()), case)
+                assert_close(
+                    dict(layer.named_buffers()), dict(wanted.named_buffers()), case
+                )
                 assert int(layer.num_batches_tracked) == 2, case
                 seen: list[Any] = []
-                strategy.run(lambda m=layer, x=x, seen=seen: seen.append(m.eval()(x.to(m.weight.device))))
+                strategy.run(
+                    lambda m=layer, x=x, seen=seen: seen.append(
+                        m.eval()(x.to(m.weight.device))
+                    )
+                )
                 for got in seen:
                     close(got, copy.deepcopy(wanted).eval()(x))
 
 
-def test_batch_norm_counts_each_forward_of_a_step_and_a_model_in_evaluation_counts_none(make):
+def test_batch_norm_counts_each_forward_of_a_step_and_a_model_in_evaluation_counts_none(
+    make,
+):
     strategy = make(3)
     with strategy.scope():
         layer = nn.BatchNorm1d(3, **F64)
@@ -207,7 +243,10 @@ def test_batch_norm_counts_each_forward_of_a_step_and_a_model_in_evaluation_coun
 def test_statistics_that_plain_training_has_written_reach_every_replica(make):
     layers: dict[str, Any] = {
         "batch_norm": (nn.BatchNorm1d(3, **F64), data(6)[0]),
-        "instance_norm": (nn.InstanceNorm1d(3, track_running_stats=True, **F64), data(12)[0].view(6, 2, 3).mT),
+        "instance_norm": (
+            nn.InstanceNorm1d(3, track_running_stats=True, **F64),
+            data(12)[0].view(6, 2, 3).mT,
+        ),
     }
     for name, (layer, x) in layers.items():
         strategy = make(3)
@@ -225,11 +264,15 @@ def test_statistics_that_plain_training_has_written_reach_every_replica(make):
             seen: list[torch.Tensor] = []
             strategy.run(lambda m=model, seen=seen: seen.append(normalised(m)))
             for got in seen:
-                close(got, normalised(twin), msg=lambda text, name=name: f"{name}: {text}")
+                close(
+                    got, normalised(twin), msg=lambda text, name=name: f"{name}: {text}"
+                )
 
 
 def test_batch_norm_ignores_a_replica_that_ran_without_rows_and_one_that_sat_out(make):
-    x = torch.stack([data(4)[0], -data(4)[0]], -1)  # four rows on three replicas: 2, 2, 0
+    x = torch.stack(
+        [data(4)[0], -data(4)[0]], -1
+    )  # four rows on three replicas: 2, 2, 0
     for empty in (False, True):
         strategy = make(3)
         with strategy.scope():
@@ -240,11 +283,18 @@ def test_batch_norm_ignores_a_replica_that_ran_without_rows_and_one_that_sat_out
             if len(b):
                 layer(b)
 
-        strategy.run(step, args=(deal(strategy, x),), options=RunOptions(run_empty_replicas=empty))
+        strategy.run(
+            step,
+            args=(deal(strategy, x),),
+            options=RunOptions(run_empty_replicas=empty),
+        )
         for part, piece in zip(parts, x.split(2), strict=True):
             part(piece)
         for name in ("running_mean", "running_var"):
-            close(getattr(layer, name), (getattr(parts[0], name) + getattr(parts[1], name)) / 2)
+            close(
+                getattr(layer, name),
+                (getattr(parts[0], name) + getattr(parts[1], name)) / 2,
+            )
         assert int(layer.num_batches_tracked) == 1
 
 

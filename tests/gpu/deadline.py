@@ -26,4 +26,6 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     if _left_out:
-        terminalreporter.write_line(f"The time of this part was over: {len(_left_out)} tests were left out.")
+        terminalreporter.write_line(
+            f"The time of this part was over: {len(_left_out)} tests were left out."
+        )

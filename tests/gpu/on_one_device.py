@@ -26,11 +26,17 @@ def in_place(name: str) -> Callable[..., torch.Tensor]:
     """A method that writes random numbers on a tensor."""
     plain = getattr(torch._C.TensorBase, name)
 
-    def draw(self: torch.Tensor, *args: Any, generator: Any = None, **options: Any) -> torch.Tensor:
+    def draw(
+        self: torch.Tensor, *args: Any, generator: Any = None, **options: Any
+    ) -> torch.Tensor:
         if generator is not None:
             options["generator"] = generator
         elif self.is_cuda and is_programs_own():
-            drawn = plain(torch.empty(self.shape, dtype=self.dtype, device="cpu"), *args, **options)
+            drawn = plain(
+                torch.empty(self.shape, dtype=self.dtype, device="cpu"),
+                *args,
+                **options,
+            )
             with torch.no_grad():
                 return self.copy_(drawn)
         return plain(self, *args, **options)
@@ -42,11 +48,21 @@ def anew(name: str) -> Callable[..., torch.Tensor]:
     """A function that makes a tensor of random numbers."""
     plain = getattr(torch, name)
 
-    def draw(*args: Any, device: Any = None, requires_grad: bool = False, **options: Any) -> torch.Tensor:
+    def draw(
+        *args: Any, device: Any = None, requires_grad: bool = False, **options: Any
+    ) -> torch.Tensor:
         where = torch.get_default_device() if device is None else torch.device(device)
-        if where.type != "cuda" or not is_programs_own() or options.keys() & {"generator", "out"}:
+        if (
+            where.type != "cuda"
+            or not is_programs_own()
+            or options.keys() & {"generator", "out"}
+        ):
             return plain(*args, device=device, requires_grad=requires_grad, **options)
-        return plain(*args, device="cpu", **options).to(where).requires_grad_(requires_grad)
+        return (
+            plain(*args, device="cpu", **options)
+            .to(where)
+            .requires_grad_(requires_grad)
+        )
 
     return draw
 

@@ -29,34 +29,70 @@ def imported(path: Path) -> Iterator[str]:
 
 
 def test_it_needs_no_package_but_torch_numpy_and_pytest() -> None:
-    shared = [TESTS / "conftest.py", *(TESTS / "support").rglob("*.py"), *(TESTS / "gpu").glob("*.py")]
+    shared = [
+        TESTS / "conftest.py",
+        *(TESTS / "support").rglob("*.py"),
+        *(TESTS / "gpu").glob("*.py"),
+    ]
     own = {path.stem for path in shared} | {"gpu", "features"}
-    others = {name for path in shared for name in imported(path)} - set(sys.stdlib_module_names) - ALWAYS_THERE - own
+    others = (
+        {name for path in shared for name in imported(path)}
+        - set(sys.stdlib_module_names)
+        - ALWAYS_THERE
+        - own
+    )
     assert not others
-    folders = [path for folder in ("equality", "contract") for path in (TESTS / folder).glob("*.py")]
-    needed = {name for path in folders for name in imported(path)} - set(sys.stdlib_module_names) - ALWAYS_THERE
+    folders = [
+        path
+        for folder in ("equality", "contract")
+        for path in (TESTS / folder).glob("*.py")
+    ]
+    needed = (
+        {name for path in folders for name in imported(path)}
+        - set(sys.stdlib_module_names)
+        - ALWAYS_THERE
+    )
     at_home = (
-        {path.stem for path in TESTS.rglob("*.py")} | {path.name for path in TESTS.iterdir()} | {"tests", "features"}
+        {path.stem for path in TESTS.rglob("*.py")}
+        | {path.name for path in TESTS.iterdir()}
+        | {"tests", "features"}
     )
     assert needed - at_home <= set(PACKAGES)
 
 
 def test_what_is_left_out_is_there() -> None:
-    files = [path for folder in ("equality", "contract") for path in (TESTS / folder).glob("*.py")]
+    files = [
+        path
+        for folder in ("equality", "contract")
+        for path in (TESTS / folder).glob("*.py")
+    ]
     text = "\n".join(
-        path.name + path.read_text(encoding="utf-8") for path in [*files, *(TESTS / "support").rglob("*.py")]
+        path.name + path.read_text(encoding="utf-8")
+        for path in [*files, *(TESTS / "support").rglob("*.py")]
     )
-    assert [word for word in (*NOT_ON_ONE_DEVICE, *NOT_ON_THE_CPU) if word.lower() not in text.lower()] == []
+    assert [
+        word
+        for word in (*NOT_ON_ONE_DEVICE, *NOT_ON_THE_CPU)
+        if word.lower() not in text.lower()
+    ] == []
 
 
 @takes_long
 @without_simulated_devices
-@pytest.mark.parametrize("options", [["ON=cpu"], ["--simulate"]], ids=["on the CPU", "on simulated devices"])
-def test_a_short_form_of_it_runs_without_a_gpu(options: list[str], tmp_path: Path) -> None:
-    environment = {name: value for name, value in os.environ.items() if name not in ("CI", "ON")}
+@pytest.mark.parametrize(
+    "options", [["ON=cpu"], ["--simulate"]], ids=["on the CPU", "on simulated devices"]
+)
+def test_a_short_form_of_it_runs_without_a_gpu(
+    options: list[str], tmp_path: Path
+) -> None:
+    environment = {
+        name: value for name, value in os.environ.items() if name not in ("CI", "ON")
+    }
     environment |= {"ON": "cpu"} if options == ["ON=cpu"] else {}
     command = [sys.executable, "-m", "tests.gpu", "--short", "--logs", str(tmp_path)]
     command += [option for option in options if option.startswith("--")]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=540)
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=540
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "all went well" in done.stdout

@@ -38,11 +38,17 @@ from torchstrategy.testing import DeviceProfile, virtual_time
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(ON is None, reason="needs a GPU, or ON=cpu, or --simulate-devices=5"),
+    pytest.mark.skipif(
+        ON is None, reason="needs a GPU, or ON=cpu, or --simulate-devices=5"
+    ),
 ]
 needs_cuda = pytest.mark.skipif(not HAS_CUDA, reason="needs CUDA")
-needs_an_accelerator = pytest.mark.skipif(ON is None or ON.type == "cpu", reason="needs CUDA, or simulated devices")
-needs_two_devices = pytest.mark.skipif(not TWO, reason="needs two CUDA devices, or simulated ones")
+needs_an_accelerator = pytest.mark.skipif(
+    ON is None or ON.type == "cpu", reason="needs CUDA, or simulated devices"
+)
+needs_two_devices = pytest.mark.skipif(
+    not TWO, reason="needs two CUDA devices, or simulated ones"
+)
 
 ALONE = ("one device", "central, parameters on the CPU")
 TRAININGS = IN_ONE_PRECISION | {
@@ -66,7 +72,9 @@ def test_a_training_has_the_numbers_of_plain_torch(kind: str, name: str) -> None
 @pytest.mark.parametrize("name", TRAININGS)
 @pytest.mark.parametrize("kind", ON_SEVERAL_DEVICES)
 @pytest.mark.filterwarnings("ignore:`torch.jit.script")
-def test_a_training_on_several_devices_has_the_numbers_of_plain_torch(kind: str, name: str) -> None:
+def test_a_training_on_several_devices_has_the_numbers_of_plain_torch(
+    kind: str, name: str
+) -> None:
     compare(TRAININGS[name], ON_SEVERAL_DEVICES[kind])
 
 
@@ -74,8 +82,12 @@ def test_a_training_on_several_devices_has_the_numbers_of_plain_torch(kind: str,
 def test_synchronized_batch_norm_has_the_numbers_of_plain_torch(kind: str) -> None:
     if kind in ON_SEVERAL_DEVICES and not TWO:
         pytest.skip("needs two CUDA devices, or simulated ones")
-    found = Training(make=normalised_in_sync).trained((STRATEGIES | ON_SEVERAL_DEVICES)[kind]())
-    torch.testing.assert_close(found, Training(make=normalised).trained(None), rtol=1e-4, atol=1e-5)
+    found = Training(make=normalised_in_sync).trained(
+        (STRATEGIES | ON_SEVERAL_DEVICES)[kind]()
+    )
+    torch.testing.assert_close(
+        found, Training(make=normalised).trained(None), rtol=1e-4, atol=1e-5
+    )
 
 
 def compare(training: Training, make: Callable[[], torchstrategy.Strategy]) -> None:
@@ -88,7 +100,12 @@ def compare(training: Training, make: Callable[[], torchstrategy.Strategy]) -> N
 @pytest.mark.parametrize("kind", ALONE)
 def test_batch_norm_in_one_replica_has_the_numbers_of_plain_torch(kind: str) -> None:
     training = Training(make=normalised)
-    torch.testing.assert_close(training.trained(STRATEGIES[kind]()), training.trained(None), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        training.trained(STRATEGIES[kind]()),
+        training.trained(None),
+        rtol=1e-5,
+        atol=1e-6,
+    )
 
 
 @pytest.mark.parametrize("kind", ["central, two replicas", "mirrored, two replicas"])
@@ -119,7 +136,9 @@ def counting(found: list[int]) -> Iterator[None]:
             yield
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    found.append(sum(str(one.message).startswith("called a synchronizing") for one in seen))
+    found.append(
+        sum(str(one.message).startswith("called a synchronizing") for one in seen)
+    )
 
 
 WAITING = {
@@ -134,7 +153,9 @@ WAITING = {
 
 @needs_an_accelerator
 @pytest.mark.parametrize("name", WAITING)
-@pytest.mark.parametrize("kind", ["one device", "central, two replicas", "mirrored, two replicas"])
+@pytest.mark.parametrize(
+    "kind", ["one device", "central, two replicas", "mirrored, two replicas"]
+)
 def test_a_warm_step_waits_no_more_than_plain_torch_does(kind: str, name: str) -> None:
     found: list[int] = []
     training = replace(WAITING[name], around_last_step=lambda: counting(found))
@@ -156,17 +177,27 @@ def limited() -> Iterator[int]:
 
 @needs_an_accelerator
 @pytest.mark.parametrize("kind", STRATEGIES)
-def test_where_a_replica_has_no_memory_left_the_error_comes_and_the_next_run_trains(kind: str) -> None:
+def test_where_a_replica_has_no_memory_left_the_error_comes_and_the_next_run_trains(
+    kind: str,
+) -> None:
     strategy = STRATEGIES[kind]()
     model = mlp().to(strategy.extended.parameter_devices[0])
     strategy.distribute_module(model)
-    optimizer = strategy.distribute_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    optimizer = strategy.distribute_optimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1)
+    )
 
     def step(is_too_large: bool) -> None:
         optimizer.zero_grad()
-        F.mse_loss(model(torch.ones(2, 32, device=ON)), torch.zeros(2, 1, device=ON)).backward()
+        F.mse_loss(
+            model(torch.ones(2, 32, device=ON)), torch.zeros(2, 1, device=ON)
+        ).backward()
         context = torchstrategy.get_replica_context()
-        if is_too_large and context is not None and context.replica_id_in_sync_group == 0:
+        if (
+            is_too_large
+            and context is not None
+            and context.replica_id_in_sync_group == 0
+        ):
             torch.empty(too_many, device=ON)
         optimizer.step()
 
@@ -220,20 +251,33 @@ def test_graphs_of_the_compiler_are_right_or_refused_by_name(kind: str) -> None:
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.skipif(not (HAS_CUDA or (ON is not None and ON.type == "cpu")), reason="needs CUDA, or ON=cpu")
+@pytest.mark.skipif(
+    not (HAS_CUDA or (ON is not None and ON.type == "cpu")),
+    reason="needs CUDA, or ON=cpu",
+)
 def test_a_group_of_one_process_is_enough() -> None:
-    dist.init_process_group("nccl" if HAS_CUDA else "gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group(
+        "nccl" if HAS_CUDA else "gloo", store=dist.HashStore(), rank=0, world_size=1
+    )
     try:
-        strategy = torchstrategy.MultiWorkerMirroredStrategy(process_group=dist.group.WORLD, devices=[ON])
-        torch.testing.assert_close(Training().trained(strategy), Training().trained(None))
+        strategy = torchstrategy.MultiWorkerMirroredStrategy(
+            process_group=dist.group.WORLD, devices=[ON]
+        )
+        torch.testing.assert_close(
+            Training().trained(strategy), Training().trained(None)
+        )
     finally:
         dist.destroy_process_group()
 
 
 @needs_cuda
-@pytest.mark.parametrize("make", [lambda: torchstrategy.MirroredStrategy([ON, ON])], ids=["mirrored"])
+@pytest.mark.parametrize(
+    "make", [lambda: torchstrategy.MirroredStrategy([ON, ON])], ids=["mirrored"]
+)
 def test_new_threads_have_a_context(make: Callable[[], torchstrategy.Strategy]) -> None:
     """torch warned of it, once in a process, at the first product of matrices on a replica's thread."""
     strategy, weight = make(), nn.Parameter(torch.ones(8, 8, device=ON))
-    for product in strategy.experimental_local_results(strategy.run(lambda: (weight @ weight).detach())):
+    for product in strategy.experimental_local_results(
+        strategy.run(lambda: (weight @ weight).detach())
+    ):
         assert product.sum().item() == 512

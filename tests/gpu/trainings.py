@@ -43,13 +43,19 @@ CPU = torch.device("cpu")
 STRATEGIES: dict[str, Callable[[], torchstrategy.Strategy]] = {
     "one device": lambda: torchstrategy.OneDeviceStrategy(ON),
     "central, two replicas": lambda: torchstrategy.CentralStorageStrategy([ON, ON], ON),
-    "central, parameters on the CPU": lambda: torchstrategy.CentralStorageStrategy([ON], CPU),
+    "central, parameters on the CPU": lambda: torchstrategy.CentralStorageStrategy(
+        [ON], CPU
+    ),
     "mirrored, two replicas": lambda: torchstrategy.MirroredStrategy([ON, ON]),
 }
 
 ON_SEVERAL_DEVICES: dict[str, Callable[[], torchstrategy.Strategy]] = {
-    "central, several devices": lambda: torchstrategy.CentralStorageStrategy(TWO, TWO[0]),
-    "central, several devices, parameters on the CPU": lambda: torchstrategy.CentralStorageStrategy(TWO, CPU),
+    "central, several devices": lambda: torchstrategy.CentralStorageStrategy(
+        TWO, TWO[0]
+    ),
+    "central, several devices, parameters on the CPU": lambda: (
+        torchstrategy.CentralStorageStrategy(TWO, CPU)
+    ),
     "mirrored, several devices": lambda: torchstrategy.MirroredStrategy(TWO),
 }
 
@@ -60,7 +66,11 @@ def mlp() -> nn.Module:
 
 
 def normalised() -> nn.Module:
-    parts = [part for _ in range(4) for part in (nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.ReLU())]
+    parts = [
+        part
+        for _ in range(4)
+        for part in (nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.ReLU())
+    ]
     return nn.Sequential(*parts, nn.Linear(WIDTH, 1))
 
 
@@ -112,10 +122,14 @@ class Training:
     autocast: torch.dtype | None = None
     scales: bool = False
     on_side_stream: bool = False
-    pins: bool = False  # the batches are in pinned memory, and so are parameters on the CPU
+    pins: bool = (
+        False  # the batches are in pinned memory, and so are parameters on the CPU
+    )
     options: torchstrategy.InputOptions | None = None
     runs: int = STEPS
-    around_last_step: Callable[[], contextlib.AbstractContextManager[Any]] = field(default=contextlib.nullcontext)
+    around_last_step: Callable[[], contextlib.AbstractContextManager[Any]] = field(
+        default=contextlib.nullcontext
+    )
 
     def trained(self, strategy: torchstrategy.Strategy | None) -> torch.Tensor:
         """All parameters after some steps, on the CPU. Without a strategy: those of plain PyTorch on the device."""
@@ -129,14 +143,20 @@ class Training:
             self._pin(model)
             strategy.distribute_module(model)
             optimizer = strategy.distribute_optimizer(self.optimizer(model))
-        scaler = torch.amp.GradScaler(ON.type, enabled=self.scales, init_scale=2.0**18, growth_interval=2)
+        scaler = torch.amp.GradScaler(
+            ON.type, enabled=self.scales, init_scale=2.0**18, growth_interval=2
+        )
 
         def step(batch: Any) -> None:
             with self._stream():
                 self._step(model, optimizer, scaler, *batch)
 
         for number, batch in enumerate(self._batches(strategy)):
-            with self.around_last_step() if number == self.runs - 1 else contextlib.nullcontext():
+            with (
+                self.around_last_step()
+                if number == self.runs - 1
+                else contextlib.nullcontext()
+            ):
                 if strategy is None:
                     step(batch)
                 else:
@@ -146,7 +166,9 @@ class Training:
     def _pin(self, model: nn.Module) -> None:
         if self.pins and ON.type != "cpu":
             for parameter in model.parameters():
-                parameter.data = parameter.data.pin_memory() if parameter.is_cpu else parameter.data
+                parameter.data = (
+                    parameter.data.pin_memory() if parameter.is_cpu else parameter.data
+                )
 
     def _batches(self, strategy: torchstrategy.Strategy | None) -> Iterator[Any]:
         generator = torch.Generator().manual_seed(7)
@@ -154,10 +176,16 @@ class Training:
         if self.pins and ON.type != "cpu":
             x, y = x.pin_memory(), y.pin_memory()
         if strategy is not None:
-            return iter(strategy.experimental_distribute_dataset([(x, y)] * self.runs, self.options))
+            return iter(
+                strategy.experimental_distribute_dataset(
+                    [(x, y)] * self.runs, self.options
+                )
+            )
         return iter([(x.to(ON), y.to(ON))] * self.runs)
 
-    def _step(self, model: Any, optimizer: Any, scaler: Any, x: torch.Tensor, y: torch.Tensor) -> None:
+    def _step(
+        self, model: Any, optimizer: Any, scaler: Any, x: torch.Tensor, y: torch.Tensor
+    ) -> None:
         optimizer.zero_grad(set_to_none=not self.keeps_gradients)
         scaler.scale(self._loss(model, x, y)).backward()
         if self.keeps_gradients:
@@ -170,7 +198,11 @@ class Training:
         scaler.update()
 
     def _loss(self, model: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        with torch.autocast(ON.type, dtype=self.autocast) if self.autocast else contextlib.nullcontext():
+        with (
+            torch.autocast(ON.type, dtype=self.autocast)
+            if self.autocast
+            else contextlib.nullcontext()
+        ):
             return F.mse_loss(model(x), y)
 
     @contextlib.contextmanager
@@ -188,7 +220,9 @@ class Training:
 
 
 def flat(model: nn.Module) -> torch.Tensor:
-    return torch.cat([parameter.detach().cpu().flatten() for parameter in model.parameters()])
+    return torch.cat(
+        [parameter.detach().cpu().flatten() for parameter in model.parameters()]
+    )
 
 
 IN_ONE_PRECISION = {

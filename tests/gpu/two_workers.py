@@ -10,7 +10,9 @@ import sys
 from dataclasses import replace
 
 if "--nccl" in sys.argv:
-    os.environ["ON"] = f"cuda:{os.environ['LOCAL_RANK']}"  # before the devices are looked at
+    os.environ["ON"] = (
+        f"cuda:{os.environ['LOCAL_RANK']}"  # before the devices are looked at
+    )
 
 import torch
 import torch.distributed as dist
@@ -21,7 +23,11 @@ from gpu.trainings import IN_ONE_PRECISION, ON
 if __name__ == "__main__":
     dist.init_process_group("cpu:gloo,cuda:nccl" if "--nccl" in sys.argv else "gloo")
     for name, training in IN_ONE_PRECISION.items():
-        found = training.trained(torchstrategy.MultiWorkerMirroredStrategy(devices=[ON]))
-        torch.testing.assert_close(found, replace(training, options=None).trained(None), rtol=1e-6, atol=1e-6)
+        found = training.trained(
+            torchstrategy.MultiWorkerMirroredStrategy(devices=[ON])
+        )
+        torch.testing.assert_close(
+            found, replace(training, options=None).trained(None), rtol=1e-6, atol=1e-6
+        )
         print(f"worker {dist.get_rank()}: {name}: equal", flush=True)
     dist.destroy_process_group()

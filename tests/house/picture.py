@@ -30,11 +30,19 @@ SOME, MANY = 5, 20
 
 # Coordinates are those of an SVG: x goes to the right, and y down.
 WIDTH, MARGIN = 960, 40
-ROOF, HEIGHT, SPACE, LEGEND = 64, 68, 52, 46  # heights: of the roof, a floor, the space between floors, the legend
+ROOF, HEIGHT, SPACE, LEGEND = (
+    64,
+    68,
+    52,
+    46,
+)  # heights: of the roof, a floor, the space between floors, the legend
 WIDTHS = {1: 480, 2: 340, 3: 260}  # of one room, by the number of rooms on its floor
 LETTER = 6.6  # at most so wide is a letter of a purpose, as a rule
 HEAD = 10  # the length of the head of an arrow
-BEND, CLEAR = 60, 24  # what a bend costs, as a longer way; what is between an arrow and a room that it passes
+BEND, CLEAR = (
+    60,
+    24,
+)  # what a bend costs, as a longer way; what is between an arrow and a room that it passes
 LANE = 14  # between two arrows that pass through one gap
 
 # Readable on the white and on the dark ground of GitHub: rooms have a ground of their own.
@@ -62,7 +70,9 @@ def package() -> Path:
     if here.is_dir():
         return here
     spec = importlib.util.find_spec("torchstrategy")
-    assert spec is not None and spec.origin is not None, "torchstrategy is not installed"
+    assert spec is not None and spec.origin is not None, (
+        "torchstrategy is not installed"
+    )
     return Path(spec.origin).parent
 
 
@@ -107,7 +117,9 @@ def modules_imported_by(path: Path) -> Iterator[tuple[str, ...]]:
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            names = [_module_named(node.module or "", alias.name) for alias in node.names]
+            names = [
+                _module_named(node.module or "", alias.name) for alias in node.names
+            ]
         else:
             continue
         for name in names:
@@ -119,19 +131,32 @@ def modules_imported_by(path: Path) -> Iterator[tuple[str, ...]]:
 def _module_named(module: str, name: str) -> str:
     """What `from module import name` imports: a module below it, or the module itself."""
     below = package().parent.joinpath(*module.split("."), name)
-    return f"{module}.{name}" if below.is_dir() or below.with_suffix(".py").is_file() else module
+    return (
+        f"{module}.{name}"
+        if below.is_dir() or below.with_suffix(".py").is_file()
+        else module
+    )
 
 
 def drawn_arrows(counts: Mapping[Arrow, int], ground: Sequence[str]) -> list[Arrow]:
     """The arrows to which no other way leads, and the thickest; but of those to the ground floor only the former."""
 
     def leads(start: str, end: str) -> bool:
-        return any(a.start == start and (a.end == end or leads(a.end, end)) for a in counts)
+        return any(
+            a.start == start and (a.end == end or leads(a.end, end)) for a in counts
+        )
 
     def is_implied(arrow: Arrow) -> bool:
-        return any(a.start == arrow.start and a.end != arrow.end and leads(a.end, arrow.end) for a in counts)
+        return any(
+            a.start == arrow.start and a.end != arrow.end and leads(a.end, arrow.end)
+            for a in counts
+        )
 
-    return sorted(a for a, count in counts.items() if not is_implied(a) or (count >= MANY and a.end not in ground))
+    return sorted(
+        a
+        for a, count in counts.items()
+        if not is_implied(a) or (count >= MANY and a.end not in ground)
+    )
 
 
 # Where it is drawn
@@ -164,7 +189,11 @@ def placed(house: Sequence[Sequence[Room]]) -> dict[str, Box]:
     for floor, rooms in enumerate(house):
         y = ROOF + (len(house) - 1 - floor) * (HEIGHT + SPACE)
         width = WIDTH - 2 * MARGIN if floor == 0 else WIDTHS[len(rooms)]
-        space = (WIDTH - 2 * MARGIN - width * len(rooms)) / max(1, len(rooms) - 1) if len(rooms) > 2 else 60
+        space = (
+            (WIDTH - 2 * MARGIN - width * len(rooms)) / max(1, len(rooms) - 1)
+            if len(rooms) > 2
+            else 60
+        )
         x = (WIDTH - width * len(rooms) - space * (len(rooms) - 1)) / 2
         for room in rooms:
             boxes[room.name] = Box(room, floor, x, y, width)
@@ -174,10 +203,20 @@ def placed(house: Sequence[Sequence[Room]]) -> dict[str, Box]:
 
 def gaps(boxes: Mapping[str, Box], floor: int) -> list[float]:
     """Where an arrow can pass a floor: beside its rooms, and between them."""
-    on_floor = sorted((box for box in boxes.values() if box.floor == floor), key=lambda box: box.x)
-    between = [(left.x + left.width + right.x) / 2 for left, right in pairwise(on_floor)]
+    on_floor = sorted(
+        (box for box in boxes.values() if box.floor == floor), key=lambda box: box.x
+    )
+    between = [
+        (left.x + left.width + right.x) / 2 for left, right in pairwise(on_floor)
+    ]
     first, last = on_floor[0], on_floor[-1]
-    return [MARGIN / 2, first.x - CLEAR, *between, last.x + last.width + CLEAR, WIDTH - MARGIN / 2]
+    return [
+        MARGIN / 2,
+        first.x - CLEAR,
+        *between,
+        last.x + last.width + CLEAR,
+        WIDTH - MARGIN / 2,
+    ]
 
 
 def way_of(boxes: Mapping[str, Box], arrow: Arrow) -> tuple[float, list[float]]:
@@ -188,12 +227,21 @@ def way_of(boxes: Mapping[str, Box], arrow: Arrow) -> tuple[float, list[float]]:
     best: dict[float, tuple[float, list[float]]] = {start.middle: (0, [])}
     for floor in passed:
         rooms = [box for box in boxes.values() if box.floor == floor]
-        free = sorted(x for x in everywhere if all(abs(x - b.middle) >= b.width / 2 + CLEAR / 2 for b in rooms))
+        free = sorted(
+            x
+            for x in everywhere
+            if all(abs(x - b.middle) >= b.width / 2 + CLEAR / 2 for b in rooms)
+        )
         best = {
-            x: min((cost + abs(x - last) + BEND * (x != last), [*way, x]) for last, (cost, way) in best.items())
+            x: min(
+                (cost + abs(x - last) + BEND * (x != last), [*way, x])
+                for last, (cost, way) in best.items()
+            )
             for x in free
         }
-    return min((cost + abs(end.middle - last), way) for last, (cost, way) in best.items())
+    return min(
+        (cost + abs(end.middle - last), way) for last, (cost, way) in best.items()
+    )
 
 
 def ways(boxes: Mapping[str, Box], arrows: Sequence[Arrow]) -> dict[Arrow, list[float]]:
@@ -204,16 +252,25 @@ def ways(boxes: Mapping[str, Box], arrows: Sequence[Arrow]) -> dict[Arrow, list[
         for below, x in enumerate(way, start=1):
             passing.setdefault((boxes[arrow.start].floor - below, x), []).append(arrow)
     for (floor, _), together in passing.items():
-        together.sort(key=lambda arrow: (boxes[arrow.end].middle, boxes[arrow.start].middle))
+        together.sort(
+            key=lambda arrow: (boxes[arrow.end].middle, boxes[arrow.start].middle)
+        )
         for place, arrow in enumerate(together):
-            found[arrow][boxes[arrow.start].floor - 1 - floor] += LANE * (place - (len(together) - 1) / 2)
+            found[arrow][boxes[arrow.start].floor - 1 - floor] += LANE * (
+                place - (len(together) - 1) / 2
+            )
     return found
 
 
-def with_short_ways(house: Sequence[Sequence[Room]], arrows: Sequence[Arrow]) -> dict[str, Box]:
+def with_short_ways(
+    house: Sequence[Sequence[Room]], arrows: Sequence[Arrow]
+) -> dict[str, Box]:
     """The boxes, with the rooms of each floor in the order in which arrows are shortest."""
     orders = product(*(permutations(rooms) for rooms in house))
-    return min(map(placed, orders), key=lambda boxes: sum(way_of(boxes, arrow)[0] for arrow in arrows))
+    return min(
+        map(placed, orders),
+        key=lambda boxes: sum(way_of(boxes, arrow)[0] for arrow in arrows),
+    )
 
 
 # How it is drawn
@@ -231,7 +288,9 @@ def drawn() -> str:
         boxes[arrow.end].arriving.append(arrow)
     for box in boxes.values():
         box.leaving.sort(key=lambda arrow: [*passed[arrow], boxes[arrow.end].middle][0])
-        box.arriving.sort(key=lambda arrow: [boxes[arrow.start].middle, *passed[arrow]][-1])
+        box.arriving.sort(
+            key=lambda arrow: [boxes[arrow.start].middle, *passed[arrow]][-1]
+        )
     height = ROOF + len(house) * (HEIGHT + SPACE) - SPACE + LEGEND
     return "\n".join(
         [
@@ -256,11 +315,19 @@ def _roof() -> list[str]:
     return [
         f'  <path d="M{MARGIN},{low} L{middle:g},6 L{WIDTH - MARGIN},{low} Z" fill="none" stroke="{EDGE}" '
         'stroke-linejoin="round"/>',
-        _text(middle, low - 10, "torchstrategy", GRAY, 'font-size="15" font-weight="600" text-anchor="middle"'),
+        _text(
+            middle,
+            low - 10,
+            "torchstrategy",
+            GRAY,
+            'font-size="15" font-weight="600" text-anchor="middle"',
+        ),
     ]
 
 
-def _arrow(boxes: Mapping[str, Box], arrow: Arrow, way: Sequence[float], count: int) -> str:
+def _arrow(
+    boxes: Mapping[str, Box], arrow: Arrow, way: Sequence[float], count: int
+) -> str:
     start, end = boxes[arrow.start], boxes[arrow.end]
     points = [(start.port(start.leaving, arrow), start.y + HEIGHT)]
     for x in way:
@@ -270,7 +337,9 @@ def _arrow(boxes: Mapping[str, Box], arrow: Arrow, way: Sequence[float], count: 
     path = "M{:.0f},{:.0f}".format(*points[0])
     for (x, y), (next_x, next_y) in pairwise(points):
         bend = (y + next_y) / 2
-        path += f" C{x:.0f},{bend:.0f} {next_x:.0f},{bend:.0f} {next_x:.0f},{next_y:.0f}"
+        path += (
+            f" C{x:.0f},{bend:.0f} {next_x:.0f},{bend:.0f} {next_x:.0f},{next_y:.0f}"
+        )
     return f'  <path d="{path}" {_stroke(count)}/>'
 
 
@@ -280,7 +349,10 @@ def _stroke(count: int) -> str:
 
 
 def _box(box: Box) -> list[str]:
-    middle, lines = box.middle, _wrapped(box.room.purpose, int((box.width - 16) / LETTER))
+    middle, lines = (
+        box.middle,
+        _wrapped(box.room.purpose, int((box.width - 16) / LETTER)),
+    )
     y = box.y + (HEIGHT - 16 * len(lines)) / 2 + 4
     fill = PRIVATE if box.room.name.startswith("_") else PUBLIC
     name = 'font-size="15" font-weight="600" font-family="ui-monospace, Menlo, Consolas, DejaVu Sans Mono, monospace"'
@@ -289,7 +361,13 @@ def _box(box: Box) -> list[str]:
         f'stroke="{EDGE}"/>',
         _text(middle, y, box.room.name, INK, f'{name} text-anchor="middle"'),
         *(
-            _text(middle, y + 16 * number + 2, line, INK, 'font-size="12" text-anchor="middle"')
+            _text(
+                middle,
+                y + 16 * number + 2,
+                line,
+                INK,
+                'font-size="12" text-anchor="middle"',
+            )
             for number, line in enumerate(lines, start=1)
         ),
     ]
@@ -307,29 +385,54 @@ def _wrapped(text: str, width: int) -> list[str]:
 def _legend(height: int) -> list[str]:
     y, x, lines = height - 14, float(MARGIN), []
     for fill, what in {PUBLIC: "public", PRIVATE: "private"}.items():
-        lines.append(f'  <rect x="{x:g}" y="{y - 11}" width="18" height="13" rx="3" fill="{fill}" stroke="{EDGE}"/>')
+        lines.append(
+            f'  <rect x="{x:g}" y="{y - 11}" width="18" height="13" rx="3" fill="{fill}" stroke="{EDGE}"/>'
+        )
         lines.append(_text(x + 25, y, what, GRAY, 'font-size="12"'))
         x += 84
-    for least, what in {1: "imports", SOME: f"{SOME} or more", MANY: f"{MANY} or more"}.items():
+    for least, what in {
+        1: "imports",
+        SOME: f"{SOME} or more",
+        MANY: f"{MANY} or more",
+    }.items():
         lines.append(f'  <path d="M{x:g},{y - 4} h20" {_stroke(least)}/>')
         lines.append(_text(x + 36, y, what, GRAY, 'font-size="12"'))
         x += 116
-    lines.append(_text(x, y, "Not drawn: a thin arrow where others lead to the same room.", GRAY, 'font-size="12"'))
+    lines.append(
+        _text(
+            x,
+            y,
+            "Not drawn: a thin arrow where others lead to the same room.",
+            GRAY,
+            'font-size="12"',
+        )
+    )
     return lines
 
 
 def _text(x: float, y: float, text: str, fill: str, attributes: str) -> str:
-    return f'  <text x="{x:g}" y="{y:g}" fill="{fill}" {attributes}>{escape(text)}</text>'
+    return (
+        f'  <text x="{x:g}" y="{y:g}" fill="{fill}" {attributes}>{escape(text)}</text>'
+    )
 
 
 def main() -> int:
     """Writes the picture; or, with --check, says whether it is the one that is there."""
-    parser = argparse.ArgumentParser(description="Draws docs/house.svg from the imports of the package.")
-    parser.add_argument("--check", action="store_true", help="write nothing, and fail if the file is another")
+    parser = argparse.ArgumentParser(
+        description="Draws docs/house.svg from the imports of the package."
+    )
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="write nothing, and fail if the file is another",
+    )
     picture = drawn()
     if parser.parse_args().check:
         if not PICTURE.is_file() or PICTURE.read_text() != picture:
-            print(f"{PICTURE.name} is not what the imports are. Write it: {REFRESH}", file=sys.stderr)
+            print(
+                f"{PICTURE.name} is not what the imports are. Write it: {REFRESH}",
+                file=sys.stderr,
+            )
             return 1
         return 0
     PICTURE.write_text(picture)

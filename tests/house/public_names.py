@@ -43,9 +43,13 @@ def _lines_of(name: str, thing: Any) -> Iterator[str]:
         return
     for member in sorted(member for member in dir(thing) if not member.startswith("_")):
         home = next(cls for cls in thing.__mro__ if member in vars(cls))
-        if home.__module__.startswith("torchstrategy"):  # and not what torch or Python give it
+        if home.__module__.startswith(
+            "torchstrategy"
+        ):  # and not what torch or Python give it
             value = inspect.getattr_static(thing, member)
-            is_method = inspect.isfunction(value) or isinstance(value, (classmethod, staticmethod))
+            is_method = inspect.isfunction(value) or isinstance(
+                value, (classmethod, staticmethod)
+            )
             yield f"{name}.{member}{_signature(getattr(thing, member)) if is_method else ''}"
 
 
@@ -59,8 +63,13 @@ def _signature(thing: Any) -> str:
         signature = inspect.signature(thing)
     except ValueError:
         return "(...)"
-    plain = [parameter.replace(annotation=inspect.Parameter.empty) for parameter in signature.parameters.values()]
-    return str(signature.replace(parameters=plain, return_annotation=inspect.Signature.empty))
+    plain = [
+        parameter.replace(annotation=inspect.Parameter.empty)
+        for parameter in signature.parameters.values()
+    ]
+    return str(
+        signature.replace(parameters=plain, return_annotation=inspect.Signature.empty)
+    )
 
 
 if __name__ == "__main__":

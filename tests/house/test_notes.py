@@ -29,7 +29,11 @@ def test_a_note_is_written_once() -> None:
     assert sorted(titles) == sorted(set(titles))
 
 
-@pytest.mark.parametrize("path", [*FILES, ROOT / "CONTRIBUTING.md"], ids=lambda path: str(path.relative_to(ROOT)))
+@pytest.mark.parametrize(
+    "path",
+    [*FILES, ROOT / "CONTRIBUTING.md"],
+    ids=lambda path: str(path.relative_to(ROOT)),
+)
 def test_a_note_that_is_cited_is_there(path: Path) -> None:
     """A reader who looks for a Note by its title finds it."""
     assert set(CITED.findall(unwrapped(path.read_text()))) <= set(written(FILES))

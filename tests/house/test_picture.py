@@ -22,7 +22,9 @@ def test_the_picture_is_well_formed_and_names_every_room() -> None:
 
 
 def test_every_arrow_goes_down() -> None:
-    floor_of = {room.name: number for number, floor in enumerate(floors()) for room in floor}
+    floor_of = {
+        room.name: number for number, floor in enumerate(floors()) for room in floor
+    }
     assert all(floor_of[end] < floor_of[start] for start, end in imports())
 
 

@@ -21,27 +21,40 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 CORE = [path for path in FILES if "testing" not in path.relative_to(PACKAGE).parts]
 MAX_LINES = 350
 MAX_LINES_OF_FUNCTION = 50
-EXPLAINED = ["_group", "_run", "_copies"]  # the rooms in which threads, gradients and copies meet
+EXPLAINED = [
+    "_group",
+    "_run",
+    "_copies",
+]  # the rooms in which threads, gradients and copies meet
 COMMENTS_IN_100_LINES = 5
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def functions(path: Path) -> Iterator[Function]:
-    yield from (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, Function))
+    yield from (
+        node
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, Function)
+    )
 
 
 def lines_of_docstrings(tree: ast.AST) -> set[int]:
     lines: set[int] = set()
     for node in ast.walk(tree):
-        if isinstance(node, (Function, ast.ClassDef, ast.Module)) and ast.get_docstring(node, clean=False) is not None:
+        if (
+            isinstance(node, (Function, ast.ClassDef, ast.Module))
+            and ast.get_docstring(node, clean=False) is not None
+        ):
             lines.update(range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1))
     return lines
 
 
 def code_lines(path: Path, first: int = 1, last: int | None = None) -> int:
     """How many lines hold code: those that are neither empty nor a comment nor part of a docstring or an import."""
-    return sum(first <= n and (last is None or n <= last) for n in numbers_of_code_lines(path))
+    return sum(
+        first <= n and (last is None or n <= last) for n in numbers_of_code_lines(path)
+    )
 
 
 @functools.cache
@@ -53,7 +66,11 @@ def numbers_of_code_lines(path: Path) -> list[int]:
         if isinstance(node, (ast.Import, ast.ImportFrom)):
             told.update(range(node.lineno, (node.end_lineno or 0) + 1))
     numbered = enumerate(text.splitlines(), 1)
-    return [n for n, line in numbered if line.strip() and not line.strip().startswith("#") and n not in told]
+    return [
+        n
+        for n, line in numbered
+        if line.strip() and not line.strip().startswith("#") and n not in told
+    ]
 
 
 def comment_lines(path: Path) -> int:
@@ -71,7 +88,9 @@ def test_lines_of_code_are_counted(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_a_file_holds_one_idea(path: Path) -> None:
-    assert (count := code_lines(path)) <= MAX_LINES, f"{path.name} has {count} lines of code: which two ideas is it?"
+    assert (count := code_lines(path)) <= MAX_LINES, (
+        f"{path.name} has {count} lines of code: which two ideas is it?"
+    )
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
@@ -79,7 +98,8 @@ def test_a_function_fits_on_a_screen(path: Path) -> None:
     long = {
         node.name: count
         for node in functions(path)
-        if (count := code_lines(path, node.lineno, node.end_lineno)) > MAX_LINES_OF_FUNCTION
+        if (count := code_lines(path, node.lineno, node.end_lineno))
+        > MAX_LINES_OF_FUNCTION
     }
     assert not long
 
@@ -87,7 +107,9 @@ def test_a_function_fits_on_a_screen(path: Path) -> None:
 @pytest.mark.parametrize("room", EXPLAINED)
 def test_the_rooms_where_most_happens_say_why(room: str) -> None:
     files = [path for path in FILES if path.relative_to(PACKAGE).parts[0] == room]
-    assert sum(map(comment_lines, files)) >= COMMENTS_IN_100_LINES / 100 * sum(map(code_lines, files))
+    assert sum(map(comment_lines, files)) >= COMMENTS_IN_100_LINES / 100 * sum(
+        map(code_lines, files)
+    )
 
 
 @pytest.mark.parametrize("path", CORE, ids=lambda path: str(path.relative_to(PACKAGE)))

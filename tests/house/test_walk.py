@@ -25,7 +25,10 @@ LIMITS = {"files": 34, "passages between rooms": 141}
 FOLDERS = [Path(__file__).parents[1], Path(torchstrategy.__file__).parents[1]]
 # Where the step of one replica stays, alone or in one of several workers: it knows no copies.
 ROOMS_OF_ONE_REPLICA = {"_base", "_group", "_run", "top level"}
-ROOMS_OF_ONE_REPLICA |= {"_data", "_variables"}  # the rows that workers have read; values of variables
+ROOMS_OF_ONE_REPLICA |= {
+    "_data",
+    "_variables",
+}  # the rows that workers have read; values of variables
 PROGRAM = """
 import json
 from house.walk import walk, walk_alone, walk_of_a_worker
@@ -45,7 +48,9 @@ def walks() -> list[Walk]:
         calls, between_files = json.loads(line)
         walked = Walk()
         walked.calls = Counter(dict(calls))
-        walked.between_files = Counter({Passage(*passage): count for passage, count in between_files})
+        walked.between_files = Counter(
+            {Passage(*passage): count for passage, count in between_files}
+        )
         found.append(walked)
     return found
 
@@ -60,7 +65,9 @@ def test_a_step_passes_few_files(walked: Walk) -> None:
 
 
 def test_a_step_seldom_goes_from_room_to_room(walked: Walk) -> None:
-    assert walked.between_rooms.total() <= LIMITS["passages between rooms"], walked.table(top=25)
+    assert walked.between_rooms.total() <= LIMITS["passages between rooms"], (
+        walked.table(top=25)
+    )
 
 
 def test_a_limit_that_is_reached_is_lowered(walked: Walk) -> None:
@@ -69,7 +76,9 @@ def test_a_limit_that_is_reached_is_lowered(walked: Walk) -> None:
     assert walked.between_rooms.total() >= LIMITS["passages between rooms"] * 0.9
 
 
-def test_the_walk_begins_at_the_strategy_and_sees_the_threads_of_the_replicas(walked: Walk) -> None:
+def test_the_walk_begins_at_the_strategy_and_sees_the_threads_of_the_replicas(
+    walked: Walk,
+) -> None:
     assert walked.calls["replicated"]
     assert any(start == "_group/replica_threads" for start, _ in walked.between_files)
     assert any(end == "_copies/replica_steppers" for _, end in walked.between_files)
@@ -79,7 +88,9 @@ def test_a_step_of_one_replica_stays_in_few_rooms(walks: list[Walk]) -> None:
     """A worker with one replica went through the room of copies, of which it has none."""
     for one in walks[2:]:
         assert one.calls
-        assert {file for file in one.calls if room_of(file) not in ROOMS_OF_ONE_REPLICA} == set()
+        assert {
+            file for file in one.calls if room_of(file) not in ROOMS_OF_ONE_REPLICA
+        } == set()
 
 
 def test_the_same_way_is_counted_again(walks: list[Walk]) -> None:

@@ -22,13 +22,18 @@ import torch
 RECORD = Path(__file__).with_suffix(".txt")
 # The files that may use private names of torch, in the package.
 FILES = [
-    *[f"{room}/torch_internals.py" for room in ("_base", "testing/_ranks", "testing/_simulation")],
+    *[
+        f"{room}/torch_internals.py"
+        for room in ("_base", "testing/_ranks", "testing/_simulation")
+    ],
     "testing/_ranks/torch_settings.py",
 ]
 
 # Names that some of the versions lack, each with the reason why the package does without.
 # `_ranks/torch_internals.py` keeps apart those variables of a process that a torch has.
-_VARIABLE = "a variable of newer versions, of which ranks get their own where there is one"
+_VARIABLE = (
+    "a variable of newer versions, of which ranks get their own where there is one"
+)
 _REDISTRIBUTE = "torch.distributed.tensor._redistribute"
 # Some are functions of CUDA. Simulated devices replace those that there are.
 OF_CUDA = "a build without CUDA lacks it, whatever its version"
@@ -43,7 +48,10 @@ _NAMES_OF_CUDA = (
 )
 _NAMES_OF_CUDNN = ("_cuda_get_cudnn_benchmark_limit", "_cuda_set_cudnn_benchmark_limit")
 MAY_BE_MISSING = {
-    **{f"torch._C.{name}": OF_CUDA for name in (*_NAMES_OF_CUDA, "_nccl_all_reduce", *_NAMES_OF_CUDNN)},
+    **{
+        f"torch._C.{name}": OF_CUDA
+        for name in (*_NAMES_OF_CUDA, "_nccl_all_reduce", *_NAMES_OF_CUDNN)
+    },
     "._maybe_attach_flight_recorder": "since torch 2.15; before, there is no such recorder for groups of any backend",
     "._fsdp_param_groups": "since torch 2.12; before, `_fsdp_param_group` is read in its place",
     f"{_REDISTRIBUTE}._DISABLE_REDISTRIBUTE_TRANSFORM_OPTIMIZATION": _VARIABLE,
@@ -88,7 +96,9 @@ class _Visitor(ast.NodeVisitor):
     def visit_Import(self, node: ast.Import) -> None:
         for alias in node.names:
             if alias.name.split(".")[0] == "torch":
-                self._paths[alias.asname or "torch"] = alias.name if alias.asname else "torch"
+                self._paths[alias.asname or "torch"] = (
+                    alias.name if alias.asname else "torch"
+                )
                 self._add(alias.name)
 
     def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
@@ -99,7 +109,9 @@ class _Visitor(ast.NodeVisitor):
                 self._add(f"{module}.{alias.name}")
 
     def visit_Assign(self, node: ast.Assign) -> None:
-        if [target.id for target in node.targets if isinstance(target, ast.Name)] != ["__slots__"]:  # our own names
+        if [target.id for target in node.targets if isinstance(target, ast.Name)] != [
+            "__slots__"
+        ]:  # our own names
             self._bind(node.targets, node.value)
             self.generic_visit(node)
 
@@ -118,7 +130,9 @@ class _Visitor(ast.NodeVisitor):
         if path is not None:
             self._add(path)
             return
-        if is_private(node.attr) and not (isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")):
+        if is_private(node.attr) and not (
+            isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
+        ):
             self.names.add(f".{node.attr}")
         self.generic_visit(node)
 
@@ -133,7 +147,11 @@ class _Visitor(ast.NodeVisitor):
         named = set()
         for owner, name in pairwise(values):
             path = self._path(owner)
-            if path is not None and isinstance(name, ast.Constant) and _is_path(name.value, of_torch=False):
+            if (
+                path is not None
+                and isinstance(name, ast.Constant)
+                and _is_path(name.value, of_torch=False)
+            ):
                 self._add(f"{path}.{name.value}")
                 named.add(name)
         for child in ast.iter_child_nodes(node):
@@ -141,14 +159,22 @@ class _Visitor(ast.NodeVisitor):
                 self.visit(child)
 
     def visit_Constant(self, node: ast.Constant) -> None:
-        if _is_path(node.value, of_torch=False) and is_private(node.value) and len(node.value) > 1:
+        if (
+            _is_path(node.value, of_torch=False)
+            and is_private(node.value)
+            and len(node.value) > 1
+        ):
             self.names.add(f".{node.value}")
 
     def _path(self, node: ast.AST | None) -> str | None:
         """What of torch an expression is: `_c10d._World` may be `torch._C._distributed_c10d._World`."""
         if isinstance(node, ast.Name):
             return self._paths.get(node.id)
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.startswith("torch."):
+        if (
+            isinstance(node, ast.Constant)
+            and isinstance(node.value, str)
+            and node.value.startswith("torch.")
+        ):
             return node.value if _is_path(node.value, of_torch=True) else None
         if isinstance(node, ast.Attribute):
             path = self._path(node.value)
@@ -159,7 +185,9 @@ class _Visitor(ast.NodeVisitor):
         parts = path.split(".")
         dunders = [index for index, part in enumerate(parts) if part.startswith("__")]
         parts = parts[: dunders[0]] if dunders else parts
-        while parts and not is_private(parts[-1]):  # public names of a private module are for the others to hold
+        while parts and not is_private(
+            parts[-1]
+        ):  # public names of a private module are for the others to hold
             if any(map(is_private, parts)):
                 break
             parts.pop()
@@ -169,7 +197,9 @@ class _Visitor(ast.NodeVisitor):
 
 def _is_path(value: object, of_torch: bool) -> bool:
     """Whether a text is the path of a module of torch, or else one of names within a module."""
-    is_path = isinstance(value, str) and re.fullmatch(r"[A-Za-z_][\w.]*", value) is not None
+    is_path = (
+        isinstance(value, str) and re.fullmatch(r"[A-Za-z_][\w.]*", value) is not None
+    )
     return is_path and value.startswith("torch.") is of_torch
 
 
@@ -201,7 +231,11 @@ def _words() -> set[str]:
     words: set[str] = set()
     for pattern in ("*.py", "*.pyi"):
         for path in folder.rglob(pattern):
-            words.update(re.findall(r"\b_\w+", path.read_text(encoding="utf-8", errors="replace")))
+            words.update(
+                re.findall(
+                    r"\b_\w+", path.read_text(encoding="utf-8", errors="replace")
+                )
+            )
     return words
 
 
@@ -218,15 +252,28 @@ def read_record() -> dict[str, Versions]:
     record: dict[str, Versions] = {}
     for line in RECORD.read_text().splitlines() if RECORD.exists() else []:
         name, *versions = line.split()
-        record[name] = {version.lstrip("!"): not version.startswith("!") for version in versions}
+        record[name] = {
+            version.lstrip("!"): not version.startswith("!") for version in versions
+        }
     return record
 
 
 def lines(record: dict[str, Versions]) -> Iterator[str]:
     """A name in each line, and the versions; those that lack it have a `!`."""
     for name, versions in sorted(record.items()):
-        ordered = sorted(versions.items(), key=lambda item: [int(part) for part in item[0].split(".")])
-        yield " ".join([name, *(version if is_there else f"!{version}" for version, is_there in ordered)])
+        ordered = sorted(
+            versions.items(),
+            key=lambda item: [int(part) for part in item[0].split(".")],
+        )
+        yield " ".join(
+            [
+                name,
+                *(
+                    version if is_there else f"!{version}"
+                    for version, is_there in ordered
+                ),
+            ]
+        )
 
 
 def main() -> None:
@@ -237,7 +284,9 @@ def main() -> None:
         record[name] = {**known.get(name, {}), installed(): has(name)}
     RECORD.write_text("\n".join(lines(record)) + "\n")
     missing = [name for name, versions in record.items() if not versions[installed()]]
-    print(f"torch {installed()}: {len(record) - len(missing)} of {len(record)} names; missing: {sorted(missing)}")
+    print(
+        f"torch {installed()}: {len(record) - len(missing)} of {len(record)} names; missing: {sorted(missing)}"
+    )
 
 
 if __name__ == "__main__":

@@ -103,9 +103,18 @@ class Walk:
             "passages between rooms": self.between_rooms.total(),
         }
         lines = [f"{count:6}  {what}" for what, count in figures.items()]
-        for title, passages in {"rooms": self.between_rooms, "files": self.between_files}.items():
-            ranked = sorted(passages.items(), key=lambda item: (-item[1], item[0]))[:top]
-            lines += ["", f"between {title}:", *(f"{count:6}  {passage}" for passage, count in ranked)]
+        for title, passages in {
+            "rooms": self.between_rooms,
+            "files": self.between_files,
+        }.items():
+            ranked = sorted(passages.items(), key=lambda item: (-item[1], item[0]))[
+                :top
+            ]
+            lines += [
+                "",
+                f"between {title}:",
+                *(f"{count:6}  {passage}" for passage, count in ranked),
+            ]
         return "\n".join(lines)
 
 
@@ -117,7 +126,9 @@ def room_of(file: str) -> str:
 def walk() -> Walk:
     """The walk of one warm run of a training step in two replicas of one process."""
     walked = Walk()
-    with _hearing(walked):  # from here on, since the threads of the replicas begin in the first run
+    with _hearing(
+        walked
+    ):  # from here on, since the threads of the replicas begin in the first run
         _train(torchstrategy.CentralStorageStrategy(["cpu", "cpu"]), walked)
     return walked
 
@@ -136,7 +147,10 @@ def walk_of_a_worker() -> Walk:
 
     def work(rank: int) -> None:
         torch.distributed.init_process_group("gloo")
-        _train(torchstrategy.MultiWorkerMirroredStrategy(devices=["cpu"]), walked if rank == 0 else None)
+        _train(
+            torchstrategy.MultiWorkerMirroredStrategy(devices=["cpu"]),
+            walked if rank == 0 else None,
+        )
 
     with _hearing(walked):
         torchstrategy.testing.run_ranks(work, 2)
@@ -156,11 +170,15 @@ def _train(strategy: torchstrategy.Strategy, walked: Walk | None) -> None:
         optimizer.step()
         return loss.detach()
 
-    *warm_up, last = strategy.experimental_distribute_dataset([torch.ones(6, 4)] * (WARM_UP + 1))
+    *warm_up, last = strategy.experimental_distribute_dataset(
+        [torch.ones(6, 4)] * (WARM_UP + 1)
+    )
     for batch in warm_up:
         strategy.run(step, args=(batch,))
     is_worker = strategy.num_replicas_in_sync > len(strategy.extended.worker_devices)
-    with nullcontext() if walked is None else walked.counting(this_thread_only=is_worker):
+    with (
+        nullcontext() if walked is None else walked.counting(this_thread_only=is_worker)
+    ):
         strategy.run(step, args=(last,))
 
 
@@ -190,16 +208,25 @@ def _hearing(walked: Walk) -> Iterator[None]:
 def file_of(path: str) -> str | None:
     """`_data/dataset` for the path of that file; None for a file of somebody else, and of the testing kit."""
     inside = Path(path).is_relative_to(PACKAGE) and not Path(path).is_relative_to(KIT)
-    return Path(path).relative_to(PACKAGE).with_suffix("").as_posix() if inside else None
+    return (
+        Path(path).relative_to(PACKAGE).with_suffix("").as_posix() if inside else None
+    )
 
 
 def main() -> None:
     """Prints the figures of the walks."""
-    parser = argparse.ArgumentParser(description="Counts the passages of one warm training step between files.")
-    parser.add_argument("--top", type=int, default=25, help="how many passages are listed of each kind")
+    parser = argparse.ArgumentParser(
+        description="Counts the passages of one warm training step between files."
+    )
+    parser.add_argument(
+        "--top", type=int, default=25, help="how many passages are listed of each kind"
+    )
     top = parser.parse_args().top
     print(f"In two replicas of one process:\n{walk().table(top)}")
-    walks_of_one = {"In one replica, alone": walk_alone(), "In one replica of each worker": walk_of_a_worker()}
+    walks_of_one = {
+        "In one replica, alone": walk_alone(),
+        "In one replica of each worker": walk_of_a_worker(),
+    }
     for who, one in walks_of_one.items():
         rooms = ", ".join(sorted(one.rooms))
         print(f"\n{who}, in these rooms: {rooms}\n{one.table(min(top, 5))}")

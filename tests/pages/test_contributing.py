@@ -14,15 +14,28 @@ from house.picture import ROOT, floors, package
 PAGE = (ROOT / "CONTRIBUTING.md").read_text()
 SHELL = [match[2] for match in BLOCK.finditer(PAGE) if match[1] == "bash"]
 COMMANDS = [command for text in SHELL for command in commands_in(text)]
-QUOTED = sorted({quoted for quoted in re.findall(r"`([^`\n]+)`", BLOCK.sub("", PAGE)) if " " not in quoted})
+QUOTED = sorted(
+    {
+        quoted
+        for quoted in re.findall(r"`([^`\n]+)`", BLOCK.sub("", PAGE))
+        if " " not in quoted
+    }
+)
 LINKS = sorted(set(re.findall(r"\]\(([^)#]+)", PAGE)))
 SCRIPT = re.compile(r"`python (\S+\.py)`")
 
 
 def paths() -> list[str]:
     """The files and folders that it names, by themselves or in a command; not those that a command builds."""
-    named = {quoted for quoted in QUOTED if "/" in quoted or quoted.endswith((".py", ".md"))}
-    in_commands = {word.partition("::")[0] for command in COMMANDS for word in command.split() if "tests/" in word}
+    named = {
+        quoted for quoted in QUOTED if "/" in quoted or quoted.endswith((".py", ".md"))
+    }
+    in_commands = {
+        word.partition("::")[0]
+        for command in COMMANDS
+        for word in command.split()
+        if "tests/" in word
+    }
     found = named | in_commands | set(SCRIPT.findall(PAGE)) | set(LINKS)
     return sorted(path for path in found if not path.startswith("build/"))
 
@@ -30,7 +43,11 @@ def paths() -> list[str]:
 def is_there(path: str) -> bool:
     """Whether a path exists below the repository or the package, or, without folders, in a room."""
     inside = path.removeprefix("torchstrategy/")
-    return (ROOT / path).exists() or (package() / inside).exists() or ("/" not in path and any(package().rglob(path)))
+    return (
+        (ROOT / path).exists()
+        or (package() / inside).exists()
+        or ("/" not in path and any(package().rglob(path)))
+    )
 
 
 def test_it_names_many_files() -> None:
@@ -86,7 +103,9 @@ def test_a_question_is_answered_by_three_files_at_most(task: str) -> None:
 
 def test_every_room_that_is_named_exists() -> None:
     rooms = {room.name for floor in floors() for room in floor}
-    first_folders = {quoted.partition("/")[0] for quoted in QUOTED if re.match(r"_\w+(/|$)", quoted)}
+    first_folders = {
+        quoted.partition("/")[0] for quoted in QUOTED if re.match(r"_\w+(/|$)", quoted)
+    }
     assert first_folders <= rooms
     assert len(first_folders) > 4
 
@@ -95,22 +114,30 @@ def test_every_room_that_is_named_exists() -> None:
 def test_a_command_is_one_of_ci_or_names_a_test(command: str) -> None:
     if command in commands_in((ROOT / ".ci" / "run").read_text()):
         return
-    program, *options, target = [word for word in shlex.split(command) if word != "--simulate-devices=5"]
+    program, *options, target = [
+        word for word in shlex.split(command) if word != "--simulate-devices=5"
+    ]
     assert [program, *options] == [".venv/bin/python", "-m", "pytest"]
     path, _, test = target.partition("::")
     assert (ROOT / path).exists()
     if test:
         tree = ast.parse((ROOT / path).read_text())
-        assert test in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+        assert test in {
+            node.name for node in tree.body if isinstance(node, ast.FunctionDef)
+        }
 
 
 def test_a_story_that_is_quoted_is_told() -> None:
-    file, story = re.findall(r"`(tests/\S+\.py)` says of one test: \"([^\"]+)\"", PAGE)[0]
+    file, story = re.findall(r"`(tests/\S+\.py)` says of one test: \"([^\"]+)\"", PAGE)[
+        0
+    ]
     assert " ".join(story.split()) in (ROOT / file).read_text()
 
 
 def test_the_limits_of_lines_are_those_that_are_checked() -> None:
     limits = re.findall(r"at most (\d+) lines of code", PAGE)
     sizes = (ROOT / "tests" / "house" / "test_sizes.py").read_text()
-    assert limits == re.findall(r"^MAX_LINES(?:_OF_FUNCTION)? = (\d+)$", sizes, re.MULTILINE)
+    assert limits == re.findall(
+        r"^MAX_LINES(?:_OF_FUNCTION)? = (\d+)$", sizes, re.MULTILINE
+    )
     assert len(limits) == 2

@@ -60,36 +60,63 @@ def assert_same(example: ModuleType, replicas: int, loader: DataLoader) -> None:
 
 
 @pytest.mark.parametrize("replicas", REPLICAS)
-def test_replicas_find_what_plain_pytorch_finds(example: ModuleType, test_images: Dataset, replicas: int) -> None:
+def test_replicas_find_what_plain_pytorch_finds(
+    example: ModuleType, test_images: Dataset, replicas: int
+) -> None:
     loader = DataLoader(test_images, batch_size=119)
     assert [len(labels) for _, labels in loader] == [119, 119, 119, 3]
     assert_same(example, replicas, loader)
 
 
-def test_no_row_is_counted_twice_or_not_at_all(example: ModuleType, test_images: Dataset) -> None:
+def test_no_row_is_counted_twice_or_not_at_all(
+    example: ModuleType, test_images: Dataset
+) -> None:
     @quickly
     @given(st.sampled_from(REPLICAS), st.integers(1, 12), st.integers(1, 12))
     def holds(replicas: int, rows: int, batch_size: int) -> None:
-        assert_same(example, replicas, DataLoader(Subset(test_images, range(rows)), batch_size=batch_size))
+        assert_same(
+            example,
+            replicas,
+            DataLoader(Subset(test_images, range(rows)), batch_size=batch_size),
+        )
 
     holds()
 
 
 @pytest.mark.slow
-def test_the_example_runs_and_checks_itself(example: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_example_runs_and_checks_itself(
+    example: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
     example.main(example.argument_parser().parse_args(["--replicas", "3", "--check"]))
     under_strategy, plain, same = capsys.readouterr().out.splitlines()
-    assert under_strategy.removeprefix("3 replicas: ") == plain.removeprefix("plain PyTorch: ")
+    assert under_strategy.removeprefix("3 replicas: ") == plain.removeprefix(
+        "plain PyTorch: "
+    )
     assert same == "1 to 5 replicas: the same"
 
 
-@pytest.mark.parametrize("off", [(1, 0, 0.0), (0, 1, 0.0), (0, 0, 1e-3), (0, 0, float("nan"))])
+@pytest.mark.parametrize(
+    "off", [(1, 0, 0.0), (0, 1, 0.0), (0, 0, 1e-3), (0, 0, float("nan"))]
+)
 def test_its_check_fails_when_anything_differs(
-    example: ModuleType, test_images: Dataset, monkeypatch: pytest.MonkeyPatch, off: tuple[int, int, float]
+    example: ModuleType,
+    test_images: Dataset,
+    monkeypatch: pytest.MonkeyPatch,
+    off: tuple[int, int, float],
 ) -> None:
     def wrong(*arguments: Any) -> tuple[Any, ...]:
-        return tuple(a + b for a, b in zip(example.evaluate_plainly(*arguments), off, strict=True))
+        return tuple(
+            a + b
+            for a, b in zip(example.evaluate_plainly(*arguments), off, strict=True)
+        )
 
-    monkeypatch.setattr(example, "evaluate", lambda strategy, model, loader: wrong(model, loader))
-    with pytest.raises(SystemExit, match=r"^1 replicas: .*, which is not what plain PyTorch finds$"):
-        example.check(example.problem.Net(), DataLoader(Subset(test_images, range(8)), batch_size=3))
+    monkeypatch.setattr(
+        example, "evaluate", lambda strategy, model, loader: wrong(model, loader)
+    )
+    with pytest.raises(
+        SystemExit, match=r"^1 replicas: .*, which is not what plain PyTorch finds$"
+    ):
+        example.check(
+            example.problem.Net(),
+            DataLoader(Subset(test_images, range(8)), batch_size=3),
+        )

@@ -34,7 +34,11 @@ TAUGHT = re.compile(
 )
 # Two workers make each line anew, with its exchanges.
 every_strategy_but_workers = pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[takes_long] if name == "workers" else []) for name in MAKERS]
+    "name",
+    [
+        pytest.param(name, marks=[takes_long] if name == "workers" else [])
+        for name in MAKERS
+    ],
 )
 
 # Pages that run as a whole, one snippet after the other.
@@ -57,16 +61,31 @@ ABOUT_ONE = {
 # What begins a snippet, the strategies under which it cannot work, and what says so.
 NOT_UNDER: dict[str, dict[str, tuple[tuple[str, ...], str]]] = {
     "data.md": {
-        r".*by_items\)": (("default",), "the page: the default strategy refuses options"),
-        r".*element_spec": (("default",), "the default strategy returns the loader itself"),
-        r"for batch in .* options\):": (tuple(MAKERS), "shares for two replicas of one process"),
-        r"for compute_devices in ": (tuple(MAKERS), "it makes its own strategies, to compare them"),
+        r".*by_items\)": (
+            ("default",),
+            "the page: the default strategy refuses options",
+        ),
+        r".*element_spec": (
+            ("default",),
+            "the default strategy returns the loader itself",
+        ),
+        r"for batch in .* options\):": (
+            tuple(MAKERS),
+            "shares for two replicas of one process",
+        ),
+        r"for compute_devices in ": (
+            tuple(MAKERS),
+            "it makes its own strategies, to compare them",
+        ),
     },
     "features.md": {
         r"reduces\(.*\"loss\"": (("workers",), "the page: the replicas of one process"),
     },
     "performance.md": {
-        r"with profile|for event in": (("workers",), "torch has one profiler a process, and these workers are threads"),
+        r"with profile|for event in": (
+            ("workers",),
+            "torch has one profiler a process, and these workers are threads",
+        ),
     },
 }
 
@@ -74,7 +93,9 @@ NOT_UNDER: dict[str, dict[str, tuple[tuple[str, ...], str]]] = {
 def pages_with_code() -> list[Path]:
     kinds = {"python", "py", "pycon", "diff"}
     return [
-        page for page in sorted(DOCS.rglob("*.md")) if kinds & {kind for kind, _ in BLOCK.findall(page.read_text())}
+        page
+        for page in sorted(DOCS.rglob("*.md"))
+        if kinds & {kind for kind, _ in BLOCK.findall(page.read_text())}
     ]
 
 
@@ -87,13 +108,18 @@ def test_no_page_is_forgotten() -> None:
 # Pages of snippets
 
 
-def failures_of(page: str, name: str, strategy: torchstrategy.Strategy) -> Iterator[str]:
+def failures_of(
+    page: str, name: str, strategy: torchstrategy.Strategy
+) -> Iterator[str]:
     """Runs the snippets of a page one after the other; yields those that raise, and were not to."""
     text = re.sub(r"^```\w*$", "", (DOCS / page).read_text(), flags=re.MULTILINE)
     names: dict[str, Any] = {"__name__": "__main__", "STRATEGY": strategy}
     for example in doctest.DocTestParser().get_examples(text):
         source = TAUGHT.sub(r"\1STRATEGY", example.source)
-        if any(name in under and re.match(start, source) for start, (under, _) in NOT_UNDER.get(page, {}).items()):
+        if any(
+            name in under and re.match(start, source)
+            for start, (under, _) in NOT_UNDER.get(page, {}).items()
+        ):
             continue
         try:
             exec(compile(source, page, "exec"), names)
@@ -106,7 +132,9 @@ def failures_of(page: str, name: str, strategy: torchstrategy.Strategy) -> Itera
 @pytest.mark.filterwarnings("ignore")
 @every_strategy
 @pytest.mark.parametrize("page", SNIPPETS)
-def test_snippets_of_a_page(page: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_snippets_of_a_page(
+    page: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
 
     def check(strategy: torchstrategy.Strategy) -> None:
@@ -119,35 +147,59 @@ def test_snippets_of_a_page(page: str, name: str, tmp_path: Path, monkeypatch: p
 
 def test_each_exception_is_about_a_snippet_that_there_is() -> None:
     for page, exceptions in NOT_UNDER.items():
-        sources = [example.source for example in doctest.DocTestParser().get_examples((DOCS / page).read_text())]
+        sources = [
+            example.source
+            for example in doctest.DocTestParser().get_examples(
+                (DOCS / page).read_text()
+            )
+        ]
         for start in exceptions:
-            assert any(re.match(start, source) for source in sources), f"{page} has no {start}"
+            assert any(re.match(start, source) for source in sources), (
+                f"{page} has no {start}"
+            )
 
 
 # Whole programs
 
 
 def blocks(page: str, *kinds: str) -> list[str]:
-    return [text for kind, text in BLOCK.findall((DOCS / page).read_text()) if kind in kinds]
+    return [
+        text for kind, text in BLOCK.findall((DOCS / page).read_text()) if kind in kinds
+    ]
 
 
 def after_the_diff(diff: str) -> str:
-    return "\n".join(line[2:] for line in diff.splitlines() if line[:1] in ("", " ", "+"))
+    return "\n".join(
+        line[2:] for line in diff.splitlines() if line[:1] in ("", " ", "+")
+    )
 
 
 def run_program(program: str, strategy: torchstrategy.Strategy, **names: Any) -> None:
     assert TAUGHT.search(program), "the program makes no strategy"
     program = TAUGHT.sub(r"\1STRATEGY", program)
-    exec(compile(program, "page", "exec"), {"__name__": "__main__", "STRATEGY": strategy, **names})
+    exec(
+        compile(program, "page", "exec"),
+        {"__name__": "__main__", "STRATEGY": strategy, **names},
+    )
 
 
 @every_strategy
 def test_the_program_of_the_home_page(name: str) -> None:
     (diff,) = blocks("index.md", "diff")
     rows = torch.utils.data.TensorDataset(torch.randn(25, 4), torch.arange(25) % 3)
-    names = {"torch": torch, "torchstrategy": torchstrategy, "F": F, "Net": lambda: nn.Linear(4, 3)}
+    names = {
+        "torch": torch,
+        "torchstrategy": torchstrategy,
+        "F": F,
+        "Net": lambda: nn.Linear(4, 3),
+    }
     loader = DataLoader(rows, batch_size=7)
-    run_under(name, lambda strategy: run_program(after_the_diff(diff), strategy, loader=loader, **names))
+    run_under(
+        name,
+        lambda strategy: run_program(
+            after_the_diff(diff), strategy, loader=loader, **names
+        ),
+    )
 
 
 @every_strategy
@@ -163,7 +215,9 @@ def snippets_of_several_machines() -> Iterator[str]:
     """Those that are not about what goes wrong, and need no group of processes of torch's."""
     found = BLOCK.findall((DOCS / "several-machines.md").read_text())
     for (kind, text), (_, following) in itertools.pairwise([*found, ("", "")]):
-        needs_group = re.search(r"torch\.distributed\.get_rank|DistributedSampler", text)
+        needs_group = re.search(
+            r"torch\.distributed\.get_rank|DistributedSampler", text
+        )
         if kind == "py" and "Error: " not in following and not needs_group:
             yield text
 
@@ -171,7 +225,9 @@ def snippets_of_several_machines() -> Iterator[str]:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", [name for name in MAKERS if name != "workers"])
-def test_programs_of_several_machines(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_programs_of_several_machines(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The page tells readers to run their script alone first. Two processes run them where the page is tested."""
     monkeypatch.chdir(tmp_path)
     (program,) = blocks("several-machines.md", "python")
@@ -184,11 +240,14 @@ def test_programs_of_several_machines(name: str, tmp_path: Path, monkeypatch: py
         failed = []
         for snippet in snippets:
             if (name == "default" and "dataset.load_state_dict" in snippet) or (
-                strategy.num_replicas_in_sync == 3 and "get_per_replica_batch_size(64)" in snippet
+                strategy.num_replicas_in_sync == 3
+                and "get_per_replica_batch_size(64)" in snippet
             ):
                 continue  # the default strategy returns the loader itself; 64 rows are not divided by three
             names = {"STRATEGY": strategy, "__name__": "__main__"}
-            failed += failures_among([TAUGHT.sub(r"\1STRATEGY", f"{beginning}\n\n\n{snippet}")], names)
+            failed += failures_among(
+                [TAUGHT.sub(r"\1STRATEGY", f"{beginning}\n\n\n{snippet}")], names
+            )
         assert failed == [], "\n".join(failed)
 
     run_under(name, check)
@@ -202,10 +261,16 @@ def lines_of_table(page: str, header: str) -> list[list[str]]:
     below = (DOCS / page).read_text().partition(f"\n{header}\n")[2].partition("\n\n")[0]
     rows = [line.strip("| ").split(" | ") for line in below.splitlines()[1:]]
     cells = [row[0] if row[-1].startswith("the same") else row[-1] for row in rows]
-    return [re.findall("`(.+?)`", cell) for cell in cells if not cell.startswith("no such line")]
+    return [
+        re.findall("`(.+?)`", cell)
+        for cell in cells
+        if not cell.startswith("no such line")
+    ]
 
 
-def names_for(strategy: torchstrategy.Strategy, folder: Path, count: int = 7) -> dict[str, Any]:
+def names_for(
+    strategy: torchstrategy.Strategy, folder: Path, count: int = 7
+) -> dict[str, Any]:
     """What the lines of tables and messages find, and batches of so many rows."""
     torch.manual_seed(0)
     rows, classes = torch.randn(count, 4), torch.arange(count) % 3
@@ -226,8 +291,19 @@ def names_for(strategy: torchstrategy.Strategy, folder: Path, count: int = 7) ->
     optimizer.step()
     saved = {f"module.{name}": value for name, value in model.state_dict().items()}
     found = {name: value for name, value in locals().items() if name != "folder"}
-    found |= {"torch": torch, "nn": nn, "F": F, "torchstrategy": torchstrategy, "DataLoader": DataLoader}
-    found |= {"train_step": step, "backward_step": step, "path": folder / "net.pt", "dataset": loader.dataset}
+    found |= {
+        "torch": torch,
+        "nn": nn,
+        "F": F,
+        "torchstrategy": torchstrategy,
+        "DataLoader": DataLoader,
+    }
+    found |= {
+        "train_step": step,
+        "backward_step": step,
+        "path": folder / "net.pt",
+        "dataset": loader.dataset,
+    }
     return found | {"device": "cpu", "Net": lambda: nn.Linear(4, 3)}
 
 
@@ -240,9 +316,15 @@ TABLES = {
 @pytest.mark.slow
 @every_strategy_but_workers
 @pytest.mark.parametrize("page", TABLES)
-def test_lines_of_tables(page: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lines_of_tables(
+    page: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
-    rows = [lines for lines in lines_of_table(page, TABLES[page]) if not re.search("cuda|WorkerMirrored", str(lines))]
+    rows = [
+        lines
+        for lines in lines_of_table(page, TABLES[page])
+        if not re.search("cuda|WorkerMirrored", str(lines))
+    ]
     assert len(rows) > 8
 
     def check(strategy: torchstrategy.Strategy) -> None:
@@ -252,7 +334,10 @@ def test_lines_of_tables(page: str, name: str, tmp_path: Path, monkeypatch: pyte
             names["model"].encode = names["model"].forward
             if "dataparallel" in page:  # there a batch is its rows
                 names["batch"] = names["batch"][0]
-            failed += failures_among([f"{line} pass" if line.endswith(":") else line for line in lines], names)
+            failed += failures_among(
+                [f"{line} pass" if line.endswith(":") else line for line in lines],
+                names,
+            )
         assert failed == [], "\n".join(failed)
 
     run_under(name, check)
@@ -270,7 +355,11 @@ def failures_among(lines: Iterable[str], names: dict[str, Any]) -> list[str]:
 
 @every_strategy
 def test_lines_of_the_table_on_losses(name: str) -> None:
-    lines = [line for lines in lines_of_table("logging.md", "| the step returns | write |") for line in lines]
+    lines = [
+        line
+        for lines in lines_of_table("logging.md", "| the step returns | write |")
+        for line in lines
+    ]
     assert len(lines) == 6
 
     def check(strategy: torchstrategy.Strategy) -> None:
@@ -283,7 +372,9 @@ def test_lines_of_the_table_on_losses(name: str) -> None:
             "scores": lambda rows: rows,
             "texts": lambda rows: [str(row) for row in rows],
         }
-        names = {name: strategy.run(step, args=(batch,)) for name, step in returned.items()}
+        names = {
+            name: strategy.run(step, args=(batch,)) for name, step in returned.items()
+        }
         failed = failures_among(lines, {**names, "strategy": strategy, "batch": batch})
         assert failed == [], "\n".join(failed)
 
@@ -292,7 +383,9 @@ def test_lines_of_the_table_on_losses(name: str) -> None:
 
 # Lines of messages
 
-CALL = re.compile(r"\b(?:torchstrategy|strategy|optimizer|model|variable|dataset)\.[A-Za-z_.]+\(")
+CALL = re.compile(
+    r"\b(?:torchstrategy|strategy|optimizer|model|variable|dataset)\.[A-Za-z_.]+\("
+)
 # They simulate devices in this process for good, or are part of another line.
 NOT_RUN = (
     "torchstrategy.testing.simulate_devices(2)",
@@ -330,26 +423,51 @@ def texts_in(file: Path) -> Iterator[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.JoinedStr):
             inner |= {id(part) for part in node.values}
-            yield "".join(str(part.value) if isinstance(part, ast.Constant) else "{}" for part in node.values)
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in inner:
+            yield "".join(
+                str(part.value) if isinstance(part, ast.Constant) else "{}"
+                for part in node.values
+            )
+        elif (
+            isinstance(node, ast.Constant)
+            and isinstance(node.value, str)
+            and id(node) not in inner
+        ):
             yield node.value
 
 
 def lines_of_messages() -> list[str]:
     package = Path(torchstrategy.__file__).parent
-    calls = {call for file in package.rglob("*.py") for text in texts_in(file) for call in calls_in(text)}
-    return sorted(call for call in calls if "id {}" not in call)  # those are what objects are shown as
+    calls = {
+        call
+        for file in package.rglob("*.py")
+        for text in texts_in(file)
+        for call in calls_in(text)
+    }
+    return sorted(
+        call for call in calls if "id {}" not in call
+    )  # those are what objects are shown as
 
 
 def names_of_messages(strategy: torchstrategy.Strategy, folder: Path) -> dict[str, Any]:
     names = names_for(strategy, folder, count=6)  # as many rows in each replica
     with strategy.scope():
-        names["variable"] = torchstrategy.Variable(1.0, aggregation=torchstrategy.VariableAggregation.MEAN)
+        names["variable"] = torchstrategy.Variable(
+            1.0, aggregation=torchstrategy.VariableAggregation.MEAN
+        )
     names["value"] = names["predictions"] = names["losses"]
-    names |= {"module": nn.Linear(2, 1), "fn": lambda variable: variable.assign(2.0), "reduce_op": "mean"}
+    names |= {
+        "module": nn.Linear(2, 1),
+        "fn": lambda variable: variable.assign(2.0),
+        "reduce_op": "mean",
+    }
     names["dataset"] = strategy.experimental_distribute_dataset(names["loader"])
-    names |= {"dataset_fn": lambda context: names["loader"], "value_fn": lambda context: torch.ones(2)}
-    if isinstance(names["dataset"], DataLoader):  # the default strategy returns the loader itself
+    names |= {
+        "dataset_fn": lambda context: names["loader"],
+        "value_fn": lambda context: torch.ones(2),
+    }
+    if isinstance(
+        names["dataset"], DataLoader
+    ):  # the default strategy returns the loader itself
         names["dataset"].state_dict = dict
     names["step"] = lambda *args: None
     names |= {"loss": names["losses"], "counts": names["batch"]}
@@ -360,7 +478,9 @@ def is_for_a_step(line: str) -> bool:
     return "get_replica_context" in line or "compute_average_loss" in line
 
 
-def failure_of(line: str, names: dict[str, Any], strategy: torchstrategy.Strategy) -> list[str]:
+def failure_of(
+    line: str, names: dict[str, Any], strategy: torchstrategy.Strategy
+) -> list[str]:
     """Runs a line of a message with what it finds."""
     names = dict(names)
     if "..." in line or "{}" in line:  # an outline: what it calls has to be there
@@ -377,7 +497,9 @@ def failure_of(line: str, names: dict[str, Any], strategy: torchstrategy.Strateg
 
     def step(batch: Any) -> None:
         rows = batch[0]
-        failed.extend(failures_among([line], {**names, "rows": rows, "losses": rows.mean(1)}))
+        failed.extend(
+            failures_among([line], {**names, "rows": rows, "losses": rows.mean(1)})
+        )
 
     failed: list[str] = []
     strategy.run(step, args=(names["batch"],))
@@ -392,7 +514,9 @@ def test_lines_that_messages_recommend(name: str, tmp_path: Path) -> None:
 
     def check(strategy: torchstrategy.Strategy) -> None:
         names = names_of_messages(strategy, tmp_path)
-        failed = [failure for line in lines for failure in failure_of(line, names, strategy)]
+        failed = [
+            failure for line in lines for failure in failure_of(line, names, strategy)
+        ]
         assert failed == [], "\n".join(failed)
 
     run_under(name, check)

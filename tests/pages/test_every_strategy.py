@@ -46,7 +46,10 @@ def run_under(name: str, check: Callable[[torchstrategy.Strategy], None]) -> Non
 
 def run_text(text: str, strategy: torchstrategy.Strategy) -> None:
     assert TAUGHT in text
-    exec(compile(text.replace(TAUGHT, "STRATEGY"), "page", "exec"), {"__name__": "__main__", "STRATEGY": strategy})
+    exec(
+        compile(text.replace(TAUGHT, "STRATEGY"), "page", "exec"),
+        {"__name__": "__main__", "STRATEGY": strategy},
+    )
 
 
 def programs_of(page: Path) -> str:
@@ -55,10 +58,18 @@ def programs_of(page: Path) -> str:
 
 @pytest.mark.slow
 @every_strategy
-@pytest.mark.parametrize("page", [page for page in PROGRAMS if TAUGHT in programs_of(page)], ids=lambda page: page.stem)
-def test_programs_of_pages(page: Path, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "page",
+    [page for page in PROGRAMS if TAUGHT in programs_of(page)],
+    ids=lambda page: page.stem,
+)
+def test_programs_of_pages(
+    page: Path, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if (page.stem, name) == ("saving", "default"):
-        pytest.skip("the default strategy returns the loader itself, which has no state; the page says so")
+        pytest.skip(
+            "the default strategy returns the loader itself, which has no state; the page says so"
+        )
     monkeypatch.chdir(tmp_path)
     run_under(name, lambda strategy: run_text(programs_of(page), strategy))
 
@@ -77,13 +88,19 @@ class SummaryWriter:
 
 
 @every_strategy
-def test_each_line_of_the_page_on_logging(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_line_of_the_page_on_logging(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     stand_in = ModuleType("torch.utils.tensorboard")
     stand_in.SummaryWriter = SummaryWriter  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, stand_in.__name__, stand_in)
     monkeypatch.chdir(tmp_path)
     page = (ROOT / "docs" / "logging.md").read_text()
-    lines = [example.source for example in doctest.DocTestParser().get_examples(page) if example.exc_msg is None]
+    lines = [
+        example.source
+        for example in doctest.DocTestParser().get_examples(page)
+        if example.exc_msg is None
+    ]
     run_under(name, lambda strategy: run_text("".join(lines), strategy))
 
 
@@ -108,7 +125,12 @@ def test_each_line_that_a_per_replica_value_recommends(name: str) -> None:
         value = strategy.run(lambda rows: model(rows).detach()[:, 0], args=(batch,))
         for line in lines:
             eval(line, {"strategy": strategy, "value": value, "batch": batch})
-        assert strategy.count_rows(batch) == strategy.count_rows(value) == len(strategy.gather(value, axis=0)) == 6
+        assert (
+            strategy.count_rows(batch)
+            == strategy.count_rows(value)
+            == len(strategy.gather(value, axis=0))
+            == 6
+        )
 
     run_under(name, check)
 

@@ -61,8 +61,13 @@ def parsed(digits_problem: ModuleType, arguments: str) -> argparse.Namespace:
 
 
 def test_the_digits_programs_differ_in_fewer_than_12_lines() -> None:
-    plain, under_strategy = ((EXAMPLES / name).read_text().splitlines() for name in ("digits_plain.py", "digits.py"))
-    diff = list(difflib.unified_diff(plain, under_strategy, lineterm="", n=0))[2:]  # the first two name the files
+    plain, under_strategy = (
+        (EXAMPLES / name).read_text().splitlines()
+        for name in ("digits_plain.py", "digits.py")
+    )
+    diff = list(difflib.unified_diff(plain, under_strategy, lineterm="", n=0))[
+        2:
+    ]  # the first two name the files
     changed = [line for line in diff if line[0] in "+-"]
     assert 0 < len(changed) < 12, "\n".join(changed)
 
@@ -75,7 +80,16 @@ def test_the_plain_digits_program_runs() -> None:
 @pytest.mark.slow
 def test_the_digits_program_runs_and_checks_itself() -> None:
     output = output_of(
-        "digits.py", "--strategy", "central", "--replicas", "3", "--epochs", "1", "--dtype", "float64", "--check"
+        "digits.py",
+        "--strategy",
+        "central",
+        "--replicas",
+        "3",
+        "--epochs",
+        "1",
+        "--dtype",
+        "float64",
+        "--check",
     )
     assert "largest difference from plain PyTorch" in output
 
@@ -87,10 +101,20 @@ def output_of_workers(*arguments: str) -> str:
 
 @pytest.mark.slow
 @takes_long
-@pytest.mark.parametrize("arguments", [(), ("--replicas", "2", "--optimizer", "adam", "--dtype", "float64")])
-def test_the_digits_program_checks_itself_in_two_processes(arguments: tuple[str, ...]) -> None:
-    output = output_of_workers("digits.py", "--strategy", "workers", "--epochs", "1", "--check", *arguments)
-    assert [line.partition(" ")[0] for line in output.splitlines()] == ["15", "test", "largest"]  # one of them prints
+@pytest.mark.parametrize(
+    "arguments", [(), ("--replicas", "2", "--optimizer", "adam", "--dtype", "float64")]
+)
+def test_the_digits_program_checks_itself_in_two_processes(
+    arguments: tuple[str, ...],
+) -> None:
+    output = output_of_workers(
+        "digits.py", "--strategy", "workers", "--epochs", "1", "--check", *arguments
+    )
+    assert [line.partition(" ")[0] for line in output.splitlines()] == [
+        "15",
+        "test",
+        "largest",
+    ]  # one of them prints
 
 
 @pytest.mark.slow
@@ -104,7 +128,9 @@ def test_the_digits_program_checks_itself_in_two_processes(arguments: tuple[str,
         "--strategy central --replicas 4 --optimizer adam",
     ],
 )
-def test_an_epoch_of_digits_is_an_epoch_of_plain_pytorch(digits_problem: ModuleType, arguments: str) -> None:
+def test_an_epoch_of_digits_is_an_epoch_of_plain_pytorch(
+    digits_problem: ModuleType, arguments: str
+) -> None:
     options = parsed(digits_problem, f"--epochs 1 --lr 0.01 {arguments}")
     model, losses = importlib.import_module("digits").train(options)
     digits_problem.check(options, model, losses)
@@ -112,30 +138,48 @@ def test_an_epoch_of_digits_is_an_epoch_of_plain_pytorch(digits_problem: ModuleT
 
 @pytest.mark.slow
 def test_digits_learns_with_four_replicas(digits_problem: ModuleType) -> None:
-    options = parsed(digits_problem, f"--replicas 4 --lr {digits_problem.LEARNING_RATES['sgd']}")
+    options = parsed(
+        digits_problem, f"--replicas 4 --lr {digits_problem.LEARNING_RATES['sgd']}"
+    )
     model, _ = importlib.import_module("digits").train(options)
     assert digits_problem.accuracy(model) > 0.95
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("damage", [1e-3, float("nan")])
-def test_the_check_of_digits_fails_when_a_weight_differs(digits_problem: ModuleType, damage: float) -> None:
+def test_the_check_of_digits_fails_when_a_weight_differs(
+    digits_problem: ModuleType, damage: float
+) -> None:
     options = parsed(digits_problem, "--epochs 1 --lr 0.1")
     model, losses = importlib.import_module("digits_plain").train(options)
     digits_problem.check(options, model, losses)
     with torch.no_grad():
         model.linear2.bias[0] += damage
-    with pytest.raises(SystemExit, match="the run under the strategy is not the plain one"):
+    with pytest.raises(
+        SystemExit, match="the run under the strategy is not the plain one"
+    ):
         digits_problem.check(options, model, losses)
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("--strategy one --replicas 2", "--strategy one has one replica, and --replicas asks for 2"),
-        ("--strategy default --device cpu", "--strategy default runs where the tensors are and takes no --device"),
-        ("--strategy central --device cpu,cpu --replicas 3", "--replicas asks for 3, and --device lists 2"),
-        ("--strategy workers --device cpu,cpu --replicas 3", "--replicas asks for 3, and --device lists 2"),
+        (
+            "--strategy one --replicas 2",
+            "--strategy one has one replica, and --replicas asks for 2",
+        ),
+        (
+            "--strategy default --device cpu",
+            "--strategy default runs where the tensors are and takes no --device",
+        ),
+        (
+            "--strategy central --device cpu,cpu --replicas 3",
+            "--replicas asks for 3, and --device lists 2",
+        ),
+        (
+            "--strategy workers --device cpu,cpu --replicas 3",
+            "--replicas asks for 3, and --device lists 2",
+        ),
     ],
 )
 def test_digits_refuses_arguments_that_it_would_have_to_ignore(
@@ -158,7 +202,15 @@ def test_a_killed_training_that_torchrun_restarts_ends_with_the_weights_of_an_un
     count: int, tmp_path: Path
 ) -> None:
     """With three processes it did not: the first step after the start added gradients up in another order."""
-    command = (*torchrun(count), "--max-restarts", "1", str(EXAMPLES / "restart.py"), "--kill", "20", "--check")
+    command = (
+        *torchrun(count),
+        "--max-restarts",
+        "1",
+        str(EXAMPLES / "restart.py"),
+        "--kill",
+        "20",
+        "--check",
+    )
     done = python(*command, folder=tmp_path, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "exitcode: -9" in done.stderr  # of SIGKILL
@@ -171,15 +223,21 @@ def test_a_killed_training_that_torchrun_restarts_ends_with_the_weights_of_an_un
 
 @pytest.mark.slow
 @takes_long
-def test_a_sharded_training_stops_and_goes_on_with_other_processes(tmp_path: Path) -> None:
+def test_a_sharded_training_stops_and_goes_on_with_other_processes(
+    tmp_path: Path,
+) -> None:
     program = str(EXAMPLES / "sharded.py")
     stopped = output_of_python(*torchrun(2), program, "--stop", "20", folder=tmp_path)
     assert stopped.splitlines() == ["the training stops after step 20"]
     for count in (4, 2):  # the second time there is no checkpoint any more
-        output = output_of_python(*torchrun(count), program, "--check", folder=tmp_path).splitlines()
+        output = output_of_python(
+            *torchrun(count), program, "--check", folder=tmp_path
+        ).splitlines()
         assert (output[0] == "the training goes on after step 14") == (count == 4)
         assert output[-2].startswith("test accuracy 8")
-        assert re.fullmatch(r"largest difference from plain PyTorch: \d\.\de-1\d", output[-1])
+        assert re.fullmatch(
+            r"largest difference from plain PyTorch: \d\.\de-1\d", output[-1]
+        )
         assert list(tmp_path.iterdir()) == []
 
 
@@ -191,7 +249,9 @@ def sharded(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("damage", [1e-3, float("nan")])
-def test_the_check_of_a_sharded_training_fails_when_a_weight_differs(sharded: ModuleType, damage: float) -> None:
+def test_the_check_of_a_sharded_training_fails_when_a_weight_differs(
+    sharded: ModuleType, damage: float
+) -> None:
     torch.manual_seed(0)
     plain = sharded.Transformer().double()
     model = sharded.Transformer().double()
@@ -209,7 +269,10 @@ PARTS = ("model", "optimizer", "scheduler", "dataset", "random")
 @pytest.mark.slow
 @pytest.mark.parametrize("lacking", [None, *PARTS])
 def test_a_checkpoint_needs_all_its_parts(
-    restart: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, lacking: str | None
+    restart: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    lacking: str | None,
 ) -> None:
     class Killed(Exception):
         pass
@@ -218,7 +281,10 @@ def test_a_checkpoint_needs_all_its_parts(
         raise Killed
 
     options = restart.argument_parser().parse_args(["--epochs", "2", "--kill", "9"])
-    strategy, path = torchstrategy.MultiWorkerMirroredStrategy(devices=["cpu"]), tmp_path / "checkpoint.pt"
+    strategy, path = (
+        torchstrategy.MultiWorkerMirroredStrategy(devices=["cpu"]),
+        tmp_path / "checkpoint.pt",
+    )
     unbroken = restart.train(strategy, options, None)
     monkeypatch.setattr(restart, "kill_this_process", be_killed)
     with pytest.raises(Killed):
@@ -236,7 +302,9 @@ def test_a_checkpoint_needs_all_its_parts(
         restart.check(resumed, unbroken)
 
 
-def state_at_the_beginning(restart: ModuleType, strategy: torchstrategy.Strategy, folder: Path) -> dict[str, Any]:
+def state_at_the_beginning(
+    restart: ModuleType, strategy: torchstrategy.Strategy, folder: Path
+) -> dict[str, Any]:
     restart.Training(strategy).save(folder / "first.pt")
     state: dict[str, Any] = torch.load(folder / "first.pt")
     return state
@@ -244,22 +312,38 @@ def state_at_the_beginning(restart: ModuleType, strategy: torchstrategy.Strategy
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("options", "outcome"), [(["--simulate-devices=4"], "28 passed in"), ([], "14 passed, 1 skipped")]
+    ("options", "outcome"),
+    [(["--simulate-devices=4"], "28 passed in"), ([], "14 passed, 1 skipped")],
 )
-def test_the_example_of_tests_passes_where_a_user_copies_it(options: list[str], outcome: str, tmp_path: Path) -> None:
+def test_the_example_of_tests_passes_where_a_user_copies_it(
+    options: list[str], outcome: str, tmp_path: Path
+) -> None:
     shutil.copy(EXAMPLES / "test_my_training.py", tmp_path)
-    output = output_of_python("-m", "pytest", "-rs", "-W", "error", *options, folder=tmp_path)
+    output = output_of_python(
+        "-m", "pytest", "-rs", "-W", "error", *options, folder=tmp_path
+    )
     assert outcome in output
     assert ("run pytest with --simulate-devices=4" in output) == ("skipped" in outcome)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("replicas", "accumulate", "precision"), [(3, 3, "float32"), (2, 2, "bfloat16")])
+@pytest.mark.parametrize(
+    ("replicas", "accumulate", "precision"), [(3, 3, "float32"), (2, 2, "bfloat16")]
+)
 def test_the_language_model_learns_what_it_learns_in_plain_pytorch(
     language_model: ModuleType, replicas: int, accumulate: int, precision: str
 ) -> None:
-    arguments = ["--replicas", str(replicas), "--accumulate", str(accumulate), "--batch-size", "7"]
-    language_model.check(language_model.argument_parser().parse_args(arguments), precision, updates=4)
+    arguments = [
+        "--replicas",
+        str(replicas),
+        "--accumulate",
+        str(accumulate),
+        "--batch-size",
+        "7",
+    ]
+    language_model.check(
+        language_model.argument_parser().parse_args(arguments), precision, updates=4
+    )
 
 
 @pytest.mark.slow
@@ -273,7 +357,9 @@ def test_the_check_of_the_language_model_fails_when_each_replica_takes_the_mean_
 
     monkeypatch.setattr("torchstrategy.CentralStorageStrategy", by_rows)
     options = language_model.argument_parser().parse_args([])
-    with pytest.raises(SystemExit, match="the run under the strategy is not the plain one"):
+    with pytest.raises(
+        SystemExit, match="the run under the strategy is not the plain one"
+    ):
         language_model.check(options, "float32", updates=2)
 
 
@@ -281,7 +367,9 @@ def test_the_check_of_the_language_model_fails_when_each_replica_takes_the_mean_
 def test_a_few_updates_make_the_language_model_better_than_guessing(
     language_model: ModuleType, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    language_model.main(language_model.argument_parser().parse_args(["--updates", "15"]))
+    language_model.main(
+        language_model.argument_parser().parse_args(["--updates", "15"])
+    )
     found, unigram = map(float, re.findall(r": ([\d.]+)", capsys.readouterr().out))
     guessing = language_model.corpus()[2]
     assert unigram < guessing / 4 and found < guessing / 4
@@ -289,36 +377,62 @@ def test_a_few_updates_make_the_language_model_better_than_guessing(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("replicas", [1, 3])
-def test_the_gan_learns_what_it_learns_in_plain_pytorch(gan: ModuleType, replicas: int) -> None:
-    gan.check(gan.argument_parser().parse_args(["--replicas", str(replicas)]), steps=19)  # over the end of an epoch
+def test_the_gan_learns_what_it_learns_in_plain_pytorch(
+    gan: ModuleType, replicas: int
+) -> None:
+    gan.check(
+        gan.argument_parser().parse_args(["--replicas", str(replicas)]), steps=19
+    )  # over the end of an epoch
 
 
 @pytest.mark.slow
 def test_the_check_of_the_gan_fails_when_each_replica_normalises_its_own_rows(
     gan: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("torchstrategy.nn.SyncBatchNorm.convert_sync_batchnorm", lambda generator: generator)
-    with pytest.raises(SystemExit, match="the run under the strategy is not the plain one"):
+    monkeypatch.setattr(
+        "torchstrategy.nn.SyncBatchNorm.convert_sync_batchnorm",
+        lambda generator: generator,
+    )
+    with pytest.raises(
+        SystemExit, match="the run under the strategy is not the plain one"
+    ):
         gan.check(gan.argument_parser().parse_args([]), steps=2)
 
 
 @pytest.mark.slow
-def test_what_the_gan_draws_comes_nearer_to_digits(gan: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_the_gan_draws_comes_nearer_to_digits(
+    gan: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
     gan.main(gan.argument_parser().parse_args(["--steps", "150", "--replicas", "1"]))
-    before, after = map(float, re.findall(r"([\d.]+) (?:after one step|now)", capsys.readouterr().out))
+    before, after = map(
+        float, re.findall(r"([\d.]+) (?:after one step|now)", capsys.readouterr().out)
+    )
     assert after < before / 2
 
 
 @pytest.mark.slow
 def test_the_digits_program_draws_both_runs(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="pip install matplotlib")
-    arguments = ("--strategy", "mirrored", "--replicas", "2", "--epochs", "1", "--check", "--plot", "losses.svg")
+    arguments = (
+        "--strategy",
+        "mirrored",
+        "--replicas",
+        "2",
+        "--epochs",
+        "1",
+        "--check",
+        "--plot",
+        "losses.svg",
+    )
     output_of_python(str(EXAMPLES / "digits.py"), *arguments, folder=tmp_path)
     assert "<svg" in (tmp_path / "losses.svg").read_text()
 
 
 def test_the_trainers_differ_in_fewer_than_20_lines() -> None:
-    plain, under_strategy = ((EXAMPLES / name).read_text().splitlines() for name in ("trainer_plain.py", "trainer.py"))
+    plain, under_strategy = (
+        (EXAMPLES / name).read_text().splitlines()
+        for name in ("trainer_plain.py", "trainer.py")
+    )
     diff = list(difflib.unified_diff(plain, under_strategy, lineterm="", n=0))[2:]
     new = [line for line in diff if line[0] == "+"]
     assert 0 < len(new) < 20, "\n".join(new)
@@ -327,19 +441,36 @@ def test_the_trainers_differ_in_fewer_than_20_lines() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["float64", "bfloat16"])
 def test_the_trainer_checks_itself(precision: str) -> None:
-    arguments = ("--precision", precision, "--epochs", "2", "--replicas", "3", "--accumulate", "4")
+    arguments = (
+        "--precision",
+        precision,
+        "--epochs",
+        "2",
+        "--replicas",
+        "3",
+        "--accumulate",
+        "4",
+    )
     output = output_of("trainer.py", "--check", *arguments)
     assert output.startswith("largest difference from plain PyTorch")
 
 
 @pytest.mark.slow
-def test_the_check_of_the_trainer_fails_when_a_checkpoint_lacks_the_average(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_check_of_the_trainer_fails_when_a_checkpoint_lacks_the_average(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.syspath_prepend(EXAMPLES)
-    trainer, problem = importlib.import_module("trainer"), importlib.import_module("trainer_problem")
+    trainer, problem = (
+        importlib.import_module("trainer"),
+        importlib.import_module("trainer_problem"),
+    )
 
     class Forgetful(trainer.Trainer):  # type: ignore[misc, name-defined]
         def state_dict(self) -> dict[str, Any]:
-            return {**super().state_dict(), "average": Forgetful(self.options).average.state_dict()}
+            return {
+                **super().state_dict(),
+                "average": Forgetful(self.options).average.state_dict(),
+            }
 
     options = problem.argument_parser().parse_args(["--epochs", "2"])
     options.device, options.replicas = "cpu", 2
@@ -349,10 +480,20 @@ def test_the_check_of_the_trainer_fails_when_a_checkpoint_lacks_the_average(monk
 
 @pytest.mark.slow
 def test_the_trainer_resumes_and_writes_for_tensorboard(tmp_path: Path) -> None:
-    command = (str(EXAMPLES / "trainer.py"), "--checkpoint", "last.pt", "--log-dir", "log")
+    command = (
+        str(EXAMPLES / "trainer.py"),
+        "--checkpoint",
+        "last.pt",
+        "--log-dir",
+        "log",
+    )
     first = output_of_python(*command, "--epochs", "1", folder=tmp_path)
     second = output_of_python(*command, "--epochs", "2", "--resume", folder=tmp_path)
-    assert [line.partition(":")[0] for line in (first + second).splitlines() if line.startswith("epoch")] == [
+    assert [
+        line.partition(":")[0]
+        for line in (first + second).splitlines()
+        if line.startswith("epoch")
+    ] == [
         "epoch 1",
         "epoch 2",
     ]

@@ -17,7 +17,9 @@ from features.training import FEATURES, Training
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "features.md"
 TEXT = PAGE.read_text()
 # The features that are trained for each row.
-TRAINED: dict[str, list[str]] = json.loads(Path(__file__).with_name("features_page.json").read_text())
+TRAINED: dict[str, list[str]] = json.loads(
+    Path(__file__).with_name("features_page.json").read_text()
+)
 HEADER = "| what | update in the step | update after the run | equal |"
 
 
@@ -31,7 +33,11 @@ class Row(NamedTuple):
     @property
     def names(self) -> list[str]:
         """The features that are trained for it."""
-        return [name for name in FEATURES if any(fnmatch.fnmatchcase(name, pattern) for pattern in self.patterns)]
+        return [
+            name
+            for name in FEATURES
+            if any(fnmatch.fnmatchcase(name, pattern) for pattern in self.patterns)
+        ]
 
     @property
     def tolerance(self) -> float:
@@ -42,14 +48,23 @@ class Row(NamedTuple):
 
 def rows() -> list[Row]:
     """Those of all tables with the header."""
-    tables = [part.partition("\n\n")[0].splitlines()[1:] for part in TEXT.split(HEADER + "\n")[1:]]
-    cells = [[cell.strip() for cell in line.strip("|").split("|")] for table in tables for line in table]
+    tables = [
+        part.partition("\n\n")[0].splitlines()[1:]
+        for part in TEXT.split(HEADER + "\n")[1:]
+    ]
+    cells = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for table in tables
+        for line in table
+    ]
     return [Row(what, equal, TRAINED[what]) for what, _, _, equal in cells]
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Lazy modules are a new feature")
-@pytest.mark.filterwarnings("ignore:`torch.jit.script")  # torch's own, in its forward mode
+@pytest.mark.filterwarnings(
+    "ignore:`torch.jit.script"
+)  # torch's own, in its forward mode
 def test_the_page_runs() -> None:
     examples_run_on(PAGE, optionflags=doctest.ELLIPSIS)
 

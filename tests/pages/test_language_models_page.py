@@ -16,7 +16,9 @@ from workers.cluster import cluster
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "language-models.md"
 TEXT = PAGE.read_text()
-OF_TRANSFORMERS, OF_WORKERS = re.findall(r"^```py\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL)
+OF_TRANSFORMERS, OF_WORKERS = re.findall(
+    r"^```py\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL
+)
 
 pytestmark = pytest.mark.slow
 
@@ -28,7 +30,13 @@ def test_the_page_runs() -> None:
 def test_links_of_the_page_and_to_it_lead_somewhere() -> None:
     assert dead_links_of(PAGE) == []
     root = PAGE.parents[1]
-    for document in ("README.md", "docs/index.md", "docs/features.md", "docs/logging.md", "mkdocs.yml"):
+    for document in (
+        "README.md",
+        "docs/index.md",
+        "docs/features.md",
+        "docs/logging.md",
+        "mkdocs.yml",
+    ):
         assert "language-models.md" in (root / document).read_text(), document
 
 
@@ -44,9 +52,14 @@ def run(program: str, strategy: str) -> tuple[dict[str, Any], list[str]]:
 
 
 def test_the_model_of_transformers_trains_as_in_plain_pytorch() -> None:
-    pytest.importorskip("transformers", reason="needs models of a well-known package: pip install '.[models]'")
+    pytest.importorskip(
+        "transformers",
+        reason="needs models of a well-known package: pip install '.[models]'",
+    )
     # Without dropout, of which each replica draws its own.
-    program = OF_TRANSFORMERS.replace("n_head=2,", "n_head=2, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0,")
+    program = OF_TRANSFORMERS.replace(
+        "n_head=2,", "n_head=2, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0,"
+    )
     (ours, printed), (plain, expected) = (
         run(program, strategy)
         for strategy in (
@@ -56,7 +69,9 @@ def test_the_model_of_transformers_trains_as_in_plain_pytorch() -> None:
     )
     assert len(printed) == 3
     for line, plain_line in zip(printed, expected, strict=True):
-        assert float(line.split()[1]) == pytest.approx(float(plain_line.split()[1]), abs=2e-4)
+        assert float(line.split()[1]) == pytest.approx(
+            float(plain_line.split()[1]), abs=2e-4
+        )
     # A first update of Adam is as large as the rate, whatever the gradient is: float32 has rounded a few of them.
     states = (names["model"].state_dict() for names in (ours, plain))
     torch.testing.assert_close(*states, rtol=1e-3, atol=2e-3)

@@ -36,5 +36,8 @@ def test_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SummaryWriter, "written", [])
     monkeypatch.chdir(tmp_path)
     examples_run_on(PAGE)
-    assert [(tag, step) for tag, _, step in SummaryWriter.written] == [("loss", 0), ("loss", 1)]
+    assert [(tag, step) for tag, _, step in SummaryWriter.written] == [
+        ("loss", 0),
+        ("loss", 1),
+    ]
     assert (tmp_path / "losses.csv").read_text().startswith("0,")

@@ -24,7 +24,9 @@ IS_HERE = ("same", "differs", "extra")
 
 # What each of the five pages that torchstrategy began with describes: a class, and its attributes and methods.
 EVERYWHERE = "extended num_replicas_in_sync experimental_distribute_dataset experimental_local_results reduce run scope"
-FROM_DATA = "experimental_distribute_datasets_from_function experimental_make_numpy_dataset"
+FROM_DATA = (
+    "experimental_distribute_datasets_from_function experimental_make_numpy_dataset"
+)
 VALUES = "experimental_distribute_values_from_function"
 LOGICAL = (
     "experimental_assign_to_logical_device experimental_replicate_to_logical_devices "
@@ -64,7 +66,11 @@ def found(place: str) -> Any:
 def parameters_of(thing: Any) -> dict[str, inspect.Parameter]:
     """By name, `*args` with its star, and without `self`."""
     all_of_them = inspect.signature(thing).parameters.values()
-    return {"*" * (p.kind is p.VAR_POSITIONAL) + p.name: p for p in all_of_them if p.name != "self"}
+    return {
+        "*" * (p.kind is p.VAR_POSITIONAL) + p.name: p
+        for p in all_of_them
+        if p.name != "self"
+    }
 
 
 def shown(default: Any) -> str:
@@ -81,7 +87,9 @@ def described(row: Any) -> str:
 # What the table says is so
 
 
-@pytest.mark.parametrize("row", [row for row in NAMES.values() if row.status in IS_HERE], ids=described)
+@pytest.mark.parametrize(
+    "row", [row for row in NAMES.values() if row.status in IS_HERE], ids=described
+)
 def test_a_name_is_where_the_table_says(row: Any) -> None:
     thing = found(row.place)
     if row.kind == "value":
@@ -89,14 +97,23 @@ def test_a_name_is_where_the_table_says(row: Any) -> None:
     elif row.kind == "property":
         assert not callable(thing)
     elif row.kind == "alias":
-        originals = [r for r in NAMES.values() if r.kind != "alias" and r.place.endswith(f".{thing.__name__}")]
+        originals = [
+            r
+            for r in NAMES.values()
+            if r.kind != "alias" and r.place.endswith(f".{thing.__name__}")
+        ]
         assert any(found(original.place) is thing for original in originals)
     else:
         assert callable(thing)
-        assert inspect.isclass(thing) == (row.kind in ("class", "interface")) or row.status == "differs"
+        assert (
+            inspect.isclass(thing) == (row.kind in ("class", "interface"))
+            or row.status == "differs"
+        )
 
 
-@pytest.mark.parametrize("name", dict.fromkeys(row.name for row in ROWS if row.parameter))
+@pytest.mark.parametrize(
+    "name", dict.fromkeys(row.name for row in ROWS if row.parameter)
+)
 def test_parameters_are_what_the_table_says(name: str) -> None:
     parameters = parameters_of(found(NAMES[name].place))
     rows = [row for row in ROWS if row.name == name and row.parameter]
@@ -105,15 +122,30 @@ def test_parameters_are_what_the_table_says(name: str) -> None:
     assert {place: shown(parameters[place].default) for place in defaults} == defaults
 
 
-@pytest.mark.parametrize("name", dict.fromkeys(row.name for row in ROWS if row.parameter and "distribute." in row.name))
+@pytest.mark.parametrize(
+    "name",
+    dict.fromkeys(
+        row.name for row in ROWS if row.parameter and "distribute." in row.name
+    ),
+)
 def test_arguments_by_position_mean_what_they_mean_in_tensorflow(name: str) -> None:
-    positional = [p.name for p in parameters_of(found(NAMES[name].place)).values() if p.kind is not p.KEYWORD_ONLY]
+    positional = [
+        p.name
+        for p in parameters_of(found(NAMES[name].place)).values()
+        if p.kind is not p.KEYWORD_ONLY
+    ]
     there = [row for row in ROWS if row.name == name and row.parameter]
-    same = {i: row.parameter for i, row in enumerate(there) if row.status == "same" and row.parameter in positional}
+    same = {
+        i: row.parameter
+        for i, row in enumerate(there)
+        if row.status == "same" and row.parameter in positional
+    }
     assert {i: positional[i] for i in same} == same
 
 
-@pytest.mark.parametrize("row", [row for row in NAMES.values() if row.status not in IS_HERE], ids=described)
+@pytest.mark.parametrize(
+    "row", [row for row in NAMES.values() if row.status not in IS_HERE], ids=described
+)
 def test_what_the_table_says_is_not_here_is_not(row: Any) -> None:
     with pytest.raises(AttributeError):
         found(row.place)
@@ -121,9 +153,17 @@ def test_what_the_table_says_is_not_here_is_not(row: Any) -> None:
 
 @pytest.mark.parametrize("base", BASES)
 def test_a_class_inherits_what_is_listed_with_its_base(base: str) -> None:
-    derived = [row for row in NAMES.values() if re.fullmatch(BASES[base], row.name) and row.status in IS_HERE]
+    derived = [
+        row
+        for row in NAMES.values()
+        if re.fullmatch(BASES[base], row.name) and row.status in IS_HERE
+    ]
     assert len(derived) >= 3
-    assert [row.name for row in derived if not issubclass(found(row.place), found(NAMES[base].place))] == []
+    assert [
+        row.name
+        for row in derived
+        if not issubclass(found(row.place), found(NAMES[base].place))
+    ] == []
 
 
 # What is here is in the table
@@ -150,7 +190,11 @@ def listed() -> dict[tuple[int, str, str], Any]:
         place = NAMES[row.name].place
         if row.status in IS_HERE and is_there(place):
             above = found(place.rpartition(".")[0])
-            owner, member = (above, place.rpartition(".")[2]) if inspect.isclass(above) else (found(place), "")
+            owner, member = (
+                (above, place.rpartition(".")[2])
+                if inspect.isclass(above)
+                else (found(place), "")
+            )
             rows[id(owner), member, row.place if row.parameter else ""] = row
     return rows
 
@@ -179,7 +223,11 @@ def parts_of(thing: Any) -> Iterator[tuple[str, str]]:
     if not inspect.isclass(thing):
         yield from (("", parameter) for parameter in parameters_of(thing))
         return
-    if any("__init__" in vars(base) or "__new__" in vars(base) for base in thing.__mro__ if is_ours(base)):
+    if any(
+        "__init__" in vars(base) or "__new__" in vars(base)
+        for base in thing.__mro__
+        if is_ours(base)
+    ):
         yield from (("", parameter) for parameter in parameters_of(thing))
     for name in members_of(thing):
         yield name, ""
@@ -189,12 +237,21 @@ def parts_of(thing: Any) -> Iterator[tuple[str, str]]:
 
 def is_listed(thing: Any, member: str, parameter: str) -> bool:
     for owner in inspect.getmro(thing) if inspect.isclass(thing) else [thing]:
-        of_owner, of_member = listed().get((id(owner), "", "")), listed().get((id(owner), member, ""))
-        if (of_owner and of_owner.status == "extra") or (of_member and of_member.status == "extra"):
+        of_owner, of_member = (
+            listed().get((id(owner), "", "")),
+            listed().get((id(owner), member, "")),
+        )
+        if (of_owner and of_owner.status == "extra") or (
+            of_member and of_member.status == "extra"
+        ):
             return True  # all of it is ours
         if of_owner and of_owner.kind == "interface" and not member:
             return True  # users do not construct it
-        if (id(owner), member, parameter) in listed() or (id(owner), "", member or parameter) in listed():
+        if (id(owner), member, parameter) in listed() or (
+            id(owner),
+            "",
+            member or parameter,
+        ) in listed():
             return True  # the latter: an attribute that the constructor sets
     return False
 
@@ -204,7 +261,9 @@ def test_everything_public_is_in_the_table(place: str) -> None:
     assert place in [row.place for row in NAMES.values()]
     thing = found(place)
     if isinstance(thing, type) and issubclass(thing, enum.Enum):
-        assert [name for name in members_of(thing) if not is_listed(thing, name, "")] == []
+        assert [
+            name for name in members_of(thing) if not is_listed(thing, name, "")
+        ] == []
     else:
         assert [part for part in parts_of(thing) if not is_listed(thing, *part)] == []
 
@@ -212,10 +271,18 @@ def test_everything_public_is_in_the_table(place: str) -> None:
 @pytest.mark.parametrize("page", PAGES)
 def test_what_the_pages_describe_is_in_the_table(page: str) -> None:
     name = page.partition("/python/")[2].replace("/", ".")
-    base = next(base for base, pattern in BASES.items() if name == base or re.fullmatch(pattern, name))
+    base = next(
+        base
+        for base, pattern in BASES.items()
+        if name == base or re.fullmatch(pattern, name)
+    )
     assert name in NAMES
-    described_there = [f"{base}.{member}" for member in f"{EVERYWHERE} {PAGES[page]}".split()]
-    assert [member for member in described_there if NAMES[member].status not in IS_HERE] == []
+    described_there = [
+        f"{base}.{member}" for member in f"{EVERYWHERE} {PAGES[page]}".split()
+    ]
+    assert [
+        member for member in described_there if NAMES[member].status not in IS_HERE
+    ] == []
 
 
 # The public classes, functions and enumerations of tf.distribute in TensorFlow 2.21
@@ -251,19 +318,34 @@ RELEASE_2_21 = {
 
 @pytest.mark.parametrize("section", RELEASE_2_21)
 def test_every_name_of_tensorflow_2_21_has_a_row(section: str) -> None:
-    ours = {row.name.replace("torchstrategy.", "tf.distribute.") for row in NAMES.values() if row.status == "extra"}
+    ours = {
+        row.name.replace("torchstrategy.", "tf.distribute.")
+        for row in NAMES.values()
+        if row.status == "extra"
+    }
     names = [section + name for name in RELEASE_2_21[section].split()]
     assert [name for name in names if name not in NAMES and name not in ours] == []
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name.startswith("tf.Variable.scatter_")])
+@pytest.mark.parametrize(
+    "name", [name for name in NAMES if name.startswith("tf.Variable.scatter_")]
+)
 def test_what_the_table_says_to_write_for_scattering_does_it(name: str) -> None:
     code = re.search(r"`(variable\.assign\(.*?\))` does", NAMES[name].why)
     assert code is not None
     variable = torchstrategy.Variable(torch.tensor([8.0, 6.0, 4.0]))
     indices, updates = torch.tensor([0, 2]), torch.tensor([2.0, 8.0])
-    eval(code[1], {"torch": torch, "variable": variable, "indices": indices, "updates": updates})
-    expected = {"add": (10, 12), "sub": (6, -4), "update": (2, 8), "min": (2, 4), "max": (8, 8)}
+    eval(
+        code[1],
+        {"torch": torch, "variable": variable, "indices": indices, "updates": updates},
+    )
+    expected = {
+        "add": (10, 12),
+        "sub": (6, -4),
+        "update": (2, 8),
+        "min": (2, 4),
+        "max": (8, 8),
+    }
     expected |= {"mul": (16, 32), "div": (4, 0.5)}
     first, last = expected[name.rpartition("_")[2]]
     assert variable.tolist() == [first, 6.0, last]
@@ -276,12 +358,19 @@ def test_every_row_is_complete() -> None:
     assert len({described(row) for row in ROWS}) == len(ROWS)
     for row in ROWS:
         assert row.status in PARITY["STATUSES"], described(row)
-        assert re.fullmatch(r"2\.[234](-2\.([34]|21))?|2\.21|pages", row.releases) or row.status == "extra", described(
-            row
+        assert (
+            re.fullmatch(r"2\.[234](-2\.([34]|21))?|2\.21|pages", row.releases)
+            or row.status == "extra"
+        ), described(row)
+        assert re.fullmatch(r"[A-Z`].*\.", row.why) or (
+            row.status == "same" and not row.why
+        ), described(row)
+        assert row.status != "absent" or re.search("TPU|session|Estimator", row.why), (
+            described(row)
         )
-        assert re.fullmatch(r"[A-Z`].*\.", row.why) or (row.status == "same" and not row.why), described(row)
-        assert row.status != "absent" or re.search("TPU|session|Estimator", row.why), described(row)
-        assert not row.parameter or (row.kind == "parameter" and row.name in NAMES), described(row)
+        assert not row.parameter or (row.kind == "parameter" and row.name in NAMES), (
+            described(row)
+        )
 
 
 def test_the_page_is_made_from_the_table() -> None:

@@ -14,13 +14,17 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "performance.md"
 TEXT = PAGE.read_text()
 
 
-@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events:UserWarning")  # by torch before 2.13
+@pytest.mark.filterwarnings(
+    "ignore:Warning. Profiler clears events:UserWarning"
+)  # by torch before 2.13
 def test_the_page_runs() -> None:
     assert examples_run_on(PAGE) > 10
 
 
 def test_the_ranges_that_there_are_are_shown_and_no_others() -> None:
-    there = set(re.findall(r"^    torchstrategy\.(\S+ \S+)", trace.__doc__ or "", re.MULTILINE))
+    there = set(
+        re.findall(r"^    torchstrategy\.(\S+ \S+)", trace.__doc__ or "", re.MULTILINE)
+    )
     assert len(there) > 5
     assert {name for name in there if name not in TEXT} == set()
     assert set(re.findall(r"\btorchstrategy\.([a-z]+ [^\s`]+)", TEXT)) <= there

@@ -48,26 +48,45 @@ class Block(NamedTuple):
 
 def blocks_of(document: Path) -> list[Block]:
     text = document.read_text()
-    return [Block(document, text.count("\n", 0, m.start(2)) + 1, m[1], m[2]) for m in BLOCK.finditer(text)]
+    return [
+        Block(document, text.count("\n", 0, m.start(2)) + 1, m[1], m[2])
+        for m in BLOCK.finditer(text)
+    ]
 
 
 def blocks(*languages: str) -> list[Block]:
     """The blocks of all documents that are in one of the languages."""
-    return [block for document in DOCUMENTS for block in blocks_of(document) if block.language in languages]
+    return [
+        block
+        for document in DOCUMENTS
+        for block in blocks_of(document)
+        if block.language in languages
+    ]
 
 
 def commands_in(shell: str) -> list[str]:
     """The commands of a shell text, in order, without comments and the `&&` between them."""
     lines = (line.strip() for line in shell.replace("\\\n", " ").splitlines())
-    pieces = (piece.strip() for line in lines if not line.startswith("#") for piece in line.split("&&"))
+    pieces = (
+        piece.strip()
+        for line in lines
+        if not line.startswith("#")
+        for piece in line.split("&&")
+    )
     return [piece for piece in pieces if piece]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("block", [block for block in blocks("python") if not block.file], ids=str)
-def test_python_blocks_run(block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "block", [block for block in blocks("python") if not block.file], ids=str
+)
+def test_python_blocks_run(
+    block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
-    program = "\n" * (block.line - 1) + block.text  # so that a traceback shows the line of the document
+    program = (
+        "\n" * (block.line - 1) + block.text
+    )  # so that a traceback shows the line of the document
     exec(compile(program, str(block.document), "exec"), {"__name__": "__main__"})
 
 
@@ -86,14 +105,24 @@ def test_the_readme_has_a_program_and_commands() -> None:
 # A page whose Python blocks are the files of one folder, and whose consoles show what commands print there
 
 
-HERE = {"PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]), **NO_ACCELERATOR}
+HERE = {
+    "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
+    **NO_ACCELERATOR,
+}
 
 
 def printed_by(command: str, folder: Path) -> str:
     """What a reader sees who has our environment and no accelerator."""
     environment = {**os.environ, **LEAN, **HERE, "PYTHONDONTWRITEBYTECODE": "1"}
     done = subprocess.run(
-        command, shell=True, capture_output=True, text=True, cwd=folder, env=environment, timeout=300, check=False
+        command,
+        shell=True,
+        capture_output=True,
+        text=True,
+        cwd=folder,
+        env=environment,
+        timeout=300,
+        check=False,
     )
     return done.stdout + done.stderr
 
@@ -116,7 +145,11 @@ def last_console_of(document: Path) -> Block:
 def consoles() -> list[Any]:
     """All but those of the tutorial. The tests that one page shows take several seconds."""
     return [
-        pytest.param(block, marks=[takes_long] if block.document.stem == "testing" else [], id=str(block))
+        pytest.param(
+            block,
+            marks=[takes_long] if block.document.stem == "testing" else [],
+            id=str(block),
+        )
         for block in blocks("console")
         if block.document.stem != "tutorial"
     ]
@@ -124,9 +157,13 @@ def consoles() -> list[Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("console", consoles())
-def test_a_reader_who_follows_a_page_sees_what_it_shows(console: Block, tmp_path: Path) -> None:
+def test_a_reader_who_follows_a_page_sees_what_it_shows(
+    console: Block, tmp_path: Path
+) -> None:
     for block in blocks_of(console.document):
-        if block.file and block.line < console.line:  # a later version takes the place of an earlier one
+        if (
+            block.file and block.line < console.line
+        ):  # a later version takes the place of an earlier one
             (tmp_path / block.file).write_text(block.text)
     is_last = console == last_console_of(console.document)
     assert_prints(console, tmp_path, printed_by if is_last else printed_sooner_by)
@@ -135,7 +172,11 @@ def test_a_reader_who_follows_a_page_sees_what_it_shows(console: Block, tmp_path
 @takes_long
 def test_a_reader_who_follows_the_tutorial_sees_what_it_shows(tmp_path: Path) -> None:
     """Its commands read what those before them have written."""
-    (document,) = {block.document for block in blocks("console") if block.document.stem == "tutorial"}
+    (document,) = {
+        block.document
+        for block in blocks("console")
+        if block.document.stem == "tutorial"
+    }
     for block in blocks_of(document):
         if block.file:
             (tmp_path / block.file).write_text(block.text)
@@ -143,17 +184,25 @@ def test_a_reader_who_follows_the_tutorial_sees_what_it_shows(tmp_path: Path) ->
             assert_prints(block, tmp_path, printed_sooner_by)
 
 
-def assert_prints(console: Block, folder: Path, printed: Callable[[str, Path], str]) -> None:
+def assert_prints(
+    console: Block, folder: Path, printed: Callable[[str, Path], str]
+) -> None:
     command, shown = console.text.removeprefix("$ ").split("\n", 1)
     output = printed(command, folder)
-    is_shown = OutputChecker().check_output(shown, output, ELLIPSIS | NORMALIZE_WHITESPACE)
+    is_shown = OutputChecker().check_output(
+        shown, output, ELLIPSIS | NORMALIZE_WHITESPACE
+    )
     assert is_shown, f"{console}: {command} does not print\n\n{shown}\nbut\n\n{output}"
 
 
 def test_files_of_a_page_are_run_by_a_later_console() -> None:
     """A console runs with all files before it: by pytest, or by the file that it names and what that imports."""
     for document in {block.document for block in blocks("python") if block.file}:
-        *_, last = [block for block in blocks_of(document) if block.file or block.language == "console"]
+        *_, last = [
+            block
+            for block in blocks_of(document)
+            if block.file or block.language == "console"
+        ]
         assert last.language == "console", f"nothing runs {last}"
 
 
@@ -162,32 +211,47 @@ def test_files_of_a_page_are_run_by_a_later_console() -> None:
 
 def names_in_reference() -> set[str]:
     """What the first column of its tables names, without arguments."""
-    reference = (ROOT / "docs" / "testing.md").read_text().partition("\n## Reference\n")[2]
+    reference = (
+        (ROOT / "docs" / "testing.md").read_text().partition("\n## Reference\n")[2]
+    )
     rows = re.findall(r"^\| (`.*?) \|", reference, re.MULTILINE)
-    return {re.split(r"[(=]", name)[0] for row in rows for name in re.findall(r"`(.+?)`", row)}
+    return {
+        re.split(r"[(=]", name)[0]
+        for row in rows
+        for name in re.findall(r"`(.+?)`", row)
+    }
 
 
 def test_the_reference_names_all_that_tests_can_use() -> None:
     plugin = inspect.getsource(pytest_torchstrategy)
     options = re.findall(r'addoption\(\s*"(--[\w-]+)"', plugin)
-    fixtures = re.findall(r"^@pytest.fixture(?:\(.*\).*)?\ndef (\w+)", plugin, re.MULTILINE)
+    fixtures = re.findall(
+        r"^@pytest.fixture(?:\(.*\).*)?\ndef (\w+)", plugin, re.MULTILINE
+    )
     assert options and fixtures
-    marks = [f"@pytest.mark.{name}" for name in re.findall(r'^_\w*MARK = "(\w+)"', plugin, re.MULTILINE)]
+    marks = [
+        f"@pytest.mark.{name}"
+        for name in re.findall(r'^_\w*MARK = "(\w+)"', plugin, re.MULTILINE)
+    ]
     assert len(marks) == 3
     public = {*torchstrategy.testing.__all__, *options, *fixtures, *marks}
     assert names_in_reference() == public
 
 
 def test_the_newest_release_in_the_changelog_is_this_version() -> None:
-    releases = re.findall(r"^## \[(\d\S*)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    releases = re.findall(
+        r"^## \[(\d\S*)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE
+    )
     assert releases[0] == torchstrategy.__version__
 
 
 def test_the_version_is_said_in_one_place() -> None:
     folder = Path(torchstrategy.__file__).parent
-    assert [path for path in folder.rglob("*.py") if torchstrategy.__version__ in path.read_text()] == [
-        folder / "__init__.py"
-    ]
+    assert [
+        path
+        for path in folder.rglob("*.py")
+        if torchstrategy.__version__ in path.read_text()
+    ] == [folder / "__init__.py"]
     project = (ROOT / "pyproject.toml").read_text()
     assert 'dynamic = ["version"]' in project and "torchstrategy.__version__" in project
     assert torchstrategy.__version__ not in project

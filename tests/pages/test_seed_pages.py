@@ -91,7 +91,9 @@ def on_pages(*blocks: str) -> pytest.MarkDecorator:
     """What translates these blocks runs once for each page that has them."""
     TRANSLATED.update(blocks)
     pages = [page for page in PAGES if blocks[0] in page.blocks.split()]
-    return pytest.mark.parametrize("page", pages, ids=[f"{page.release}-{page.name}" for page in pages])
+    return pytest.mark.parametrize(
+        "page", pages, ids=[f"{page.release}-{page.name}" for page in pages]
+    )
 
 
 def test_every_block_is_translated() -> None:
@@ -113,7 +115,12 @@ class Repeated(IterableDataset[torch.Tensor]):
         self.shard = slice(index, None, num_shards)
 
     def __iter__(self) -> Iterator[torch.Tensor]:
-        return itertools.islice(itertools.repeat(torch.tensor([[1.0]])), self.shard.start, None, self.shard.step)
+        return itertools.islice(
+            itertools.repeat(torch.tensor([[1.0]])),
+            self.shard.start,
+            None,
+            self.shard.step,
+        )
 
 
 def dataset_fn(input_context: InputContext) -> DataLoader[torch.Tensor]:
@@ -146,7 +153,9 @@ def records(tmp_path: Path) -> DataLoader[float]:
 
 def components(strategy: Any, value: Any) -> list[Any]:
     """What each replica has, as numbers in lists."""
-    return [component.tolist() for component in strategy.experimental_local_results(value)]
+    return [
+        component.tolist() for component in strategy.experimental_local_results(value)
+    ]
 
 
 def all_rows(strategy: Any, value: Any) -> list[Any]:
@@ -184,12 +193,18 @@ def test_central_storage_runs_a_step_on_each_part_of_a_batch(page: Page) -> None
 
         results = [strategy.run(train_step, args=(x,)) for x in dist_dataset]
     # The last batch has one row; in TensorFlow, the second replica runs with none.
-    assert [components(strategy, result) for result in results] == [[[1], [2]], [[3], [4]], [[5]]]
+    assert [components(strategy, result) for result in results] == [
+        [[1], [2]],
+        [[3], [4]],
+        [[5]],
+    ]
 
 
 @on_pages("epochs")
 @pytest.mark.parametrize("devices", [TWO[:1], TWO, FOUR], ids=len)
-def test_a_custom_loop_adds_up_what_the_replicas_return(page: Page, devices: list[str]) -> None:
+def test_a_custom_loop_adds_up_what_the_replicas_return(
+    page: Page, devices: list[str]
+) -> None:
     my_strategy = torchstrategy.MirroredStrategy(devices)
     with my_strategy.scope():
 
@@ -200,7 +215,9 @@ def test_a_custom_loop_adds_up_what_the_replicas_return(page: Page, devices: lis
             total_result = torch.tensor(0)
             for x in dataset:
                 per_replica_result = my_strategy.run(replica_fn, args=(x,))
-                total_result += my_strategy.reduce(ReduceOp.SUM, per_replica_result, axis=None)
+                total_result += my_strategy.reduce(
+                    ReduceOp.SUM, per_replica_result, axis=None
+                )
             return total_result
 
         dist_dataset = my_strategy.experimental_distribute_dataset(batches(10, 4))
@@ -229,7 +246,9 @@ def test_run_gives_each_replica_its_value(page: Page) -> None:
         def value_fn(value_context: torchstrategy.ValueContext) -> int:
             return value_context.num_replicas_in_sync
 
-        distributed_values = strategy.experimental_distribute_values_from_function(value_fn)
+        distributed_values = strategy.experimental_distribute_values_from_function(
+            value_fn
+        )
 
         def replica_fn2(input: int) -> int:
             return input * 2
@@ -248,7 +267,13 @@ def test_one_device_gets_batches_as_they_are(page: Page) -> None:
         torchstrategy.OneDeviceStrategy()  # type: ignore[call-arg]  # as on the page
     strategy = page.strategy()
     dist_dataset = strategy.experimental_distribute_dataset(batches(10, 2))
-    assert [x.tolist() for x in dist_dataset] == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9]]
+    assert [x.tolist() for x in dist_dataset] == [
+        [0, 1],
+        [2, 3],
+        [4, 5],
+        [6, 7],
+        [8, 9],
+    ]
 
 
 @on_pages("dataset_on_two_devices")
@@ -256,7 +281,9 @@ def test_two_devices_share_each_batch(page: Page) -> None:
     strategy = torchstrategy.CentralStorageStrategy(TWO)
     dist_dataset = strategy.experimental_distribute_dataset(batches(10, 2))
     # The page says [0, 1], [2, 3], ...: that is with one accelerator, the only device that replicas then run on.
-    assert [components(strategy, x) for x in dist_dataset] == [[[i], [i + 1]] for i in range(0, 10, 2)]
+    assert [components(strategy, x) for x in dist_dataset] == [
+        [[i], [i + 1]] for i in range(0, 10, 2)
+    ]
     one = torchstrategy.CentralStorageStrategy(TWO[:1])
     dist_dataset = one.experimental_distribute_dataset(batches(10, 2))
     assert [x.tolist() for x in dist_dataset] == [[i, i + 1] for i in range(0, 10, 2)]
@@ -266,12 +293,17 @@ def test_two_devices_share_each_batch(page: Page) -> None:
 def test_records_are_read_in_steps(page: Page, records: DataLoader[float]) -> None:
     strategy = page.mirrored()
     dist_dataset = strategy.experimental_distribute_dataset(records)
-    seen = [components(strategy, strategy.run(lambda x: x * 1, args=(x,))) for x in dist_dataset]
+    seen = [
+        components(strategy, strategy.run(lambda x: x * 1, args=(x,)))
+        for x in dist_dataset
+    ]
     assert seen == [[[1.0, 2.0]], [[3.0, 4.0]]]
 
 
 @on_pages("records_with_spec")
-def test_a_dataset_says_what_its_elements_are(page: Page, records: DataLoader[float]) -> None:
+def test_a_dataset_says_what_its_elements_are(
+    page: Page, records: DataLoader[float]
+) -> None:
     strategy = page.mirrored()
     dist_dataset = strategy.experimental_distribute_dataset(records)
 
@@ -284,7 +316,8 @@ def test_a_dataset_says_what_its_elements_are(page: Page, records: DataLoader[fl
 def fits(value: torch.Tensor, spec: torchstrategy.TensorSpec) -> bool:
     """Whether a function with this `input_signature` takes it."""
     return value.dtype == spec.dtype and all(
-        known in (None, size) for size, known in zip(value.shape, spec.shape, strict=True)
+        known in (None, size)
+        for size, known in zip(value.shape, spec.shape, strict=True)
     )
 
 
@@ -295,7 +328,10 @@ def test_a_dataset_function_batches_for_one_replica(page: Page) -> None:
     num_replicas = strategy.num_replicas_in_sync
     for batch in itertools.islice(inputs, 2):
         replica_results = strategy.run(lambda batch: batch + 1, args=(batch,))
-        assert components(strategy, replica_results) == [[[[2.0]]] * (8 // num_replicas)] * num_replicas
+        assert (
+            components(strategy, replica_results)
+            == [[[[2.0]]] * (8 // num_replicas)] * num_replicas
+        )
 
 
 @on_pages("dataset_from_fn", "train_on_dataset_from_fn")
@@ -308,7 +344,9 @@ def test_a_step_takes_what_a_dataset_function_makes(page: Page) -> None:
             assert fits(inputs, ds.element_spec)
             return inputs
 
-        for batch in itertools.islice(ds, 2):  # the page calls the step by another name, and has no end
+        for batch in itertools.islice(
+            ds, 2
+        ):  # the page calls the step by another name, and has no end
             replica_results = strategy.run(step_fn, args=(batch,))
         return replica_results
 
@@ -360,8 +398,12 @@ def test_an_array_is_dealt_out_in_batches(page: Page, devices: list[str]) -> Non
     dataset = strategy.experimental_make_numpy_dataset(numpy_input)
     first = torch.as_tensor(dataset[0])
     assert (tuple(first.shape), first.dtype) == ((), torch.float32)
-    dist_dataset = strategy.experimental_distribute_dataset(DataLoader(dataset, batch_size=2))
-    assert [components(strategy, x) for x in dist_dataset] == [[[1.0] * (2 // len(devices))] * len(devices)] * 5
+    dist_dataset = strategy.experimental_distribute_dataset(
+        DataLoader(dataset, batch_size=2)
+    )
+    assert [components(strategy, x) for x in dist_dataset] == [
+        [[1.0] * (2 // len(devices))] * len(devices)
+    ] * 5
 
 
 # Values
@@ -420,7 +462,11 @@ def test_a_value_function_may_place_values(page: Page) -> None:
         return multiple_values[ctx.replica_id_in_sync_group]
 
     distributed_values = strategy.experimental_distribute_values_from_function(value_fn)
-    for local, value in zip(strategy.experimental_local_results(distributed_values), multiple_values, strict=True):
+    for local, value in zip(
+        strategy.experimental_local_results(distributed_values),
+        multiple_values,
+        strict=True,
+    ):
         assert local is value
 
 
@@ -463,7 +509,9 @@ def test_two_devices_reduce_to_one_value(page: Page) -> None:
 @on_pages("gather")
 def test_gather_puts_one_after_the_other(page: Page) -> None:
     strategy = torchstrategy.MirroredStrategy(TWO)
-    distributed_values = strategy.experimental_distribute_values_from_function(lambda _: torch.tensor([[1], [2]]))
+    distributed_values = strategy.experimental_distribute_values_from_function(
+        lambda _: torch.tensor([[1], [2]])
+    )
     result = strategy.gather(distributed_values, axis=0)
     assert result.tolist() == [[1], [2], [1], [2]]
 
@@ -472,7 +520,9 @@ def test_gather_puts_one_after_the_other(page: Page) -> None:
 def test_gather_puts_one_beside_the_other(page: Page) -> None:
     strategy = torchstrategy.MirroredStrategy(FOUR)
     single_tensor = torch.arange(6).reshape(1, 2, 3)
-    distributed_values = strategy.experimental_distribute_values_from_function(lambda _: single_tensor.clone())
+    distributed_values = strategy.experimental_distribute_values_from_function(
+        lambda _: single_tensor.clone()
+    )
 
     def run(axis: int) -> Any:
         return strategy.gather(distributed_values, axis=axis).tolist()
@@ -495,7 +545,9 @@ def test_a_variable_of_the_scope_has_a_component_on_each_device(page: Page) -> N
         return
     first, *lines, last = repr(mirrored_variable).splitlines()
     assert (first, last) == ("MirroredVariable:{", "}")
-    assert [line.partition(": ")[0] for line in lines] == [f"  {i}" for i in range(len(page.devices))]
+    assert [line.partition(": ")[0] for line in lines] == [
+        f"  {i}" for i in range(len(page.devices))
+    ]
     assert all("1." in line for line in lines)
     regular_variable = torchstrategy.Variable(1.0)
     assert "Mirrored" not in repr(regular_variable) and "1." in repr(regular_variable)
@@ -507,7 +559,9 @@ def test_a_variable_of_the_scope_has_a_component_on_each_device(page: Page) -> N
 @on_pages("assign_to_logical_device")
 def test_a_tensor_is_assigned_to_a_logical_device(page: Page) -> None:
     strategy = page.strategy()
-    iterator = iter(strategy.experimental_distribute_dataset([torch.tensor([1.0, 2.0])]))
+    iterator = iter(
+        strategy.experimental_distribute_dataset([torch.tensor([1.0, 2.0])])
+    )
 
     def step_fn(inputs: torch.Tensor) -> torch.Tensor:
         output = torch.add(inputs, inputs)
@@ -537,8 +591,12 @@ def test_a_tensor_is_replicated_to_logical_devices(page: Page) -> None:
         output = model(images)
         replicated_labels = strategy.experimental_replicate_to_logical_devices(labels)
         replicated_output = strategy.experimental_replicate_to_logical_devices(output)
-        assert torch.equal(replicated_labels, labels) and torch.equal(replicated_output, output)
-        return nn.functional.cross_entropy(replicated_output, replicated_labels, reduction="none")
+        assert torch.equal(replicated_labels, labels) and torch.equal(
+            replicated_output, output
+        )
+        return nn.functional.cross_entropy(
+            replicated_output, replicated_labels, reduction="none"
+        )
 
     losses = strategy.run(step_fn, args=(images(strategy),))
     assert len(all_rows(strategy, losses)) == 2
@@ -563,8 +621,13 @@ def test_a_tensor_is_split_to_logical_devices(page: Page) -> None:
 
 
 @on_pages("cluster_resolver")
-def test_a_resolver_says_which_task_this_is(page: Page, monkeypatch: pytest.MonkeyPatch) -> None:
-    cluster = {"worker": ["localhost:12345", "localhost:23456"], "ps": ["localhost:34567"]}
+def test_a_resolver_says_which_task_this_is(
+    page: Page, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster = {
+        "worker": ["localhost:12345", "localhost:23456"],
+        "ps": ["localhost:34567"],
+    }
     config = {"cluster": cluster, "task": {"type": "worker", "index": 0}}
     monkeypatch.setenv("TF_CONFIG", json.dumps(config))
     # It is the resolver of a MultiWorkerMirroredStrategy; strategies of one machine have none.

@@ -26,7 +26,10 @@ def run_snippets(folder: str) -> tuple[float, float]:
     for snippet in SNIPPETS:
         exec(snippet.replace("Strategy()", 'Strategy(devices=["cpu"])'), names)
     loss = names["strategy"].reduce("mean", names["losses"], axis=0)
-    norm = sum(parameter.full_tensor().square().sum() for parameter in names["model"].parameters())
+    norm = sum(
+        parameter.full_tensor().square().sum()
+        for parameter in names["model"].parameters()
+    )
     os.chdir("/")
     return float(loss), float(norm)
 

@@ -18,7 +18,9 @@ ROOT = Path(__file__).resolve().parents[2]
 SITE = ROOT / "docs" / "site"
 TEXT, BORDER = 4.5, 3.0  # what WCAG 2.1 asks of contrasts
 
-Colour = tuple[float, float, float, float]  # red, green, blue and alpha, each from 0 to 1
+Colour = tuple[
+    float, float, float, float
+]  # red, green, blue and alpha, each from 0 to 1
 
 
 @pytest.fixture
@@ -45,7 +47,17 @@ ON_THE_PAGE = {
     "muted text, labels and names of columns": "default-fg-color--light",
     "the menu and table heads": "default-fg-color",
 }
-CODE_PARTS = ["number", "special", "function", "constant", "keyword", "string", "name", "operator", "punctuation"]
+CODE_PARTS = [
+    "number",
+    "special",
+    "function",
+    "constant",
+    "keyword",
+    "string",
+    "name",
+    "operator",
+    "punctuation",
+]
 CODE_PARTS += ["comment", "generic", "variable"]
 ON_CODE = {
     "code": "code-fg-color",
@@ -55,7 +67,12 @@ ON_CODE = {
 PAIRS = [
     *((what, words, "default-bg-color", TEXT) for what, words in ON_THE_PAGE.items()),
     *((what, words, "code-bg-color", TEXT) for what, words in ON_CODE.items()),
-    ("code in a link that the mouse is on", "accent-fg-color", "accent-fg-color--transparent", TEXT),
+    (
+        "code in a link that the mouse is on",
+        "accent-fg-color",
+        "accent-fg-color--transparent",
+        TEXT,
+    ),
     ("notes", "admonition-fg-color", "admonition-bg-color", TEXT),
     ("filled buttons", "primary-bg-color", "primary-fg-color", TEXT),
     ("buttons that the mouse is on", "accent-bg-color", "accent-fg-color", TEXT),
@@ -68,23 +85,38 @@ def style_sheets() -> str:
     found = importlib.util.find_spec("zensical")
     if found is None or found.origin is None:
         pytest.skip("wants the theme, which Zensical has")
-    folder = Path(found.origin).parent / "templates" / "assets" / "stylesheets" / "modern"
-    sheets = [*folder.glob("main.*.css"), *folder.glob("palette.*.css"), SITE / "style.css"]
+    folder = (
+        Path(found.origin).parent / "templates" / "assets" / "stylesheets" / "modern"
+    )
+    sheets = [
+        *folder.glob("main.*.css"),
+        *folder.glob("palette.*.css"),
+        SITE / "style.css",
+    ]
     return "\n".join(sheet.read_text() for sheet in sheets)
 
 
 def variables(css: str, scheme: str) -> dict[str, str]:
     """The variables of the body of a page in a scheme. Where two rules set one, the more special or later one wins."""
-    attributes = {f"[data-md-color-scheme={scheme}]", "[data-md-color-primary=indigo]", "[data-md-color-accent=indigo]"}
+    attributes = {
+        f"[data-md-color-scheme={scheme}]",
+        "[data-md-color-primary=indigo]",
+        "[data-md-color-accent=indigo]",
+    }
     found: dict[str, tuple[int, str]] = {}
     for selectors, rules in re.findall(
-        r"([^{};]+)\{([^{}]*--md-[^{}]*)\}", re.sub(r"/\*.*?\*/", "", css, flags=re.DOTALL)
+        r"([^{};]+)\{([^{}]*--md-[^{}]*)\}",
+        re.sub(r"/\*.*?\*/", "", css, flags=re.DOTALL),
     ):
         for selector in selectors.split(","):
             parts = set(re.findall(r"\[[^\]]*\]", selector.replace('"', "")))
-            if not parts <= attributes or re.sub(r"\[[^\]]*\]", "", selector).strip() not in ("", "body", ":root"):
+            if not parts <= attributes or re.sub(
+                r"\[[^\]]*\]", "", selector
+            ).strip() not in ("", "body", ":root"):
                 continue
-            weight = len(parts)  # what :root says is inherited, and what the body has itself comes before
+            weight = len(
+                parts
+            )  # what :root says is inherited, and what the body has itself comes before
             for name, value in re.findall(r"--md-([\w-]+):\s*([^;]+)", rules):
                 if name not in found or found[name][0] <= weight:
                     found[name] = (weight, value.strip())
@@ -96,10 +128,16 @@ def colour_of(value: str, given: dict[str, str]) -> Colour:
     if "var(" in value:
         return colour_of(value, given)
     if value.startswith("#"):
-        digits = value[1:] if len(value) > 5 else "".join(digit * 2 for digit in value[1:])
-        red, green, blue, alpha = (int((digits + "ff")[at : at + 2], 16) / 255 for at in (0, 2, 4, 6))
+        digits = (
+            value[1:] if len(value) > 5 else "".join(digit * 2 for digit in value[1:])
+        )
+        red, green, blue, alpha = (
+            int((digits + "ff")[at : at + 2], 16) / 255 for at in (0, 2, 4, 6)
+        )
         return red, green, blue, alpha
-    hue, saturation, lightness, part = (float(number) for number in re.findall(r"[\d.]+", value))
+    hue, saturation, lightness, part = (
+        float(number) for number in re.findall(r"[\d.]+", value)
+    )
     return *colorsys.hls_to_rgb(hue / 360, lightness / 100, saturation / 100), part
 
 
@@ -109,7 +147,10 @@ def blend(top: Colour, below: Colour) -> Colour:
 
 
 def luminance(colour: Colour) -> float:
-    red, green, blue = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in colour[:3])
+    red, green, blue = (
+        part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4
+        for part in colour[:3]
+    )
     return 0.2126 * red + 0.7152 * green + 0.0722 * blue
 
 
@@ -124,17 +165,24 @@ def weak_pairs(css: str, scheme: str) -> list[str]:
     page = colour_of(given["default-bg-color"], given)
     weak = []
     for what, words, behind, least in PAIRS:
-        ratio = contrast(colour_of(given[words], given), colour_of(given[behind], given), page)
+        ratio = contrast(
+            colour_of(given[words], given), colour_of(given[behind], given), page
+        )
         if ratio < least:
             weak.append(f"{what}: {ratio:.2f}")
     return weak
 
 
 def test_contrasts_are_those_of_the_definition() -> None:
-    white, black, grey = (colour_of(value, {}) for value in ("#fff", "#000000ff", "hsla(0deg, 0%, 50%, 1)"))
+    white, black, grey = (
+        colour_of(value, {})
+        for value in ("#fff", "#000000ff", "hsla(0deg, 0%, 50%, 1)")
+    )
     assert contrast(white, black, white) == pytest.approx(21)
     assert contrast(grey, white, white) == pytest.approx(3.98, abs=0.01)
-    assert contrast(colour_of("#0000008c", {}), white, white) == pytest.approx(4.8, abs=0.1)
+    assert contrast(colour_of("#0000008c", {}), white, white) == pytest.approx(
+        4.8, abs=0.1
+    )
 
 
 @pytest.mark.parametrize("scheme", ["default", "slate"])
@@ -167,10 +215,22 @@ def page_with(body: str, folder: Path) -> Path:
 @pytest.mark.parametrize(
     ("body", "fault"),
     [
-        ('<p style="color: #999">grey</p>', 'default: html > body > p has 2.85 to 1: "grey"'),
-        ('<p style="color: #555">grey</p>', 'slate: html > body > p has 2.13 to 1: "grey"'),
-        ('<p style="opacity: .3">faint</p>', 'default: html > body > p has 2.11 to 1: "faint"'),
-        ('<p style="width: 700px">' + "wide " * 90 + "</p>", "at 400: the page is 708 pixels wide"),
+        (
+            '<p style="color: #999">grey</p>',
+            'default: html > body > p has 2.85 to 1: "grey"',
+        ),
+        (
+            '<p style="color: #555">grey</p>',
+            'slate: html > body > p has 2.13 to 1: "grey"',
+        ),
+        (
+            '<p style="opacity: .3">faint</p>',
+            'default: html > body > p has 2.11 to 1: "faint"',
+        ),
+        (
+            '<p style="width: 700px">' + "wide " * 90 + "</p>",
+            "at 400: the page is 708 pixels wide",
+        ),
         (
             '<p style="width: 90px; overflow: hidden; white-space: nowrap">words that are cut here</p>',
             'at 1280: html > body > p is cut: "words that are cut here"',
@@ -180,12 +240,22 @@ def page_with(body: str, folder: Path) -> Path:
 def test_what_a_reader_cannot_read_is_found(
     look: ModuleType, chromium: str, tmp_path: Path, body: str, fault: str
 ) -> None:
-    assert any(line.endswith(fault) for line in look.faults_of(page_with(body, tmp_path), chromium))
+    assert any(
+        line.endswith(fault)
+        for line in look.faults_of(page_with(body, tmp_path), chromium)
+    )
 
 
-def test_what_a_reader_can_read_is_no_fault(look: ModuleType, chromium: str, tmp_path: Path) -> None:
+def test_what_a_reader_can_read_is_no_fault(
+    look: ModuleType, chromium: str, tmp_path: Path
+) -> None:
     code = "<pre style='overflow-x: auto'>" + "a long line of code " * 20 + "</pre>"
-    assert look.faults_of(page_with(f"<h1>Title</h1><p>Text</p>{code}", tmp_path), chromium) == []
+    assert (
+        look.faults_of(
+            page_with(f"<h1>Title</h1><p>Text</p>{code}", tmp_path), chromium
+        )
+        == []
+    )
 
 
 # The menu of releases
@@ -209,10 +279,17 @@ def published(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 def test_the_menu_finds_which_pages_a_release_has(published: Path) -> None:
     """The script of the theme reads them from the sitemap, which was empty: each entry led to a home page."""
     pages = {
-        release: re.findall(r"<loc>https://[^/]+/(.*)</loc>", (published / release / "sitemap.xml").read_text())
+        release: re.findall(
+            r"<loc>https://[^/]+/(.*)</loc>",
+            (published / release / "sitemap.xml").read_text(),
+        )
         for release in ("0.9", "0.10", "latest")
     }
-    assert pages == {"0.9": ["", "guide/"], "0.10": ["", "guide/", "tutorial/"], "latest": ["", "guide/", "tutorial/"]}
+    assert pages == {
+        "0.9": ["", "guide/"],
+        "0.10": ["", "guide/", "tutorial/"],
+        "latest": ["", "guide/", "tutorial/"],
+    }
 
 
 def test_a_release_of_an_earlier_program_gets_its_sitemap_too(published: Path) -> None:
@@ -221,10 +298,14 @@ def test_a_release_of_an_earlier_program_gets_its_sitemap_too(published: Path) -
     assert "guide/" in (published / "0.9" / "sitemap.xml").read_text()
 
 
-def test_without_javascript_a_page_links_to_the_home_pages_of_all_releases(published: Path) -> None:
+def test_without_javascript_a_page_links_to_the_home_pages_of_all_releases(
+    published: Path,
+) -> None:
     for page, up in (("index.html", "../"), ("guide/index.html", "../../")):
         text = (published / "0.9" / page).read_text()
-        assert text.startswith(f'<header><noscript><a class="releases" href="{up}releases.html">')
+        assert text.startswith(
+            f'<header><noscript><a class="releases" href="{up}releases.html">'
+        )
     listed = re.findall(r'href="([^"]+)"', (published / "releases.html").read_text())
     assert listed == ["0.10/", "0.9/"]
     assert all((published / home / "index.html").exists() for home in listed)
@@ -255,9 +336,18 @@ def test_the_menu_leads_to_the_same_page_of_another_release(
     """With the theme's own script, on pages that Zensical has made. The earlier release has no tutorial."""
     built = with_theme(tmp_path / "theme")
     for release in ("0.9", "0.10"):
-        shutil.copytree(built, published / release, dirs_exist_ok=True, ignore=shutil.ignore_patterns("sitemap.xml"))
+        shutil.copytree(
+            built,
+            published / release,
+            dirs_exist_ok=True,
+            ignore=shutil.ignore_patterns("sitemap.xml"),
+        )
     shutil.rmtree(published / "0.9" / "tutorial")
-    assert look.answer_of(CLICK, published, chromium) == ["/0.9/guide/", "/0.9/", "/0.10/guide/"]
+    assert look.answer_of(CLICK, published, chromium) == [
+        "/0.9/guide/",
+        "/0.9/",
+        "/0.10/guide/",
+    ]
 
 
 def with_theme(folder: Path) -> Path:
@@ -268,7 +358,14 @@ def with_theme(folder: Path) -> Path:
         (folder / "docs" / f"{page}.md").write_text(f"# {page}\n")
     settings = "site_name: site\ntheme: {name: material, font: false}\nextra: {version: {provider: mike}}\n"
     (folder / "mkdocs.yml").write_text(settings)
-    command = [str(Path(sys.executable).with_name("zensical")), "build", "-f", "mkdocs.yml"]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    command = [
+        str(Path(sys.executable).with_name("zensical")),
+        "build",
+        "-f",
+        "mkdocs.yml",
+    ]
+    done = subprocess.run(
+        command, cwd=folder, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return folder / "site"

@@ -32,7 +32,14 @@ def python(
     environment = {**os.environ, **LEAN, **environment}
     if not FORKS:
         new = [sys.executable, *arguments]
-        done = subprocess.run(new, capture_output=True, text=True, cwd=folder, env=environment, timeout=timeout)
+        done = subprocess.run(
+            new,
+            capture_output=True,
+            text=True,
+            cwd=folder,
+            env=environment,
+            timeout=timeout,
+        )
         done.stderr = _without_leaks_of_triton(done.stderr)
         return done
     with tempfile.TemporaryDirectory() as outputs:
@@ -54,8 +61,15 @@ def _without_leaks_of_triton(stderr: str) -> str:
 
     A torch for CUDA may load triton. Its binding, nanobind, makes this list where Python ends and a thread still runs.
     """
-    mine = ("nanobind: ", " - leaked ", " - ... skipped remainder", "See https://nanobind.")
-    return "".join(line for line in stderr.splitlines(keepends=True) if not line.startswith(mine))
+    mine = (
+        "nanobind: ",
+        " - leaked ",
+        " - ... skipped remainder",
+        "See https://nanobind.",
+    )
+    return "".join(
+        line for line in stderr.splitlines(keepends=True) if not line.startswith(mine)
+    )
 
 
 def _exit_code(program: str) -> int:
@@ -73,6 +87,12 @@ def _interpreter() -> subprocess.Popen[str]:
         **os.environ,
         "OMP_NUM_THREADS": "1",
     }  # others would not come along, and workers of xdist share cores
-    interpreter = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=one_thread)
+    interpreter = subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=one_thread,
+    )
     atexit.register(interpreter.communicate)
     return interpreter

@@ -26,7 +26,9 @@ def sent() -> dict[str, Any] | None:
     return None
 
 
-def settle(folder: str, environment: dict[str, str], timeout: int, outputs: list[str]) -> None:
+def settle(
+    folder: str, environment: dict[str, str], timeout: int, outputs: list[str]
+) -> None:
     """Makes this process one that was started in this folder and environment, and has no input."""
     for number, path in enumerate([os.devnull, *outputs]):
         os.dup2(os.open(path, os.O_RDWR | os.O_CREAT), number)

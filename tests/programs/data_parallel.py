@@ -34,7 +34,10 @@ class Net(nn.Module):
     def __init__(self):
         super().__init__()
         self.features = nn.Sequential(
-            nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(inplace=True), nn.AdaptiveAvgPool2d(2)
+            nn.Conv2d(3, 8, 3, padding=1),
+            nn.BatchNorm2d(8),
+            nn.ReLU(inplace=True),
+            nn.AdaptiveAvgPool2d(2),
         )
         self.classifier = nn.Linear(32, 10)
 
@@ -46,7 +49,14 @@ def accuracy(output, target, topk=(1,)):
     with torch.no_grad():
         _, pred = output.topk(max(topk), 1, True, True)
         correct = pred.t().eq(target.view(1, -1).expand_as(pred.t()))
-        return [correct[:k].reshape(-1).float().sum(0, keepdim=True).mul_(100.0 / target.size(0)) for k in topk]
+        return [
+            correct[:k]
+            .reshape(-1)
+            .float()
+            .sum(0, keepdim=True)
+            .mul_(100.0 / target.size(0))
+            for k in topk
+        ]
 
 
 def main():
@@ -63,11 +73,17 @@ def main():
         model = torch.nn.DataParallel(model).cuda()
     print("=> using", type(model).__name__, "on", torch.cuda.device_count(), "GPUs")
     criterion = nn.CrossEntropyLoss().to(device)
-    optimizer = torch.optim.SGD(model.parameters(), args.lr, momentum=0.9, weight_decay=1e-4)
+    optimizer = torch.optim.SGD(
+        model.parameters(), args.lr, momentum=0.9, weight_decay=1e-4
+    )
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=30, gamma=0.1)
     torch.backends.cudnn.benchmark = True
-    dataset = torch.utils.data.TensorDataset(torch.randn(64, 3, 8, 8), torch.randint(10, (64,)))
-    loader = torch.utils.data.DataLoader(dataset, batch_size=args.batch_size, shuffle=True, pin_memory=True)
+    dataset = torch.utils.data.TensorDataset(
+        torch.randn(64, 3, 8, 8), torch.randint(10, (64,))
+    )
+    loader = torch.utils.data.DataLoader(
+        dataset, batch_size=args.batch_size, shuffle=True, pin_memory=True
+    )
     for epoch in range(args.epochs):
         losses, top1 = AverageMeter("Loss"), AverageMeter("Acc@1")
         end = time.time()
@@ -86,7 +102,9 @@ def main():
         assert time.time() >= end and output.is_cuda and "cuda" in str(output.device)
         print(f"Epoch {epoch}", losses, top1)
     path = os.path.join(args.folder, "checkpoint.pth.tar")
-    torch.save({"state_dict": model.state_dict(), "optimizer": optimizer.state_dict()}, path)
+    torch.save(
+        {"state_dict": model.state_dict(), "optimizer": optimizer.state_dict()}, path
+    )
     checkpoint = torch.load(path, map_location="cuda:0")
     model.load_state_dict(checkpoint["state_dict"])
     optimizer.load_state_dict(checkpoint["optimizer"])

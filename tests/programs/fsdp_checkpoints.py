@@ -19,8 +19,13 @@ def main(args):
     dist.init_process_group(backend="nccl")
     mesh = init_device_mesh("cuda", (dist.get_world_size(),))
     torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.ReLU()) for _ in range(3)), nn.Linear(16, 4)).to(device)
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model = nn.Sequential(
+        *(nn.Sequential(nn.Linear(16, 16), nn.ReLU()) for _ in range(3)),
+        nn.Linear(16, 4),
+    ).to(device)
+    policy = MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16, reduce_dtype=torch.float32
+    )
     for layer in model:
         fully_shard(layer, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
@@ -37,12 +42,18 @@ def main(args):
         if rank == 0:
             print(f"step {step}: {average.item():.4f}")
     model_state, optimizer_state = get_state_dict(model, optimizer)
-    dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=args.folder)
+    dcp.save(
+        {"model": model_state, "optimizer": optimizer_state}, checkpoint_id=args.folder
+    )
     before = model[0][0].weight.full_tensor().clone()
     with torch.no_grad():
         model[0][0].weight.zero_()
-    dcp.load({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=args.folder)
-    set_state_dict(model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
+    dcp.load(
+        {"model": model_state, "optimizer": optimizer_state}, checkpoint_id=args.folder
+    )
+    set_state_dict(
+        model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state
+    )
     assert torch.equal(model[0][0].weight.full_tensor(), before)
     dist.destroy_process_group()
 

@@ -40,7 +40,11 @@ class Parallel(nn.Module):
 
 netG = Parallel(
     opt.ngpu,
-    *(nn.ConvTranspose2d(opt.nz, 8, 4, 1, 0, bias=False), nn.BatchNorm2d(8), nn.ReLU(True)),
+    *(
+        nn.ConvTranspose2d(opt.nz, 8, 4, 1, 0, bias=False),
+        nn.BatchNorm2d(8),
+        nn.ReLU(True),
+    ),
     *(nn.ConvTranspose2d(8, 3, 4, 2, 1, bias=False), nn.Tanh()),
 ).to(device)
 netD = Parallel(
@@ -71,5 +75,9 @@ for epoch in range(opt.niter):
         errG = criterion(netD(fake), label)
         errG.backward()
         optimizerG.step()
-        print(f"[{epoch}/{opt.niter}][{i}] Loss_D: {(errD_real + errD_fake).item():.4f} Loss_G: {errG.item():.4f}")
-assert netG(fixed_noise).device == device and netG.went == ("parallel" if opt.ngpu > 1 else "alone")
+        print(
+            f"[{epoch}/{opt.niter}][{i}] Loss_D: {(errD_real + errD_fake).item():.4f} Loss_G: {errG.item():.4f}"
+        )
+assert netG(fixed_noise).device == device and netG.went == (
+    "parallel" if opt.ngpu > 1 else "alone"
+)

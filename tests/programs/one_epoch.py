@@ -8,7 +8,11 @@ import torch.nn.functional as F
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
-        self.conv1, self.dropout1, self.fc1 = nn.Conv2d(1, 4, 3, 1), nn.Dropout(0.25), nn.Linear(36, 10)
+        self.conv1, self.dropout1, self.fc1 = (
+            nn.Conv2d(1, 4, 3, 1),
+            nn.Dropout(0.25),
+            nn.Linear(36, 10),
+        )
 
     def forward(self, x):
         x = F.max_pool2d(F.relu(self.conv1(x)), 2)
@@ -24,7 +28,9 @@ def train(model, device, loader, optimizer):
         loss.backward()
         optimizer.step()
         if batch_idx % 2 == 0:
-            print(f"Train [{batch_idx * len(data)}/{len(loader.dataset)}]\tLoss: {loss.item():.6f}")
+            print(
+                f"Train [{batch_idx * len(data)}/{len(loader.dataset)}]\tLoss: {loss.item():.6f}"
+            )
 
 
 def test(model, device, loader):
@@ -37,15 +43,24 @@ def test(model, device, loader):
             test_loss += F.nll_loss(output, target, reduction="sum").item()
             pred = output.argmax(dim=1, keepdim=True)
             correct += pred.eq(target.view_as(pred)).sum().item()
-    print(f"Test set: Average loss: {test_loss / len(loader.dataset):.4f}, Accuracy: {correct}/{len(loader.dataset)}")
+    print(
+        f"Test set: Average loss: {test_loss / len(loader.dataset):.4f}, Accuracy: {correct}/{len(loader.dataset)}"
+    )
 
 
 def main():
-    use_cuda = torch.cuda.is_available() and torch.cuda.get_device_properties(0).total_memory > 0
+    use_cuda = (
+        torch.cuda.is_available()
+        and torch.cuda.get_device_properties(0).total_memory > 0
+    )
     torch.manual_seed(1)
     device = torch.device("cuda") if use_cuda else torch.device("cpu")
-    dataset = torch.utils.data.TensorDataset(torch.randn(32, 1, 8, 8), torch.randint(10, (32,)))
-    loader = torch.utils.data.DataLoader(dataset, batch_size=8, shuffle=True, pin_memory=use_cuda)
+    dataset = torch.utils.data.TensorDataset(
+        torch.randn(32, 1, 8, 8), torch.randint(10, (32,))
+    )
+    loader = torch.utils.data.DataLoader(
+        dataset, batch_size=8, shuffle=True, pin_memory=use_cuda
+    )
     model = Net().to(device)
     warm_up = torch.cuda.Stream()
     warm_up.wait_stream(torch.cuda.current_stream())
@@ -58,7 +73,9 @@ def main():
     test(model, device, loader)
     torch.cuda.set_rng_state(state)
     torch.cuda.empty_cache()
-    assert device.type == "cuda" and next(model.parameters()).device == torch.device("cuda", 0)
+    assert device.type == "cuda" and next(model.parameters()).device == torch.device(
+        "cuda", 0
+    )
 
 
 if __name__ == "__main__":

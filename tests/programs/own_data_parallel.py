@@ -40,12 +40,16 @@ def run(rank, size):
         for i in range(num_batches):
             rows = mine[8 * i : 8 * (i + 1)]
             optimizer.zero_grad()
-            loss = F.cross_entropy(model(data[rows].cuda(rank)), labels[rows].cuda(rank))
+            loss = F.cross_entropy(
+                model(data[rows].cuda(rank)), labels[rows].cuda(rank)
+            )
             epoch_loss += loss.item()
             loss.backward()
             average_gradients(model)
             optimizer.step()
-        print("Rank ", dist.get_rank(), ", epoch ", epoch, ": ", epoch_loss / num_batches)
+        print(
+            "Rank ", dist.get_rank(), ", epoch ", epoch, ": ", epoch_loss / num_batches
+        )
     gathered = [torch.empty_like(model.weight) for _ in range(size)]
     dist.all_gather(gathered, model.weight.detach())
     assert all(torch.equal(weight, gathered[0]) for weight in gathered)

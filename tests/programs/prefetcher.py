@@ -40,7 +40,10 @@ def main():
     loader = torch.utils.data.DataLoader(dataset, batch_size=8, pin_memory=True)
     model = nn.Linear(8, 3).cuda()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start, end = (
+        torch.cuda.Event(enable_timing=True),
+        torch.cuda.Event(enable_timing=True),
+    )
     prefetcher = DataPrefetcher(loader)
     start.record()
     input, target = prefetcher.next()
@@ -51,7 +54,10 @@ def main():
         input, target = prefetcher.next()
     end.record()
     torch.cuda.synchronize()
-    print(f"{start.elapsed_time(end):.2f} ms on", torch.cuda.get_device_name(torch.cuda.current_device()))
+    print(
+        f"{start.elapsed_time(end):.2f} ms on",
+        torch.cuda.get_device_name(torch.cuda.current_device()),
+    )
 
 
 if __name__ == "__main__":

@@ -11,7 +11,10 @@ class RNNModel(nn.Module):
     def __init__(self, ntoken, ninp, nhid, nlayers):
         super().__init__()
         self.drop, self.encoder = nn.Dropout(0.2), nn.Embedding(ntoken, ninp)
-        self.rnn, self.decoder = nn.LSTM(ninp, nhid, nlayers, dropout=0.2), nn.Linear(nhid, ntoken)
+        self.rnn, self.decoder = (
+            nn.LSTM(ninp, nhid, nlayers, dropout=0.2),
+            nn.Linear(nhid, ntoken),
+        )
         self.nhid, self.nlayers = nhid, nlayers
 
     def forward(self, input, hidden):
@@ -20,11 +23,17 @@ class RNNModel(nn.Module):
 
     def init_hidden(self, bsz):
         weight = next(self.parameters())
-        return weight.new_zeros(self.nlayers, bsz, self.nhid), weight.new_zeros(self.nlayers, bsz, self.nhid)
+        return weight.new_zeros(self.nlayers, bsz, self.nhid), weight.new_zeros(
+            self.nlayers, bsz, self.nhid
+        )
 
 
 def repackage_hidden(h):
-    return h.detach() if isinstance(h, torch.Tensor) else tuple(repackage_hidden(v) for v in h)
+    return (
+        h.detach()
+        if isinstance(h, torch.Tensor)
+        else tuple(repackage_hidden(v) for v in h)
+    )
 
 
 def batchify(data, bsz):
@@ -38,7 +47,11 @@ def main():
     data = batchify(torch.randint(32, (400,)), 10)
     model = RNNModel(32, 8, 16, 2).cuda()
     criterion, bptt, lr = nn.CrossEntropyLoss().cuda(), 10, 1.0
-    hidden, total, start = model.init_hidden(10), torch.cuda.FloatTensor([0.0]), time.time()
+    hidden, total, start = (
+        model.init_hidden(10),
+        torch.cuda.FloatTensor([0.0]),
+        time.time(),
+    )
     model.train()
     batch = 0
     for batch, i in enumerate(range(0, data.size(0) - 1, bptt)):  # noqa: B007
@@ -56,7 +69,9 @@ def main():
         total += loss.data
     torch.cuda.synchronize()
     elapsed, mean = time.time() - start, total.item() / (batch + 1)
-    print(f"| ms/batch {1000 * elapsed / (batch + 1):5.2f} | loss {mean:5.2f} | ppl {math.exp(mean):8.2f}")
+    print(
+        f"| ms/batch {1000 * elapsed / (batch + 1):5.2f} | loss {mean:5.2f} | ppl {math.exp(mean):8.2f}"
+    )
     assert isinstance(total, torch.cuda.FloatTensor) and mean < 4
     print(torch.cuda.memory_summary(abbreviated=True))
 

@@ -33,7 +33,9 @@ def demo_checkpoint(rank, world_size, folder):
         torch.save(ddp_model.state_dict(), path)
     dist.barrier()
     map_location = {f"cuda:{0}": f"cuda:{rank}"}
-    ddp_model.load_state_dict(torch.load(path, map_location=map_location, weights_only=True))
+    ddp_model.load_state_dict(
+        torch.load(path, map_location=map_location, weights_only=True)
+    )
     loss_fn, optimizer = nn.MSELoss(), torch.optim.SGD(ddp_model.parameters(), lr=0.001)
     optimizer.zero_grad()
     loss_fn(ddp_model(torch.randn(20, 10)), torch.randn(20, 5).to(rank)).backward()

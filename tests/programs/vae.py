@@ -22,7 +22,11 @@ class ScaleGradient(torch.autograd.Function):
 class VAE(nn.Module):
     def __init__(self):
         super().__init__()
-        self.fc1, self.fc21, self.fc22 = nn.Linear(64, 16), nn.Linear(16, 4), nn.Linear(16, 4)
+        self.fc1, self.fc21, self.fc22 = (
+            nn.Linear(64, 16),
+            nn.Linear(16, 4),
+            nn.Linear(16, 4),
+        )
         self.fc3, self.fc4 = nn.Linear(4, 16), nn.Linear(16, 64)
 
     def reparameterize(self, mu, logvar):
@@ -49,7 +53,9 @@ args.cuda = not args.no_cuda and torch.cuda.is_available()
 torch.manual_seed(1)
 device = torch.device("cuda" if args.cuda else "cpu")
 kwargs = {"num_workers": 0, "pin_memory": True} if args.cuda else {}
-loader = torch.utils.data.DataLoader(torch.rand(32, 1, 8, 8), batch_size=16, shuffle=True, **kwargs)
+loader = torch.utils.data.DataLoader(
+    torch.rand(32, 1, 8, 8), batch_size=16, shuffle=True, **kwargs
+)
 model = VAE().to(device)
 optimizer = optim.Adam(model.parameters(), lr=1e-2)
 losses = []
@@ -66,5 +72,11 @@ for epoch in range(1, args.epochs + 1):
     losses.append(train_loss / len(loader.dataset))
     print(f"====> Epoch: {epoch} Average loss: {losses[-1]:.4f}")
 with torch.no_grad():
-    sample = model.reparameterize(torch.zeros(4, 4, device=device), torch.zeros(4, 4, device=device)).cpu()
-assert losses[-1] < losses[0] and sample.device == torch.device("cpu") and device.type == "cuda"
+    sample = model.reparameterize(
+        torch.zeros(4, 4, device=device), torch.zeros(4, 4, device=device)
+    ).cpu()
+assert (
+    losses[-1] < losses[0]
+    and sample.device == torch.device("cpu")
+    and device.type == "cuda"
+)

@@ -28,7 +28,9 @@ MAKES: dict[str, Make] = {
     "a learning rate alone": lambda cls, parameters: cls(parameters, lr=LR),
     "its own settings": lambda cls, parameters: cls(parameters),
     "around SGD": lambda cls, parameters: cls(SGD(parameters, lr=LR, momentum=0.9)),
-    "with SGD inside": lambda cls, parameters: cls(parameters, base_optimizer=SGD, lr=LR),
+    "with SGD inside": lambda cls, parameters: cls(
+        parameters, base_optimizer=SGD, lr=LR
+    ),
 }
 
 
@@ -89,7 +91,11 @@ def classes() -> Iterator[tuple[str, Any]]:
             warnings.simplefilter("ignore")
             module = importlib.import_module(package)
         for name, cls in sorted(vars(module).items()):
-            if inspect.isclass(cls) and issubclass(cls, Optimizer) and cls.__module__.startswith(package):
+            if (
+                inspect.isclass(cls)
+                and issubclass(cls, Optimizer)
+                and cls.__module__.startswith(package)
+            ):
                 yield f"{package}.{name}", cls
 
 
@@ -98,12 +104,21 @@ def recipes(names: Collection[str], closures: bool = False) -> list[Recipe]:
 
     Of a class that has a step without a closure, that; of one that works with another optimizer, or if `closures`, all.
     """
-    return [recipe for name, cls in classes() if name in names for recipe in _that_train(name, cls, closures)]
+    return [
+        recipe
+        for name, cls in classes()
+        if name in names
+        for recipe in _that_train(name, cls, closures)
+    ]
 
 
 def _that_train(name: str, cls: Any, closures: bool) -> Iterator[Recipe]:
     for made in MAKES:
-        found = (recipe for stepped in STEPS if _trains(recipe := Recipe(name, cls, made, stepped)))
+        found = (
+            recipe
+            for stepped in STEPS
+            if _trains(recipe := Recipe(name, cls, made, stepped))
+        )
         first = next(found, None)
         if first is not None:
             yield first
@@ -126,7 +141,9 @@ def _trains(recipe: Recipe) -> bool:
     return are_finite and not all(map(torch.equal, before, after))
 
 
-def backward(model: nn.Module, optimizer: Optimizer, batch: torch.Tensor) -> torch.Tensor:
+def backward(
+    model: nn.Module, optimizer: Optimizer, batch: torch.Tensor
+) -> torch.Tensor:
     """What every script does before a step."""
     optimizer.zero_grad()
     loss = (model(batch) - 1).square().mean()
@@ -134,16 +151,22 @@ def backward(model: nn.Module, optimizer: Optimizer, batch: torch.Tensor) -> tor
     return loss.detach()
 
 
-def backward_in_pieces(model: nn.Module, optimizer: Optimizer, batch: torch.Tensor) -> torch.Tensor:
+def backward_in_pieces(
+    model: nn.Module, optimizer: Optimizer, batch: torch.Tensor
+) -> torch.Tensor:
     """The same, adding up the gradients of the rows of one replica and of the other."""
     optimizer.zero_grad()
     weights = [ROWS[0] / sum(ROWS), ROWS[1] / sum(ROWS)]
     losses = [(model(piece) - 1).square().mean() for piece in batch.split(ROWS)]
     parameters = list(model.parameters())
-    columns = zip(*(torch.autograd.grad(loss, parameters) for loss in losses), strict=True)
+    columns = zip(
+        *(torch.autograd.grad(loss, parameters) for loss in losses), strict=True
+    )
     for parameter, (one, other) in zip(parameters, columns, strict=True):
         parameter.grad = (one * weights[0]).add(other, alpha=weights[1])
-    return torch.stack([loss.detach() * weight for loss, weight in zip(losses, weights, strict=True)]).sum()
+    return torch.stack(
+        [loss.detach() * weight for loss, weight in zip(losses, weights, strict=True)]
+    ).sum()
 
 
 def seed() -> None:
@@ -152,7 +175,9 @@ def seed() -> None:
     np.random.seed(1)
 
 
-def train_plainly(recipe: Recipe, model: nn.Module, backward: Backward = backward) -> Any:
+def train_plainly(
+    recipe: Recipe, model: nn.Module, backward: Backward = backward
+) -> Any:
     """Trains a model in plain PyTorch, and returns the optimizer."""
     seed()
     optimizer = recipe.make(model)
@@ -171,4 +196,7 @@ def small_model() -> nn.Module:
 def batches() -> Iterable[torch.Tensor]:
     """What is trained on."""
     generator = torch.Generator().manual_seed(2)
-    return [torch.randn(sum(ROWS), 3, generator=generator, dtype=torch.float64) for _ in range(STEPS_OF_EACH)]
+    return [
+        torch.randn(sum(ROWS), 3, generator=generator, dtype=torch.float64)
+        for _ in range(STEPS_OF_EACH)
+    ]

@@ -47,26 +47,56 @@ def main() -> int:
             if of is verdict and kind:
                 print(f"{'':8s} {count:6d} {kind}  (seed {examples[of, kind]})")
     for (verdict, _), seed in examples.items():
-        if verdict in (Verdict.DIFFERENT, Verdict.FAILED) and options.shrink and not options.workers:
+        if (
+            verdict in (Verdict.DIFFERENT, Verdict.FAILED)
+            and options.shrink
+            and not options.workers
+        ):
             _show(seed, options)
     return int(counts[Verdict.DIFFERENT] + counts[Verdict.FAILED] > 0)
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m tests.random_programs", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.random_programs", description=__doc__
+    )
     parser.add_argument("--count", type=int, default=300, help="how many programs")
     parser.add_argument("--seed", type=int, default=1, help="the first one's")
-    parser.add_argument("--simulate-devices", type=int, default=0, metavar="N", help="replicas on N simulated devices")
     parser.add_argument(
-        "--workers", type=int, default=0, metavar="N", help="replicas in N processes, which run each program together"
+        "--simulate-devices",
+        type=int,
+        default=0,
+        metavar="N",
+        help="replicas on N simulated devices",
+    )
+    parser.add_argument(
+        "--workers",
+        type=int,
+        default=0,
+        metavar="N",
+        help="replicas in N processes, which run each program together",
     )
     parser.add_argument("--jobs", type=int, default=1, help="how many processes")
-    parser.add_argument("--without", default="", help="parts of programs to leave out, as a regular expression")
-    parser.add_argument("--kinds", type=lambda text: text.split("/"), help="topologies, with slashes")
     parser.add_argument(
-        "--shrink", action=argparse.BooleanOptionalAction, default=True, help="one program of each kind of fault"
+        "--without",
+        default="",
+        help="parts of programs to leave out, as a regular expression",
     )
-    parser.add_argument("--replay", type=Path, metavar="FILE", help="a program as it was printed, and no other")
+    parser.add_argument(
+        "--kinds", type=lambda text: text.split("/"), help="topologies, with slashes"
+    )
+    parser.add_argument(
+        "--shrink",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="one program of each kind of fault",
+    )
+    parser.add_argument(
+        "--replay",
+        type=Path,
+        metavar="FILE",
+        help="a program as it was printed, and no other",
+    )
     return parser.parse_args()
 
 
@@ -74,14 +104,23 @@ def _outcomes(options: argparse.Namespace) -> Iterator[tuple[int, Outcome]]:
     size = 10 if options.workers else 50
     every = range(options.seed, options.seed + options.count)
     tasks = [
-        Task(every[i : i + size], options.simulate_devices, options.without, options.kinds)
+        Task(
+            every[i : i + size],
+            options.simulate_devices,
+            options.without,
+            options.kinds,
+        )
         for i in range(0, len(every), size)
     ]
     if options.workers:
         # The folder beside this one, whose name depends on from where this module was imported.
-        processes = importlib.import_module(f"{__package__}.workers.cluster".replace("random_programs.", ""))
+        processes = importlib.import_module(
+            f"{__package__}.workers.cluster".replace("random_programs.", "")
+        )
         for task in tasks:
-            for of_each in zip(*processes.cluster(options.workers).run(together, task), strict=True):
+            for of_each in zip(
+                *processes.cluster(options.workers).run(together, task), strict=True
+            ):
                 yield of_each[0][0], of_all([outcome for _, outcome in of_each])
         processes.end_all()
         return
@@ -90,15 +129,22 @@ def _outcomes(options: argparse.Namespace) -> Iterator[tuple[int, Outcome]]:
         for task in tasks:
             yield from done(task)
         return
-    with ProcessPoolExecutor(options.jobs, get_context("spawn"), begin, (options.simulate_devices,)) as pool:
+    with ProcessPoolExecutor(
+        options.jobs, get_context("spawn"), begin, (options.simulate_devices,)
+    ) as pool:
         for outcomes in pool.map(done, tasks):
             yield from outcomes
 
 
 def _show(seed: int, options: argparse.Namespace) -> None:
-    program = Generator(options.simulate_devices, options.without, options.kinds).program(seed)
+    program = Generator(
+        options.simulate_devices, options.without, options.kinds
+    ).program(seed)
     program, outcome = shrunk(program, judged(program))
-    print(f"\n--- seed {seed}: {outcome.verdict.value}: {outcome.kind}\n{program}\n{outcome.said}", flush=True)
+    print(
+        f"\n--- seed {seed}: {outcome.verdict.value}: {outcome.kind}\n{program}\n{outcome.said}",
+        flush=True,
+    )
 
 
 if __name__ == "__main__":

@@ -52,7 +52,9 @@ def _detach_and_zero(parameters: list[Any]) -> None:
 
 _CLEARINGS: dict[str, Any] = {
     "optimizers": lambda h: [o.zero_grad() for o in h.optimizers],
-    "optimizers, kept": lambda h: [o.zero_grad(set_to_none=False) for o in h.optimizers],
+    "optimizers, kept": lambda h: [
+        o.zero_grad(set_to_none=False) for o in h.optimizers
+    ],
     "model": lambda h: h.model.zero_grad(),
     "model, kept": lambda h: h.model.zero_grad(set_to_none=False),
     "None": lambda h: _none(h.parameters()),
@@ -73,7 +75,9 @@ class Clear(Action):
             _CLEARINGS[self.how](hands)
 
 
-def _losses(kind: str, hands: Hands, batch: Batch, outputs: torch.Tensor) -> torch.Tensor:
+def _losses(
+    kind: str, hands: Hands, batch: Batch, outputs: torch.Tensor
+) -> torch.Tensor:
     inputs, targets = batch
     targets = targets.to(outputs.device)
     if kind == "squares":
@@ -84,12 +88,23 @@ def _losses(kind: str, hands: Hands, batch: Batch, outputs: torch.Tensor) -> tor
         return nn.functional.smooth_l1_loss(outputs, targets, reduction="none").mean(1)
     assert kind == "distilled"
     with torch.no_grad():
-        wanted = (hands.model if hands.teacher is None else hands.teacher)(inputs.to(outputs.device))
+        wanted = (hands.model if hands.teacher is None else hands.teacher)(
+            inputs.to(outputs.device)
+        )
     return (outputs - wanted * 0.5).square().mean(1)
 
 
 LOSSES = ["squares", "cross entropy", "smooth", "distilled"]
-WAYS_BACK = ["backward", "backward twice", "of some", "assign", "add", "two losses", "torch", "with a graph"]
+WAYS_BACK = [
+    "backward",
+    "backward twice",
+    "of some",
+    "assign",
+    "add",
+    "two losses",
+    "torch",
+    "with a graph",
+]
 
 
 @dataclass(frozen=True)
@@ -107,7 +122,9 @@ class Backward(Action):
             losses = _losses(self.loss, hands, part, hands.forward(part[0]))
             loss = losses.sum() / len(batch[0])
             if loss.requires_grad:
-                self._back(hands, loss if hands.scaler is None else hands.scaler.scale(loss))
+                self._back(
+                    hands, loss if hands.scaler is None else hands.scaler.scale(loss)
+                )
             found.append(losses.detach())
         return torch.cat(found)
 
@@ -126,7 +143,9 @@ class Backward(Action):
             loss.backward(retain_graph=True)
             (loss * 0.5).backward()
         elif self.way == "of some":
-            parameters = [p for p in hands.parameters() if p.requires_grad and p.is_leaf][::2]
+            parameters = [
+                p for p in hands.parameters() if p.requires_grad and p.is_leaf
+            ][::2]
             loss.backward(inputs=parameters)
         elif self.way == "two losses":
             torch.autograd.backward([loss, loss * 0.25])
@@ -144,19 +163,44 @@ _CLIPS: dict[str, Any] = {
     "norm of some": lambda ps: clip_grad_norm_(ps[::2], 0.02),
     "value": lambda ps: clip_grad_value_(ps, 0.02),
     "total norm": lambda ps: get_total_norm([p.grad for p in ps if p.grad is not None]),
-    "by hand": lambda ps: [p.grad.clamp_(-0.01, 0.01) for p in ps if p.grad is not None] and None,
-    "by hand, data": lambda ps: [p.grad.data.clamp_(-0.01, 0.01) for p in ps if p.grad is not None] and None,
+    "by hand": lambda ps: (
+        [p.grad.clamp_(-0.01, 0.01) for p in ps if p.grad is not None] and None
+    ),
+    "by hand, data": lambda ps: (
+        [p.grad.data.clamp_(-0.01, 0.01) for p in ps if p.grad is not None] and None
+    ),
     "scale": lambda ps: [p.grad.mul_(0.5) for p in ps if p.grad is not None] and None,
-    "scale anew": lambda ps: [setattr(p, "grad", p.grad * 0.5) for p in ps if p.grad is not None] and None,
-    "scale data": lambda ps: [p.grad.data.mul_(0.5) for p in ps if p.grad is not None] and None,
-    "sign": lambda ps: [p.grad.add_(p.grad.tanh(), alpha=0.1) for p in ps if p.grad is not None] and None,
-    "decay": lambda ps: [p.grad.add_(p.detach(), alpha=0.1) for p in ps if p.grad is not None] and None,
+    "scale anew": lambda ps: (
+        [setattr(p, "grad", p.grad * 0.5) for p in ps if p.grad is not None] and None
+    ),
+    "scale data": lambda ps: (
+        [p.grad.data.mul_(0.5) for p in ps if p.grad is not None] and None
+    ),
+    "sign": lambda ps: (
+        [p.grad.add_(p.grad.tanh(), alpha=0.1) for p in ps if p.grad is not None]
+        and None
+    ),
+    "decay": lambda ps: (
+        [p.grad.add_(p.detach(), alpha=0.1) for p in ps if p.grad is not None] and None
+    ),
     "drop one": lambda ps: setattr(ps[0], "grad", None),
-    "numbers": lambda ps: [float(p.grad.abs().sum()) for p in ps if p.grad is not None] and None,
-    "foreach": lambda ps: torch._foreach_mul_([p.grad for p in ps if p.grad is not None], 0.5) and None,
-    "of the marked": lambda ps: [p.grad.mul_(0.5) for p in ps if getattr(p, "tag", 0) and p.grad is not None] and None,
-    "by their marks": lambda ps: [p.grad.mul_(0.9 ** getattr(p, "tag", 0)) for p in ps if p.grad is not None] and None,
-    "kept data": lambda ps: [p.grad.detach().mul_(0.5) for p in ps if p.grad is not None] and None,
+    "numbers": lambda ps: (
+        [float(p.grad.abs().sum()) for p in ps if p.grad is not None] and None
+    ),
+    "foreach": lambda ps: (
+        torch._foreach_mul_([p.grad for p in ps if p.grad is not None], 0.5) and None
+    ),
+    "of the marked": lambda ps: (
+        [p.grad.mul_(0.5) for p in ps if getattr(p, "tag", 0) and p.grad is not None]
+        and None
+    ),
+    "by their marks": lambda ps: (
+        [p.grad.mul_(0.9 ** getattr(p, "tag", 0)) for p in ps if p.grad is not None]
+        and None
+    ),
+    "kept data": lambda ps: (
+        [p.grad.detach().mul_(0.5) for p in ps if p.grad is not None] and None
+    ),
 }
 CLIPS = list(_CLIPS)
 
@@ -289,7 +333,11 @@ def _norm_of_states(hands: Hands) -> float:
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 for value in optimizer.state.get(parameter, {}).values():
-                    total += float(value.abs().sum()) if isinstance(value, torch.Tensor) else float(value or 0)
+                    total += (
+                        float(value.abs().sum())
+                        if isinstance(value, torch.Tensor)
+                        else float(value or 0)
+                    )
     return total
 
 
@@ -297,19 +345,29 @@ def _attributes(hands: Hands) -> float:
     found = 0.0
     for module in hands.model.modules():
         found += module.training + len(module._forward_hooks)
-        found += sum(value for value in vars(module).values() if isinstance(value, (int, float)))
+        found += sum(
+            value for value in vars(module).values() if isinstance(value, (int, float))
+        )
     return found
 
 
 _PEEKS: dict[str, Any] = {
     "states": _norm_of_states,
-    "rates": lambda h: sum(float(group["lr"]) for o in h.optimizers for group in o.param_groups),
-    "gradients": lambda h: sum(float(p.grad.to_dense().sum()) for p in h.parameters() if p.grad is not None),
+    "rates": lambda h: sum(
+        float(group["lr"]) for o in h.optimizers for group in o.param_groups
+    ),
+    "gradients": lambda h: sum(
+        float(p.grad.to_dense().sum()) for p in h.parameters() if p.grad is not None
+    ),
     "weights": lambda h: sum(float(p.sum()) for p in h.model.state_dict().values()),
     "buffers": lambda h: sum(float(b.sum()) for b in h.model.buffers()),
     "flags": lambda h: sum(p.requires_grad for p in h.parameters()),
     "attributes": _attributes,
-    "teacher": lambda h: sum(float(p.sum()) for p in h.teacher.parameters()) if h.teacher is not None else 0.0,
+    "teacher": lambda h: (
+        sum(float(p.sum()) for p in h.teacher.parameters())
+        if h.teacher is not None
+        else 0.0
+    ),
     "steps": lambda h: sum(getattr(s, "last_epoch", 0) for s in h.schedulers),
     "marks": lambda h: float(sum(getattr(p, "tag", 0) for p in h.parameters())),
     "names": lambda h: float(sum(len(name) for name, _ in h.model.named_parameters())),
@@ -378,7 +436,12 @@ class OnSideStream(Action):
         if device.type == "cpu":
             return [action.do(hands, batch, k) for action in self.actions]
         context = torchstrategy.get_replica_context()
-        side = _side_stream(device, context.replica_id_in_sync_group if self.each and context is not None else 0)
+        side = _side_stream(
+            device,
+            context.replica_id_in_sync_group
+            if self.each and context is not None
+            else 0,
+        )
         main = torch.accelerator.current_stream(device)
         side.wait_stream(main)
         with torch.get_device_module(device.type).stream(side):

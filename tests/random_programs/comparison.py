@@ -18,7 +18,13 @@ from .training import Training
 Snapshot = dict[str, Any]
 
 RELATIVE, ABSOLUTE = 1e-9, 1e-11
-_OF_TORCH = {"training", "_non_persistent_buffers_set", "call_super_init", "_flat_weights", "_flat_weight_refs"}
+_OF_TORCH = {
+    "training",
+    "_non_persistent_buffers_set",
+    "call_super_init",
+    "_flat_weights",
+    "_flat_weight_refs",
+}
 
 
 def snapshot(training: Training) -> Snapshot:
@@ -29,7 +35,11 @@ def snapshot(training: Training) -> Snapshot:
     for index, optimizer in enumerate(training.optimizers):
         found.update(_of_optimizer(f"optimizer {index}", optimizer))
     for index, scheduler in enumerate(training.schedulers):
-        state = {name: value for name, value in scheduler.state_dict().items() if not name.startswith("_sched")}
+        state = {
+            name: value
+            for name, value in scheduler.state_dict().items()
+            if not name.startswith("_sched")
+        }
         found.update(_of(f"scheduler {index}", state))
     if training.scaler is not None:
         found.update(_of("scaler", training.scaler.state_dict()))
@@ -45,7 +55,10 @@ def _of_module(path: str, root: nn.Module) -> Iterator[tuple[str, Any]]:
         yield name, _copied(parameter)
         yield from _marks_of(name, parameter)
         yield f"{name}.requires_grad", parameter.requires_grad
-        yield f"{name}.grad", None if parameter.grad is None else _copied(parameter.grad)
+        yield (
+            f"{name}.grad",
+            None if parameter.grad is None else _copied(parameter.grad),
+        )
     for name, buffer in root.named_buffers(path, remove_duplicate=False):
         yield f"{name} (buffer)", _copied(buffer)
         yield from _marks_of(name, buffer)
@@ -67,7 +80,10 @@ def _marks_of(path: str, tensor: torch.Tensor) -> Iterator[tuple[str, Any]]:
 
 def _of_optimizer(path: str, optimizer: Any) -> Iterator[tuple[str, Any]]:
     for i, group in enumerate(optimizer.param_groups):
-        yield from _of(f"{path}.param_groups[{i}]", {k: v for k, v in group.items() if k != "params"})
+        yield from _of(
+            f"{path}.param_groups[{i}]",
+            {k: v for k, v in group.items() if k != "params"},
+        )
         for j, parameter in enumerate(group["params"]):
             entry = optimizer.state.get(parameter, {})
             yield from _of(f"{path}.state[{i}][{j}]", dict(entry))
@@ -108,7 +124,11 @@ def differences(ours: Snapshot, plain: Snapshot) -> dict[str, str]:
     found = {}
     for path in plain.keys() | ours.keys():
         if path not in ours or path not in plain:
-            found[path] = "is only there in replicas" if path in ours else "is only there in plain PyTorch"
+            found[path] = (
+                "is only there in replicas"
+                if path in ours
+                else "is only there in plain PyTorch"
+            )
         elif how := _difference(ours[path], plain[path]):
             found[path] = how
     return dict(sorted(found.items()))
@@ -120,12 +140,26 @@ def _difference(ours: Any, plain: Any) -> str:
             return f"is {ours.dtype} {list(ours.shape)}; plain {plain.dtype} {list(plain.shape)}"
         if ours.is_floating_point():
             close = torch.isclose(ours, plain, RELATIVE, ABSOLUTE, equal_nan=True)
-            return "" if close.all() else f"is {ours.flatten().tolist()[:6]}; plain {plain.flatten().tolist()[:6]}"
-        return "" if torch.equal(ours, plain) else f"is {ours.tolist()}; plain {plain.tolist()}"
+            return (
+                ""
+                if close.all()
+                else f"is {ours.flatten().tolist()[:6]}; plain {plain.flatten().tolist()[:6]}"
+            )
+        return (
+            ""
+            if torch.equal(ours, plain)
+            else f"is {ours.tolist()}; plain {plain.tolist()}"
+        )
     if isinstance(ours, float) and isinstance(plain, float):
-        equal = math.isclose(ours, plain, rel_tol=RELATIVE, abs_tol=ABSOLUTE) or (ours != ours and plain != plain)
+        equal = math.isclose(ours, plain, rel_tol=RELATIVE, abs_tol=ABSOLUTE) or (
+            ours != ours and plain != plain
+        )
         return "" if equal else f"is {ours!r}; plain {plain!r}"
-    return "" if type(ours) is type(plain) and ours == plain else f"is {ours!r:.200}; plain {plain!r:.200}"
+    return (
+        ""
+        if type(ours) is type(plain) and ours == plain
+        else f"is {ours!r:.200}; plain {plain!r:.200}"
+    )
 
 
 def size_of(ours: Mapping[str, Any], plain: Mapping[str, Any]) -> float:
@@ -133,10 +167,15 @@ def size_of(ours: Mapping[str, Any], plain: Mapping[str, Any]) -> float:
     largest = 0.0
     for path in plain.keys() | ours.keys():
         first, second = ours.get(path), plain.get(path)
-        if all(isinstance(v, torch.Tensor) and v.is_floating_point() for v in (first, second)):
+        if all(
+            isinstance(v, torch.Tensor) and v.is_floating_point()
+            for v in (first, second)
+        ):
             if first.shape != second.shape:
                 return math.inf
-            gap = (first - second).abs().masked_fill(first.isnan() & second.isnan(), 0.0)
+            gap = (
+                (first - second).abs().masked_fill(first.isnan() & second.isnan(), 0.0)
+            )
             largest = max([largest, *gap.nan_to_num(math.inf).flatten().tolist()])
         elif _difference(first, second):
             return math.inf

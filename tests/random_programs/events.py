@@ -49,7 +49,9 @@ class Write(Event):
     index: int | None = None
 
     def do(self, training: Training) -> None:
-        has_graph = any(hasattr(module, "weight_g") for module in training.model.modules())  # which torch does not swap
+        has_graph = any(
+            hasattr(module, "weight_g") for module in training.model.modules()
+        )  # which torch does not swap
         how = "data.copy_" if has_graph and self.how == "swap_tensors" else self.how
         for parameter in _chosen(training.parameters(), self.index):
             WAYS[how](parameter)
@@ -61,8 +63,16 @@ class WriteBuffers(Event):
     index: int | None = None
 
     def do(self, training: Training) -> None:
-        others = [m.buffer for m in training.model.modules() if isinstance(m, modules.Buffered) and m.shares_memory]
-        buffers = [b for b in training.model.buffers() if not any(b is other for other in others)]
+        others = [
+            m.buffer
+            for m in training.model.modules()
+            if isinstance(m, modules.Buffered) and m.shares_memory
+        ]
+        buffers = [
+            b
+            for b in training.model.buffers()
+            if not any(b is other for other in others)
+        ]
         floating = [b for b in buffers if b.is_floating_point() and b.is_contiguous()]
         for buffer in _chosen(floating, self.index):
             if self.how == "vector_to_parameters":
@@ -114,8 +124,16 @@ class WriteState(Event):
         for optimizer in _one(training.optimizers, self.optimizer):
             for entry in optimizer.state.values():
                 for value in entry.values():
-                    if isinstance(value, torch.Tensor) and value.dim() and value.is_contiguous():
-                        WAYS["data.copy_" if self.how == "vector_to_parameters" else self.how](value)
+                    if (
+                        isinstance(value, torch.Tensor)
+                        and value.dim()
+                        and value.is_contiguous()
+                    ):
+                        WAYS[
+                            "data.copy_"
+                            if self.how == "vector_to_parameters"
+                            else self.how
+                        ](value)
 
 
 @dataclass(frozen=True)
@@ -143,8 +161,13 @@ class SaveViews(Event):
     """Keeps views of the weights as they are now, to write through them later."""
 
     def do(self, training: Training) -> None:
-        training.views = [p.data.view(-1) if p.is_contiguous() else p.data for p in training.parameters()]
-        training.views += [b.data for b in training.model.buffers() if b.is_floating_point()]
+        training.views = [
+            p.data.view(-1) if p.is_contiguous() else p.data
+            for p in training.parameters()
+        ]
+        training.views += [
+            b.data for b in training.model.buffers() if b.is_floating_point()
+        ]
 
 
 @dataclass(frozen=True)
@@ -173,7 +196,9 @@ class ReplaceBuffer(Event):
                 with torch.inference_mode():
                     setattr(module, name, getattr(module, name) * 0.5)
             elif self.mode == "registered":
-                module.register_buffer(name, getattr(module, name).detach().clone() * 0.5)
+                module.register_buffer(
+                    name, getattr(module, name).detach().clone() * 0.5
+                )
             elif self.mode == "deleted and registered":
                 value = getattr(module, name).detach().clone() * 2
                 delattr(module, name)
@@ -251,7 +276,13 @@ class NewAttribute(Event):
     kind: str = "number"
 
     def do(self, training: Training) -> None:
-        values = {"number": 3, "list": [1, [2]], "tensor": torch.ones(2), "dict": {"a": (1,)}, "none": None}
+        values = {
+            "number": 3,
+            "list": [1, [2]],
+            "tensor": torch.ones(2),
+            "dict": {"a": (1,)},
+            "none": None,
+        }
         for module in list(training.model.modules())[:2]:
             module.added = values[self.kind]
 
@@ -288,7 +319,9 @@ class SwapLayer(Event):
         training.reads = []  # the hook of which they know may no longer be called
         if not len(training.model):
             return
-        linear = [i for i, module in enumerate(training.model) if type(module) is nn.Linear]
+        linear = [
+            i for i, module in enumerate(training.model) if type(module) is nn.Linear
+        ]
         for i in _one(linear, self.index):
             width = training.model[i].in_features
             with training.place.scope():
@@ -307,7 +340,9 @@ class AddLayer(Event):
         if not linear or not training.optimizers:
             return
         with training.place.scope():
-            layer = modules.filled(nn.Linear(linear[0].in_features, linear[0].in_features), 9)
+            layer = modules.filled(
+                nn.Linear(linear[0].in_features, linear[0].in_features), 9
+            )
         training.model.append(layer)
         training.optimizers[0].add_param_group({"params": list(layer.parameters())})
         training.schedule()
@@ -322,7 +357,9 @@ class NewParameter(Event):
     index: int = 0
 
     def do(self, training: Training) -> None:
-        for module in _one([m for m in training.model.modules() if type(m) is nn.Linear], self.index):
+        for module in _one(
+            [m for m in training.model.modules() if type(m) is nn.Linear], self.index
+        ):
             if module.bias is not None and "bias" in module._parameters:
                 with training.place.scope():
                     module.bias = nn.Parameter(module.bias.detach() * 0.5)
@@ -371,12 +408,18 @@ class Load(Event):
             return
         if self.what in ("both", "model"):
             known = training.model.state_dict()
-            state = {k: v for k, v in training.states[-1].items() if k in known and v.shape == known[k].shape}
+            state = {
+                k: v
+                for k, v in training.states[-1].items()
+                if k in known and v.shape == known[k].shape
+            }
             training.model.load_state_dict(state, strict=False, assign=self.assign)
             if self.assign:
                 training.renew(training.model)
         if self.what in ("both", "optimizers"):
-            for optimizer, state in zip(training.optimizers, training.optimizer_states[-1], strict=True):
+            for optimizer, state in zip(
+                training.optimizers, training.optimizer_states[-1], strict=True
+            ):
                 sizes = [len(group["params"]) for group in optimizer.param_groups]
                 if sizes == [len(group["params"]) for group in state["param_groups"]]:
                     optimizer.load_state_dict(copy.deepcopy(state))
@@ -385,17 +428,23 @@ class Load(Event):
 def _can_be_copied(model: nn.Module, way: str) -> bool:
     """Whether plain PyTorch copies it: torch refuses what was computed, and to pickle parametrizations."""
     for module in model.modules():
-        if hasattr(module, "weight_g") or any(name.endswith("_orig") for name in module._parameters):
+        if hasattr(module, "weight_g") or any(
+            name.endswith("_orig") for name in module._parameters
+        ):
             return False
         if isinstance(module, modules.Keeps) and not module.detached:
             return False
-        if way == "pickle" and (parametrize.is_parametrized(module) or isinstance(module, Varied)):
+        if way == "pickle" and (
+            parametrize.is_parametrized(module) or isinstance(module, Varied)
+        ):
             return False  # a variable in a pickle is of no strategy
     return True
 
 
 def _copied(value: Any, way: str) -> Any:
-    return copy.deepcopy(value) if way == "deepcopy" else pickle.loads(pickle.dumps(value))
+    return (
+        copy.deepcopy(value) if way == "deepcopy" else pickle.loads(pickle.dumps(value))
+    )
 
 
 @dataclass(frozen=True)
@@ -433,7 +482,9 @@ class CopyBoth(Event):
         copied, updates = _copied((training.model, training.optimizers), self.way)
         training.model = training.place.adopt(copied)
         training.forward = training.place.wrapped(training.model)
-        training.optimizers = [training.place.adopt_optimizer(optimizer) for optimizer in updates]
+        training.optimizers = [
+            training.place.adopt_optimizer(optimizer) for optimizer in updates
+        ]
         training.schedule()
 
 
@@ -456,7 +507,9 @@ class Regroup(Event):
             elif self.how == "new list":
                 groups[0]["params"] = list(groups[0]["params"])
             elif self.how == "split" and len(groups[0]["params"]) > 1:
-                groups.append({**groups[0], "params": [groups[0]["params"].pop()], "lr": 0.02})
+                groups.append(
+                    {**groups[0], "params": [groups[0]["params"].pop()], "lr": 0.02}
+                )
 
 
 @dataclass(frozen=True)
@@ -550,7 +603,11 @@ class Evaluate(Event):
 
 def modes(name: str) -> Any:
     """Whether gradients are wanted."""
-    return {"no_grad": torch.no_grad, "inference_mode": torch.inference_mode, "grad": torch.enable_grad}[name]()
+    return {
+        "no_grad": torch.no_grad,
+        "inference_mode": torch.inference_mode,
+        "grad": torch.enable_grad,
+    }[name]()
 
 
 @dataclass(frozen=True)
@@ -562,7 +619,11 @@ class Teach(Event):
     def do(self, training: Training) -> None:
         if training.teacher is None:
             return
-        pairs = list(zip(training.teacher.parameters(), training.model.parameters(), strict=False))
+        pairs = list(
+            zip(
+                training.teacher.parameters(), training.model.parameters(), strict=False
+            )
+        )
         pairs = [(t, p) for t, p in pairs if t.shape == p.shape]
         if self.how == "data":
             for t, p in pairs:
@@ -576,7 +637,9 @@ class Teach(Event):
                     t.lerp_(p, 0.1)
         else:
             with torch.no_grad():
-                torch._foreach_lerp_([t.data for t, _ in pairs], [p.data for _, p in pairs], 0.1)
+                torch._foreach_lerp_(
+                    [t.data for t, _ in pairs], [p.data for _, p in pairs], 0.1
+                )
 
 
 @dataclass(frozen=True)
@@ -605,7 +668,9 @@ class Hook(Event):
                 handle.remove()
             del training.hooks[-1:]
             return
-        for module in _one([m for m in training.model.modules() if type(m) is nn.Linear], self.index):
+        for module in _one(
+            [m for m in training.model.modules() if type(m) is nn.Linear], self.index
+        ):
             made = _HOOKS[self.kind](module)
             training.hooks += made if isinstance(made, list) else [made]
 
@@ -623,13 +688,23 @@ class Parametrize(Event):
     def do(self, training: Training) -> None:
         every = list(training.model.modules())
         if self.remove:
-            for module in _one([m for m in every if parametrize.is_parametrized(m, "weight")], self.index):
+            for module in _one(
+                [m for m in every if parametrize.is_parametrized(m, "weight")],
+                self.index,
+            ):
                 parametrize.remove_parametrizations(module, "weight")
         else:
-            plain = [m for m in every if type(m) is nn.Linear and isinstance(m._parameters.get("weight"), nn.Parameter)]
+            plain = [
+                m
+                for m in every
+                if type(m) is nn.Linear
+                and isinstance(m._parameters.get("weight"), nn.Parameter)
+            ]
             with training.place.scope():
                 for module in _one(plain, self.index):
-                    parametrize.register_parametrization(module, "weight", modules.Half())
+                    parametrize.register_parametrization(
+                        module, "weight", modules.Half()
+                    )
         training.renew(training.model)
 
 
@@ -674,7 +749,9 @@ class Move(Event):
         elif self.how == "there and back":
             # A sparse gradient is rounded entry by entry. One device has an entry for each use of a row, and replicas
             # have their sums: so the rounding is another.
-            if not any(p.grad is not None and p.grad.is_sparse for p in model.parameters()):
+            if not any(
+                p.grad is not None and p.grad.is_sparse for p in model.parameters()
+            ):
                 model.float()
                 model.double()
         else:
@@ -735,5 +812,7 @@ class UpdateHook(Event):
 
     def do(self, training: Training) -> None:
         for optimizer in _one(training.optimizers, self.optimizer):
-            if "defaults" in vars(optimizer) and "_optimizer_step_post_hooks" in vars(optimizer):
+            if "defaults" in vars(optimizer) and "_optimizer_step_post_hooks" in vars(
+                optimizer
+            ):
                 _UPDATE_HOOKS[self.kind](optimizer)

@@ -12,7 +12,11 @@ import torch
 from torch import nn
 
 import torchstrategy
-from torchstrategy.testing import assert_replicas_agree, assert_workers_agree, record_streams
+from torchstrategy.testing import (
+    assert_replicas_agree,
+    assert_workers_agree,
+    record_streams,
+)
 
 from .comparison import Snapshot, snapshot
 from .keeping import read_of
@@ -45,7 +49,11 @@ class Trial(Training):
         self.teacher = teacher
         if teacher is not None:
             self.others.append(teacher)
-        self.scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2) if program.scaler else None
+        self.scaler = (
+            torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
+            if program.scaler
+            else None
+        )
         if program.made_in_scope:
             self.renew(model)
         else:
@@ -61,7 +69,11 @@ class Trial(Training):
             action.do(self, None, k)
         dealt = self.place.deal(batch)
         for actions in (self.program.step, self.program.then):
-            for result in self._run(actions, dealt, k) if actions or actions is self.program.step else []:
+            for result in (
+                self._run(actions, dealt, k)
+                if actions or actions is self.program.step
+                else []
+            ):
                 self.results.append(self.place.gathered(result).cpu().clone())
         for action in self.program.after:
             action.do(self, None, k)
@@ -76,13 +88,32 @@ class Trial(Training):
             self.trainer.actions = actions
             return self.place.run(self.trainer.step, batch, k)
         forward = None if self.forward is self.model else self.forward
-        hands = (self.model, self.optimizers, self.schedulers, self.scaler, self.teacher, forward, self.reads)
+        hands = (
+            self.model,
+            self.optimizers,
+            self.schedulers,
+            self.scaler,
+            self.teacher,
+            forward,
+            self.reads,
+        )
         if self.program.reach == "arguments":
             return self.place.run(_step, actions, batch, k, *hands)
         model, optimizers, schedulers, scaler, teacher, forward, reads = hands
 
         def step(batch: Any) -> list[Any]:
-            return _step(actions, batch, k, model, optimizers, schedulers, scaler, teacher, forward, reads)
+            return _step(
+                actions,
+                batch,
+                k,
+                model,
+                optimizers,
+                schedulers,
+                scaler,
+                teacher,
+                forward,
+                reads,
+            )
 
         return self.place.run(step, batch)
 
@@ -91,12 +122,27 @@ class Trial(Training):
         batch = self.place.deal(batch_of(3, self.program.width, 99))
         actions = self.program.step
         model, optimizers, schedulers = self.model, self.optimizers, self.schedulers
-        scaler, teacher, forward = self.scaler, self.teacher, None if self.forward is self.model else self.forward
+        scaler, teacher, forward = (
+            self.scaler,
+            self.teacher,
+            None if self.forward is self.model else self.forward,
+        )
         reads = self.reads
 
         def step(batch: Any) -> None:
             if late:
-                _step(actions, batch, 0, model, optimizers, schedulers, scaler, teacher, forward, reads)
+                _step(
+                    actions,
+                    batch,
+                    0,
+                    model,
+                    optimizers,
+                    schedulers,
+                    scaler,
+                    teacher,
+                    forward,
+                    reads,
+                )
             context = torchstrategy.get_replica_context()
             if everywhere or context is None or context.replica_id_in_sync_group == 0:
                 raise StepFailed("on purpose")
@@ -113,13 +159,23 @@ class _Trainer:
 
     def take(self, hands: Hands) -> None:
         """It goes on with these."""
-        self.model, self.optimizers, self.schedulers = hands.model, hands.optimizers, hands.schedulers
+        self.model, self.optimizers, self.schedulers = (
+            hands.model,
+            hands.optimizers,
+            hands.schedulers,
+        )
         self.scaler, self.teacher, self.reads = hands.scaler, hands.teacher, hands.reads
         self.forward = None if hands.forward is hands.model else hands.forward
 
     def hands(self) -> list[Any]:
         """What the step works with."""
-        taken = [self.model, self.optimizers, self.schedulers, self.scaler, self.teacher]
+        taken = [
+            self.model,
+            self.optimizers,
+            self.schedulers,
+            self.scaler,
+            self.teacher,
+        ]
         return [*taken, self.forward, self.reads]
 
     def step(self, batch: Any, k: int) -> list[Any]:
@@ -134,13 +190,33 @@ class _TrainerWithParts(_Trainer):
 
     def take(self, hands: Hands) -> None:
         forward = None if hands.forward is hands.model else hands.forward
-        self.parts = {"model": hands.model, "forward": forward, "teachers": [hands.teacher], "reads": hands.reads}
-        self.updates = (hands.optimizers, {"schedulers": hands.schedulers, "scaler": hands.scaler})
+        self.parts = {
+            "model": hands.model,
+            "forward": forward,
+            "teachers": [hands.teacher],
+            "reads": hands.reads,
+        }
+        self.updates = (
+            hands.optimizers,
+            {"schedulers": hands.schedulers, "scaler": hands.scaler},
+        )
 
     def hands(self) -> list[Any]:
         optimizers, others = self.updates
-        model, forward, teachers = self.parts["model"], self.parts["forward"], self.parts["teachers"]
-        return [model, optimizers, others["schedulers"], others["scaler"], teachers[0], forward, self.parts["reads"]]
+        model, forward, teachers = (
+            self.parts["model"],
+            self.parts["forward"],
+            self.parts["teachers"],
+        )
+        return [
+            model,
+            optimizers,
+            others["schedulers"],
+            others["scaler"],
+            teachers[0],
+            forward,
+            self.parts["reads"],
+        ]
 
 
 def _step(actions: Any, batch: Batch, k: int, *hands: Any) -> list[Any]:
@@ -162,7 +238,9 @@ def _model(program: Program) -> nn.Module:
 def batch_of(rows: int, width: int, k: int) -> Batch:
     """Rows that are the same everywhere, of which no two are alike."""
     with torch.device("cpu"):
-        return numbers((rows, width), k + 0.3) * 2, numbers((rows, width), k + 5.7) + 0.2
+        return numbers((rows, width), k + 0.3) * 2, numbers(
+            (rows, width), k + 5.7
+        ) + 0.2
 
 
 class PlaceOfTrial(ABC):
@@ -208,7 +286,11 @@ class Plain(PlaceOfTrial):
         self._noise = noise
 
     def deal(self, batch: Batch) -> Any:
-        return tuple(tensor * (1 + self._noise) for tensor in batch) if self._noise else batch
+        return (
+            tuple(tensor * (1 + self._noise) for tensor in batch)
+            if self._noise
+            else batch
+        )
 
     def scope(self) -> AbstractContextManager[Any]:
         return contextlib.nullcontext()
@@ -260,10 +342,20 @@ class UnderStrategy(PlaceOfTrial):
         return next(iter(self._strategy.experimental_distribute_dataset([batch])))
 
     def check(self, training: Training) -> None:
-        things = [training.model, *(o for o in training.optimizers if vars(o).get("defaults") is not None)]
-        if self._strategy.num_replicas_in_sync > 1 and next(training.model.parameters(), None) is not None:
-            of_processes = isinstance(self._strategy, torchstrategy.MultiWorkerMirroredStrategy)
-            (assert_workers_agree if of_processes else assert_replicas_agree)(self._strategy, *things)
+        things = [
+            training.model,
+            *(o for o in training.optimizers if vars(o).get("defaults") is not None),
+        ]
+        if (
+            self._strategy.num_replicas_in_sync > 1
+            and next(training.model.parameters(), None) is not None
+        ):
+            of_processes = isinstance(
+                self._strategy, torchstrategy.MultiWorkerMirroredStrategy
+            )
+            (assert_workers_agree if of_processes else assert_replicas_agree)(
+                self._strategy, *things
+            )
 
 
 def place_of(program: Program) -> PlaceOfTrial:
@@ -276,7 +368,9 @@ def place_of(program: Program) -> PlaceOfTrial:
 def executed(program: Program, place: PlaceOfTrial) -> Snapshot:
     """Runs a program from beginning to end; what it leaves behind."""
     if "OnSideStream" in repr(program.step) and not isinstance(place, Plain):
-        with record_streams():  # which fails if a real device might have computed other numbers
+        with (
+            record_streams()
+        ):  # which fails if a real device might have computed other numbers
             return _executed(program, place)
     return _executed(program, place)
 
@@ -296,7 +390,10 @@ def _executed(program: Program, place: PlaceOfTrial) -> Snapshot:
 
 def _look(training: Trial) -> None:
     """What replicas compute with in the end."""
-    forward, batch = training.forward, training.place.deal(batch_of(5, training.program.width, 50))
+    forward, batch = (
+        training.forward,
+        training.place.deal(batch_of(5, training.program.width, 50)),
+    )
     modes = [module.training for module in training.model.modules()]
     training.model.eval()
 
@@ -304,6 +401,8 @@ def _look(training: Trial) -> None:
         with torch.no_grad():
             return forward(batch[0])
 
-    training.results.append(training.place.gathered(training.place.run(look, batch)).cpu().clone())
+    training.results.append(
+        training.place.gathered(training.place.run(look, batch)).cpu().clone()
+    )
     for module, mode in zip(training.model.modules(), modes, strict=True):
         module.training = mode

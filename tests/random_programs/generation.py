@@ -20,7 +20,13 @@ from .topologies import DATA_PARALLEL, STRATEGIES, WORKERS, Topology
 T = TypeVar("T")
 
 # What `Module.to` does not move, or makes two of one.
-_LOST_WHEN_MOVED = ("shared buffer", "Pruned(", "old weight norm", "old spectral norm", "place='shift'")
+_LOST_WHEN_MOVED = (
+    "shared buffer",
+    "Pruned(",
+    "old weight norm",
+    "old spectral norm",
+    "place='shift'",
+)
 
 
 @final
@@ -47,17 +53,31 @@ class Generator:
 
     def program(self, seed: int) -> Program:
         """The program of a seed."""
-        draw = _Draw(random.Random(f"program {seed}"), self._simulated, self._without, self._kinds)
+        draw = _Draw(
+            random.Random(f"program {seed}"),
+            self._simulated,
+            self._without,
+            self._kinds,
+        )
         return draw.program(self._most_steps)
 
 
 class _Draw:
     """One program."""
 
-    def __init__(self, draw: random.Random, simulated: int, without: Any, kinds: list[str]) -> None:
-        self._draw, self._simulated, self._without, self._kinds = draw, simulated, without, kinds
+    def __init__(
+        self, draw: random.Random, simulated: int, without: Any, kinds: list[str]
+    ) -> None:
+        self._draw, self._simulated, self._without, self._kinds = (
+            draw,
+            simulated,
+            without,
+            kinds,
+        )
         self._steps = draw.choice([1, 2, 2, 3, 3, 4, 5])  # how many there are
-        self._is_data_parallel = self._sees_the_batch = self._sees_calls = self._repeats = False
+        self._is_data_parallel = self._sees_the_batch = self._sees_calls = (
+            self._repeats
+        ) = False
         self._may_fail_late = self._some_rows = self._keeps = False
         self._text = ""  # of the layers
 
@@ -76,23 +96,39 @@ class _Draw:
         sparse = any("sparse" in repr(layer) for layer in chosen)
         text = self._text = repr(chosen)
         self._sees_the_batch = "Norm(kind='batch" in text or "running mean" in text
-        counts = ("Count(", "Buffer(", "Marked(", "spectral", "shared buffer", "'property'")
+        counts = (
+            "Count(",
+            "Buffer(",
+            "Marked(",
+            "spectral",
+            "shared buffer",
+            "'property'",
+        )
         self._sees_calls = self._sees_the_batch or any(word in text for word in counts)
         self._some_rows = "of some rows" in text
         self._keeps = "Keeping(" in text
-        self._sees_calls = self._sees_calls or "parameters'" in text or "after accumulation" in text
+        self._sees_calls = (
+            self._sees_calls or "parameters'" in text or "after accumulation" in text
+        )
         made = self._optimizers(sparse)
         scaler = draw.random() < 0.08 and not sparse
         before, step, after = self._loop(len(made), scaler)
         cut = draw.randint(1, len(step)) if step and draw.random() < 0.12 else len(step)
         step, then = step[:cut], step[cut:]
-        ends_with_update = bool(step) and isinstance(step[-1], actions.Update) and step[-1].every == 1
+        ends_with_update = (
+            bool(step) and isinstance(step[-1], actions.Update) and step[-1].every == 1
+        )
         # A run that fails takes back what the step did to the model, but for its updates.
         has_deeds = any(isinstance(action, actions.Deed) for action in step)
         self._may_fail_late = ends_with_update and not (self._sees_calls or has_deeds)
         line = [*step, *then]
-        backwards = sum(repr(line).count(name) for name in ("Backward(", "Penalty(", "Kept(", "Closure("))
-        self._repeats = backwards > 1 or any(word in repr(line) for word in ("twice", "micro=2", "assign", "add"))
+        backwards = sum(
+            repr(line).count(name)
+            for name in ("Backward(", "Penalty(", "Kept(", "Closure(")
+        )
+        self._repeats = backwards > 1 or any(
+            word in repr(line) for word in ("twice", "micro=2", "assign", "add")
+        )
         found = self._parts(self._event, draw.choice([0, 1, 1, 2, 3, 4]))
         when = sorted(draw.randint(0, self._steps) for _ in found)
         program = Program(
@@ -106,8 +142,11 @@ class _Draw:
             tuple(self._rows() for _ in range(self._steps)),
             tuple(zip(when, found, strict=True)),
             draw.choice([2, 2, 3, 4]),
-            draw.choice(["closure", "closure", "trainer", "trainer with parts", "arguments"]),
-            draw.random() < 0.7 or any(word in text for word in (*_LOST_WHEN_MOVED, "Varied(")),
+            draw.choice(
+                ["closure", "closure", "trainer", "trainer with parts", "arguments"]
+            ),
+            draw.random() < 0.7
+            or any(word in text for word in (*_LOST_WHEN_MOVED, "Varied(")),
             draw.random() < 0.2,
             scaler,
         )
@@ -151,7 +190,10 @@ class _Draw:
         if not self._simulated or draw.random() < 0.1:
             return Topology(kind, ("cpu",) * count)
         last = draw.choice([1, self._simulated - 1, self._simulated - 1])
-        devices = [f"sim:{draw.randint(0, last) if draw.random() < 0.3 else i % self._simulated}" for i in range(count)]
+        devices = [
+            f"sim:{draw.randint(0, last) if draw.random() < 0.3 else i % self._simulated}"
+            for i in range(count)
+        ]
         owner = draw.choice([None, None, f"sim:{self._simulated - 1}", "cpu"])
         return Topology(kind, tuple(devices), owner if kind == "central" else None)
 
@@ -163,22 +205,44 @@ class _Draw:
         if kind < 9:
             return layers.Linear(draw.random() < 0.8)
         if kind < 13:
-            return layers.Activation(draw.choice(["Tanh", "Sigmoid", "GELU", "SiLU", "Identity"]))
+            return layers.Activation(
+                draw.choice(["Tanh", "Sigmoid", "GELU", "SiLU", "Identity"])
+            )
         if kind < 15:
-            whole_batch = [] if self._is_data_parallel else ["batch", "batch", "batch, mean"]
-            return layers.Norm(draw.choice(["layer", "group", "batch, evaluating", *whole_batch]))
+            whole_batch = (
+                [] if self._is_data_parallel else ["batch", "batch", "batch, mean"]
+            )
+            return layers.Norm(
+                draw.choice(["layer", "group", "batch, evaluating", *whole_batch])
+            )
         if kind < 20:
-            small = [self._again, self._setting, self._count, self._buffer, self._buffer, self._marked, self._marked]
+            small = [
+                self._again,
+                self._setting,
+                self._count,
+                self._buffer,
+                self._buffer,
+                self._marked,
+                self._marked,
+            ]
             return draw.choice([*small, self._varied])()
         if kind < 22:
             return layers.Held(draw.choice(modules.HELD))
         if kind < 25:
-            return layers.Simple(draw.choice(layers.SIMPLE[:-1] if draw.random() < 0.9 else layers.SIMPLE))
+            return layers.Simple(
+                draw.choice(
+                    layers.SIMPLE[:-1] if draw.random() < 0.9 else layers.SIMPLE
+                )
+            )
         if kind < 27:
             return draw.choice([self._parametrized, self._pruned])()
         inner = layers.Linear() if draw.random() < 0.6 else self._layer()
         if kind == 27:
-            ways = modules.WAYS_OF_CALLING if isinstance(inner, layers.Linear) else modules.WAYS_OF_CALLING[:5]
+            ways = (
+                modules.WAYS_OF_CALLING
+                if isinstance(inner, layers.Linear)
+                else modules.WAYS_OF_CALLING[:5]
+            )
             if self._is_data_parallel:  # a checkpoint calls its layer again, in a backward that is after the run
                 ways = [way for way in ways if "checkpoint" not in way]
             if isinstance(inner, layers.Norm) and "batch" in inner.kind:
@@ -188,11 +252,18 @@ class _Draw:
             return layers.Wrapped(inner, draw.choice(ways))
         if kind == 28 and draw.random() < 0.3:
             inside = tuple(self._parts(self._layer, draw.randint(1, 3)))
-            return layers.Nested(inside or (inner,), draw.choice(["sequential", "list", "dict", "list and names"]))
+            return layers.Nested(
+                inside or (inner,),
+                draw.choice(["sequential", "list", "dict", "list and names"]),
+            )
         if kind == 28:
             return layers.Hooked(inner, draw.choice(layers.HOOKS))
         if kind == 29:
-            return layers.Frozen(inner) if draw.random() < 0.5 else layers.Keep(draw.random() < 0.7)
+            return (
+                layers.Frozen(inner)
+                if draw.random() < 0.5
+                else layers.Keep(draw.random() < 0.7)
+            )
         return layers.Odd(draw.choice(list(modules.ODD)))
 
     def _again(self) -> Layer:
@@ -203,15 +274,21 @@ class _Draw:
         return layers.Setting(self._draw.choice(modules.SETTINGS))
 
     def _count(self) -> Layer:
-        return layers.Count(self._draw.choice(modules.COUNTS), self._draw.random() < 0.5)
+        return layers.Count(
+            self._draw.choice(modules.COUNTS), self._draw.random() < 0.5
+        )
 
     def _buffer(self) -> Layer:
-        return layers.Buffer(self._draw.choice(modules.BUFFERS), self._draw.random() < 0.8)
+        return layers.Buffer(
+            self._draw.choice(modules.BUFFERS), self._draw.random() < 0.8
+        )
 
     def _marked(self) -> Layer:
         draw = self._draw
         counts = None if draw.random() < 0.4 else draw.choice(modules.COUNTS)
-        return layers.Marked(draw.choice(marked.PLACES), draw.choice(modules.SETTINGS), counts)
+        return layers.Marked(
+            draw.choice(marked.PLACES), draw.choice(modules.SETTINGS), counts
+        )
 
     def _varied(self) -> Layer:
         return layers.Varied(self._draw.random() < 0.5)
@@ -229,7 +306,9 @@ class _Draw:
         count = draw.choice([1, 1, 1, 2, 2, 3])
         found = self._parts(lambda: self._optimizer(sparse), count) or [Optimizer()]
         return [
-            Optimizer(one.kind, one.foreach, start, len(found), one.groups, one.scheduler)
+            Optimizer(
+                one.kind, one.foreach, start, len(found), one.groups, one.scheduler
+            )
             for start, one in enumerate(found)
         ]
 
@@ -237,16 +316,27 @@ class _Draw:
         draw = self._draw
         if sparse:
             return Optimizer("SGD")
-        kind = draw.choice(optimizers.OF_TORCH if draw.random() < 0.5 else optimizers.KINDS)
+        kind = draw.choice(
+            optimizers.OF_TORCH if draw.random() < 0.5 else optimizers.KINDS
+        )
         kind = "SGD with momentum" if draw.random() < 0.25 else kind
         scheduler = draw.choice(optimizers.SCHEDULERS) if draw.random() < 0.3 else None
         if kind.startswith("around"):
             scheduler = None
-        return Optimizer(kind, draw.choice([None, None, True, False]), 0, 1, draw.choice([1, 1, 2]), scheduler)
+        return Optimizer(
+            kind,
+            draw.choice([None, None, True, False]),
+            0,
+            1,
+            draw.choice([1, 1, 2]),
+            scheduler,
+        )
 
     # The step
 
-    def _loop(self, count: int, scaler: bool) -> tuple[list[Action], list[Action], list[Action]]:
+    def _loop(
+        self, count: int, scaler: bool
+    ) -> tuple[list[Action], list[Action], list[Action]]:
         draw, every = self._draw, self._draw.choice([1, 1, 1, 1, 2, 3])
         clear: list[Action] = [actions.Clear(draw.choice(actions.CLEARINGS), every)]
         back: list[Action] = [self._backward()]
@@ -268,14 +358,32 @@ class _Draw:
             line.insert(draw.randint(0, len(line)), part)
         if self._keeps and "micro=2" not in repr(line):
             line.append(actions.LookAtKept())
-        line = [part for part in line if self._without is None or not self._without.search(repr(part))]
+        line = [
+            part
+            for part in line
+            if self._without is None or not self._without.search(repr(part))
+        ]
         looks = (actions.Look, actions.Peek, actions.LookAtKept)
-        of_rows = (actions.Backward, actions.Kept, actions.UpdateWithClosure, actions.Penalty, *looks)
+        of_rows = (
+            actions.Backward,
+            actions.Kept,
+            actions.UpdateWithClosure,
+            actions.Penalty,
+            *looks,
+        )
         needs = [i for i, part in enumerate(line) if isinstance(part, of_rows)]
         if not needs:
             return [], line, []
         first = draw.choice([0, 0, 0, needs[0]])
-        last = draw.choice([len(line), len(line), len(line), needs[-1] + 1, draw.randint(needs[-1] + 1, len(line))])
+        last = draw.choice(
+            [
+                len(line),
+                len(line),
+                len(line),
+                needs[-1] + 1,
+                draw.randint(needs[-1] + 1, len(line)),
+            ]
+        )
         return line[:first], line[first:last], line[last:]
 
     def _backward(self) -> Action:
@@ -283,14 +391,20 @@ class _Draw:
         if self._keeps and draw.random() < 0.6:
             return actions.Kept(draw.random() < 0.5)
         way = "backward" if draw.random() < 0.7 else draw.choice(actions.WAYS_BACK)
-        if way in ("backward twice", "assign", "add") and (self._sees_calls or self._some_rows):
+        if way in ("backward twice", "assign", "add") and (
+            self._sees_calls or self._some_rows
+        ):
             way = "backward"
         # Then the backward of a batch normalisation may be needed in some replicas only: see docs/features.md.
         if way == "of some" and self._some_rows and self._sees_the_batch:
             way = "backward"
         loss = draw.choice(actions.LOSSES[:3] if self._sees_calls else actions.LOSSES)
         return actions.Backward(
-            loss, way, 1 if self._sees_calls or way in ("assign", "add") else draw.choice([1, 1, 1, 2])
+            loss,
+            way,
+            1
+            if self._sees_calls or way in ("assign", "add")
+            else draw.choice([1, 1, 1, 2]),
         )
 
     def _edit(self) -> Action:
@@ -321,45 +435,86 @@ class _Draw:
             *[lambda: events.WriteGradients(way, index)] * 2,
             lambda: events.GradientReducer(draw.choice(actions.CLIPS)),
             events.AssignGradients,
-            lambda: events.ReplaceState(draw.choice(["clone", "clear", "new entry"]), draw.randint(0, 1)),
+            lambda: events.ReplaceState(
+                draw.choice(["clone", "clear", "new entry"]), draw.randint(0, 1)
+            ),
             events.SaveViews,
             events.WriteViews,
             lambda: events.ReplaceBuffer(
-                draw.choice(["assign", "inference_mode", "registered", "deleted and registered"]), draw.randint(0, 1)
+                draw.choice(
+                    ["assign", "inference_mode", "registered", "deleted and registered"]
+                ),
+                draw.randint(0, 1),
             ),
             *[lambda: events.Change(draw.choice([0.5, 1.0, 1.5]))] * 2,
             events.Reset,
-            lambda: events.Mark(draw.choice(["parameters", "buffers", "unmark", "forget"]), draw.choice([0.5, 2.0])),
-            *[lambda: events.CopyVariables(draw.random() < 0.3)] * ("Varied(" in self._text),
-            lambda: events.NewAttribute(draw.choice(["number", "list", "tensor", "dict", "none"])),
+            lambda: events.Mark(
+                draw.choice(["parameters", "buffers", "unmark", "forget"]),
+                draw.choice([0.5, 2.0]),
+            ),
+            *[lambda: events.CopyVariables(draw.random() < 0.3)]
+            * ("Varied(" in self._text),
+            lambda: events.NewAttribute(
+                draw.choice(["number", "list", "tensor", "dict", "none"])
+            ),
             lambda: events.Freeze(index, draw.random() < 0.5),
             lambda: events.Mode(draw.random() < 0.5, draw.choice([None, 0, 1])),
             lambda: events.SwapLayer(draw.randint(0, 1)),
             lambda: events.AddLayer(draw.random() < 0.5),
             lambda: events.NewParameter(draw.randint(0, 1)),
             events.NewOptimizers,
-            *[lambda: events.Save(draw.choice(["deepcopy", "torch.save", "pickle", "alive"]))] * 2,
-            *[lambda: events.Load(draw.choice(["both", "model", "optimizers"]), draw.random() < 0.3)] * 2,
-            lambda: events.Copy(draw.choice(["deepcopy", "pickle"]), draw.random() < 0.5),
+            *[
+                lambda: events.Save(
+                    draw.choice(["deepcopy", "torch.save", "pickle", "alive"])
+                )
+            ]
+            * 2,
+            *[
+                lambda: events.Load(
+                    draw.choice(["both", "model", "optimizers"]), draw.random() < 0.3
+                )
+            ]
+            * 2,
+            lambda: events.Copy(
+                draw.choice(["deepcopy", "pickle"]), draw.random() < 0.5
+            ),
             lambda: events.CopyBoth(draw.choice(["deepcopy", "pickle"])),
-            lambda: events.Rate(*draw.choice([("lr", 0.02), ("weight_decay", 0.1), ("momentum", 0.5)])),
+            lambda: events.Rate(
+                *draw.choice([("lr", 0.02), ("weight_decay", 0.1), ("momentum", 0.5)])
+            ),
             events.ScheduleOutside,
             lambda: events.Regroup(
-                draw.choice(["remove", "reverse", "reverse groups", "new list", "split"]), draw.randint(0, 1)
+                draw.choice(
+                    ["remove", "reverse", "reverse groups", "new list", "split"]
+                ),
+                draw.randint(0, 1),
             ),
             lambda: events.ClearOutside(draw.random() < 0.5),
             *[lambda: events.UpdateOutside(draw.randint(0, 1))] * 2,
             events.TrainOutside,
             *[self._evaluation] * 3,
-            *[lambda: events.Teach(draw.choice(["data", "copy", "no_grad", "foreach"]))] * 2,
+            *[lambda: events.Teach(draw.choice(["data", "copy", "no_grad", "foreach"]))]
+            * 2,
             events.Average,
-            lambda: events.Hook(draw.choice(events.HOOKS[:4] if self._repeats else events.HOOKS), draw.randint(0, 1)),
-            *[lambda: events.UpdateHook(draw.choice(events.UPDATE_HOOKS), draw.randint(0, 1))] * 2,
+            lambda: events.Hook(
+                draw.choice(events.HOOKS[:4] if self._repeats else events.HOOKS),
+                draw.randint(0, 1),
+            ),
+            *[
+                lambda: events.UpdateHook(
+                    draw.choice(events.UPDATE_HOOKS), draw.randint(0, 1)
+                )
+            ]
+            * 2,
             lambda: events.Parametrize(draw.random() < 0.5, draw.randint(0, 1)),
             lambda: events.Prune(draw.random() < 0.4),
             events.RemoveWeightNorm,
-            lambda: events.Move(draw.choice(["to", "double", "there and back", "apply"])),
-            lambda: events.Failing(self._may_fail_late and draw.random() < 0.5, draw.random() < 0.5),
+            lambda: events.Move(
+                draw.choice(["to", "double", "there and back", "apply"])
+            ),
+            lambda: events.Failing(
+                self._may_fail_late and draw.random() < 0.5, draw.random() < 0.5
+            ),
         ]
         return draw.choice(make)()
 
@@ -367,5 +522,8 @@ class _Draw:
         draw = self._draw
         mode = draw.choice(["no_grad", "inference_mode", "grad"])
         return events.Evaluate(
-            draw.randint(2 if self._sees_the_batch else 1, 6), mode, draw.random() < 0.4, draw.random() < 0.6
+            draw.randint(2 if self._sees_the_batch else 1, 6),
+            mode,
+            draw.random() < 0.4,
+            draw.random() < 0.6,
         )

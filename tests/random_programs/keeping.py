@@ -26,7 +26,9 @@ class Keeper:
 
     def hook(self, module: nn.Module, args: Any, output: torch.Tensor) -> None:
         """Keeps the output."""
-        self.was_called = True  # no count: replicas with one row more may call a module once more
+        self.was_called = (
+            True  # no count: replicas with one row more may call a module once more
+        )
         self.last = output
         self.seen["last"] = output
 
@@ -80,7 +82,9 @@ def _deque(module: nn.Module) -> Read:
 
 def _list_of_lists(module: nn.Module) -> Read:
     kept: list[list[Any]] = [[], []]
-    module.register_forward_hook(lambda module, args, output, own=kept[1]: own.append(output))
+    module.register_forward_hook(
+        lambda module, args, output, own=kept[1]: own.append(output)
+    )
 
     def newest() -> Any:
         # Earlier ones go, too: a replica may have had as many rows then as the whole batch has now.
@@ -127,7 +131,11 @@ KEEPERS: dict[str, Callable[[nn.Module], Read]] = {
 
 def read_of(module: nn.Module) -> list[Read]:
     """Takes from the modules of a model the functions that read what their hooks keep."""
-    return [vars(part).pop("kept_read") for part in module.modules() if "kept_read" in vars(part)]
+    return [
+        vars(part).pop("kept_read")
+        for part in module.modules()
+        if "kept_read" in vars(part)
+    ]
 
 
 def kept_rows(reads: list[Read], outputs: torch.Tensor) -> torch.Tensor:

@@ -52,7 +52,9 @@ class Norm(Layer):
             return nn.GroupNorm(1, width, eps=0.1)
         if self.kind == "batch, evaluating":
             return modules.Evaluating(width, eps=0.1)
-        return torchstrategy.nn.SyncBatchNorm(width, eps=0.1, momentum=None if "mean" in self.kind else 0.1)
+        return torchstrategy.nn.SyncBatchNorm(
+            width, eps=0.1, momentum=None if "mean" in self.kind else 0.1
+        )
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,11 @@ class Tied(Layer):
 
     def build(self, width: int, so_far: list[nn.Module]) -> nn.Module:
         layer = filled(nn.Linear(width, width), len(so_far))
-        linear = [module for module in so_far if type(module) is nn.Linear and "weight" in module._parameters]
+        linear = [
+            module
+            for module in so_far
+            if type(module) is nn.Linear and "weight" in module._parameters
+        ]
         if linear:
             layer.weight = linear[self.index % len(linear)].weight
         return layer
@@ -177,16 +183,24 @@ def _with_vectors(module: nn.Module) -> nn.Module:
     """Buffers of spectral normalisation that no generator draws."""
     for name, buffer in module.named_buffers():
         if name.endswith(("_u", "_v")):
-            buffer.data.copy_(nn.functional.normalize(modules.numbers(buffer.shape, 2), dim=0))
+            buffer.data.copy_(
+                nn.functional.normalize(modules.numbers(buffer.shape, 2), dim=0)
+            )
     return module
 
 
 _PARAMETRIZED: dict[str, Any] = {
     "weight norm": parametrizations.weight_norm,
-    "orthogonal": lambda m: parametrizations.orthogonal(m, orthogonal_map="cayley", use_trivialization=False),
+    "orthogonal": lambda m: parametrizations.orthogonal(
+        m, orthogonal_map="cayley", use_trivialization=False
+    ),
     "spectral norm": lambda m: _with_vectors(parametrizations.spectral_norm(m)),
-    "of one's own": lambda m: parametrize.register_parametrization(m, "weight", modules.Half()),
-    "two": lambda m: parametrize.register_parametrization(parametrizations.weight_norm(m), "bias", modules.Half()),
+    "of one's own": lambda m: parametrize.register_parametrization(
+        m, "weight", modules.Half()
+    ),
+    "two": lambda m: parametrize.register_parametrization(
+        parametrizations.weight_norm(m), "bias", modules.Half()
+    ),
     "old weight norm": nn.utils.weight_norm,
     "old spectral norm": lambda m: _with_vectors(nn.utils.spectral_norm(m)),
 }
@@ -211,7 +225,9 @@ class Pruned(Layer):
             return prune.l1_unstructured(layer, "weight", 0.3)
         if self.kind == "structured":
             return prune.ln_structured(layer, "weight", 1, n=2, dim=0)
-        return prune.custom_from_mask(layer, "bias", (torch.arange(width) % 2 == 0).to(layer.bias))
+        return prune.custom_from_mask(
+            layer, "bias", (torch.arange(width) % 2 == 0).to(layer.bias)
+        )
 
 
 @dataclass(frozen=True)
@@ -234,7 +250,11 @@ class Nested(Layer):
         inside: list[nn.Module] = []
         for layer in self.layers:
             inside.append(layer.build(width, [*so_far, *inside]))
-        return nn.Sequential(*inside) if self.kind == "sequential" else modules.InContainer(self.kind, inside)
+        return (
+            nn.Sequential(*inside)
+            if self.kind == "sequential"
+            else modules.InContainer(self.kind, inside)
+        )
 
 
 @dataclass(frozen=True)
@@ -281,8 +301,12 @@ _HOOKS: dict[str, Any] = {
     "backward": lambda m: m.register_full_backward_hook(_backward_hook),
     "on the output": lambda m: m.register_forward_hook(_gradient_hook),
     "halving parameters": lambda m: [p.register_hook(_half) for p in m.parameters()],
-    "clamping parameters": lambda m: [p.register_hook(_clamped) for p in m.parameters()],
-    "after accumulation": lambda m: [p.register_post_accumulate_grad_hook(_halved_after) for p in m.parameters()],
+    "clamping parameters": lambda m: [
+        p.register_hook(_clamped) for p in m.parameters()
+    ],
+    "after accumulation": lambda m: [
+        p.register_post_accumulate_grad_hook(_halved_after) for p in m.parameters()
+    ],
 }
 HOOKS = list(_HOOKS)
 

@@ -25,7 +25,9 @@ class Marked(nn.Module):
         width: Of its rows.
     """
 
-    def __init__(self, place: str, setting: str, counts: str | None, width: int) -> None:
+    def __init__(
+        self, place: str, setting: str, counts: str | None, width: int
+    ) -> None:
         super().__init__()
         self.place, self.setting, self.counts = place, setting, counts
         self.weight = filled(nn.Linear(width, width)).weight
@@ -37,12 +39,16 @@ class Marked(nn.Module):
 
     def tensor(self) -> Any:
         """The tensor that has the attributes."""
-        return self.table["deep"][0] if self.place == "deep" else getattr(self, self.place)
+        return (
+            self.table["deep"][0] if self.place == "deep" else getattr(self, self.place)
+        )
 
     def change(self, value: float) -> None:
         """What a user does between steps."""
         tensor = self.tensor()
-        tensor.gain = changed(self.setting, getattr(tensor, "gain", new_setting(self.setting)), value)
+        tensor.gain = changed(
+            self.setting, getattr(tensor, "gain", new_setting(self.setting)), value
+        )
 
     def reset(self) -> None:
         """What a user does after an epoch."""
@@ -55,11 +61,16 @@ class Marked(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         tensor = self.tensor()
-        gain = read_setting(self.setting, tensor.gain) if hasattr(tensor, "gain") else 0.5
+        gain = (
+            read_setting(self.setting, tensor.gain) if hasattr(tensor, "gain") else 0.5
+        )
         if self.counts is not None and self.training and hasattr(tensor, "seen"):
             count(self.counts, tensor, x.shape[1])
         gain = gain.to(x.device) if isinstance(gain, torch.Tensor) else gain
-        shifts = sum(shift.to(x.device) for shift in (self.shift, self.kept, self.table["deep"][0]))
+        shifts = sum(
+            shift.to(x.device)
+            for shift in (self.shift, self.kept, self.table["deep"][0])
+        )
         return nn.functional.linear(x, self.weight) * gain + shifts
 
 

@@ -30,7 +30,9 @@ def filled(module: nn.Module, start: int = 1) -> nn.Module:
 def numbers(shape: Any, start: float) -> torch.Tensor:
     """Numbers between -0.6 and 0.6 in no order."""
     count = torch.Size(shape).numel()
-    return (torch.arange(count, dtype=torch.float64) * 1.7 + start * 0.61).sin().reshape(shape) * 0.6
+    return (
+        torch.arange(count, dtype=torch.float64) * 1.7 + start * 0.61
+    ).sin().reshape(shape) * 0.6
 
 
 class Point:
@@ -50,30 +52,72 @@ def _one() -> float:
 
 
 # How a setting is kept, how it is read, and how it is changed between steps.
-_SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], Callable[[Any, float], Any]]] = {
+_SETTINGS: dict[
+    str, tuple[Callable[[], Any], Callable[[Any], Any], Callable[[Any, float], Any]]
+] = {
     "number": (lambda: 1.0, lambda s: s, lambda s, v: v),
     "tuple": (lambda: (1.0, "a"), lambda s: s[0], lambda s, v: (v, "b")),
-    "list": (lambda: [0, 1.0], lambda s: s[1], lambda s, v: _kept(s, s.__setitem__(1, v))),
-    "dict": (lambda: {"scale": 1.0}, lambda s: s["scale"], lambda s, v: _kept(s, s.update(scale=v))),
-    "dict in a dict": (lambda: {"in": {"k": 1.0}}, lambda s: s["in"]["k"], lambda s, v: _kept(s, s["in"].update(k=v))),
-    "list in a list": (lambda: [0, [1.0]], lambda s: s[1][0], lambda s, v: _kept(s, s[1].__setitem__(0, v))),
-    "dict in a tuple": (lambda: ({"k": 1.0},), lambda s: s[0]["k"], lambda s, v: _kept(s, s[0].update(k=v))),
+    "list": (
+        lambda: [0, 1.0],
+        lambda s: s[1],
+        lambda s, v: _kept(s, s.__setitem__(1, v)),
+    ),
+    "dict": (
+        lambda: {"scale": 1.0},
+        lambda s: s["scale"],
+        lambda s, v: _kept(s, s.update(scale=v)),
+    ),
+    "dict in a dict": (
+        lambda: {"in": {"k": 1.0}},
+        lambda s: s["in"]["k"],
+        lambda s, v: _kept(s, s["in"].update(k=v)),
+    ),
+    "list in a list": (
+        lambda: [0, [1.0]],
+        lambda s: s[1][0],
+        lambda s, v: _kept(s, s[1].__setitem__(0, v)),
+    ),
+    "dict in a tuple": (
+        lambda: ({"k": 1.0},),
+        lambda s: s[0]["k"],
+        lambda s, v: _kept(s, s[0].update(k=v)),
+    ),
     "object in a dict": (
         lambda: {"p": Point(1.0)},
         lambda s: s["p"].scale,
         lambda s, v: _kept(s, setattr(s["p"], "scale", v)),
     ),
-    "object": (lambda: Point(1.0), lambda s: s.scale, lambda s, v: _kept(s, setattr(s, "scale", v))),
-    "namespace": (lambda: types.SimpleNamespace(k=1.0), lambda s: s.k, lambda s, v: _kept(s, setattr(s, "k", v))),
+    "object": (
+        lambda: Point(1.0),
+        lambda s: s.scale,
+        lambda s, v: _kept(s, setattr(s, "scale", v)),
+    ),
+    "namespace": (
+        lambda: types.SimpleNamespace(k=1.0),
+        lambda s: s.k,
+        lambda s, v: _kept(s, setattr(s, "k", v)),
+    ),
     "tensor": (lambda: torch.ones(()), lambda s: s, lambda s, v: s.fill_(v)),
-    "tensor in a dict": (lambda: {"t": torch.ones(2)}, lambda s: s["t"][0], lambda s, v: _kept(s, s["t"].fill_(v))),
-    "array": (lambda: numpy.ones(2), lambda s: float(s[1]), lambda s, v: _kept(s, s.fill(v))),
+    "tensor in a dict": (
+        lambda: {"t": torch.ones(2)},
+        lambda s: s["t"][0],
+        lambda s, v: _kept(s, s["t"].fill_(v)),
+    ),
+    "array": (
+        lambda: numpy.ones(2),
+        lambda s: float(s[1]),
+        lambda s, v: _kept(s, s.fill(v)),
+    ),
     "default dict": (
         lambda: collections.defaultdict(_one, {"other": 2.0}),
         lambda s: s["k"],
         lambda s, v: _kept(s, s.__setitem__("k", v)),
     ),
-    "deque": (lambda: collections.deque([1.0], 2), lambda s: s[-1], lambda s, v: _kept(s, s.append(v))),
+    "deque": (
+        lambda: collections.deque([1.0], 2),
+        lambda s: s[-1],
+        lambda s, v: _kept(s, s.append(v)),
+    ),
     "large dict": (
         lambda: {"scale": 1.0, **{f"w{i}": i for i in range(1200)}},
         lambda s: s["scale"],
@@ -89,8 +133,16 @@ _SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], Callable[[An
         lambda s: s[-1][0],
         lambda s, v: _kept(s, s.append((v, "new"))),
     ),
-    "large list that is replaced": (lambda: [1.0] * 1200, lambda s: s[3], lambda s, v: [v] * 1200),
-    "function": (lambda: partial(float, 1.0), lambda s: s(), lambda s, v: partial(float, v)),
+    "large list that is replaced": (
+        lambda: [1.0] * 1200,
+        lambda s: s[3],
+        lambda s, v: [v] * 1200,
+    ),
+    "function": (
+        lambda: partial(float, 1.0),
+        lambda s: s(),
+        lambda s, v: partial(float, v),
+    ),
 }
 SETTINGS = list(_SETTINGS)
 
@@ -301,7 +353,9 @@ def _masked(m: Any, x: torch.Tensor) -> None:
     m.buffer.logical_not_()
 
 
-_BUFFERS: dict[str, tuple[Callable[[int], Any], Callable[[Any, torch.Tensor], None]]] = {
+_BUFFERS: dict[
+    str, tuple[Callable[[int], Any], Callable[[Any, torch.Tensor], None]]
+] = {
     "constant": (lambda w: torch.ones(w), _nothing),
     "counter": (lambda w: torch.zeros((), dtype=torch.long), _counted),
     "counter, anew": (lambda w: torch.zeros((), dtype=torch.long), _counted_anew),
@@ -326,7 +380,11 @@ class Buffered(nn.Module):
     def __init__(self, kind: str, width: int, persistent: bool) -> None:
         super().__init__()
         self.kind = kind
-        self.shares_memory = kind in ("expanded", "view of another", "transposed")  # until it is moved
+        self.shares_memory = kind in (
+            "expanded",
+            "view of another",
+            "transposed",
+        )  # until it is moved
         self.weight = nn.Parameter(torch.full((width,), 0.75))
         self.register_buffer("buffer", _BUFFERS[kind][0](width), persistent)
 
@@ -420,7 +478,16 @@ class Held(nn.Module):
         return self.inner(x) + self.inner.parents[0]._product(x)
 
 
-HELD = ["dict", "list", "tuple", "bound method", "partial", "list of modules", "dict of modules", "parent in a list"]
+HELD = [
+    "dict",
+    "list",
+    "tuple",
+    "bound method",
+    "partial",
+    "list of modules",
+    "dict of modules",
+    "parent in a list",
+]
 HELD += ["own method", "object"]
 
 
@@ -430,10 +497,16 @@ class Lists(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
         self.scales = nn.ParameterList([torch.ones(width), torch.full((width,), 0.5)])
-        self.shifts = nn.ParameterDict({"a": torch.zeros(width), "b": torch.ones(width)})
+        self.shifts = nn.ParameterDict(
+            {"a": torch.zeros(width), "b": torch.ones(width)}
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * self.scales[0] * (1 + self.scales[1]) + self.shifts["a"] + self.shifts["b"]
+        return (
+            x * self.scales[0] * (1 + self.scales[1])
+            + self.shifts["a"]
+            + self.shifts["b"]
+        )
 
 
 class Scalar(nn.Module):
@@ -455,7 +528,11 @@ class Recurrent(nn.Module):
 
     def __init__(self, kind: str, width: int) -> None:
         super().__init__()
-        self.inner = filled({"lstm": nn.LSTM, "gru": nn.GRU, "rnn": nn.RNN}[kind](width, width, batch_first=True))
+        self.inner = filled(
+            {"lstm": nn.LSTM, "gru": nn.GRU, "rnn": nn.RNN}[kind](
+                width, width, batch_first=True
+            )
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.inner(torch.stack([x, x * 0.5], 1))[0][:, -1]
@@ -508,11 +585,19 @@ class Wrapped(nn.Module):
         if self.way == "checkpoint":
             return checkpoint(self.inner, x, use_reentrant=False)
         if self.way == "reentrant checkpoint":
-            return checkpoint(self.inner, x, use_reentrant=True) if x.requires_grad else self.inner(x)
+            return (
+                checkpoint(self.inner, x, use_reentrant=True)
+                if x.requires_grad
+                else self.inner(x)
+            )
         if self.way == "functional call":
-            return torch.func.functional_call(self.inner, dict(self.inner.named_parameters()), (x,))
+            return torch.func.functional_call(
+                self.inner, dict(self.inner.named_parameters()), (x,)
+            )
         if self.way == "saved tensors hooks":
-            with torch.autograd.graph.saved_tensors_hooks(lambda t: t * 2, lambda t: t / 2):
+            with torch.autograd.graph.saved_tensors_hooks(
+                lambda t: t * 2, lambda t: t / 2
+            ):
                 return self.inner(x)
         if self.way == "by parts":
             return torch.cat([self.inner(part) for part in x.split(2)])
@@ -520,7 +605,13 @@ class Wrapped(nn.Module):
         return torch.func.vmap(self.inner)(x)
 
 
-WAYS_OF_CALLING = ["residual", "checkpoint", "reentrant checkpoint", "functional call", "saved tensors hooks"]
+WAYS_OF_CALLING = [
+    "residual",
+    "checkpoint",
+    "reentrant checkpoint",
+    "functional call",
+    "saved tensors hooks",
+]
 WAYS_OF_CALLING += ["by parts", "vmap"]
 
 
@@ -531,7 +622,9 @@ class InContainer(nn.Module):
         super().__init__()
         self.kind = kind
         if kind == "dict":
-            self.inside: Any = nn.ModuleDict({f"layer{i}": module for i, module in enumerate(inside)})
+            self.inside: Any = nn.ModuleDict(
+                {f"layer{i}": module for i, module in enumerate(inside)}
+            )
         else:
             self.inside = nn.ModuleList(inside)
         if kind == "list and names":
@@ -539,9 +632,10 @@ class InContainer(nn.Module):
             self.order = {"again": inside}
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        inside = {"dict": lambda: self.inside.values(), "list": lambda: self.inside}.get(
-            self.kind, lambda: self.order["again"]
-        )
+        inside = {
+            "dict": lambda: self.inside.values(),
+            "list": lambda: self.inside,
+        }.get(self.kind, lambda: self.order["again"])
         for module in inside():
             x = module(x)
         return x

@@ -15,7 +15,9 @@ class Handwritten(torch.optim.Optimizer):
 
     steps = 0  # since it was made or copied
 
-    def __init__(self, parameters: Any, lr: float = 0.05, way: str = "data.add_") -> None:
+    def __init__(
+        self, parameters: Any, lr: float = 0.05, way: str = "data.add_"
+    ) -> None:
         super().__init__(parameters, {"lr": lr, "way": way})
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -55,7 +57,9 @@ def _by_view(p: torch.Tensor, change: torch.Tensor, state: dict[str, Any]) -> No
     state["view"].add_(change.reshape(-1))
 
 
-def _state_by_data(p: torch.Tensor, change: torch.Tensor, state: dict[str, Any]) -> None:
+def _state_by_data(
+    p: torch.Tensor, change: torch.Tensor, state: dict[str, Any]
+) -> None:
     state["average"].data.mul_(0.9)
     p.data.add_(change)
 
@@ -91,8 +95,15 @@ class Around(torch.optim.Optimizer):
 
     def __init__(self, inner: torch.optim.Optimizer) -> None:
         self.inner, self.count = inner, 0
-        self.param_groups, self.state, self.defaults = inner.param_groups, inner.state, inner.defaults
-        self.slow = [[p.detach().clone() for p in group["params"]] for group in inner.param_groups]
+        self.param_groups, self.state, self.defaults = (
+            inner.param_groups,
+            inner.state,
+            inner.defaults,
+        )
+        self.slow = [
+            [p.detach().clone() for p in group["params"]]
+            for group in inner.param_groups
+        ]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.inner.zero_grad(set_to_none)
@@ -113,38 +124,61 @@ class Around(torch.optim.Optimizer):
 _SMOOTH = {"eps": 1e-3}
 _MADE: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "SGD": lambda ps, **kw: torch.optim.SGD(ps, lr=0.1, **kw),
-    "SGD with momentum": lambda ps, **kw: torch.optim.SGD(ps, lr=0.1, momentum=0.9, **kw),
-    "SGD, nesterov": lambda ps, **kw: torch.optim.SGD(ps, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1, **kw),
-    "SGD, dampened, maximize": lambda ps, **kw: torch.optim.SGD(ps, 0.01, 0.9, 0.1, maximize=True, **kw),
+    "SGD with momentum": lambda ps, **kw: torch.optim.SGD(
+        ps, lr=0.1, momentum=0.9, **kw
+    ),
+    "SGD, nesterov": lambda ps, **kw: torch.optim.SGD(
+        ps, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1, **kw
+    ),
+    "SGD, dampened, maximize": lambda ps, **kw: torch.optim.SGD(
+        ps, 0.01, 0.9, 0.1, maximize=True, **kw
+    ),
     "Adam": lambda ps, **kw: torch.optim.Adam(ps, lr=0.05, **_SMOOTH, **kw),
-    "Adam, amsgrad": lambda ps, **kw: torch.optim.Adam(ps, lr=0.05, amsgrad=True, **_SMOOTH, **kw),
+    "Adam, amsgrad": lambda ps, **kw: torch.optim.Adam(
+        ps, lr=0.05, amsgrad=True, **_SMOOTH, **kw
+    ),
     "AdamW": lambda ps, **kw: torch.optim.AdamW(ps, lr=0.05, **_SMOOTH, **kw),
-    "Adam, capturable rate": lambda ps, **kw: torch.optim.Adam(ps, lr=torch.tensor(0.05), **_SMOOTH),
+    "Adam, capturable rate": lambda ps, **kw: torch.optim.Adam(
+        ps, lr=torch.tensor(0.05), **_SMOOTH
+    ),
     "Adagrad": lambda ps, **kw: torch.optim.Adagrad(ps, lr=0.05, **_SMOOTH, **kw),
-    "RMSprop": lambda ps, **kw: torch.optim.RMSprop(ps, lr=0.01, momentum=0.5, centered=True, **_SMOOTH, **kw),
+    "RMSprop": lambda ps, **kw: torch.optim.RMSprop(
+        ps, lr=0.01, momentum=0.5, centered=True, **_SMOOTH, **kw
+    ),
     "Adadelta": lambda ps, **kw: torch.optim.Adadelta(ps, **_SMOOTH, **kw),
     "Adamax": lambda ps, **kw: torch.optim.Adamax(ps, lr=0.01, **_SMOOTH, **kw),
     "NAdam": lambda ps, **kw: torch.optim.NAdam(ps, lr=0.01, **_SMOOTH, **kw),
     "RAdam": lambda ps, **kw: torch.optim.RAdam(ps, lr=0.01, **_SMOOTH, **kw),
     "ASGD": lambda ps, **kw: torch.optim.ASGD(ps, lr=0.05, t0=2, **kw),
-    "Adafactor": lambda ps, **kw: torch.optim.Adafactor(ps, lr=0.01, eps=(1e-3, 1e-3), **kw),
+    "Adafactor": lambda ps, **kw: torch.optim.Adafactor(
+        ps, lr=0.01, eps=(1e-3, 1e-3), **kw
+    ),
     **{way: lambda ps, way=way, **kw: Handwritten(ps, way=way) for way in UPDATES},
     "around SGD": lambda ps, **kw: Around(torch.optim.SGD(ps, lr=0.1, momentum=0.9)),
     "around one's own": lambda ps, **kw: Around(Handwritten(ps)),
 }
 KINDS = list(_MADE)
-OF_TORCH = [kind for kind in KINDS if kind not in UPDATES and not kind.startswith("around")]
+OF_TORCH = [
+    kind for kind in KINDS if kind not in UPDATES and not kind.startswith("around")
+]
 
 _SCHEDULERS: dict[str, Callable[[Any], Any]] = {
     "StepLR": lambda o: torch.optim.lr_scheduler.StepLR(o, 2, 0.5),
     "ExponentialLR": lambda o: torch.optim.lr_scheduler.ExponentialLR(o, 0.9),
-    "LambdaLR": lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda step: 1 / (1 + step)),
+    "LambdaLR": lambda o: torch.optim.lr_scheduler.LambdaLR(
+        o, lambda step: 1 / (1 + step)
+    ),
     "CosineAnnealingLR": lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 5),
-    "OneCycleLR": lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 0.1, total_steps=40, cycle_momentum=False),
+    "OneCycleLR": lambda o: torch.optim.lr_scheduler.OneCycleLR(
+        o, 0.1, total_steps=40, cycle_momentum=False
+    ),
     "LinearLR": lambda o: torch.optim.lr_scheduler.LinearLR(o, total_iters=3),
     "SequentialLR": lambda o: torch.optim.lr_scheduler.SequentialLR(
         o,
-        [torch.optim.lr_scheduler.LinearLR(o, total_iters=2), torch.optim.lr_scheduler.ExponentialLR(o, 0.9)],
+        [
+            torch.optim.lr_scheduler.LinearLR(o, total_iters=2),
+            torch.optim.lr_scheduler.ExponentialLR(o, 0.9),
+        ],
         milestones=[2],
     ),
 }
@@ -179,4 +213,6 @@ class Optimizer:
 
     def schedule(self, optimizer: torch.optim.Optimizer) -> Any:
         """Its learning-rate scheduler."""
-        return None if self.scheduler is None else _SCHEDULERS[self.scheduler](optimizer)
+        return (
+            None if self.scheduler is None else _SCHEDULERS[self.scheduler](optimizer)
+        )

@@ -60,17 +60,31 @@ class Program:
         for name in _LISTS:
             found = getattr(self, name)
             if found:
-                lines += [f"    {name}=(", *(f"        {part!r}," for part in found), "    ),"]
-        lines.append(f"    batches={self.batches!r}, width={self.width!r}, reach={self.reach!r},")
-        lines.append(f"    made_in_scope={self.made_in_scope}, teacher={self.teacher}, scaler={self.scaler},")
+                lines += [
+                    f"    {name}=(",
+                    *(f"        {part!r}," for part in found),
+                    "    ),",
+                ]
+        lines.append(
+            f"    batches={self.batches!r}, width={self.width!r}, reach={self.reach!r},"
+        )
+        lines.append(
+            f"    made_in_scope={self.made_in_scope}, teacher={self.teacher}, scaler={self.scaler},"
+        )
         return "\n".join(["Program(", *lines, ")"])
 
 
 def parsed(text: str) -> Program:
     """The program that prints as `text`."""
-    names: dict[str, Any] = {"Program": Program, "Topology": Topology, "Optimizer": Optimizer}
+    names: dict[str, Any] = {
+        "Program": Program,
+        "Topology": Topology,
+        "Optimizer": Optimizer,
+    }
     for module in (layers, actions, events):
-        names.update({name: value for name, value in vars(module).items() if is_dataclass(value)})
+        names.update(
+            {name: value for name, value in vars(module).items() if is_dataclass(value)}
+        )
     program = eval(text, names)
     assert isinstance(program, Program)
     return program

@@ -13,7 +13,9 @@ from .topologies import Topology
 from .trials import Outcome, judged
 
 
-def shrunk(program: Program, outcome: Outcome, most: int = 400) -> tuple[Program, Outcome]:
+def shrunk(
+    program: Program, outcome: Outcome, most: int = 400
+) -> tuple[Program, Outcome]:
     """Takes away whatever is not needed for an outcome of the same kind; `most`: trials."""
     trials = 0
     found = True
@@ -58,28 +60,55 @@ def _with_fewer_batches(program: Program) -> Iterator[Program]:
 
 def _with_simpler_parts(program: Program) -> Iterator[Program]:
     for i, layer in enumerate(program.layers):
-        simpler: list[Layer] = [layer.layer] if isinstance(layer, (Wrapped, Hooked, Keeping)) else []
+        simpler: list[Layer] = (
+            [layer.layer] if isinstance(layer, (Wrapped, Hooked, Keeping)) else []
+        )
         simpler += layer.layers if isinstance(layer, Nested) else ()
         simpler += [Linear()] if not isinstance(layer, Linear) else []
         for other in simpler:
-            yield replace(program, layers=(*program.layers[:i], other, *program.layers[i + 1 :]))
+            yield replace(
+                program, layers=(*program.layers[:i], other, *program.layers[i + 1 :])
+            )
     for i, optimizer in enumerate(program.optimizers):
-        for other in (Optimizer(), replace(optimizer, scheduler=None, groups=1, foreach=None), _whole(optimizer)):
+        for other in (
+            Optimizer(),
+            replace(optimizer, scheduler=None, groups=1, foreach=None),
+            _whole(optimizer),
+        ):
             if other != optimizer:
-                yield replace(program, optimizers=(*program.optimizers[:i], other, *program.optimizers[i + 1 :]))
+                yield replace(
+                    program,
+                    optimizers=(
+                        *program.optimizers[:i],
+                        other,
+                        *program.optimizers[i + 1 :],
+                    ),
+                )
     for i, action in enumerate(program.step):
         if isinstance(action, OnSideStream):
-            yield replace(program, step=(*program.step[:i], *action.actions, *program.step[i + 1 :]))
+            yield replace(
+                program,
+                step=(*program.step[:i], *action.actions, *program.step[i + 1 :]),
+            )
             for j in range(len(action.actions)):
-                fewer = replace(action, actions=action.actions[:j] + action.actions[j + 1 :])
-                yield replace(program, step=(*program.step[:i], fewer, *program.step[i + 1 :]))
+                fewer = replace(
+                    action, actions=action.actions[:j] + action.actions[j + 1 :]
+                )
+                yield replace(
+                    program, step=(*program.step[:i], fewer, *program.step[i + 1 :])
+                )
     if program.then:
         yield replace(program, step=program.step + program.then, then=())
     if program.after:
         yield replace(program, step=program.step + program.after, after=())
     if program.before:
         yield replace(program, step=program.before + program.step, before=())
-    simplest: dict[str, object] = {"reach": "closure", "made_in_scope": True, "teacher": False, "scaler": False}
+    simplest: dict[str, object] = {
+        "reach": "closure",
+        "made_in_scope": True,
+        "teacher": False,
+        "scaler": False,
+    }
     for name, value in {**simplest, "width": 2}.items():
         if getattr(program, name) != value:
             yield replace(program, **{name: value})  # type: ignore[arg-type]

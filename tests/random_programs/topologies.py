@@ -8,7 +8,9 @@ from dataclasses import dataclass
 import torchstrategy
 
 _KINDS: dict[str, Callable[[list[str], str], torchstrategy.Strategy]] = {
-    "central": lambda devices, owner: torchstrategy.CentralStorageStrategy(devices, owner),
+    "central": lambda devices, owner: torchstrategy.CentralStorageStrategy(
+        devices, owner
+    ),
     "mirrored": lambda devices, owner: torchstrategy.MirroredStrategy(devices),
     "mirrored, hierarchical": lambda devices, owner: torchstrategy.MirroredStrategy(
         devices, torchstrategy.HierarchicalCopyAllReduce()
@@ -21,7 +23,9 @@ _KINDS: dict[str, Callable[[list[str], str], torchstrategy.Strategy]] = {
 STRATEGIES = list(_KINDS)
 DATA_PARALLEL = "data parallel"
 WORKERS = "workers"  # in several processes, each of which runs the program
-_KINDS[WORKERS] = lambda devices, owner: torchstrategy.MultiWorkerMirroredStrategy(devices=devices)
+_KINDS[WORKERS] = lambda devices, owner: torchstrategy.MultiWorkerMirroredStrategy(
+    devices=devices
+)
 
 
 @dataclass(frozen=True)

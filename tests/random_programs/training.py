@@ -72,14 +72,18 @@ class Place(Protocol):
 class Training(Hands):
     """A program under way: what its step works on, and what its user has beside it."""
 
-    def __init__(self, place: Place, model: nn.Module, kinds: tuple[Optimizer, ...]) -> None:
+    def __init__(
+        self, place: Place, model: nn.Module, kinds: tuple[Optimizer, ...]
+    ) -> None:
         super().__init__(model, [], [])
         self.place = place
         self.kinds = kinds
         self.views: list[torch.Tensor] = []  # that were saved
         self.states: list[dict[str, Any]] = []  # of models, that were saved
         self.optimizer_states: list[list[dict[str, Any]]] = []
-        self.others: list[nn.Module] = []  # that the user has beside the model, and compares at the end
+        self.others: list[
+            nn.Module
+        ] = []  # that the user has beside the model, and compares at the end
         self.hooks: list[Any] = []
         self.averaged: Any = None
         self.trainer: Any = None  # whose method the step is
@@ -104,5 +108,8 @@ class Training(Hands):
 
     def schedule(self) -> None:
         """New schedulers, of the optimizers that there are."""
-        made = (kind.schedule(optimizer) for kind, optimizer in zip(self.kinds, self.optimizers, strict=True))
+        made = (
+            kind.schedule(optimizer)
+            for kind, optimizer in zip(self.kinds, self.optimizers, strict=True)
+        )
         self.schedulers = [scheduler for scheduler in made if scheduler is not None]

@@ -53,7 +53,11 @@ def judged(program: Program) -> Outcome:
             outcome = _judged(program)
         # A buffer whose numbers depend on the rows, which the documentation says and the run warns of.
         is_warned_of = outcome.verdict is Verdict.DIFFERENT and caught
-        return Outcome(Verdict.REFUSED, "a warning: ReplicaBufferWarning", outcome.said) if is_warned_of else outcome
+        return (
+            Outcome(Verdict.REFUSED, "a warning: ReplicaBufferWarning", outcome.said)
+            if is_warned_of
+            else outcome
+        )
     finally:
         torch.set_default_dtype(before)
 
@@ -67,23 +71,52 @@ def _judged(program: Program) -> Outcome:
         ours = executed(program, place_of(program))
     except Exception as error:
         refusal = refusals.documented(str(error))
-        return Outcome(Verdict.REFUSED if refusal else Verdict.FAILED, refusal or _kind_of(error), _shown(error))
+        return Outcome(
+            Verdict.REFUSED if refusal else Verdict.FAILED,
+            refusal or _kind_of(error),
+            _shown(error),
+        )
     found = differences(ours, plain)
     if not found:
         return Outcome(Verdict.EQUAL)
-    if size_of(ours, plain) <= 1000 * size_of(executed(program, Plain(noise=1e-14)), plain):
-        return Outcome(Verdict.NO_PROGRAM, "its own numbers move as much when its batches do")
+    if size_of(ours, plain) <= 1000 * size_of(
+        executed(program, Plain(noise=1e-14)), plain
+    ):
+        return Outcome(
+            Verdict.NO_PROGRAM, "its own numbers move as much when its batches do"
+        )
     said = "\n".join(f"{path} {how}" for path, how in list(found.items())[:8])
     return Outcome(Verdict.DIFFERENT, _category(found), said)
 
 
 def _category(found: dict[str, str]) -> str:
     """The kind of the first thing that differs, of those that say most."""
-    names = ["(attribute)", "training", "requires_grad", "(buffer)", "optimizer", "scheduler", "scaler", ".grad"]
-    weights = [path for path in found if not any(name in path for name in names) and not path.startswith("result")]
+    names = [
+        "(attribute)",
+        "training",
+        "requires_grad",
+        "(buffer)",
+        "optimizer",
+        "scheduler",
+        "scaler",
+        ".grad",
+    ]
+    weights = [
+        path
+        for path in found
+        if not any(name in path for name in names) and not path.startswith("result")
+    ]
     if weights:
         return "parameters"
-    for name in ("(buffer)", "optimizer", ".grad", "result", "scheduler", "scaler", "(attribute)"):
+    for name in (
+        "(buffer)",
+        "optimizer",
+        ".grad",
+        "result",
+        "scheduler",
+        "scaler",
+        "(attribute)",
+    ):
         if any(name in path for path in found):
             return name
     return "modes"

@@ -29,7 +29,12 @@ def begin(simulated: int) -> None:
 
 def together(task: Task) -> list[tuple[int, Outcome]]:
     """What came of each seed in this process, while the other processes of a group run the same programs with it."""
-    return done(task._replace(kinds=[WORKERS], without="|".join(filter(None, (task.without, *_NOT_IN_WORKERS)))))
+    return done(
+        task._replace(
+            kinds=[WORKERS],
+            without="|".join(filter(None, (task.without, *_NOT_IN_WORKERS))),
+        )
+    )
 
 
 _NOT_IN_WORKERS = (
@@ -46,7 +51,10 @@ def of_all(outcomes: Sequence[Outcome]) -> Outcome:
     """What came of one program: the same in all processes, or a fault."""
     if len({outcome.verdict for outcome in outcomes}) == 1:
         return outcomes[0]
-    said = "\n".join(f"{outcome.verdict.value} {outcome.kind}\n{outcome.said}" for outcome in outcomes)
+    said = "\n".join(
+        f"{outcome.verdict.value} {outcome.kind}\n{outcome.said}"
+        for outcome in outcomes
+    )
     return Outcome(Verdict.FAILED, "the processes came to different ends", said)
 
 

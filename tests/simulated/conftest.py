@@ -22,10 +22,14 @@ class _Skipped(pytest.Module):
     """A file that is not even imported."""
 
     def collect(self) -> Sequence[pytest.Item]:
-        pytest.skip(f"needs simulated devices: run pytest with --simulate-devices={DEVICES}")
+        pytest.skip(
+            f"needs simulated devices: run pytest with --simulate-devices={DEVICES}"
+        )
 
 
-def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module | None:
+def pytest_pycollect_makemodule(
+    module_path: Path, parent: pytest.Collector
+) -> pytest.Module | None:
     if len(simulated_devices()) >= DEVICES:
         return None
     module: pytest.Module = _Skipped.from_parent(parent, path=module_path)
@@ -40,9 +44,15 @@ def pytest_collection_finish() -> None:
 @pytest.fixture(autouse=True)
 def same_current_device() -> Iterator[None]:
     """Fails the test that leaves another device or stream current than it found."""
-    before = torch.accelerator.current_device_index(), torch.accelerator.current_stream()
+    before = (
+        torch.accelerator.current_device_index(),
+        torch.accelerator.current_stream(),
+    )
     yield
-    assert (torch.accelerator.current_device_index(), torch.accelerator.current_stream()) == before
+    assert (
+        torch.accelerator.current_device_index(),
+        torch.accelerator.current_stream(),
+    ) == before
 
 
 @pytest.fixture(autouse=True)

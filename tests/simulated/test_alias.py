@@ -39,7 +39,9 @@ CURRENT: dict[str, Callable[[torch.Tensor], Any]] = {
     "module_to": lambda x: nn.Linear(2, 2).to("cuda").weight,
     "module_made": lambda x: nn.Linear(2, 2, device="cuda").weight,
     "formatted": lambda x: x.to(f"cuda:{torch.cuda.current_device()}"),
-    "generator": lambda x: torch.randn(2, device="cuda", generator=torch.Generator("cuda").manual_seed(1)),
+    "generator": lambda x: torch.randn(
+        2, device="cuda", generator=torch.Generator("cuda").manual_seed(1)
+    ),
     "loaded": lambda x: torch.load(saved(x), map_location="cuda"),
     "scaled": lambda x: torch.amp.GradScaler("cuda").scale(x.cuda()),
 }
@@ -58,19 +60,27 @@ FIRST: dict[str, Callable[[torch.Tensor], Any]] = {
     "generator": lambda x: x.cuda(1).normal_(generator=torch.Generator("cuda:1")),
     "loaded": lambda x: torch.load(saved(x), map_location="cuda:1"),
     "loaded_where_it_was": lambda x: torch.load(saved(x.cuda(1))),
-    "loaded_by_a_dict": lambda x: torch.load(saved(x.cuda(0)), map_location={"cuda:0": "cuda:1"}),
-    "loaded_by_a_function": lambda x: torch.load(saved(x), map_location=lambda storage, _: storage.cuda(1)),
+    "loaded_by_a_dict": lambda x: torch.load(
+        saved(x.cuda(0)), map_location={"cuda:0": "cuda:1"}
+    ),
+    "loaded_by_a_function": lambda x: torch.load(
+        saved(x), map_location=lambda storage, _: storage.cuda(1)
+    ),
 }
 
 
 @pytest.mark.parametrize("make", CURRENT.values(), ids=CURRENT)
-def test_cuda_is_the_current_simulated_device(make: Callable[[torch.Tensor], Any]) -> None:
+def test_cuda_is_the_current_simulated_device(
+    make: Callable[[torch.Tensor], Any],
+) -> None:
     with cuda_alias(), torch.cuda.device(2):
         assert make(torch.ones(2)).device == TWO
 
 
 @pytest.mark.parametrize("make", FIRST.values(), ids=FIRST)
-def test_cuda_with_an_index_is_the_simulated_device_of_that_index(make: Callable[[torch.Tensor], Any]) -> None:
+def test_cuda_with_an_index_is_the_simulated_device_of_that_index(
+    make: Callable[[torch.Tensor], Any],
+) -> None:
     with cuda_alias():
         assert make(torch.ones(2)).device == ONE
 
@@ -79,11 +89,27 @@ def test_cuda_without_an_index_is_the_device_that_is_current_when_it_is_used() -
     with cuda_alias():
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         with torch.cuda.device(2):
-            assert torch.ones(2).to(device).device == torch.ones(2, device=device).device == TWO
-            assert nn.Linear(2, 2).to(device).weight.device == nn.Linear(2, 2, device=device).weight.device == TWO
+            assert (
+                torch.ones(2).to(device).device
+                == torch.ones(2, device=device).device
+                == TWO
+            )
+            assert (
+                nn.Linear(2, 2).to(device).weight.device
+                == nn.Linear(2, 2, device=device).weight.device
+                == TWO
+            )
         strategy = torchstrategy.CentralStorageStrategy(["cuda:1", "cuda:2"])
-        results = strategy.run(lambda: [torch.ones(2).cuda(), torch.ones(2).to(device), torch.ones(2).to("cuda")])
-        for found, expected in zip(strategy.experimental_local_results(results), (ONE, TWO), strict=True):
+        results = strategy.run(
+            lambda: [
+                torch.ones(2).cuda(),
+                torch.ones(2).to(device),
+                torch.ones(2).to("cuda"),
+            ]
+        )
+        for found, expected in zip(
+            strategy.experimental_local_results(results), (ONE, TWO), strict=True
+        ):
             assert {tensor.device for tensor in found} == {expected}
 
 
@@ -103,14 +129,21 @@ def test_a_step_that_says_cuda_trains() -> None:
         device = torch.device("cuda:1" if torch.cuda.is_available() else "cpu")
         torch.cuda.manual_seed_all(0)
         model = nn.Linear(4, 1).to(device)
-        optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), torch.amp.GradScaler("cuda")
+        optimizer, scaler = (
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            torch.amp.GradScaler("cuda"),
+        )
         with torch.autocast("cuda", dtype=torch.float16):
             output = model(torch.ones(8, 4, device=device))
         scaler.scale(output.float().square().mean()).backward()
         scaler.step(optimizer)
         scaler.update()
         torch.cuda.synchronize(device)
-        assert output.dtype == torch.float16 and model.weight.grad is not None and model.weight.grad.device == ONE
+        assert (
+            output.dtype == torch.float16
+            and model.weight.grad is not None
+            and model.weight.grad.device == ONE
+        )
         assert torch.cuda.memory_allocated(device) > 0
 
 
@@ -118,7 +151,11 @@ def test_autocast_for_cuda_is_autocast_for_simulated_devices() -> None:
     with cuda_alias():
         x = torch.ones(2, 2, device="cuda")
         with torch.autocast("cuda"):
-            assert (x @ x).dtype == torch.float16 and torch.is_autocast_enabled("cuda") and torch.is_autocast_enabled()
+            assert (
+                (x @ x).dtype == torch.float16
+                and torch.is_autocast_enabled("cuda")
+                and torch.is_autocast_enabled()
+            )
         with torch.autocast(device_type="cuda", dtype=torch.bfloat16):
             assert (x @ x).dtype == torch.get_autocast_dtype("cuda") == torch.bfloat16
         with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -133,7 +170,10 @@ def test_random_states_and_streams_are_those_of_the_devices() -> None:
         assert len(states) == 5 and torch.equal(torch.randn(3, device="cuda:1"), drawn)
         stream = torch.cuda.Stream(device="cuda:2")
         with torch.cuda.stream(stream):
-            assert torch.cuda.current_device() == 2 and torch.cuda.current_stream() is stream
+            assert (
+                torch.cuda.current_device() == 2
+                and torch.cuda.current_stream() is stream
+            )
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         assert event.query()
@@ -141,8 +181,14 @@ def test_random_states_and_streams_are_those_of_the_devices() -> None:
 
 def test_a_device_has_nothing_that_newer_gpus_have() -> None:
     with cuda_alias():
-        assert torch.cuda.get_device_capability(1) == (0, 0)  # as triton, or a choice of kernels, asks
-        assert torch.cuda.get_device_name("cuda:1") == torch.cuda.get_device_properties(1).name
+        assert torch.cuda.get_device_capability(1) == (
+            0,
+            0,
+        )  # as triton, or a choice of kernels, asks
+        assert (
+            torch.cuda.get_device_name("cuda:1")
+            == torch.cuda.get_device_properties(1).name
+        )
 
 
 def test_data_parallel_finds_its_devices() -> None:
@@ -160,9 +206,16 @@ def test_it_ends_with_the_outermost_block_also_on_an_error() -> None:
     with pytest.raises(ZeroDivisionError), alias, alias:
         with cuda_alias():
             pass
-        assert torch.ones(1, device="cuda").device.type == "sim" and torch.cuda.is_available()
+        assert (
+            torch.ones(1, device="cuda").device.type == "sim"
+            and torch.cuda.is_available()
+        )
         _ = 1 / 0
-    assert (torch.cuda.is_available, torch.autocast.__init__, torch.is_autocast_enabled) == before  # type: ignore[misc]
+    assert (
+        torch.cuda.is_available,
+        torch.autocast.__init__,
+        torch.is_autocast_enabled,
+    ) == before  # type: ignore[misc]
 
 
 def test_a_block_of_another_thread_neither_ends_it_nor_is_ended() -> None:

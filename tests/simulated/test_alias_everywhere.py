@@ -35,7 +35,11 @@ def ones(*sizes: int) -> torch.Tensor:
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_a_checkpoint_runs_again(use_reentrant: bool) -> None:
     x = ones(2, 3)
-    y = checkpoint(lambda x: x * torch.arange(3, device="cuda").float(), x, use_reentrant=use_reentrant)
+    y = checkpoint(
+        lambda x: x * torch.arange(3, device="cuda").float(),
+        x,
+        use_reentrant=use_reentrant,
+    )
     y.sum().backward()
     assert x.grad is not None and x.grad.cpu().tolist() == [[0, 1, 2]] * 2
 
@@ -48,7 +52,9 @@ def test_a_checkpoint_runs_again(use_reentrant: bool) -> None:
         lambda y, x: x.__setattr__("grad", torch.autograd.grad(y, x)[0]),
     ],
 )
-def test_a_hook_of_a_tensor_is_called_in_the_block(backward: Callable[[torch.Tensor, torch.Tensor], None]) -> None:
+def test_a_hook_of_a_tensor_is_called_in_the_block(
+    backward: Callable[[torch.Tensor, torch.Tensor], None],
+) -> None:
     x = ones(2)
     y = x * 2
     y.register_hook(lambda gradient: gradient * torch.full((1,), 3.0, device="cuda"))
@@ -58,15 +64,21 @@ def test_a_hook_of_a_tensor_is_called_in_the_block(backward: Callable[[torch.Ten
 
 def test_hooks_of_modules_and_of_parameters_are_called_in_the_block() -> None:
     layer, called = nn.Linear(3, 1).cuda(), []
-    layer.register_full_backward_hook(lambda m, given, got: (given[0] + torch.ones(1, device="cuda"),))
-    layer.weight.register_post_accumulate_grad_hook(lambda p: called.append(p.grad.add_(torch.ones(1).cuda())))
+    layer.register_full_backward_hook(
+        lambda m, given, got: (given[0] + torch.ones(1, device="cuda"),)
+    )
+    layer.weight.register_post_accumulate_grad_hook(
+        lambda p: called.append(p.grad.add_(torch.ones(1).cuda()))
+    )
     x = ones(2, 3)
     layer(x).sum().backward()
     expected = (layer.weight + 1).expand(2, 3)
     assert torch.equal(x.grad.cpu(), expected.cpu()) and len(called) == 1  # type: ignore[union-attr]
 
 
-def test_a_function_of_ones_own_is_called_in_the_block_also_for_second_derivatives() -> None:
+def test_a_function_of_ones_own_is_called_in_the_block_also_for_second_derivatives() -> (
+    None
+):
     class Cube(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -118,13 +130,20 @@ def test_threads_that_the_block_starts_are_in_it() -> None:
         def run(self) -> None:
             made.append(torch.zeros(2, device="cuda:1").get_device())
 
-    threads = [Maker(), threading.Thread(target=lambda: made.append(torch.zeros(1).cuda(2).get_device()))]
+    threads = [
+        Maker(),
+        threading.Thread(
+            target=lambda: made.append(torch.zeros(1).cuda(2).get_device())
+        ),
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     with ThreadPoolExecutor(2) as pool:
-        made += pool.map(lambda i: torch.ones(1, device=f"cuda:{i}").get_device(), [3, 4])
+        made += pool.map(
+            lambda i: torch.ones(1, device=f"cuda:{i}").get_device(), [3, 4]
+        )
     assert sorted(made) == [1, 2, 3, 4]
 
 
@@ -147,7 +166,9 @@ def test_torchs_data_parallel_computes_in_the_block() -> None:
 def test_an_operator_of_distributed_tensors_makes_tensors_on_its_mesh() -> None:
     def main(rank: int) -> tuple[bool, bool]:
         dist.init_process_group("nccl")
-        x = distribute_tensor(torch.arange(4.0).cuda(), init_device_mesh("cuda", (2,)), [Shard(0)])
+        x = distribute_tensor(
+            torch.arange(4.0).cuda(), init_device_mesh("cuda", (2,)), [Shard(0)]
+        )
         return torch.equal(x, x.clone()), torch.equal(x, x + 1)
 
     assert run_ranks(main, 2)[0] == [(True, False)] * 2
@@ -163,7 +184,10 @@ def test_a_compiled_module_trains(backend: str) -> None:
     y = torch.compile(layer, backend=backend)(torch.ones(1, 2).cuda())
     y.sum().backward()
     torch.testing.assert_close(y, layer(torch.ones(1, 2).cuda()))
-    assert layer.weight.grad is not None and layer.weight.grad.cpu().tolist() == [[1, 1], [1, 1]]
+    assert layer.weight.grad is not None and layer.weight.grad.cpu().tolist() == [
+        [1, 1],
+        [1, 1],
+    ]
 
 
 @pytest.mark.filterwarnings("ignore")  # of torch's internals, about themselves
@@ -177,11 +201,15 @@ def test_what_is_compiled_as_one_graph_runs_watched_or_not(is_module: bool) -> N
         graphs.append(graph)
         return graph
 
-    compiled = torch.compile(layer if is_module else layer.forward, backend=count, fullgraph=True)
+    compiled = torch.compile(
+        layer if is_module else layer.forward, backend=count, fullgraph=True
+    )
     x = torch.ones(1, 2).cuda()
     torch.testing.assert_close(compiled(x), layer(x))
     assert len(graphs) == 1
-    with FlopCounterMode(display=False) as counter:  # torch compiles nothing in such a mode
+    with FlopCounterMode(
+        display=False
+    ) as counter:  # torch compiles nothing in such a mode
         torch.testing.assert_close(compiled(x), layer(x))
     assert counter.get_total_flops() == 2 * 8
 
@@ -199,17 +227,28 @@ def test_a_compiled_function_that_is_one_graph_may_break_nowhere() -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: torch.compile(nn.Linear(2, 2)), "writes kernels for a GPU.*backend='eager' or 'aot_eager'"),
-        (lambda: torch.compile(nn.Linear(2, 2), backend="inductor"), "writes kernels for a GPU"),
+        (
+            lambda: torch.compile(nn.Linear(2, 2)),
+            "writes kernels for a GPU.*backend='eager' or 'aot_eager'",
+        ),
+        (
+            lambda: torch.compile(nn.Linear(2, 2), backend="inductor"),
+            "writes kernels for a GPU",
+        ),
         (lambda: torch.cuda.temperature(), "torch.cuda.temperature is not there"),
-        (lambda: torch.eye(2, device="cuda").to_sparse_csr(), "to_sparse_csr makes a compressed sparse tensor"),
+        (
+            lambda: torch.eye(2, device="cuda").to_sparse_csr(),
+            "to_sparse_csr makes a compressed sparse tensor",
+        ),
         (
             lambda: torch.sparse_csr_tensor([0, 1], [0], [1.0], device="cuda"),
             "sparse_csr_tensor makes a compressed sparse tensor .* Write to_sparse",
         ),
     ],
 )
-def test_what_only_a_gpu_can_do_is_refused(call: Callable[[], object], message: str) -> None:
+def test_what_only_a_gpu_can_do_is_refused(
+    call: Callable[[], object], message: str
+) -> None:
     with pytest.raises(NotImplementedError, match=message):
         call()
 
@@ -226,7 +265,9 @@ def test_memory_queries_say_what_a_device_holds() -> None:
     assert total - free == torch.cuda.memory_reserved(3) >= held
     assert torch.cuda.memory.mem_get_info("cuda:3") == (free, total)
     assert torch.cuda.memory_stats(3)["allocated_bytes.all.current"] == held
-    assert "PyTorch CUDA memory summary, device ID 3 " in torch.cuda.memory_summary("cuda:3")
+    assert "PyTorch CUDA memory summary, device ID 3 " in torch.cuda.memory_summary(
+        "cuda:3"
+    )
     torch.cuda.reset_max_memory_allocated(3)
     assert torch.cuda.max_memory_allocated(3) == held
 
@@ -234,26 +275,41 @@ def test_memory_queries_say_what_a_device_holds() -> None:
 def test_the_old_constructors_are_types_too() -> None:
     x = torch.cuda.FloatTensor([1, 2])
     assert x.dtype == torch.float32 and x.get_device() == 0
-    assert isinstance(x, torch.cuda.FloatTensor) and not isinstance(x.cpu(), torch.cuda.FloatTensor)
+    assert isinstance(x, torch.cuda.FloatTensor) and not isinstance(
+        x.cpu(), torch.cuda.FloatTensor
+    )
     for kind in ("torch.cuda.HalfTensor", torch.cuda.HalfTensor):
         half = torch.ones(2).type(kind)
         assert half.get_device() == 0 and half.dtype == torch.float16
     assert torch.ones(2).type("torch.DoubleTensor").device.type == "cpu"
-    assert torch.cuda.LongTensor(2, 3).shape == (2, 3) and torch.cuda.HalfTensor().numel() == 0
+    assert (
+        torch.cuda.LongTensor(2, 3).shape == (2, 3)
+        and torch.cuda.HalfTensor().numel() == 0
+    )
 
 
 def test_what_programs_ask_of_devices_is_answered() -> None:
-    assert torch.cuda.can_device_access_peer(0, 1) and not torch.cuda.can_device_access_peer(0, 0)
+    assert torch.cuda.can_device_access_peer(
+        0, 1
+    ) and not torch.cuda.can_device_access_peer(0, 0)
     assert torch.cuda.nvtx.range_push("x") == torch.cuda.nvtx.range_pop() == 0
     torch.cuda.ipc_collect()
     torch.cuda.set_per_process_memory_fraction(0.5)
-    torch.cuda.set_per_process_memory_fraction(1.0)  # a later test fails if half of the device is left to it
+    torch.cuda.set_per_process_memory_fraction(
+        1.0
+    )  # a later test fails if half of the device is left to it
     assert torch.cuda.comm.broadcast(torch.ones(2).cuda(), [0, 1])[1].get_device() == 1
 
 
 def test_everything_is_put_back() -> None:
     alias = cuda_alias()
-    names = ("mem_get_info", "FloatTensor", "CUDAGraph", "memory_allocated", "default_generators")
+    names = (
+        "mem_get_info",
+        "FloatTensor",
+        "CUDAGraph",
+        "memory_allocated",
+        "default_generators",
+    )
     engine = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
     inside = [getattr(torch.cuda, name) for name in names]
     with alias:

@@ -23,22 +23,31 @@ CASES: dict[str, dict[str, Any]] = {
     "causal": {"is_causal": True},
     "scaled": {"scale": 0.3, "is_causal": True},
     "a mask of bools": {"attn_mask": MASK},
-    "a mask of numbers": {"attn_mask": torch.linspace(0, 1, 512 * 512, dtype=torch.float64).view(512, 512)},
+    "a mask of numbers": {
+        "attn_mask": torch.linspace(0, 1, 512 * 512, dtype=torch.float64).view(512, 512)
+    },
 }
 
 
 def attention(device: Any, options: dict[str, Any]) -> list[torch.Tensor]:
     torch.manual_seed(0)
-    query, key, value = (torch.randn(1, 1, 512, 4, dtype=torch.float64) for _ in range(3))
+    query, key, value = (
+        torch.randn(1, 1, 512, 4, dtype=torch.float64) for _ in range(3)
+    )
     tensors = [tensor.to(device).requires_grad_() for tensor in (query, key, value)]
-    options = {name: v.to(device) if isinstance(v, torch.Tensor) else v for name, v in options.items()}
+    options = {
+        name: v.to(device) if isinstance(v, torch.Tensor) else v
+        for name, v in options.items()
+    }
     result = F.scaled_dot_product_attention(*tensors, **options)
     return [result, *torch.autograd.grad(result.square().sum(), tensors)]
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_results_and_gradients_are_those_of_the_cpu(case: str) -> None:
-    for one, other in zip(attention("cpu", CASES[case]), attention(DEVICE, CASES[case]), strict=True):
+    for one, other in zip(
+        attention("cpu", CASES[case]), attention(DEVICE, CASES[case]), strict=True
+    ):
         torch.testing.assert_close(other.cpu(), one)
 
 
@@ -56,7 +65,9 @@ def test_it_is_one_launch_forward_and_one_backward() -> None:
     tensor = torch.randn(1, 2, 8, 4, device=DEVICE, requires_grad=True)
     with record_streams() as record:
         result = F.scaled_dot_product_attention(tensor, tensor, tensor)
-        assert [event.about for event in record.events] == ["aten._scaled_dot_product_flash_attention_for_cpu.default"]
+        assert [event.about for event in record.events] == [
+            "aten._scaled_dot_product_flash_attention_for_cpu.default"
+        ]
         result.backward(torch.ones_like(result))
     launches = [event.about for event in record.events if "attention" in event.about]
     assert len(launches) == 2
@@ -68,12 +79,20 @@ def test_ranks_divide_the_heads_of_dtensors() -> None:
     # DTensors made a mask that was no DTensor, and raised.
     def inputs() -> list[torch.Tensor]:
         torch.manual_seed(0)
-        return [torch.randn(2, 4, 6, 8, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+        return [
+            torch.randn(2, 4, 6, 8, dtype=torch.float64, requires_grad=True)
+            for _ in range(3)
+        ]
 
     def main(rank: int) -> list[torch.Tensor]:
         dist.init_process_group("nccl")
         mesh = init_device_mesh("sim", (2,))
-        divided = [distribute_tensor(t.detach().to(f"sim:{rank}"), mesh, [Shard(1)]).requires_grad_() for t in inputs()]
+        divided = [
+            distribute_tensor(
+                t.detach().to(f"sim:{rank}"), mesh, [Shard(1)]
+            ).requires_grad_()
+            for t in inputs()
+        ]
         result = F.scaled_dot_product_attention(*divided, is_causal=True)
         assert isinstance(result, DTensor) and result.to_local().shape[1] == 2
         gradients = torch.autograd.grad(result.square().sum(), divided)
@@ -88,9 +107,15 @@ def test_ranks_divide_the_heads_of_dtensors() -> None:
 
 
 def test_groups_of_queries_and_values_of_another_width_are_computed() -> None:
-    query, key, value = torch.randn(1, 4, 6, 8), torch.randn(1, 2, 5, 8), torch.randn(1, 2, 5, 3)
+    query, key, value = (
+        torch.randn(1, 4, 6, 8),
+        torch.randn(1, 2, 5, 8),
+        torch.randn(1, 2, 5, 3),
+    )
     here = F.scaled_dot_product_attention(query, key, value, enable_gqa=True)
-    there = F.scaled_dot_product_attention(*(t.to(DEVICE) for t in (query, key, value)), enable_gqa=True)
+    there = F.scaled_dot_product_attention(
+        *(t.to(DEVICE) for t in (query, key, value)), enable_gqa=True
+    )
     torch.testing.assert_close(there.cpu(), here)
 
 
@@ -106,4 +131,7 @@ def test_dropout_draws_from_the_device() -> None:
 def test_it_runs_in_inference_mode_and_under_autocast() -> None:
     tensor = torch.randn(1, 2, 8, 4, device=DEVICE)
     with torch.inference_mode(), torch.autocast(DEVICE.type, torch.bfloat16):
-        assert F.scaled_dot_product_attention(tensor, tensor, tensor).dtype is torch.bfloat16
+        assert (
+            F.scaled_dot_product_attention(tensor, tensor, tensor).dtype
+            is torch.bfloat16
+        )

@@ -54,10 +54,16 @@ def test_a_graph_over_several_devices_has_the_gradients_of_one_device() -> None:
 
 def test_a_gradient_of_a_gradient_crosses_devices() -> None:
     one, two = leaf(ONE), leaf(TWO)
-    first, second = torch.autograd.grad((one.to(TWO) * two).pow(3).sum(), [one, two], create_graph=True)
+    first, second = torch.autograd.grad(
+        (one.to(TWO) * two).pow(3).sum(), [one, two], create_graph=True
+    )
     assert (first.device, second.device) == (ONE, TWO)
     (first.sum() + second.to(ONE).sum()).backward()
-    assert one.grad is not None and one.grad.tolist() == [15, 15] and one.grad.device == ONE
+    assert (
+        one.grad is not None
+        and one.grad.tolist() == [15, 15]
+        and one.grad.device == ONE
+    )
 
 
 def test_gradcheck_passes() -> None:
@@ -75,7 +81,9 @@ WRONG: dict[str, Callable[[torch.Tensor], Any]] = {
 
 
 @pytest.mark.parametrize("give", WRONG.values(), ids=WRONG)
-def test_a_gradient_of_another_device_is_refused(give: Callable[[torch.Tensor], Any]) -> None:
+def test_a_gradient_of_another_device_is_refused(
+    give: Callable[[torch.Tensor], Any],
+) -> None:
     w = leaf(ONE)
     with pytest.raises(RuntimeError, match="device"):
         give(w)
@@ -107,7 +115,11 @@ def test_each_thread_trains_on_a_device_of_its_own() -> None:
         seen = []
         for _ in range(10):
             optimizer.zero_grad()
-            loss = (torch.randn(16, 8, device="sim", generator=generator) @ w - 1).square().mean()
+            loss = (
+                (torch.randn(16, 8, device="sim", generator=generator) @ w - 1)
+                .square()
+                .mean()
+            )
             loss.backward()
             assert w.grad is not None and w.grad.device.index == index
             optimizer.step()
@@ -148,8 +160,12 @@ def test_a_saved_tensor_that_was_written_since_is_noticed() -> None:
         z.sum().backward()
 
 
-@pytest.mark.parametrize("write", [torch._foreach_add_, torch._foreach_mul_], ids=["add", "mul"])
-def test_a_saved_tensor_that_a_loop_over_lists_has_written_since_is_noticed(write: Any) -> None:
+@pytest.mark.parametrize(
+    "write", [torch._foreach_add_, torch._foreach_mul_], ids=["add", "mul"]
+)
+def test_a_saved_tensor_that_a_loop_over_lists_has_written_since_is_noticed(
+    write: Any,
+) -> None:
     w = leaf(ONE)
     y = w * 2
     z = y * y
@@ -161,13 +177,20 @@ def test_a_saved_tensor_that_a_loop_over_lists_has_written_since_is_noticed(writ
 
 @pytest.mark.parametrize(
     "write",
-    [torch._foreach_zero_, lambda tensors: torch._foreach_lerp_(tensors, [torch.ones_like(t) for t in tensors], 0.5)],
+    [
+        torch._foreach_zero_,
+        lambda tensors: torch._foreach_lerp_(
+            tensors, [torch.ones_like(t) for t in tensors], 0.5
+        ),
+    ],
     ids=["zero", "lerp"],
 )
 def test_a_write_that_the_kernels_of_gpus_do_not_count_is_counted(write: Any) -> None:
     """On an H100, a moving average that a step wrote was seen by nobody: `AveragedModel` writes by `_foreach_lerp_`."""
     operator = torch.ops.aten._foreach_zero_.default
-    uncounted, counted = ([torch.ones(3, device=ONE) for _ in range(2)] for _ in range(2))
+    uncounted, counted = (
+        [torch.ones(3, device=ONE) for _ in range(2)] for _ in range(2)
+    )
     operator(uncounted)
     assert [tensor._version for tensor in uncounted] == [0, 0]  # as on a GPU
     write(counted)
@@ -215,14 +238,23 @@ class Wrapped(torch.Tensor):
 
     @staticmethod
     def __new__(cls, inner: torch.Tensor) -> Wrapped:
-        made: Wrapped = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, device=inner.device)
+        made: Wrapped = torch.Tensor._make_wrapper_subclass(
+            cls, inner.shape, dtype=inner.dtype, device=inner.device
+        )
         made.inner = inner
         return made
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         cls.raising(None)
-        return cls(func(*(arg.inner if isinstance(arg, Wrapped) else arg for arg in args), **(kwargs or {})))
+        return cls(
+            func(
+                *(arg.inner if isinstance(arg, Wrapped) else arg for arg in args),
+                **(kwargs or {}),
+            )
+        )
 
 
 def in_a_hook_of_a_tensor(raises: Raising) -> None:
@@ -241,22 +273,30 @@ def after_accumulation(raises: Raising) -> None:
 
 
 def after_a_node(raises: Raising) -> None:
-    torch.autograd.graph.get_gradient_edge(x := leaf(ONE) * 2).node.register_hook(raises)
+    torch.autograd.graph.get_gradient_edge(x := leaf(ONE) * 2).node.register_hook(
+        raises
+    )
     x.sum().backward()
 
 
 def before_a_node(raises: Raising) -> None:
-    torch.autograd.graph.get_gradient_edge(x := leaf(ONE) * 2).node.register_prehook(raises)
+    torch.autograd.graph.get_gradient_edge(x := leaf(ONE) * 2).node.register_prehook(
+        raises
+    )
     x.sum().backward()
 
 
 def after_all_of_several(raises: Raising) -> None:
-    torch.autograd.graph.register_multi_grad_hook([one := leaf(ONE), two := leaf(TWO)], raises)
+    torch.autograd.graph.register_multi_grad_hook(
+        [one := leaf(ONE), two := leaf(TWO)], raises
+    )
     (one * two.to(ONE)).sum().backward()
 
 
 def after_any_of_several(raises: Raising) -> None:
-    torch.autograd.graph.register_multi_grad_hook([one := leaf(ONE), two := leaf(TWO)], raises, mode="any")
+    torch.autograd.graph.register_multi_grad_hook(
+        [one := leaf(ONE), two := leaf(TWO)], raises, mode="any"
+    )
     (one * two.to(ONE)).sum().backward()
 
 
@@ -272,7 +312,9 @@ def before_a_module(raises: Raising) -> None:
 
 def at_the_end_of_a_backward(raises: Raising) -> None:
     engine: Any = torch.autograd.Variable
-    (x := leaf(ONE) * 2).register_hook(lambda gradient: engine._execution_engine.queue_callback(raises))
+    (x := leaf(ONE) * 2).register_hook(
+        lambda gradient: engine._execution_engine.queue_callback(raises)
+    )
     x.sum().backward()
 
 
@@ -290,14 +332,18 @@ def packing_in_a_backward(raises: Raising) -> None:
 
 def in_a_checkpoint(raises: Raising) -> None:
     raises.is_armed = False
-    loss = checkpoint(lambda x: raises(x.exp()).sin(), leaf(ONE), use_reentrant=False).sum()
+    loss = checkpoint(
+        lambda x: raises(x.exp()).sin(), leaf(ONE), use_reentrant=False
+    ).sum()
     raises.is_armed = True
     loss.backward()
 
 
 def in_a_reentrant_checkpoint(raises: Raising) -> None:
     raises.is_armed = False
-    loss = checkpoint(lambda x: raises(x.exp()).sin(), leaf(ONE), use_reentrant=True).sum()
+    loss = checkpoint(
+        lambda x: raises(x.exp()).sin(), leaf(ONE), use_reentrant=True
+    ).sum()
     raises.is_armed = True
     loss.backward()
 
@@ -350,10 +396,14 @@ CALLS = [
 ]
 
 
-@pytest.mark.filterwarnings("ignore:Anomaly:UserWarning", "ignore:Error detected:UserWarning")
+@pytest.mark.filterwarnings(
+    "ignore:Anomaly:UserWarning", "ignore:Error detected:UserWarning"
+)
 @pytest.mark.parametrize("backward", CALLS)
 @pytest.mark.parametrize("kind", [Refused, SystemError, KeyboardInterrupt])
-def test_what_a_backward_calls_may_raise(backward: Callable[[Raising], None], kind: type[BaseException]) -> None:
+def test_what_a_backward_calls_may_raise(
+    backward: Callable[[Raising], None], kind: type[BaseException]
+) -> None:
     raises = Raising(kind("a reason"))
     with pytest.raises(kind, match=r"^a reason$") as caught:
         backward(raises)
@@ -363,7 +413,9 @@ def test_what_a_backward_calls_may_raise(backward: Callable[[Raising], None], ki
 
 def test_an_exception_that_c_raised_in_a_hook_comes_out_as_an_exception() -> None:
     (x := leaf(ONE) * 2).register_hook({}.pop)
-    with pytest.raises(KeyError, match="tensor"):  # before Python 3.12, a type and a tensor are all that is pending
+    with pytest.raises(
+        KeyError, match="tensor"
+    ):  # before Python 3.12, a type and a tensor are all that is pending
         x.sum().backward()
 
 
@@ -415,7 +467,9 @@ def test_each_thread_gets_what_was_raised_on_it() -> None:
         except Refused as error:
             raised[index] = error
 
-    threads = [threading.Thread(target=train, args=(index,)) for index in range(len(errors))]
+    threads = [
+        threading.Thread(target=train, args=(index,)) for index in range(len(errors))
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -425,7 +479,9 @@ def test_each_thread_gets_what_was_raised_on_it() -> None:
 
 @pytest.mark.parametrize("parameters", ["cpu", "sim:1"])
 def test_what_a_hook_raises_in_a_replica_comes_out_of_the_run(parameters: str) -> None:
-    strategy = torchstrategy.CentralStorageStrategy(["sim:0", "sim:1", "sim:2"], parameters)
+    strategy = torchstrategy.CentralStorageStrategy(
+        ["sim:0", "sim:1", "sim:2"], parameters
+    )
     with strategy.scope():
         layer = nn.Linear(2, 2)
     error = Refused("a reason")
@@ -442,7 +498,11 @@ def test_what_a_hook_raises_in_a_replica_comes_out_of_the_run(parameters: str) -
     assert caught.value is error
 
 
-@pytest.mark.parametrize("hook", [torch.neg, Raising(Refused())], ids=["and a hook returns", "and a hook raises"])
+@pytest.mark.parametrize(
+    "hook",
+    [torch.neg, Raising(Refused())],
+    ids=["and a hook returns", "and a hook raises"],
+)
 def test_an_interruption_comes_out_wherever_it_arrives(hook: Any) -> None:
     # As Ctrl-C does, which Python raises in any of its functions; where C++ cannot let it pass, the process would end.
     model, x = torch.nn.Linear(2, 2, device=ONE), torch.ones(2, 2, device=ONE)
@@ -467,11 +527,17 @@ def test_an_interruption_comes_out_wherever_it_arrives(hook: Any) -> None:
             pass
         finally:
             sys.setprofile(None)
-            torch.autograd.set_multithreading_enabled(True)  # what a block sets, an interruption may leave set
+            torch.autograd.set_multithreading_enabled(
+                True
+            )  # what a block sets, an interruption may leave set
         return seen >= number
 
-    def is_collecting(frame: types.FrameType | None) -> bool:  # what is raised there is lost, in any program
-        return frame is not None and (frame.f_code.co_filename == weakref.__file__ or is_collecting(frame.f_back))
+    def is_collecting(
+        frame: types.FrameType | None,
+    ) -> bool:  # what is raised there is lost, in any program
+        return frame is not None and (
+            frame.f_code.co_filename == weakref.__file__ or is_collecting(frame.f_back)
+        )
 
     number = 1
     while interrupted_at(number):
@@ -484,7 +550,12 @@ def test_an_interruption_comes_out_wherever_it_arrives(hook: Any) -> None:
 
 def test_a_leaf_is_not_written() -> None:
     w = leaf(ONE)
-    for write in (lambda: w.add_(1), lambda: w.view(2, 1).add_(1), lambda: w[0].fill_(1), lambda: w.resize_(3)):
+    for write in (
+        lambda: w.add_(1),
+        lambda: w.view(2, 1).add_(1),
+        lambda: w[0].fill_(1),
+        lambda: w.resize_(3),
+    ):
         with pytest.raises(RuntimeError):
             write()
     assert w.tolist() == [1, 1]
@@ -498,7 +569,9 @@ WRITES: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
     "diagonal": lambda x, y: y.diagonal().exp_(),
     "as_strided": lambda x, y: y.as_strided((2,), (5,), 1).mul_(4),
     "mask": lambda x, y: y.__setitem__(x > 5, 0),
-    "index": lambda x, y: y.__setitem__((torch.tensor([0, 1]), torch.tensor([1, 1])), x[2, :2] * 2),
+    "index": lambda x, y: y.__setitem__(
+        (torch.tensor([0, 1]), torch.tensor([1, 1])), x[2, :2] * 2
+    ),
     "scatter": lambda x, y: y.scatter_(1, (x[:, :1] * 0).long(), x[:, :1] * 3),
     "index_add": lambda x, y: y.index_add_(0, (x[:2, 0] * 0).long(), x[:2]),
     "masked_fill": lambda x, y: y.masked_fill_(y > 8, 1.0),
@@ -564,29 +637,44 @@ def test_saved_tensors_can_be_kept_on_the_cpu() -> None:
     assert_close(w.grad.cpu(), expected.grad)
 
 
-@pytest.mark.filterwarnings("ignore:Anomaly:UserWarning", "ignore:Error detected:UserWarning")
+@pytest.mark.filterwarnings(
+    "ignore:Anomaly:UserWarning", "ignore:Error detected:UserWarning"
+)
 def test_anomaly_detection_names_the_function() -> None:
-    with torch.autograd.detect_anomaly(), pytest.raises(RuntimeError, match="SqrtBackward0"):
+    with (
+        torch.autograd.detect_anomaly(),
+        pytest.raises(RuntimeError, match="SqrtBackward0"),
+    ):
         (torch.zeros(2, device=ONE, requires_grad=True).sqrt() * 0).sum().backward()
 
 
 TRANSFORMS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "vmap_grad": lambda x: torch.func.vmap(torch.func.grad(lambda t: (t.sin() * t).sum()))(x),
+    "vmap_grad": lambda x: torch.func.vmap(
+        torch.func.grad(lambda t: (t.sin() * t).sum())
+    )(x),
     "hessian": lambda x: torch.func.hessian(lambda t: (t.sin() * t).sum())(x[0]),
     "jacrev": lambda x: torch.func.jacrev(torch.sin)(x),
     "jacfwd": lambda x: torch.func.jacfwd(torch.sin)(x),
     "jvp": lambda x: torch.func.jvp(torch.sin, (x,), (x,))[1],
     "vjp": lambda x: torch.func.vjp(torch.sin, x)[1](x)[0],
-    "vmap_index": lambda x: torch.func.vmap(lambda i: x[i])(torch.arange(4, device=x.device)),
-    "vmap_inverse": lambda x: torch.func.vmap(torch.linalg.inv)(torch.eye(3, device=x.device).expand(2, 3, 3)),
+    "vmap_index": lambda x: torch.func.vmap(lambda i: x[i])(
+        torch.arange(4, device=x.device)
+    ),
+    "vmap_inverse": lambda x: torch.func.vmap(torch.linalg.inv)(
+        torch.eye(3, device=x.device).expand(2, 3, 3)
+    ),
 }
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script")
 @pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
-def test_function_transforms_compute_what_the_cpu_computes(transform: Callable[[torch.Tensor], torch.Tensor]) -> None:
+def test_function_transforms_compute_what_the_cpu_computes(
+    transform: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
     if transform is TRANSFORMS["vmap_index"] and torch.__version__ < "2.11":
-        pytest.skip("torch 2.10 cannot index in vmap on a simulated device: install torch 2.11 or newer")
+        pytest.skip(
+            "torch 2.10 cannot index in vmap on a simulated device: install torch 2.11 or newer"
+        )
     x = torch.randn(4, 3)
     ours = transform(x.to(ONE))
     assert ours.device == ONE
@@ -604,7 +692,9 @@ def test_vmap_refuses_two_devices_and_moves_between_them() -> None:
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script")
 def test_forward_mode_carries_tangents_over_devices() -> None:
     with forward_ad.dual_level():
-        dual = forward_ad.make_dual(torch.ones(2, device=ONE), torch.full((2,), 3.0, device=ONE))
+        dual = forward_ad.make_dual(
+            torch.ones(2, device=ONE), torch.full((2,), 3.0, device=ONE)
+        )
         tangent = forward_ad.unpack_dual((dual * dual).to(TWO)).tangent
     assert tangent is not None and tangent.device == TWO and tangent.tolist() == [6, 6]
 
@@ -622,7 +712,11 @@ def test_torch_compile_traces_devices(backend: str) -> None:
     x = torch.ones(2, 3, device=ONE)
     y = step(x)
     y.sum().backward()
-    assert y.device == TWO and layer.weight.grad is not None and layer.weight.grad.device == ONE
+    assert (
+        y.device == TWO
+        and layer.weight.grad is not None
+        and layer.weight.grad.device == ONE
+    )
     assert_close(y, layer(x).relu().to(TWO) + 1)
 
 

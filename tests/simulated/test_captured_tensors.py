@@ -15,7 +15,10 @@ from torch import nn
 import torchstrategy
 from topologies import SIMULATED
 
-pytestmark = pytest.mark.skipif(not SIMULATED, reason="needs simulated devices: run pytest with --simulate-devices=5")
+pytestmark = pytest.mark.skipif(
+    not SIMULATED,
+    reason="needs simulated devices: run pytest with --simulate-devices=5",
+)
 
 
 class Held:
@@ -35,7 +38,9 @@ def made() -> tuple[torchstrategy.Strategy, nn.Module, Any]:
     return strategy, model, batch
 
 
-def steps(model: nn.Module, device: torch.device | str) -> dict[str, tuple[str, Callable[[torch.Tensor], Any]]]:
+def steps(
+    model: nn.Module, device: torch.device | str
+) -> dict[str, tuple[str, Callable[[torch.Tensor], Any]]]:
     """By what is captured: what a message calls it, and the step."""
     w, table = nn.Parameter(torch.ones(2, device=device)), torch.ones(2, device=device)
     held, weights = Held(table), {"scale": table}
@@ -66,10 +71,14 @@ def test_the_tensor_is_named_before_torch_speaks(kind: str, place: str) -> None:
     with pytest.raises(RuntimeError) as caught:
         strategy.run(step, args=(batch,))
     message = str(caught.value).partition("\nraised by")[0]
-    assert message.startswith("The step uses a tensor that is in no module of the strategy")
+    assert message.startswith(
+        "The step uses a tensor that is in no module of the strategy"
+    )
     assert f"`{name}`, of shape" in message and f"on {torch.device(device)}" in message
     assert f"The replicas are on {SIMULATED[0]}, {SIMULATED[1]}" in message
-    assert message.index("strategy.distribute_module(module)") < message.index("on the same device")
+    assert message.index("strategy.distribute_module(module)") < message.index(
+        "on the same device"
+    )
     assert any("raised by replica" in note for note in caught.value.__notes__)
 
 
@@ -90,14 +99,20 @@ def test_what_the_message_says_works() -> None:
     strategy.run(lambda x: model(x).sum().backward(), args=(batch,))
     assert model.scale.grad is not None
     table = torch.ones(2)
-    strategy.run(lambda x: (model(x) * table.to(x.device)).sum().backward(), args=(batch,))
+    strategy.run(
+        lambda x: (model(x) * table.to(x.device)).sum().backward(), args=(batch,)
+    )
 
 
 def test_an_error_about_tensors_of_the_step_stays_as_torch_has_it() -> None:
     strategy, model, batch = made()
     number = torch.tensor(2.0)  # torch takes it beside tensors of any device
-    with pytest.raises(RuntimeError, match=r"^Expected all tensors to be on the same device"):
-        strategy.run(lambda x: model(x) * number + torch.ones(2, device="cpu"), args=(batch,))
+    with pytest.raises(
+        RuntimeError, match=r"^Expected all tensors to be on the same device"
+    ):
+        strategy.run(
+            lambda x: model(x) * number + torch.ones(2, device="cpu"), args=(batch,)
+        )
 
 
 def test_other_errors_stay_as_they_are() -> None:
@@ -117,7 +132,9 @@ def test_other_errors_stay_as_they_are() -> None:
 def test_a_moving_average_in_a_closure_is_told_where_to_be_updated() -> None:
     """Who followed the message made its average a buffer: each replica then had one of its own rows."""
     strategy, model, batch = made()
-    average = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    average = {
+        name: parameter.detach().clone() for name, parameter in model.named_parameters()
+    }
 
     def update() -> None:
         with torch.no_grad():
@@ -129,7 +146,8 @@ def test_a_moving_average_in_a_closure_is_told_where_to_be_updated() -> None:
         update()
 
     with pytest.raises(
-        RuntimeError, match=r"update it after strategy.run, from your own model, or in the step by get_"
+        RuntimeError,
+        match=r"update it after strategy.run, from your own model, or in the step by get_",
     ):
         strategy.run(step, args=(batch,))
     before = average["weight"].clone()
@@ -138,5 +156,10 @@ def test_a_moving_average_in_a_closure_is_told_where_to_be_updated() -> None:
         model.weight += 1
     update()  # what the message says
     torch.testing.assert_close(average["weight"], before + 0.5)
-    strategy.run(lambda x: torchstrategy.get_replica_context().merge_call(lambda strategy: update()), args=(batch,))
+    strategy.run(
+        lambda x: torchstrategy.get_replica_context().merge_call(
+            lambda strategy: update()
+        ),
+        args=(batch,),
+    )
     torch.testing.assert_close(average["weight"], before + 0.75)

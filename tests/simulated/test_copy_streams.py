@@ -30,19 +30,26 @@ def test_each_cargo_has_a_stream_of_its_own() -> None:
 
 def test_a_batch_does_not_wait_for_the_step_before_it() -> None:
     """The copy of parameters does. On one stream with it, the batch came after the step."""
-    weights, parameters = torch.empty(2**13, 2**13, device=SIM[1]), torch.ones(64, 64).pin_memory()
+    weights, parameters = (
+        torch.empty(2**13, 2**13, device=SIM[1]),
+        torch.ones(64, 64).pin_memory(),
+    )
     target = torch.zeros(64, 64, device=SIM[1])
     with virtual_time("H100") as trace:
         weights.add_(1)  # a large tensor, as in the step
         transfer.write([transfer.Write([target], [parameters])])
         with on_stream(copy_stream(SIM[1], Cargo.BATCHES)):
             torch.zeros(8, device=SIM[1])
-    of_step, on_stream_of_batches = (span for span in trace._timeline().spans if span.kind == "compute")
+    of_step, on_stream_of_batches = (
+        span for span in trace._timeline().spans if span.kind == "compute"
+    )
     assert trace.copies[0].start >= of_step.end > on_stream_of_batches.end
 
 
 @pytest.mark.parametrize("ahead", [True, False], ids=["ahead", "on demand"])
-def test_parameters_batches_and_gradients_that_travel_at_once_do_not_race(ahead: bool) -> None:
+def test_parameters_batches_and_gradients_that_travel_at_once_do_not_race(
+    ahead: bool,
+) -> None:
     strategy = torchstrategy.CentralStorageStrategy(SIM[:2], "cpu")
     with strategy.scope():
         net = nn.Sequential(nn.Linear(LARGE, LARGE + 1), nn.Linear(LARGE + 1, 1))
@@ -57,7 +64,9 @@ def test_parameters_batches_and_gradients_that_travel_at_once_do_not_race(ahead:
 
     options = torchstrategy.InputOptions(load_ahead=ahead)
     with record_streams() as record:
-        for batch in strategy.experimental_distribute_dataset([torch.ones(4, LARGE)] * 4, options):
+        for batch in strategy.experimental_distribute_dataset(
+            [torch.ones(4, LARGE)] * 4, options
+        ):
             strategy.run(step, args=(batch,))
     assert record.races == []
 
@@ -72,7 +81,9 @@ def broadcasts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     for name in ("broadcast", "broadcast_coalesced"):
         plain = getattr(comm, name)
 
-        def noted(*args: Any, _name: str = name, _plain: Any = plain, **options: Any) -> Any:
+        def noted(
+            *args: Any, _name: str = name, _plain: Any = plain, **options: Any
+        ) -> Any:
             calls.append(_name)
             return _plain(*args, **options)
 
@@ -88,8 +99,12 @@ def new(dtype: torch.dtype = torch.float32) -> tuple[torchstrategy.Strategy, nn.
     return strategy, net
 
 
-def values_in_replicas(strategy: torchstrategy.Strategy, net: nn.Module) -> list[list[torch.Tensor]]:
-    in_replicas = strategy.run(lambda: [parameter.detach() for parameter in net.parameters()])
+def values_in_replicas(
+    strategy: torchstrategy.Strategy, net: nn.Module
+) -> list[list[torch.Tensor]]:
+    in_replicas = strategy.run(
+        lambda: [parameter.detach() for parameter in net.parameters()]
+    )
     several = zip(*map(strategy.experimental_local_results, in_replicas), strict=True)
     return [list(of_one) for of_one in several]
 
@@ -109,13 +124,20 @@ def test_a_broadcast_needs_no_second_copy_of_the_model(broadcasts: list[str]) ->
     for device in SIM[:3]:
         sim.reset_peak_memory_stats(device)
     strategy.run(lambda: None)
-    assert broadcasts.count("broadcast") == 6 and broadcasts.count("broadcast_coalesced") == 1
+    assert (
+        broadcasts.count("broadcast") == 6
+        and broadcasts.count("broadcast_coalesced") == 1
+    )
     for device, held in zip(SIM[:3], before, strict=True):
-        assert sim.max_memory_allocated(device) - held < MATRIX  # of the small ones alone
+        assert (
+            sim.max_memory_allocated(device) - held < MATRIX
+        )  # of the small ones alone
 
 
 @pytest.mark.filterwarnings("ignore:Complex modules are a new feature")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.complex64])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float64, torch.complex64]
+)
 def test_what_is_broadcast_arrives(broadcasts: list[str], dtype: torch.dtype) -> None:
     strategy, net = new(dtype)
     strategy.run(lambda: None)
@@ -129,7 +151,9 @@ def test_what_is_broadcast_arrives(broadcasts: list[str], dtype: torch.dtype) ->
     assert "broadcast_coalesced" in broadcasts
 
 
-def test_a_broadcast_counts_as_a_write_on_the_copies(broadcasts: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broadcast_counts_as_a_write_on_the_copies(
+    broadcasts: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """NCCL writes memory that torch does not look at. A graph from before would compute wrong gradients."""
     plain = comm.broadcast
 

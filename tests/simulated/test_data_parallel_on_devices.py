@@ -22,16 +22,28 @@ CPU = torch.device("cpu")
 PARALLELS: list[Callable[..., Any]] = [nn.DataParallel, torchstrategy.DataParallel]
 
 
-@pytest.mark.parametrize("device_ids", [None, [0], [0, 1], [3, 1, 2], ["sim:2", "sim:0"], [torch.device("sim:1"), 0]])
+@pytest.mark.parametrize(
+    "device_ids",
+    [None, [0], [0, 1], [3, 1, 2], ["sim:2", "sim:0"], [torch.device("sim:1"), 0]],
+)
 def test_it_trains_as_torchs_does(device_ids: list[Any] | None) -> None:
     first = (
-        torch.device("sim", 0) if device_ids is None else torchstrategy.DataParallel(mlp(), device_ids).device_ids[0]
+        torch.device("sim", 0)
+        if device_ids is None
+        else torchstrategy.DataParallel(mlp(), device_ids).device_ids[0]
     )
     torch.manual_seed(0)
     ours = mlp().to(first)
     theirs = copy.deepcopy(ours)
-    names = None if device_ids is None else [torch.device("sim", i) if isinstance(i, int) else i for i in device_ids]
-    trained = [(nn.DataParallel(theirs, names), theirs), (torchstrategy.DataParallel(ours, device_ids), ours)]
+    names = (
+        None
+        if device_ids is None
+        else [torch.device("sim", i) if isinstance(i, int) else i for i in device_ids]
+    )
+    trained = [
+        (nn.DataParallel(theirs, names), theirs),
+        (torchstrategy.DataParallel(ours, device_ids), ours),
+    ]
     optimizers = [sgd(theirs), sgd(ours)]
     for step, rows in enumerate([9, 3, 1]):
         x, y = data(rows, seed=step)
@@ -43,17 +55,29 @@ def test_it_trains_as_torchs_does(device_ids: list[Any] | None) -> None:
             optimizer.step()
         assert outputs[0].device == outputs[1].device
         close(*outputs)
-        assert_close(gradients(ours), gradients(theirs), f"gradient, step {step}", 1e-12)
-        assert_close(parameters(ours), parameters(theirs), f"parameter, step {step}", 1e-12)
+        assert_close(
+            gradients(ours), gradients(theirs), f"gradient, step {step}", 1e-12
+        )
+        assert_close(
+            parameters(ours), parameters(theirs), f"parameter, step {step}", 1e-12
+        )
 
 
 def test_attributes_are_what_torchs_are() -> None:
-    for device_ids, output_device in ((None, None), ([2, 1], 3), ([torch.device("sim:1"), 0], torch.device("sim:0"))):
+    for device_ids, output_device in (
+        (None, None),
+        ([2, 1], 3),
+        ([torch.device("sim:1"), 0], torch.device("sim:0")),
+    ):
         ours, theirs = (
             parallel(mlp(), device_ids, output_device, dim=1)
             for parallel in (torchstrategy.DataParallel, nn.DataParallel)
         )
-        assert (ours.device_ids, ours.output_device, ours.dim) == (theirs.device_ids, theirs.output_device, theirs.dim)
+        assert (ours.device_ids, ours.output_device, ours.dim) == (
+            theirs.device_ids,
+            theirs.output_device,
+            theirs.dim,
+        )
 
 
 def test_each_replica_computes_its_rows_on_its_device() -> None:
@@ -71,11 +95,17 @@ def test_each_replica_computes_its_rows_on_its_device() -> None:
 
 
 @pytest.mark.parametrize("where", [CPU, DEVICES[1]])
-def test_a_module_on_another_device_is_refused_by_both_and_named_by_ours(where: torch.device) -> None:
+def test_a_module_on_another_device_is_refused_by_both_and_named_by_ours(
+    where: torch.device,
+) -> None:
     for parallel in PARALLELS:
-        model = parallel(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)).to("sim:0"), [0, 1])
+        model = parallel(
+            nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)).to("sim:0"), [0, 1]
+        )
         model.module[1].to(where)
-        with pytest.raises(RuntimeError, match=f"on device: {where}|Sequential.1.weight is on {where}"):
+        with pytest.raises(
+            RuntimeError, match=f"on device: {where}|Sequential.1.weight is on {where}"
+        ):
             model(torch.ones(4, 2))
         model.to("sim:0")
         assert model(torch.ones(4, 2)).shape == (4, 2)
@@ -105,7 +135,9 @@ def test_a_script_for_cuda_changes_in_one_line() -> None:
     close(*losses)
 
 
-def test_a_forward_copies_rows_and_outputs_and_parameters_only_when_they_changed() -> None:
+def test_a_forward_copies_rows_and_outputs_and_parameters_only_when_they_changed() -> (
+    None
+):
     model = torchstrategy.DataParallel(mlp().to("sim:0"), [0, 1])
     optimizer, x = sgd(model), data(4)[0].to("sim:0")
     model(x).sum().backward()
@@ -119,12 +151,16 @@ def test_a_forward_copies_rows_and_outputs_and_parameters_only_when_they_changed
         assert traffic.bytes_by_route == expected
     with count_traffic() as traffic:
         model(x).sum().backward()
-    assert traffic.bytes_by_route == {there: rows + outputs, back: outputs + size}  # and gradients
+    assert traffic.bytes_by_route == {
+        there: rows + outputs,
+        back: outputs + size,
+    }  # and gradients
 
 
 def test_its_copies_are_ordered_with_what_reads_them() -> None:
     model = torchstrategy.DataParallel(
-        nn.Sequential(mlp(), nn.BatchNorm1d(2, dtype=torch.float64)).to("sim:0"), [0, 1, 2]
+        nn.Sequential(mlp(), nn.BatchNorm1d(2, dtype=torch.float64)).to("sim:0"),
+        [0, 1, 2],
     )
     optimizer = sgd(model)
     with record_streams():
@@ -142,15 +178,22 @@ def peaks(step: Callable[[], object]) -> list[int]:
         torch.sim.reset_peak_memory_stats(index)
         before.append(torch.sim.memory_allocated(index))
     step()
-    return [torch.sim.max_memory_allocated(index) - held for index, held in enumerate(before)]
+    return [
+        torch.sim.max_memory_allocated(index) - held
+        for index, held in enumerate(before)
+    ]
 
 
-def test_outputs_and_loss_are_on_one_device_as_with_torch_and_a_step_keeps_them_apart() -> None:
+def test_outputs_and_loss_are_on_one_device_as_with_torch_and_a_step_keeps_them_apart() -> (
+    None
+):
     x, y = torch.ones(400, 2), torch.zeros(400, dtype=torch.int64, device="sim:0")
     for parallel in PARALLELS:
         model = parallel(nn.Linear(2, 500).to("sim:0"), [0, 1, 2, 3])
         model(x)
-        first, *others = peaks(lambda model=model: F.cross_entropy(model(x), y).backward())
+        first, *others = peaks(
+            lambda model=model: F.cross_entropy(model(x), y).backward()
+        )
         assert first > 3 * max(others)
     module = nn.Linear(2, 500)
     strategy = torchstrategy.CentralStorageStrategy(DEVICES, "sim:0")
@@ -173,7 +216,10 @@ def test_the_memory_of_the_replicas_is_free_when_it_is_gone() -> None:
     model = torchstrategy.DataParallel(module, [0, 1, 2, 3])
     model(torch.ones(4, 1000))
     held = [torch.sim.memory_allocated(index) for index in range(4)]
-    assert min(now - then for now, then in zip(held[1:], before[1:], strict=True)) >= module.weight.nbytes
+    assert (
+        min(now - then for now, then in zip(held[1:], before[1:], strict=True))
+        >= module.weight.nbytes
+    )
     threads = set(threading.enumerate()) - others
     del model
     for thread in threads:
@@ -182,7 +228,9 @@ def test_the_memory_of_the_replicas_is_free_when_it_is_gone() -> None:
     assert [torch.sim.memory_allocated(index) for index in range(4)] == before
 
 
-def test_parameters_have_their_gradient_on_their_own_device_however_the_backward_runs() -> None:
+def test_parameters_have_their_gradient_on_their_own_device_however_the_backward_runs() -> (
+    None
+):
     for output_device in (None, "cpu", 3):
         model = torchstrategy.DataParallel(mlp().to("sim:1"), [1, 2, 3], output_device)
         with torch.autograd.set_multithreading_enabled(False):

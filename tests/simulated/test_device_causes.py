@@ -13,7 +13,11 @@ import torchstrategy
 from problems import data, mlp, sgd
 from torchstrategy.testing import assert_same_as_plain
 
-BATCHES = [data(8, seed=1), data(7, seed=2), data(3, seed=3)]  # even, uneven, and fewer rows than replicas
+BATCHES = [
+    data(8, seed=1),
+    data(7, seed=2),
+    data(3, seed=3),
+]  # even, uneven, and fewer rows than replicas
 
 Forward = Callable[[nn.Module, Tensor, Tensor], Tensor]
 """What makes the loss of each row, of the model, the inputs and the targets."""
@@ -21,10 +25,14 @@ Forward = Callable[[nn.Module, Tensor, Tensor], Tensor]
 
 def spread(parameter_device: str = "cpu") -> torchstrategy.Strategy:
     """A replica on each of four devices, and the parameters here."""
-    return torchstrategy.CentralStorageStrategy([f"sim:{i}" for i in range(4)], parameter_device)
+    return torchstrategy.CentralStorageStrategy(
+        [f"sim:{i}" for i in range(4)], parameter_device
+    )
 
 
-PARAMETERS = pytest.mark.parametrize("parameter_device", ["cpu", "sim:0", "sim:4"], ids=["cpu", "shared", "offset"])
+PARAMETERS = pytest.mark.parametrize(
+    "parameter_device", ["cpu", "sim:0", "sim:4"], ids=["cpu", "shared", "offset"]
+)
 
 
 def squares(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -48,10 +56,16 @@ def plain_losses(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
     return squares(model(inputs), targets).mean(1)
 
 
-def failure(forward: Forward, model_fn: Callable[[], nn.Module] = mlp, parameter_device: str = "cpu") -> str:
+def failure(
+    forward: Forward,
+    model_fn: Callable[[], nn.Module] = mlp,
+    parameter_device: str = "cpu",
+) -> str:
     """What is said of a step that is not the same."""
     with pytest.raises(AssertionError) as caught:
-        assert_same_as_plain(trained_by(forward), model_fn, sgd, BATCHES, spread(parameter_device))
+        assert_same_as_plain(
+            trained_by(forward), model_fn, sgd, BATCHES, spread(parameter_device)
+        )
     return " ".join(str(caught.value).split())
 
 
@@ -64,19 +78,31 @@ def with_dropout() -> nn.Module:
 
 @PARAMETERS
 def test_a_correct_step_is_the_same(parameter_device: str) -> None:
-    assert_same_as_plain(trained_by(plain_losses), mlp, sgd, BATCHES, spread(parameter_device))
+    assert_same_as_plain(
+        trained_by(plain_losses), mlp, sgd, BATCHES, spread(parameter_device)
+    )
 
 
 @pytest.mark.parametrize(
     "strategy",
     [
-        pytest.param(lambda: torchstrategy.CentralStorageStrategy(["sim:1"]), id="central_in_place"),
-        pytest.param(lambda: torchstrategy.CentralStorageStrategy(["sim:1"], "cpu"), id="central_from_the_cpu"),
+        pytest.param(
+            lambda: torchstrategy.CentralStorageStrategy(["sim:1"]),
+            id="central_in_place",
+        ),
+        pytest.param(
+            lambda: torchstrategy.CentralStorageStrategy(["sim:1"], "cpu"),
+            id="central_from_the_cpu",
+        ),
         pytest.param(lambda: torchstrategy.OneDeviceStrategy("sim:2"), id="one_device"),
     ],
 )
-def test_one_replica_draws_what_plain_pytorch_draws(strategy: Callable[[], torchstrategy.Strategy]) -> None:
-    assert_same_as_plain(trained_by(plain_losses), with_dropout, sgd, BATCHES, strategy())
+def test_one_replica_draws_what_plain_pytorch_draws(
+    strategy: Callable[[], torchstrategy.Strategy],
+) -> None:
+    assert_same_as_plain(
+        trained_by(plain_losses), with_dropout, sgd, BATCHES, strategy()
+    )
 
 
 def test_weights_that_are_brought_to_their_rows_are_the_same() -> None:
@@ -99,10 +125,21 @@ def test_a_tensor_that_was_left_on_device_0_is_named(parameter_device: str) -> N
         return (squares(model(inputs), targets) * class_weights).mean(1)
 
     said = failure(forward, parameter_device=parameter_device)
-    assert said.startswith("At step 1 of 3, replica 1 of 4 on sim:1 met another device; plain PyTorch on sim:0 did not")
-    assert "Expected all tensors to be on the same device, but found at least two devices, sim:1 and sim:0!" in said
-    assert "Cause: `class_weights`, a closure variable of `forward`, is a tensor on sim:0." in said
-    assert "Bring a tensor to its rows, in the step: `weight.to(inputs.device)`. Or make it a buffer" in said
+    assert said.startswith(
+        "At step 1 of 3, replica 1 of 4 on sim:1 met another device; plain PyTorch on sim:0 did not"
+    )
+    assert (
+        "Expected all tensors to be on the same device, but found at least two devices, sim:1 and sim:0!"
+        in said
+    )
+    assert (
+        "Cause: `class_weights`, a closure variable of `forward`, is a tensor on sim:0."
+        in said
+    )
+    assert (
+        "Bring a tensor to its rows, in the step: `weight.to(inputs.device)`. Or make it a buffer"
+        in said
+    )
 
 
 def test_a_tensor_that_was_left_on_the_cpu_is_named() -> None:
@@ -112,19 +149,33 @@ def test_a_tensor_that_was_left_on_the_cpu_is_named() -> None:
         return (squares(model(inputs), targets) * class_weights).mean(1)
 
     said = failure(forward)
-    assert "replica 0 of 4 on sim:0 met another device; plain PyTorch on sim:0 did as well" in said
-    assert "Cause: `class_weights`, a closure variable of `forward`, is a tensor on cpu." in said
+    assert (
+        "replica 0 of 4 on sim:0 met another device; plain PyTorch on sim:0 did as well"
+        in said
+    )
+    assert (
+        "Cause: `class_weights`, a closure variable of `forward`, is a tensor on cpu."
+        in said
+    )
 
 
 def test_the_weight_of_a_loss_is_named() -> None:
-    criterion = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0], dtype=torch.float64, device="sim:0"))
+    criterion = nn.CrossEntropyLoss(
+        weight=torch.tensor([1.0, 2.0], dtype=torch.float64, device="sim:0")
+    )
 
     def forward(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
         return criterion(model(inputs), targets.argmax(1))
 
     said = failure(forward)
-    assert "replica 1 of 4 on sim:1 met another device; plain PyTorch on sim:0 did not" in said
-    assert "Cause: `criterion.weight`, a closure variable of `forward`, is a tensor on sim:0." in said
+    assert (
+        "replica 1 of 4 on sim:1 met another device; plain PyTorch on sim:0 did not"
+        in said
+    )
+    assert (
+        "Cause: `criterion.weight`, a closure variable of `forward`, is a tensor on sim:0."
+        in said
+    )
 
 
 def test_a_device_that_is_written_in_the_code_is_named() -> None:
@@ -132,8 +183,14 @@ def test_a_device_that_is_written_in_the_code_is_named() -> None:
         return squares(model(inputs), targets.to("sim:0")).mean(1)
 
     said = failure(forward)
-    assert "replica 1 of 4 on sim:1 met another device; plain PyTorch on sim:0 did not" in said
-    assert "Cause: `forward` names the device 'sim:0'. Name no device in the step: ask a tensor of the batch" in said
+    assert (
+        "replica 1 of 4 on sim:1 met another device; plain PyTorch on sim:0 did not"
+        in said
+    )
+    assert (
+        "Cause: `forward` names the device 'sim:0'. Name no device in the step: ask a tensor of the batch"
+        in said
+    )
 
 
 def test_a_device_that_a_function_has_named_which_has_returned_is_named() -> None:
@@ -143,7 +200,10 @@ def test_a_device_that_a_function_has_named_which_has_returned_is_named() -> Non
     def forward(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
         return squares(model(inputs), at_home(targets)).mean(1)
 
-    assert "Cause: `step` names the device 'sim:0'. Name no device in the step" in failure(forward)
+    assert (
+        "Cause: `step` names the device 'sim:0'. Name no device in the step"
+        in failure(forward)
+    )
 
 
 def test_a_device_that_is_written_in_a_module_is_named() -> None:
@@ -156,8 +216,13 @@ def test_a_device_that_is_written_in_a_module_is_named() -> None:
             return self.layer(inputs) * torch.ones(2, device="sim:0")
 
     said = failure(plain_losses, Masked)
-    assert "replica 1 of 4 on sim:1 met another device; plain PyTorch on sim:0 did not" in said
-    assert "Cause: `forward` names the device 'sim:0'. Name no device in the step" in said
+    assert (
+        "replica 1 of 4 on sim:1 met another device; plain PyTorch on sim:0 did not"
+        in said
+    )
+    assert (
+        "Cause: `forward` names the device 'sim:0'. Name no device in the step" in said
+    )
 
 
 def test_a_generator_of_another_kind_of_device_is_named() -> None:
@@ -168,21 +233,37 @@ def test_a_generator_of_another_kind_of_device_is_named() -> None:
         return squares(model(inputs + noise), targets).mean(1)
 
     said = failure(forward)
-    assert "replica 0 of 4 on sim:0 met another device; plain PyTorch on sim:0 did as well" in said
-    assert "Cause: `generator`, a closure variable of `forward`, is a generator of cpu." in said
-    assert "Draw from torch's default generator, which gives each replica a stream of its own." in said
+    assert (
+        "replica 0 of 4 on sim:0 met another device; plain PyTorch on sim:0 did as well"
+        in said
+    )
+    assert (
+        "Cause: `generator`, a closure variable of `forward`, is a generator of cpu."
+        in said
+    )
+    assert (
+        "Draw from torch's default generator, which gives each replica a stream of its own."
+        in said
+    )
 
 
-@pytest.mark.parametrize("home", ["cpu", "sim:0"])  # a GPU takes the generator of another GPU
+@pytest.mark.parametrize(
+    "home", ["cpu", "sim:0"]
+)  # a GPU takes the generator of another GPU
 def test_a_generator_that_draws_for_all_replicas_is_named(home: str) -> None:
     generator = torch.Generator(home)
 
     def forward(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
         device = "cpu" if home == "cpu" else inputs.device
-        noise = torch.rand(inputs.shape, generator=generator, device=device).to(inputs.device)
+        noise = torch.rand(inputs.shape, generator=generator, device=device).to(
+            inputs.device
+        )
         return squares(model(inputs + noise), targets).mean(1)
 
-    assert "`generator`, a closure variable of `forward`, is a generator that all replicas share" in failure(forward)
+    assert (
+        "`generator`, a closure variable of `forward`, is a generator that all replicas share"
+        in failure(forward)
+    )
 
 
 # What is wrong on any device
@@ -197,6 +278,12 @@ def test_dropout_is_found(parameter_device: str) -> None:
 
 @PARAMETERS
 def test_a_loss_that_sums_is_found(parameter_device: str) -> None:
-    said = failure(lambda model, *batch: plain_losses(model, *batch).sum(), parameter_device=parameter_device)
-    assert "Cause: The loss is a sum over rows, and the replicas' gradients are averaged" in said
+    said = failure(
+        lambda model, *batch: plain_losses(model, *batch).sum(),
+        parameter_device=parameter_device,
+    )
+    assert (
+        "Cause: The loss is a sum over rows, and the replicas' gradients are averaged"
+        in said
+    )
     assert "every gradient is 1/4 of plain PyTorch's" in said

@@ -50,7 +50,10 @@ def with_fsdp(model: nn.Module, x: torch.Tensor, rank: int) -> list[torch.Tensor
 @pytest.mark.filterwarnings("ignore")  # of torch's internals, about themselves
 @pytest.mark.parametrize("kind", [with_ddp, with_fsdp])
 def test_ranks_on_simulated_devices_train_as_one_process_does(kind: Trained) -> None:
-    model, x = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)), torch.randn(16, 8)
+    model, x = (
+        nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)),
+        torch.randn(16, 8),
+    )
     plain = copy.deepcopy(model)
     fit(plain, x)
     found: dict[int, list[torch.Tensor]] = {}
@@ -59,10 +62,15 @@ def test_ranks_on_simulated_devices_train_as_one_process_does(kind: Trained) -> 
 
     def work(rank: int) -> None:
         torch.accelerator.set_device_index(rank)
-        dist.init_process_group("threaded_sim", rank=rank, world_size=RANKS, store=store)
+        dist.init_process_group(
+            "threaded_sim", rank=rank, world_size=RANKS, store=store
+        )
         try:
             found[rank] = [
-                p.detach().cpu() for p in kind(copy.deepcopy(model).to("sim"), x.chunk(RANKS)[rank].to("sim"), rank)
+                p.detach().cpu()
+                for p in kind(
+                    copy.deepcopy(model).to("sim"), x.chunk(RANKS)[rank].to("sim"), rank
+                )
             ]
         except BaseException as error:
             errors.append(error)
@@ -71,11 +79,16 @@ def test_ranks_on_simulated_devices_train_as_one_process_does(kind: Trained) -> 
             dist.destroy_process_group()
 
     if "threaded_sim" not in dist.Backend.backend_list:
-        dist.Backend.register_backend("threaded_sim", threaded._create_threaded_pg, devices=["cpu", "sim"])
+        dist.Backend.register_backend(
+            "threaded_sim", threaded._create_threaded_pg, devices=["cpu", "sim"]
+        )
     threaded._install_threaded_pg()
     torch._C._distributed_c10d._set_thread_isolation_mode(True)
     try:
-        threads = [threading.Thread(target=work, args=(rank,), daemon=True) for rank in range(RANKS)]
+        threads = [
+            threading.Thread(target=work, args=(rank,), daemon=True)
+            for rank in range(RANKS)
+        ]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -97,7 +110,12 @@ def test_collectives_take_a_wrapper_that_has_no_memory_of_its_own() -> None:
 
     def main(rank: int) -> list[list[float]]:
         dist.init_process_group("nccl")
-        mine = TwoTensor(*(torch.full((2,), rank + part, device=f"sim:{rank}") for part in (0.0, 10.0)))
+        mine = TwoTensor(
+            *(
+                torch.full((2,), rank + part, device=f"sim:{rank}")
+                for part in (0.0, 10.0)
+            )
+        )
         got = torch.empty_like(mine)
         dist.scatter(got, [mine + 1, mine + 2] if rank == 0 else None)
         dist.all_reduce(mine)
@@ -114,17 +132,49 @@ Call = Callable[[torch.Tensor], object]
 REFUSED_BY_NCCL: list[tuple[Call, type[Exception], str]] = [
     (lambda x: dist.all_reduce(torch.ones(2)), RuntimeError, NO_BACKEND),
     (lambda x: dist.broadcast(torch.ones(2), 0), RuntimeError, NO_BACKEND),
-    (lambda x: dist.all_gather([torch.ones(2)] * 2, torch.ones(2)), RuntimeError, NO_BACKEND),
+    (
+        lambda x: dist.all_gather([torch.ones(2)] * 2, torch.ones(2)),
+        RuntimeError,
+        NO_BACKEND,
+    ),
     (lambda x: dist.send(torch.ones(2), 1 - x.device.index), RuntimeError, NO_BACKEND),
     (lambda x: dist.recv(torch.ones(2), 1 - x.device.index), RuntimeError, NO_BACKEND),
     (lambda x: DistributedDataParallel(nn.Linear(2, 2)), RuntimeError, NO_BACKEND),
-    (lambda x: dist.all_gather_into_tensor(torch.ones(4), x), ValueError, "Tensors must be CUDA and dense"),
-    (lambda x: dist.all_reduce(torch.ones(2, 3).to(x.device).t()), ValueError, "Tensors must be contiguous"),
-    (lambda x: dist.broadcast(torch.ones(2, 4).to(x.device)[:, ::2], 0), ValueError, "Tensors must be contiguous"),
-    (lambda x: dist.all_reduce(x, dist.ReduceOp.BAND), ValueError, "Cannot use ReduceOp.BAND with NCCL"),
-    (lambda x: dist.reduce_scatter_tensor(x[:1], x, dist.ReduceOp.BXOR), ValueError, "Cannot use ReduceOp.BXOR with"),
-    (lambda x: dist.all_reduce(x > 0, dist.ReduceOp.AVG), TypeError, "Cannot use ReduceOp.AVG with boolean inputs"),
-    (lambda x: dist.all_reduce(x.short()), TypeError, "not supported for NCCL process group: Short"),
+    (
+        lambda x: dist.all_gather_into_tensor(torch.ones(4), x),
+        ValueError,
+        "Tensors must be CUDA and dense",
+    ),
+    (
+        lambda x: dist.all_reduce(torch.ones(2, 3).to(x.device).t()),
+        ValueError,
+        "Tensors must be contiguous",
+    ),
+    (
+        lambda x: dist.broadcast(torch.ones(2, 4).to(x.device)[:, ::2], 0),
+        ValueError,
+        "Tensors must be contiguous",
+    ),
+    (
+        lambda x: dist.all_reduce(x, dist.ReduceOp.BAND),
+        ValueError,
+        "Cannot use ReduceOp.BAND with NCCL",
+    ),
+    (
+        lambda x: dist.reduce_scatter_tensor(x[:1], x, dist.ReduceOp.BXOR),
+        ValueError,
+        "Cannot use ReduceOp.BXOR with",
+    ),
+    (
+        lambda x: dist.all_reduce(x > 0, dist.ReduceOp.AVG),
+        TypeError,
+        "Cannot use ReduceOp.AVG with boolean inputs",
+    ),
+    (
+        lambda x: dist.all_reduce(x.short()),
+        TypeError,
+        "not supported for NCCL process group: Short",
+    ),
     (
         lambda x: dist.all_reduce(torch.eye(2).to(x.device).to_sparse()),
         RuntimeError,
@@ -134,8 +184,12 @@ REFUSED_BY_NCCL: list[tuple[Call, type[Exception], str]] = [
 
 
 @pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
-@pytest.mark.parametrize("call, error, words", REFUSED_BY_NCCL, ids=range(len(REFUSED_BY_NCCL)))
-def test_a_group_of_nccl_refuses_what_nccl_refuses_and_goes_on(call: Call, error: type[Exception], words: str) -> None:
+@pytest.mark.parametrize(
+    "call, error, words", REFUSED_BY_NCCL, ids=range(len(REFUSED_BY_NCCL))
+)
+def test_a_group_of_nccl_refuses_what_nccl_refuses_and_goes_on(
+    call: Call, error: type[Exception], words: str
+) -> None:
     def main(rank: int) -> list[float]:
         dist.init_process_group("nccl")
         x = torch.full((2,), rank + 1.0, device=f"sim:{rank}")
@@ -148,13 +202,22 @@ def test_a_group_of_nccl_refuses_what_nccl_refuses_and_goes_on(call: Call, error
 
 
 @pytest.mark.parametrize("backend", ["cpu:gloo,cuda:nccl", "gloo"])
-def test_a_group_with_gloo_takes_tensors_of_the_cpu_and_of_devices(backend: str) -> None:
+def test_a_group_with_gloo_takes_tensors_of_the_cpu_and_of_devices(
+    backend: str,
+) -> None:
     def main(rank: int) -> list[list[float]]:
         dist.init_process_group(backend)
-        tensors = [torch.ones(2), torch.ones(2, 2)[:, 0], torch.ones(2, device=f"sim:{rank}")]
+        tensors = [
+            torch.ones(2),
+            torch.ones(2, 2)[:, 0],
+            torch.ones(2, device=f"sim:{rank}"),
+        ]
         for tensor in tensors:
             dist.all_reduce(tensor)
-        assert torch.device("cpu") in dist.distributed_c10d._get_default_group()._device_types
+        assert (
+            torch.device("cpu")
+            in dist.distributed_c10d._get_default_group()._device_types
+        )
         return [tensor.tolist() for tensor in tensors]
 
     assert run_ranks(main, 2)[0] == [[[2.0, 2.0]] * 3] * 2
@@ -167,7 +230,9 @@ def test_objects_and_channels_last_go_through_nccl() -> None:
         dist.all_gather_object(gathered, rank)
         sent = [rank + 5]
         dist.broadcast_object_list(sent, 1)
-        image = torch.ones(1, 2, 3, 3, device=f"sim:{rank}").to(memory_format=torch.channels_last)
+        image = torch.ones(1, 2, 3, 3, device=f"sim:{rank}").to(
+            memory_format=torch.channels_last
+        )
         dist.all_reduce(image)
         return gathered, sent[0], image.mean().item()
 
@@ -180,12 +245,25 @@ def test_a_program_reads_what_it_would_of_a_group_of_nccl() -> None:
         group = dist.distributed_c10d._get_default_group()
         with pytest.raises(RuntimeError, match=NO_BACKEND):
             group._get_backend(torch.device("cpu"))
-        replica = DistributedDataParallel(nn.Linear(2, 2, device=f"sim:{rank}"), device_ids=[rank])
-        init_device_mesh("sim", (2,))  # it would split a group that is bound to a device
+        replica = DistributedDataParallel(
+            nn.Linear(2, 2, device=f"sim:{rank}"), device_ids=[rank]
+        )
+        init_device_mesh(
+            "sim", (2,)
+        )  # it would split a group that is bound to a device
         logged = replica._get_ddp_logging_data()["backend_name"]  # type: ignore[operator]
         bound = group.bound_device_id
         assert bound is not None and bound.index == rank
         with cuda_alias():
-            return [group.name(), logged, dist.get_backend_config(), dist.is_nccl_available(), *group._device_types]
+            return [
+                group.name(),
+                logged,
+                dist.get_backend_config(),
+                dist.is_nccl_available(),
+                *group._device_types,
+            ]
 
-    assert run_ranks(main, 2)[0] == [["nccl", "nccl", "cuda:nccl", True, torch.device("sim")]] * 2
+    assert (
+        run_ranks(main, 2)[0]
+        == [["nccl", "nccl", "cuda:nccl", True, torch.device("sim")]] * 2
+    )

@@ -16,16 +16,33 @@ from torch import nn
 import torchstrategy
 from nccl import let_nccl_join_simulated_devices
 from problems import close
-from torchstrategy import HierarchicalCopyAllReduce, NcclAllReduce, ReduceOp, ReductionToOneDevice
+from torchstrategy import (
+    HierarchicalCopyAllReduce,
+    NcclAllReduce,
+    ReduceOp,
+    ReductionToOneDevice,
+)
 from torchstrategy._base.distributed_values import PerReplica
-from torchstrategy._group.native_dtypes import as_addable, as_sendable, bits, from_addable, from_sendable
+from torchstrategy._group.native_dtypes import (
+    as_addable,
+    as_sendable,
+    bits,
+    from_addable,
+    from_sendable,
+)
 from torchstrategy.testing import simulated_devices
 
 SIM = simulated_devices()
 FLOATING = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 COMPLEX = [torch.complex64, torch.complex128]
 WHOLE = [torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64, torch.bool]
-OTHERS = [torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn, torch.float8_e5m2]
+OTHERS = [
+    torch.uint16,
+    torch.uint32,
+    torch.uint64,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+]
 every_dtype = pytest.mark.parametrize("dtype", [*FLOATING, *COMPLEX, *WHOLE], ids=str)
 OPS = {
     "by NCCL": NcclAllReduce,
@@ -48,7 +65,9 @@ def numbers(dtype: torch.dtype, shape: tuple[int, ...], seed: int) -> torch.Tens
         if dtype.is_complex or dtype.is_floating_point:
             wide = torch.complex128 if dtype.is_complex else torch.float64
             return torch.randn(shape, generator=generator, dtype=wide).to(dtype)
-        return torch.randint(0, 2 if dtype is torch.bool else 100, shape, generator=generator).to(dtype)
+        return torch.randint(
+            0, 2 if dtype is torch.bool else 100, shape, generator=generator
+        ).to(dtype)
 
 
 def here(tensor: torch.Tensor) -> torch.Tensor:
@@ -56,8 +75,12 @@ def here(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to(torch.get_default_device())
 
 
-def in_replicas(dtype: torch.dtype, shape: tuple[int, ...], replicas: int = 3) -> PerReplica:
-    return PerReplica([numbers(dtype, shape, seed).to(SIM[seed]) for seed in range(replicas)])
+def in_replicas(
+    dtype: torch.dtype, shape: tuple[int, ...], replicas: int = 3
+) -> PerReplica:
+    return PerReplica(
+        [numbers(dtype, shape, seed).to(SIM[seed]) for seed in range(replicas)]
+    )
 
 
 def added_by_torch(value: PerReplica) -> torch.Tensor:
@@ -69,13 +92,19 @@ def added_by_torch(value: PerReplica) -> torch.Tensor:
 
 @every_dtype
 @pytest.mark.parametrize("ops", OPS.values(), ids=OPS.keys())
-def test_a_sum_is_that_of_torch(ops: Any, dtype: torch.dtype, sums: list[torch.dtype]) -> None:
+def test_a_sum_is_that_of_torch(
+    ops: Any, dtype: torch.dtype, sums: list[torch.dtype]
+) -> None:
     values = [in_replicas(dtype, shape) for shape in [(3,), (), (2, 5), (7,)]]
     results = ops().batch_reduce(ReduceOp.SUM, [(value, value) for value in values])
     results += ops().batch_reduce(ReduceOp.SUM, [(value, "cpu") for value in values])
     assert len(results) == 2 * len(values)
     for result, value in zip(results, values * 2, strict=True):
-        for component in result.values if isinstance(result, torchstrategy.DistributedValues) else [result]:
+        for component in (
+            result.values
+            if isinstance(result, torchstrategy.DistributedValues)
+            else [result]
+        ):
             assert component.dtype is dtype
             close(component.cpu(), added_by_torch(value))
             assert dtype is not torch.bool or int(bits(component).max()) <= 1
@@ -84,9 +113,13 @@ def test_a_sum_is_that_of_torch(ops: Any, dtype: torch.dtype, sums: list[torch.d
 
 @pytest.mark.parametrize("dtype", OTHERS, ids=str)
 @pytest.mark.parametrize("ops", OPS.values(), ids=OPS.keys())
-def test_what_torch_does_not_add_up_is_refused_by_torch(ops: Any, dtype: torch.dtype, sums: list[torch.dtype]) -> None:
+def test_what_torch_does_not_add_up_is_refused_by_torch(
+    ops: Any, dtype: torch.dtype, sums: list[torch.dtype]
+) -> None:
     value = PerReplica([torch.ones(3).to(dtype).to(SIM[r]) for r in range(3)])
-    with pytest.raises((NotImplementedError, RuntimeError), match="not implemented for"):
+    with pytest.raises(
+        (NotImplementedError, RuntimeError), match="not implemented for"
+    ):
         ops().reduce(ReduceOp.SUM, value, value)
     assert not sums
 
@@ -109,14 +142,18 @@ class Mixed(nn.Module):
 
 @pytest.mark.parametrize("count", [2, 3])
 @pytest.mark.parametrize("kind", ["central", "central, elsewhere", "mirrored"])
-def test_a_model_with_all_dtypes_is_trained_as_in_plain_pytorch(kind: str, count: int, sums: list[torch.dtype]) -> None:
+def test_a_model_with_all_dtypes_is_trained_as_in_plain_pytorch(
+    kind: str, count: int, sums: list[torch.dtype]
+) -> None:
     torch.manual_seed(0)
     x = torch.randn(6, 3, dtype=torch.float64)
     devices = SIM[:count]
     if kind == "mirrored":
         strategy: torchstrategy.Strategy = torchstrategy.MirroredStrategy(devices)
     else:
-        strategy = torchstrategy.CentralStorageStrategy(devices, SIM[4 if "elsewhere" in kind else 0])
+        strategy = torchstrategy.CentralStorageStrategy(
+            devices, SIM[4 if "elsewhere" in kind else 0]
+        )
     with strategy.scope():
         model = Mixed()
         optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
@@ -140,9 +177,14 @@ def test_a_model_with_all_dtypes_is_trained_as_in_plain_pytorch(kind: str, count
                 buffers[name].copy_(buffers[name].flip(0))
             for name in ("buffer_4", "buffer_5"):
                 buffers[name].mul_(1j)
-    seen = strategy.run(lambda: {name: buffer.clone() for name, buffer in model.named_buffers()})
+    seen = strategy.run(
+        lambda: {name: buffer.clone() for name, buffer in model.named_buffers()}
+    )
     for name, expected in twin.state_dict().items():
-        close(model.state_dict()[name].cpu().to(torch.complex128), expected.to(torch.complex128))
+        close(
+            model.state_dict()[name].cpu().to(torch.complex128),
+            expected.to(torch.complex128),
+        )
         for component in seen[name].values if name in seen else []:
             assert component.dtype is expected.dtype
             close(component.cpu().to(torch.complex128), expected.to(torch.complex128))
@@ -159,17 +201,25 @@ def test_the_forms_for_sending_lead_back(dtype: torch.dtype) -> None:
         elif dtype.is_floating_point:
             like += [torch._neg_view(tensor)]
         for one in like:
-            assert torch.equal(from_addable(as_addable(one), dtype), one.resolve_conj().resolve_neg())
+            assert torch.equal(
+                from_addable(as_addable(one), dtype), one.resolve_conj().resolve_neg()
+            )
             assert not as_addable(one).is_complex() and not as_addable(one).is_neg()
             # In a buffer it may begin at any number.
             sent = as_sendable(one)
             buffer = torch.cat([torch.zeros(1, dtype=sent.dtype), sent.reshape(-1)])
             there = buffer[1:].view(sent.shape)
-            assert torch.equal(from_sendable(there, one), one.resolve_conj().resolve_neg())
+            assert torch.equal(
+                from_sendable(there, one), one.resolve_conj().resolve_neg()
+            )
 
 
-@pytest.mark.parametrize("dtype", [torch.int16, torch.uint16, torch.float8_e5m2], ids=str)
-def test_simulated_devices_refuse_to_broadcast_what_nccl_does_not_send(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    "dtype", [torch.int16, torch.uint16, torch.float8_e5m2], ids=str
+)
+def test_simulated_devices_refuse_to_broadcast_what_nccl_does_not_send(
+    dtype: torch.dtype,
+) -> None:
     tensor = torch.ones(3).to(dtype).to(SIM[0])
     for broadcast in (
         lambda: torch.nn.parallel.comm.broadcast(tensor, [0, 1]),

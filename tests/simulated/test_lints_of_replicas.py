@@ -57,7 +57,9 @@ class Model(nn.Module):
         ("counts", [0], []),
     ],
 )
-def test_what_a_replica_writes_on_itself_is_named(way: str, devices: list[int], names: list[str]) -> None:
+def test_what_a_replica_writes_on_itself_is_named(
+    way: str, devices: list[int], names: list[str]
+) -> None:
     assert names_of(training(way, devices)) == names
 
 

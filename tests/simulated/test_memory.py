@@ -93,13 +93,20 @@ def test_looking_costs_nothing() -> None:
 def test_a_moved_parameter_leaves_nothing_behind() -> None:
     more = Counter()
     parameter = nn.Parameter(torch.ones(1000))
-    for device, expected in ((ONE, (4000, 0)), (TWO, (0, 4000)), ("cpu", (0, 0)), (TWO, (0, 4000))):
+    for device, expected in (
+        (ONE, (4000, 0)),
+        (TWO, (0, 4000)),
+        ("cpu", (0, 0)),
+        (TWO, (0, 4000)),
+    ):
         parameter.data = parameter.data.to(device)
         assert (more(1), more(2)) == expected
 
 
 def test_training_holds_no_more_with_every_step() -> None:
-    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(), nn.LSTM(8, 4)).to(ONE)
+    model = nn.Sequential(
+        nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(), nn.LSTM(8, 4)
+    ).to(ONE)
     optimizer = torch.optim.Adam(model.parameters())
 
     def step() -> None:
@@ -116,7 +123,11 @@ def test_training_holds_no_more_with_every_step() -> None:
 
 def test_a_cycle_is_collected() -> None:
     more = Counter()
-    cycle: list[Any] = [torch.ones(1000, device=ONE, requires_grad=True), sim.Stream(1), torch.Generator("sim:1")]
+    cycle: list[Any] = [
+        torch.ones(1000, device=ONE, requires_grad=True),
+        sim.Stream(1),
+        torch.Generator("sim:1"),
+    ]
     cycle.append(cycle)
     (cycle[0] * 2).sum().backward()
     assert more(1) == 8000
@@ -148,9 +159,17 @@ def test_the_peak_is_the_most_since_it_was_reset() -> None:
     sim.reset_peak_memory_stats(1)
     x = torch.ones(1000, device=ONE)
     del x
-    assert sim.max_memory_allocated(1) - before == 4000 == torch.accelerator.max_memory_allocated(1) - before
+    assert (
+        sim.max_memory_allocated(1) - before
+        == 4000
+        == torch.accelerator.max_memory_allocated(1) - before
+    )
     torch.accelerator.reset_peak_memory_stats(1)
-    assert sim.max_memory_allocated(ONE) == sim.memory_allocated(ONE) == torch.accelerator.memory_allocated(1)
+    assert (
+        sim.max_memory_allocated(ONE)
+        == sim.memory_allocated(ONE)
+        == torch.accelerator.memory_allocated(1)
+    )
 
 
 def test_threads_leave_exact_accounts() -> None:
@@ -188,12 +207,25 @@ def test_a_freed_storage_comes_back_and_does_not_grow() -> None:
 
 def test_cuda_counts_in_blocks() -> None:
     with cuda_alias():
-        for asked, found in ((1, 512), (512, 512), (513, 1024), (2**20 + 1, 2**20 + 512), (0, 0)):
+        for asked, found in (
+            (1, 512),
+            (512, 512),
+            (513, 1024),
+            (2**20 + 1, 2**20 + 512),
+            (0, 0),
+        ):
             before, exactly = torch.cuda.memory_allocated(1), Counter()
             torch.cuda.reset_peak_memory_stats(1)
             x = torch.empty(asked, dtype=torch.uint8, device=ONE)
-            assert torch.cuda.memory_allocated(1) - before == torch.accelerator.memory_allocated(1) - before == found
-            assert torch.cuda.max_memory_allocated(1) - before == found and exactly(1) == asked
+            assert (
+                torch.cuda.memory_allocated(1) - before
+                == torch.accelerator.memory_allocated(1) - before
+                == found
+            )
+            assert (
+                torch.cuda.max_memory_allocated(1) - before == found
+                and exactly(1) == asked
+            )
             del x
             assert torch.cuda.memory_allocated(1) == before
 
@@ -205,23 +237,46 @@ def test_memory_stays_reserved_until_the_cache_is_emptied() -> None:
         before = torch.cuda.memory_reserved(1)
         x = torch.empty(30 * 2**20, dtype=torch.uint8, device=ONE)
         with_it = torch.cuda.memory_reserved(1)
-        assert with_it - before >= 30 * 2**20 and with_it >= torch.cuda.memory_allocated(1)
+        assert (
+            with_it - before >= 30 * 2** 20
+            and with_it >= torch.cuda.memory_allocated(1)
+        )
         del x
-        assert torch.cuda.memory_reserved(1) == with_it == torch.cuda.max_memory_reserved(1)
+        assert (
+            torch.cuda.memory_reserved(1)
+            == with_it
+            == torch.cuda.max_memory_reserved(1)
+        )
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(1)
-        assert torch.cuda.memory_reserved(1) == before == torch.cuda.max_memory_reserved(1)
+        assert (
+            torch.cuda.memory_reserved(1) == before == torch.cuda.max_memory_reserved(1)
+        )
 
 
 def test_the_statistics_have_the_keys_of_cuda() -> None:
     with cuda_alias():
         x = torch.ones(1000, device=ONE)
-        stats, nested = torch.cuda.memory_stats(1), torch.cuda.memory_stats_as_nested_dict(1)
-        assert type(stats) is OrderedDict and len(stats) == 122 and list(stats) == sorted(stats)
-        assert stats["allocated_bytes.all.current"] == torch.cuda.memory_allocated(1) >= x.nbytes
+        stats, nested = (
+            torch.cuda.memory_stats(1),
+            torch.cuda.memory_stats_as_nested_dict(1),
+        )
+        assert (
+            type(stats) is OrderedDict
+            and len(stats) == 122
+            and list(stats) == sorted(stats)
+        )
+        assert (
+            stats["allocated_bytes.all.current"]
+            == torch.cuda.memory_allocated(1)
+            >= x.nbytes
+        )
         assert stats["requested_bytes.all.current"] == sim.memory_allocated(1)
         assert stats["reserved_bytes.all.current"] == torch.cuda.memory_reserved(1)
-        assert nested["allocated_bytes"]["all"]["current"] == stats["allocated_bytes.all.current"]
+        assert (
+            nested["allocated_bytes"]["all"]["current"]
+            == stats["allocated_bytes.all.current"]
+        )
         assert sorted(nested["active"]) == ["all", "large_pool", "small_pool"]
         summary = torch.cuda.memory_summary(1, abbreviated=True)
         assert "PyTorch CUDA memory summary, device ID 1 " in summary.splitlines()[1]
@@ -229,7 +284,9 @@ def test_the_statistics_have_the_keys_of_cuda() -> None:
 
 TOO_LARGE: dict[str, Callable[[], object]] = {
     "empty": lambda: torch.empty(2**50, dtype=torch.uint8, device=ONE),
-    "strided": lambda: torch.empty_strided((2**50,), (1,), dtype=torch.uint8, device=ONE),
+    "strided": lambda: torch.empty_strided(
+        (2**50,), (1,), dtype=torch.uint8, device=ONE
+    ),
     "operator": lambda: torch.zeros(1, device=ONE).expand(2**48).clone(),
     "sum": lambda: torch.zeros(1, device=ONE).expand(2**48) + 1,
 }
@@ -250,7 +307,9 @@ def test_a_part_of_the_memory_is_all_that_a_program_gets_that_asks_for_it() -> N
         share = torch.cuda.mem_get_info(1)[1] // 100
         torch.cuda.set_per_process_memory_fraction(0.01, 1)
         try:
-            with pytest.raises(torch.OutOfMemoryError, match=r"^CUDA out of memory\. Tried to allocate"):
+            with pytest.raises(
+                torch.OutOfMemoryError, match=r"^CUDA out of memory\. Tried to allocate"
+            ):
                 torch.empty(2 * share, dtype=torch.uint8, device=ONE)
             torch.empty(share // 2, dtype=torch.uint8, device=ONE)
         finally:

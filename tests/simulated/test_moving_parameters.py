@@ -33,12 +33,16 @@ def primitives(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, list[str]]]:
         monkeypatch.setattr(comm, name, primitive)
 
     noted("broadcast_coalesced", lambda tensors, devices: devices)
-    noted("reduce_add", lambda tensors, destination: [tensor.device for tensor in tensors])
+    noted(
+        "reduce_add", lambda tensors, destination: [tensor.device for tensor in tensors]
+    )
     monkeypatch.setattr(transfer, "_KNOWN", frozenset({"cuda", "sim"}))
     return calls
 
 
-def new(build: Any, **options: Any) -> tuple[torchstrategy.Strategy, nn.Module, torch.optim.Optimizer]:
+def new(
+    build: Any, **options: Any
+) -> tuple[torchstrategy.Strategy, nn.Module, torch.optim.Optimizer]:
     strategy = torchstrategy.CentralStorageStrategy(DEVICES, OWNER, **options)
     torch.manual_seed(0)
     with strategy.scope():
@@ -72,10 +76,16 @@ def dealt(strategy: torchstrategy.Strategy, rows: int = 4) -> Any:
 
 
 def routes(traffic: Traffic) -> dict[tuple[str, str], int]:
-    return {(str(a), str(b)): n for (a, b), n in traffic.copies_by_route.items() if "cpu" not in (a.type, b.type)}
+    return {
+        (str(a), str(b)): n
+        for (a, b), n in traffic.copies_by_route.items()
+        if "cpu" not in (a.type, b.type)
+    }
 
 
-def test_two_hundred_small_parameters_go_to_each_replica_in_one_copy_and_come_back_in_one() -> None:
+def test_two_hundred_small_parameters_go_to_each_replica_in_one_copy_and_come_back_in_one() -> (
+    None
+):
     strategy, model, optimizer = new(deep)
     batch, step = dealt(strategy), step_of(model, optimizer)
     strategy.run(step, args=(batch,))
@@ -87,13 +97,17 @@ def test_two_hundred_small_parameters_go_to_each_replica_in_one_copy_and_come_ba
         ("sim:1", "sim:4"): 1,
     }
     size = sum(p.numel() * p.element_size() for p in model.parameters())
-    assert set(traffic.bytes_by_route[pair] for pair in traffic.copies_by_route if "cpu" not in map(str, pair)) == {
-        size
-    }
+    assert set(
+        traffic.bytes_by_route[pair]
+        for pair in traffic.copies_by_route
+        if "cpu" not in map(str, pair)
+    ) == {size}
 
 
 def test_each_dtype_goes_by_itself() -> None:
-    strategy, model, optimizer = new(lambda: nn.Sequential(deep(3), *(nn.Linear(4, 4).double() for _ in range(3))))
+    strategy, model, optimizer = new(
+        lambda: nn.Sequential(deep(3), *(nn.Linear(4, 4).double() for _ in range(3)))
+    )
 
     def step(rows: torch.Tensor) -> None:
         optimizer.zero_grad()
@@ -102,13 +116,17 @@ def test_each_dtype_goes_by_itself() -> None:
 
     batch = dealt(strategy)
     strategy.run(step, args=(batch,))
-    assert set(routes(counted(lambda: strategy.run(step, args=(batch,)))).values()) == {2}
+    assert set(routes(counted(lambda: strategy.run(step, args=(batch,)))).values()) == {
+        2
+    }
 
 
 def test_what_did_not_change_is_not_copied_and_what_is_frozen_never_again() -> None:
     strategy, model, optimizer = new(lambda: deep(4))
     batch, step = dealt(strategy), step_of(model, optimizer)
-    evaluate = lambda: strategy.run(lambda rows: model(rows).detach().sum(), args=(batch,))  # noqa: E731
+    evaluate = lambda: strategy.run(
+        lambda rows: model(rows).detach().sum(), args=(batch,)
+    )  # noqa: E731
     evaluate()
     assert [routes(counted(evaluate)) for _ in range(2)] == [{}, {}]
     for parameter in model[:3].parameters():
@@ -120,7 +138,9 @@ def test_what_did_not_change_is_not_copied_and_what_is_frozen_never_again() -> N
 
 
 def test_a_large_parameter_goes_by_itself_and_is_written_once() -> None:
-    strategy, model, optimizer = new(lambda: nn.Sequential(nn.Linear(4, 40_000, bias=False), nn.Linear(40_000, 4)))
+    strategy, model, optimizer = new(
+        lambda: nn.Sequential(nn.Linear(4, 40_000, bias=False), nn.Linear(40_000, 4))
+    )
     batch, step = dealt(strategy), step_of(model, optimizer)
     strategy.run(step, args=(batch,))
     traffic = counted(lambda: strategy.run(step, args=(batch,)))
@@ -128,20 +148,38 @@ def test_a_large_parameter_goes_by_itself_and_is_written_once() -> None:
 
 
 def test_small_tensors_share_a_copy_and_keep_their_values_shapes_and_dtypes() -> None:
-    tensors = [torch.randn(3, 2), torch.arange(5), torch.tensor(7.0), torch.randn(2, 3).T, torch.empty(0, 4)]
-    tensors += [torch.randn(300, 300), torch.eye(3).to_sparse(), torch.ones(1, dtype=torch.bfloat16)]
+    tensors = [
+        torch.randn(3, 2),
+        torch.arange(5),
+        torch.tensor(7.0),
+        torch.randn(2, 3).T,
+        torch.empty(0, 4),
+    ]
+    tensors += [
+        torch.randn(300, 300),
+        torch.eye(3).to_sparse(),
+        torch.ones(1, dtype=torch.bfloat16),
+    ]
     with count_traffic() as traffic:
         there = copy_to(tensors, torch.device("sim:2"))
-    assert traffic.copies == 5  # float32 together, int64, bfloat16, a large one, a sparse one
+    assert (
+        traffic.copies == 5
+    )  # float32 together, int64, bfloat16, a large one, a sparse one
     for tensor, moved in zip(tensors, there, strict=True):
-        assert (moved.shape, moved.dtype, moved.device) == (tensor.shape, tensor.dtype, torch.device("sim:2"))
+        assert (moved.shape, moved.dtype, moved.device) == (
+            tensor.shape,
+            tensor.dtype,
+            torch.device("sim:2"),
+        )
         assert torch.equal(moved.cpu().to_dense(), tensor.to_dense())
     assert copy_to([], torch.device("sim:2")) == []
     assert copy_to(there[:2], torch.device("sim:2"))[0] is there[0]
 
 
 @pytest.mark.parametrize("owner", ["cpu", "sim:0", "sim:4"])
-def test_nothing_is_read_on_a_stream_before_it_was_written_on_another(owner: str) -> None:
+def test_nothing_is_read_on_a_stream_before_it_was_written_on_another(
+    owner: str,
+) -> None:
     strategy = torchstrategy.CentralStorageStrategy(DEVICES, owner)
     with strategy.scope():
         model = nn.Sequential(deep(3), nn.BatchNorm1d(4))
@@ -170,7 +208,11 @@ def test_the_copies_are_on_the_copy_stream_of_their_device() -> None:
     strategy.run(step, args=(batch,))
     with record_streams() as record:
         strategy.run(step, args=(batch,))
-    used = {(event.device, event.stream != 0) for event in record.events if event.what == "launch"}
+    used = {
+        (event.device, event.stream != 0)
+        for event in record.events
+        if event.what == "launch"
+    }
     assert {(0, True), (1, True)} <= used
 
 
@@ -189,15 +231,21 @@ def weights(compute: list[str], owner: str) -> list[Any]:
     return [value.tolist() for value in model.state_dict().values()]
 
 
-def test_parameters_go_to_several_accelerators_in_one_broadcast(primitives: list[tuple[str, list[str]]]) -> None:
+def test_parameters_go_to_several_accelerators_in_one_broadcast(
+    primitives: list[tuple[str, list[str]]],
+) -> None:
     strategy, model, optimizer = new(deep)
     batch, step = dealt(strategy), step_of(model, optimizer)
     strategy.run(step, args=(batch,))
     primitives.clear()
     for _ in range(2):
         strategy.run(step, args=(batch,))
-        strategy.run(lambda rows: model(rows).detach(), args=(batch,))  # nothing has changed
-    refreshes = [devices for name, devices in primitives if name == "broadcast_coalesced"]
+        strategy.run(
+            lambda rows: model(rows).detach(), args=(batch,)
+        )  # nothing has changed
+    refreshes = [
+        devices for name, devices in primitives if name == "broadcast_coalesced"
+    ]
     assert refreshes == [["sim:4", "sim:0", "sim:1"]] * 2
 
 
@@ -207,7 +255,12 @@ def test_values_of_several_accelerators_are_added_by_one_reduction(
 ) -> None:
     """Its result is on one of them, and goes from there to where it is asked for."""
     strategy = torchstrategy.CentralStorageStrategy(["sim:1", "sim:2"], owner)
-    values = strategy.run(lambda: torch.ones(2) * (1 + torchstrategy.get_replica_context().replica_id_in_sync_group))
+    values = strategy.run(
+        lambda: (
+            torch.ones(2)
+            * (1 + torchstrategy.get_replica_context().replica_id_in_sync_group)
+        )
+    )
     total = strategy.reduce("sum", values, axis=None)
     assert primitives == [("reduce_add", ["sim:1", "sim:2"])]
     assert str(total.device) == owner and total.tolist() == [3, 3]
@@ -222,11 +275,18 @@ PLACES = {
 
 
 @pytest.mark.parametrize("where", PLACES)
-def test_a_model_is_the_same_with_and_without_the_primitives(where: str, request: pytest.FixtureRequest) -> None:
+def test_a_model_is_the_same_with_and_without_the_primitives(
+    where: str, request: pytest.FixtureRequest
+) -> None:
     without = weights(*PLACES[where])
     primitives = request.getfixturevalue("primitives")
     assert weights(*PLACES[where]) == without
-    devices = {device for name, called in primitives if name == "broadcast_coalesced" for device in called[1:]}
+    devices = {
+        device
+        for name, called in primitives
+        if name == "broadcast_coalesced"
+        for device in called[1:]
+    }
     assert (
         devices
         == {

@@ -68,21 +68,30 @@ def trained_alone(net: nn.Module) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("is_pinned", [True, False], ids=["pinned", "pageable"])
-def test_gradients_leave_as_fast_as_the_link_wherever_the_parameters_are(is_pinned: bool) -> None:
+def test_gradients_leave_as_fast_as_the_link_wherever_the_parameters_are(
+    is_pinned: bool,
+) -> None:
     """Those that came to other memory came to new pages in each step: on an H100, 3 to 4 times what the link takes."""
     net = make_model(is_pinned)
     profile = DeviceProfile.named("H100")
     with record_streams(), virtual_time(profile) as trace:
         found = trained(net, trace)
-    assert all(parameter.grad is not None and parameter.grad.is_pinned() for parameter in net.parameters())
+    assert all(
+        parameter.grad is not None and parameter.grad.is_pinned()
+        for parameter in net.parameters()
+    )
     for ours, alone in zip(found, trained_alone(make_model(False)), strict=True):
         assert torch.equal(ours, alone)
     large = [copy for copy in trace.step(-1).copies if copy.bytes > 2**20]
     assert {copy.is_pinned for copy in large if copy.route.endswith("cpu")} == {True}
-    assert {copy.is_pinned for copy in large if not copy.route.endswith("cpu")} == {is_pinned}
+    assert {copy.is_pinned for copy in large if not copy.route.endswith("cpu")} == {
+        is_pinned
+    }
 
 
-def test_where_no_pinned_memory_is_left_gradients_come_to_other_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_no_pinned_memory_is_left_gradients_come_to_other_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     plain = torch.Tensor.to
 
     def to(tensor: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
@@ -93,7 +102,10 @@ def test_where_no_pinned_memory_is_left_gradients_come_to_other_memory(monkeypat
     monkeypatch.setattr(torch.Tensor, "to", to)
     net = make_model(is_pinned=False)
     found = trained(net)
-    assert not any(parameter.grad is None or parameter.grad.is_pinned() for parameter in net.parameters())
+    assert not any(
+        parameter.grad is None or parameter.grad.is_pinned()
+        for parameter in net.parameters()
+    )
     monkeypatch.undo()
     for ours, alone in zip(found, trained_alone(make_model(False)), strict=True):
         assert torch.equal(ours, alone)
@@ -116,7 +128,9 @@ def loss_of_a_transformer(net: nn.Module) -> torch.Tensor:
 
 @pytest.mark.parametrize("is_inside", [False, True], ids=["outside", "inside"])
 @pytest.mark.parametrize("is_pinned", [True, False], ids=["pinned", "pageable"])
-@pytest.mark.parametrize("kind", ["matrices", pytest.param("transformer", marks=takes_long)])
+@pytest.mark.parametrize(
+    "kind", ["matrices", pytest.param("transformer", marks=takes_long)]
+)
 def test_a_step_takes_little_more_than_its_optimizer_and_the_bytes_that_travel(
     contests: Any, kind: str, is_pinned: bool, is_inside: bool
 ) -> None:
@@ -128,7 +142,9 @@ def test_a_step_takes_little_more_than_its_optimizer_and_the_bytes_that_travel(
         contests.in_pinned_memory(net, DEVICE)
     strategy = torchstrategy.CentralStorageStrategy([DEVICE], "cpu")
     strategy.distribute_module(net)
-    optimizer = strategy.distribute_optimizer(torch.optim.SGD(net.parameters(), lr=0.1, foreach=True))
+    optimizer = strategy.distribute_optimizer(
+        torch.optim.SGD(net.parameters(), lr=0.1, foreach=True)
+    )
 
     def step() -> None:
         loss(net).backward()
@@ -151,16 +167,22 @@ def test_a_step_takes_little_more_than_its_optimizer_and_the_bytes_that_travel(
     # since the program may have written them in ways that torch does not count. A checksum would take longer.
     size = sum(parameter.nbytes for parameter in net.parameters())
     times_up = 2 if is_inside else 1
-    assert sum(copy.bytes for copy in trace.step(-2).copies) == pytest.approx((times_up + 1) * size, rel=2e-3)
+    assert sum(copy.bytes for copy in trace.step(-2).copies) == pytest.approx(
+        (times_up + 1) * size, rel=2e-3
+    )
     up = trace.profile.pinned if is_pinned else trace.profile.pageable
     link = size * (times_up / up + 1 / trace.profile.pinned) / 1e9
     ratio = (trace.step(-2).seconds - trace.step(-1).seconds) / link
-    assert 1 < ratio < BAR, ratio  # 1.04 to 1.14, where nothing is granted for launches and computing
+    assert 1 < ratio < BAR, (
+        ratio
+    )  # 1.04 to 1.14, where nothing is granted for launches and computing
 
 
 @pytest.mark.parametrize("scale", [0.0, 1.0], ids=["without-change", "with-change"])
 @pytest.mark.parametrize("fused", [False, True], ids=["loops", "fused"])
-def test_what_an_update_sends_does_not_depend_on_its_numbers(fused: bool, scale: float) -> None:
+def test_what_an_update_sends_does_not_depend_on_its_numbers(
+    fused: bool, scale: float
+) -> None:
     """torch does not count the writes of a fused update, so its parameters were compared by checksum, too.
 
     A prediction that computes no numbers then said something else in each process, by what its memory happened to hold.
@@ -168,7 +190,9 @@ def test_what_an_update_sends_does_not_depend_on_its_numbers(fused: bool, scale:
     net = make_model(is_pinned=True)
     strategy = torchstrategy.CentralStorageStrategy([DEVICE], "cpu")
     strategy.distribute_module(net)
-    optimizer = strategy.distribute_optimizer(torch.optim.SGD(net.parameters(), lr=0.1, fused=fused))
+    optimizer = strategy.distribute_optimizer(
+        torch.optim.SGD(net.parameters(), lr=0.1, fused=fused)
+    )
 
     def step() -> None:
         optimizer.zero_grad()
@@ -181,15 +205,21 @@ def test_what_an_update_sends_does_not_depend_on_its_numbers(fused: bool, scale:
         trace.mark()
         strategy.run(step)
     sent = sum(copy.bytes for copy in trace.step(-1).copies if copy.bytes >= 2**20)
-    assert sent == 3 * BYTES  # the gradients, and the values at once and when the run begins, as above
+    assert (
+        sent == 3 * BYTES
+    )  # the gradients, and the values at once and when the run begins, as above
 
 
 @pytest.mark.parametrize("is_inside", [False, True], ids=["outside", "inside"])
 @pytest.mark.parametrize("is_pinned", [True, False], ids=["pinned", "pageable"])
-def test_a_transformer_is_trained_as_on_the_device(contests: Any, is_pinned: bool, is_inside: bool) -> None:
+def test_a_transformer_is_trained_as_on_the_device(
+    contests: Any, is_pinned: bool, is_inside: bool
+) -> None:
     words = torch.arange(16, device=DEVICE).view(1, 16)
 
-    def trained_transformer(strategy: torchstrategy.Strategy | None) -> list[torch.Tensor]:
+    def trained_transformer(
+        strategy: torchstrategy.Strategy | None,
+    ) -> list[torch.Tensor]:
         torch.manual_seed(0)
         net = contests.GPT2(width=128, layers=2)
         if strategy is None:
@@ -218,7 +248,9 @@ def test_a_transformer_is_trained_as_on_the_device(contests: Any, is_pinned: boo
         return [parameter.detach().cpu() for parameter in net.parameters()]
 
     with record_streams():
-        ours = trained_transformer(torchstrategy.CentralStorageStrategy([DEVICE], "cpu"))
+        ours = trained_transformer(
+            torchstrategy.CentralStorageStrategy([DEVICE], "cpu")
+        )
     for mine, alone in zip(ours, trained_transformer(None), strict=True):
         assert torch.equal(mine, alone)
 
@@ -262,10 +294,19 @@ def keep_the_graph(net: nn.Module) -> None:
 @pytest.mark.parametrize("replicas", [1, 2])
 @pytest.mark.parametrize(
     "step",
-    [run_backward, run_two_backwards, clear_between, put_another, differentiate_twice, keep_the_graph],
+    [
+        run_backward,
+        run_two_backwards,
+        clear_between,
+        put_another,
+        differentiate_twice,
+        keep_the_graph,
+    ],
     ids=lambda step: step.__name__,
 )
-def test_a_gradient_that_left_early_is_used_only_if_the_step_left_it_as_it_was(step: Step, replicas: int) -> None:
+def test_a_gradient_that_left_early_is_used_only_if_the_step_left_it_as_it_was(
+    step: Step, replicas: int
+) -> None:
     expected = make_model(False).to(DEVICE)
     step(expected)
     net = make_model(True)
@@ -289,8 +330,12 @@ def test_gradients_leave_while_backward_makes_others() -> None:
     with record_streams(), virtual_time("H100", shapes_only=True) as trace:
         strategy.run(run_backward, (net,))
     leaving = [copy for copy in trace.copies if copy.route.endswith("->cpu")]
-    assert len(leaving) == LAYERS and leaving[0].start < trace.seconds - 0.9 * sum(copy.seconds for copy in leaving)
-    assert leaving[0].where == leaving[-1].where and not any(copy.blocks for copy in leaving)
+    assert len(leaving) == LAYERS and leaving[0].start < trace.seconds - 0.9 * sum(
+        copy.seconds for copy in leaving
+    )
+    assert leaving[0].where == leaving[-1].where and not any(
+        copy.blocks for copy in leaving
+    )
 
 
 def evaluate(net: nn.Module) -> None:
@@ -300,7 +345,9 @@ def evaluate(net: nn.Module) -> None:
 
 def write_together(net: nn.Module) -> None:
     evaluate(net)
-    torchstrategy.get_replica_context().merge_call(lambda strategy: write_parameters(net))
+    torchstrategy.get_replica_context().merge_call(
+        lambda strategy: write_parameters(net)
+    )
 
 
 def fail(net: nn.Module) -> None:
@@ -313,7 +360,9 @@ def write_parameters(net: nn.Module) -> None:
         parameter.data.mul_(0.5)
 
 
-@pytest.mark.parametrize("step", [evaluate, write_together, fail], ids=lambda step: step.__name__)
+@pytest.mark.parametrize(
+    "step", [evaluate, write_together, fail], ids=lambda step: step.__name__
+)
 def test_nobody_writes_parameters_before_their_values_have_left(step: Step) -> None:
     """They leave pinned memory while the program goes on; the recorder finds who would write there too early."""
     net = make_model(True)
@@ -327,14 +376,19 @@ def test_nobody_writes_parameters_before_their_values_have_left(step: Step) -> N
         write_parameters(net)
 
 
-@pytest.mark.parametrize("extra", ["nothing", "a scheduler", "a hook of the optimizer", "a hook of a parameter"])
+@pytest.mark.parametrize(
+    "extra",
+    ["nothing", "a scheduler", "a hook of the optimizer", "a hook of a parameter"],
+)
 def test_an_update_of_one_model_sends_nothing_of_another(extra: str) -> None:
     """Nobody knew whether the other model was written, and so it went to the devices at each update."""
     one, other = make_model(False), nn.Linear(WIDTH, 1)
     strategy = torchstrategy.CentralStorageStrategy([DEVICE], "cpu")
     strategy.distribute_module(nn.ModuleList([one, other]))
     of_one = strategy.distribute_optimizer(torch.optim.SGD(one.parameters(), lr=0.1))
-    of_other = strategy.distribute_optimizer(torch.optim.SGD(other.parameters(), lr=0.1))
+    of_other = strategy.distribute_optimizer(
+        torch.optim.SGD(other.parameters(), lr=0.1)
+    )
     if extra == "a scheduler":
         torch.optim.lr_scheduler.ExponentialLR(of_other, 0.5)
     first = one.get_parameter("0.weight")
@@ -373,7 +427,9 @@ def test_the_program_goes_on_while_values_leave() -> None:
         trace.mark()
         strategy.run(evaluate, (net,))
     assert not any(copy.blocks for copy in trace.step(0).copies)
-    assert [wait.why for wait in trace.step(0).synchronizations if wait.seconds] == ["event.synchronize()"]
+    assert [wait.why for wait in trace.step(0).synchronizations if wait.seconds] == [
+        "event.synchronize()"
+    ]
 
 
 def test_a_run_that_fails_after_backward_keeps_no_gradient_of_it() -> None:
@@ -383,7 +439,9 @@ def test_a_run_that_fails_after_backward_keeps_no_gradient_of_it() -> None:
     seen: list[weakref.ref[torch.UntypedStorage]] = []
 
     def step() -> None:
-        net.get_parameter("0.weight").register_hook(lambda gradient: seen.append(weakref.ref(gradient)))
+        net.get_parameter("0.weight").register_hook(
+            lambda gradient: seen.append(weakref.ref(gradient))
+        )
         run_backward(net)
         raise KeyError("after backward")
 
@@ -393,7 +451,9 @@ def test_a_run_that_fails_after_backward_keeps_no_gradient_of_it() -> None:
     assert all(parameter.grad is None for parameter in net.parameters())
 
 
-def test_an_update_between_runs_waits_until_parameters_have_left_pinned_memory() -> None:
+def test_an_update_between_runs_waits_until_parameters_have_left_pinned_memory() -> (
+    None
+):
     net = make_model(True)
     strategy = torchstrategy.MirroredStrategy(["cpu", DEVICE])
     strategy.distribute_module(net)
@@ -407,7 +467,11 @@ def test_an_update_between_runs_waits_until_parameters_have_left_pinned_memory()
         strategy.run(step)
         with torch.no_grad():
             for parameter in net.parameters():
-                parameter.mul_(0.5)  # so that the optimizer has to bring them to the other device
+                parameter.mul_(
+                    0.5
+                )  # so that the optimizer has to bring them to the other device
         optimizer.step()
-        weights = strategy.run(lambda: net.get_parameter("0.weight").detach().cpu().clone())
+        weights = strategy.run(
+            lambda: net.get_parameter("0.weight").detach().cpu().clone()
+        )
     assert torch.equal(*weights.values)

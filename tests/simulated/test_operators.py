@@ -13,28 +13,48 @@ from sweep.mixing import Answer
 
 HERE, ELSEWHERE = torch.device("sim:1"), torch.device("sim:2")
 SAMPLED = [name for name in operators.names()[::18] if name not in exceptions.OPERATORS]
-OPTIONS = {"complex64": "cumprod", "bfloat16": "nn_functional_layer_norm", "bool": "cat", "float64": "matmul"}
+OPTIONS = {
+    "complex64": "cumprod",
+    "bfloat16": "nn_functional_layer_norm",
+    "bool": "cat",
+    "float64": "matmul",
+}
 
 
 @pytest.mark.parametrize("name", SAMPLED)
 def test_an_operator_agrees_with_the_cpu(name: str) -> None:
     outcomes = [judge(trial, HERE) for trial in operators.trials(name, 2)]
-    assert [outcome for outcome in outcomes if outcome.verdict is Verdict.DIFFERENT] == []
+    assert [
+        outcome for outcome in outcomes if outcome.verdict is Verdict.DIFFERENT
+    ] == []
     assert {outcome.verdict for outcome in outcomes} & {Verdict.EQUAL, Verdict.CLOSE}
 
 
 @pytest.mark.parametrize(("dtype", "name"), OPTIONS.items())
-def test_an_operator_agrees_with_the_cpu_in_another_dtype(dtype: str, name: str) -> None:
-    outcomes = [judge(trial, HERE) for trial in operators.trials(name, 2, getattr(torch, dtype))]
-    assert [outcome for outcome in outcomes if outcome.verdict is Verdict.DIFFERENT] == []
+def test_an_operator_agrees_with_the_cpu_in_another_dtype(
+    dtype: str, name: str
+) -> None:
+    outcomes = [
+        judge(trial, HERE) for trial in operators.trials(name, 2, getattr(torch, dtype))
+    ]
+    assert [
+        outcome for outcome in outcomes if outcome.verdict is Verdict.DIFFERENT
+    ] == []
     assert {outcome.verdict for outcome in outcomes} & {Verdict.EQUAL, Verdict.CLOSE}
 
 
-def test_an_operator_takes_tensors_of_one_device_or_says_which_ones_it_was_given() -> None:
-    answers = {name: [m.answer for m in mixing.mixtures(name, 2, HERE, ELSEWHERE)] for name in SAMPLED}
+def test_an_operator_takes_tensors_of_one_device_or_says_which_ones_it_was_given() -> (
+    None
+):
+    answers = {
+        name: [m.answer for m in mixing.mixtures(name, 2, HERE, ELSEWHERE)]
+        for name in SAMPLED
+    }
     taken = {name for name, given in answers.items() if Answer.TAKEN in given}
     assert taken <= exceptions.MIXED.keys()
-    assert not any(Answer.WRONG in given or Answer.REFUSED in given for given in answers.values())
+    assert not any(
+        Answer.WRONG in given or Answer.REFUSED in given for given in answers.values()
+    )
     assert sum(given.count(Answer.NAMED) for given in answers.values()) > 30
 
 
@@ -47,18 +67,43 @@ def test_every_exception_is_an_operator_of_the_database_with_a_reason() -> None:
 @pytest.mark.parametrize(
     ("run", "difference"),
     [
-        (lambda device: torch.ones(2, device=device) + (device.type == "sim"), "not close"),
+        (
+            lambda device: torch.ones(2, device=device) + (device.type == "sim"),
+            "not close",
+        ),
         (lambda device: torch.ones(2), "is on cpu"),
         (lambda device: torch.ones(2 + (device.type == "sim"), device=device), "sizes"),
-        (lambda device: torch.ones(2, device=device, requires_grad=device.type == "sim"), "requires_grad"),
-        (lambda device: torch.ones(2, 2, device=device).t() if device.type == "sim" else torch.ones(2, 2), "strides"),
-        (lambda device: [torch.ones(2, device=device)] * (1 + (device.type == "sim")), "instead of"),
+        (
+            lambda device: torch.ones(
+                2, device=device, requires_grad=device.type == "sim"
+            ),
+            "requires_grad",
+        ),
+        (
+            lambda device: (
+                torch.ones(2, 2, device=device).t()
+                if device.type == "sim"
+                else torch.ones(2, 2)
+            ),
+            "strides",
+        ),
+        (
+            lambda device: (
+                [torch.ones(2, device=device)] * (1 + (device.type == "sim"))
+            ),
+            "instead of",
+        ),
         (lambda device: {}["key"] if device.type == "sim" else 1, "KeyError"),
-        (lambda device: {}["key"] if device.type == "cpu" else 1, "only the CPU raises"),
+        (
+            lambda device: {}["key"] if device.type == "cpu" else 1,
+            "only the CPU raises",
+        ),
         (lambda device: device.type == "sim", "True, not False"),
     ],
 )
-def test_a_trial_that_differs_is_found_out(run: Callable[[torch.device], object], difference: str) -> None:
+def test_a_trial_that_differs_is_found_out(
+    run: Callable[[torch.device], object], difference: str
+) -> None:
     outcome = judge(Trial("by hand", run), HERE)
     assert outcome.verdict is Verdict.DIFFERENT
     assert difference in outcome.difference
@@ -78,14 +123,18 @@ OVERLAPPING = {
 
 @pytest.mark.parametrize("device", ["cpu", "sim:1"])
 @pytest.mark.parametrize("write", OVERLAPPING.values(), ids=OVERLAPPING)
-def test_what_would_overwrite_what_it_reads_is_refused(device: str, write: Callable[[torch.Tensor], object]) -> None:
+def test_what_would_overwrite_what_it_reads_is_refused(
+    device: str, write: Callable[[torch.Tensor], object]
+) -> None:
     x = torch.arange(9.0, device=device)
     with pytest.raises(RuntimeError, match="refer to a single memory location"):
         write(x)
     assert torch.equal(x.cpu(), torch.arange(9.0))
 
 
-def test_a_tensor_may_be_written_with_itself_and_with_what_it_does_not_overlap() -> None:
+def test_a_tensor_may_be_written_with_itself_and_with_what_it_does_not_overlap() -> (
+    None
+):
     x = torch.arange(8.0, device="sim:1")
     x.add_(x)
     x[:4].add_(x[4:])
@@ -115,7 +164,10 @@ def test_outs_in_a_list_are_resized(device: str) -> None:
 
 
 def test_an_out_that_the_cpu_leaves_to_be_conjugated_is_conjugated() -> None:
-    matrix, wanted = torch.randn(3, 3, dtype=torch.complex64), torch.randn(2, 3, dtype=torch.complex64)
+    matrix, wanted = (
+        torch.randn(3, 3, dtype=torch.complex64),
+        torch.randn(2, 3, dtype=torch.complex64),
+    )
     factors, pivots = torch.linalg.lu_factor(matrix.to("sim:1"))
     solution = torch.empty(2, 3, dtype=torch.complex64, device="sim:1")
     torch.linalg.lu_solve(factors, pivots, wanted.to("sim:1"), left=False, out=solution)
@@ -127,7 +179,10 @@ def test_numbers_are_conjugated_in_place() -> None:
 
 
 def test_a_mode_is_written_to_an_out() -> None:
-    values, indices = torch.empty(0, device="sim:1"), torch.empty(0, dtype=torch.int64, device="sim:1")
+    values, indices = (
+        torch.empty(0, device="sim:1"),
+        torch.empty(0, dtype=torch.int64, device="sim:1"),
+    )
     torch.mode(torch.tensor([1.0, 2.0, 2.0], device="sim:1"), out=(values, indices))
     assert (values.item(), indices.item()) == (2, 2)
 

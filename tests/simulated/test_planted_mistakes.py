@@ -15,7 +15,9 @@ from torchstrategy.testing import cuda_alias, run_ranks
 
 ONE_OF_EACH = {pair.lint: name for name, pair in PAIRS.items() if not pair.needs_device}
 
-pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # of torch, about names that programs use
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::FutureWarning"
+)  # of torch, about names that programs use
 
 
 @pytest.fixture(autouse=True)
@@ -36,7 +38,9 @@ def names_of(name: str, is_right: bool) -> list[str]:
     return linted.names_of(program)
 
 
-@pytest.mark.parametrize("name", [name for name, pair in PAIRS.items() if pair.needs_device])
+@pytest.mark.parametrize(
+    "name", [name for name, pair in PAIRS.items() if pair.needs_device]
+)
 def test_a_mistake_that_only_a_device_shows_is_named(name: str) -> None:
     assert names_of(name, is_right=False) == [PAIRS[name].lint]
     assert names_of(name, is_right=True) == []
@@ -46,6 +50,7 @@ def test_a_mistake_that_only_a_device_shows_is_named(name: str) -> None:
 def test_one_mistake_of_each_lint_is_named() -> None:
     """In one test, so that those who run some variants of a test run all of these."""
     found = {
-        lint: (names_of(name, is_right=False), names_of(name, is_right=True)) for lint, name in ONE_OF_EACH.items()
+        lint: (names_of(name, is_right=False), names_of(name, is_right=True))
+        for lint, name in ONE_OF_EACH.items()
     }
     assert found == {lint: ([lint], []) for lint in ONE_OF_EACH}

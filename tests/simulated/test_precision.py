@@ -33,7 +33,9 @@ FULL: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 class TestAutocast:
     @pytest.mark.parametrize("calculate", LOWER.values(), ids=LOWER)
-    def test_products_run_in_the_lower_precision(self, calculate: Any, dtype: torch.dtype) -> None:
+    def test_products_run_in_the_lower_precision(
+        self, calculate: Any, dtype: torch.dtype
+    ) -> None:
         x = torch.randn(4, 4)
         with torch.autocast("sim", dtype=dtype):
             assert calculate(x.to(ONE)).dtype == dtype
@@ -43,7 +45,9 @@ class TestAutocast:
             assert (x.to(ONE).double() @ x.to(ONE).double()).dtype == torch.float64
 
     @pytest.mark.parametrize("calculate", FULL.values(), ids=FULL)
-    def test_what_loses_numbers_runs_in_full_precision(self, calculate: Any, dtype: torch.dtype) -> None:
+    def test_what_loses_numbers_runs_in_full_precision(
+        self, calculate: Any, dtype: torch.dtype
+    ) -> None:
         x = torch.randn(4, 4, device=ONE)
         with torch.autocast("sim", dtype=dtype):
             assert calculate(x).dtype == torch.float32
@@ -83,7 +87,9 @@ def test_autocast_of_the_cpu_leaves_the_devices_alone(calculate: Any) -> None:
         assert calculate(x.to(ONE)).dtype == torch.float32
 
 
-def test_a_scaler_unscales_gradients_on_every_device_and_skips_steps_that_overflow() -> None:
+def test_a_scaler_unscales_gradients_on_every_device_and_skips_steps_that_overflow() -> (
+    None
+):
     parameters = [nn.Parameter(torch.ones(2, device=device)) for device in (ZERO, ONE)]
     optimizer, scaler = torch.optim.SGD(parameters, lr=0.1), torch.amp.GradScaler("sim")
 
@@ -113,11 +119,17 @@ def test_eight_bit_floats_round_as_on_the_cpu(dtype: torch.dtype) -> None:
     ours = x.to(ONE).to(dtype)
     assert ours.device == ONE and ours.dtype == dtype
     assert torch.equal(ours.float().cpu(), x.to(dtype).float())
-    assert torch.equal(ours.view(8, 8).t()[1].float().cpu(), x.to(dtype).view(8, 8).t()[1].float())
+    assert torch.equal(
+        ours.view(8, 8).t()[1].float().cpu(), x.to(dtype).view(8, 8).t()[1].float()
+    )
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16], ids=str)
-def test_a_module_of_another_precision_computes_what_the_cpus_computes(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.bfloat16, torch.float16], ids=str
+)
+def test_a_module_of_another_precision_computes_what_the_cpus_computes(
+    dtype: torch.dtype,
+) -> None:
     layer = nn.Linear(4, 3).to(dtype)
     x = torch.randn(5, 4, dtype=dtype)
     expected = layer(x)

@@ -36,7 +36,9 @@ def test_every_contest_is_held(contests: Any) -> None:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Attempted to get default timeout for nccl")
 @pytest.mark.parametrize("name", SMALL)
-def test_two_runs_of_a_contest_are_equal(contests: Any, name: str, tmp_path: Path) -> None:
+def test_two_runs_of_a_contest_are_equal(
+    contests: Any, name: str, tmp_path: Path
+) -> None:
     first, second = (held(contests, name, tmp_path) for _ in range(2))
     assert first == second
     assert first[0] and len(first[1][f"{name}.json"]) > 10_000
@@ -47,14 +49,26 @@ def test_two_processes_predict_the_same_at_real_size(tmp_path: Path) -> None:
     outputs = []
     for name in ("one", "other"):
         script, folder = str(BENCHMARKS / "accelerator.py"), str(tmp_path / name)
-        done = python(script, "--simulated", "H100", "--timelines", folder, folder=tmp_path, timeout=3600)
+        done = python(
+            script,
+            "--simulated",
+            "H100",
+            "--timelines",
+            folder,
+            folder=tmp_path,
+            timeout=3600,
+        )
         assert not done.returncode, done.stderr
         outputs.append(done.stdout)
     assert outputs[0] == outputs[1] and "predicted" in outputs[0]
     files = sorted(path.name for path in (tmp_path / "one").iterdir())
-    assert files == sorted(f"{name}.{kind}" for name in SMALL for kind in ("json", "svg"))
+    assert files == sorted(
+        f"{name}.{kind}" for name in SMALL for kind in ("json", "svg")
+    )
     for file in files:
-        assert (tmp_path / "one" / file).read_bytes() == (tmp_path / "other" / file).read_bytes(), file
+        assert (tmp_path / "one" / file).read_bytes() == (
+            tmp_path / "other" / file
+        ).read_bytes(), file
 
 
 THREE_STEPS = """

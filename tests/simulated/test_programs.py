@@ -55,7 +55,9 @@ def test_a_program_runs_where_devices_are_simulated(what: str, tmp_path: Path) -
     beginning = "import torch\nfrom torchstrategy.testing import simulate_devices\nsimulate_devices(4)\n"
     (tmp_path / "program.py").write_text(beginning + textwrap.dedent(PROGRAMS[what]))
     command = [sys.executable, "-W", "ignore", str(tmp_path / "program.py")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=600, check=False
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -63,7 +65,11 @@ def test_a_fake_tensor_is_on_the_device_that_is_current_each_time() -> None:
     with FakeTensorMode():
         for index in (1, 2, 1):
             with torch.accelerator.device_index(index):
-                made = [torch.empty(2, device="sim"), torch.zeros(2, device="sim"), torch.ones(2).to("sim")]
+                made = [
+                    torch.empty(2, device="sim"),
+                    torch.zeros(2, device="sim"),
+                    torch.ones(2).to("sim"),
+                ]
             assert [tensor.device for tensor in made] == [SIM[index]] * 3
 
 

@@ -68,8 +68,14 @@ def test_the_race_names_both_lines_and_what_to_say() -> None:
 
     (race,) = races(use)
     assert race.startswith("aten.sum (test_races_with_the_program.py:")
-    assert "on the CPU, reads pinned memory that copy (test_races_with_the_program.py:" in race
-    assert "on the default stream of sim:1, writes, and does not wait for it: say stream.synchronize()" in race
+    assert (
+        "on the CPU, reads pinned memory that copy (test_races_with_the_program.py:"
+        in race
+    )
+    assert (
+        "on the default stream of sim:1, writes, and does not wait for it: say stream.synchronize()"
+        in race
+    )
 
 
 def test_a_copy_to_the_cpu_that_does_not_block_is_pinned_and_read_too_early() -> None:
@@ -81,11 +87,21 @@ def test_a_copy_to_the_cpu_that_does_not_block_is_pinned_and_read_too_early() ->
     assert len(races(use)) == 1
 
 
-@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
-def test_a_copy_to_the_cpu_that_does_not_block_is_like_one_that_does(memory_format: torch.memory_format) -> None:
+@pytest.mark.parametrize(
+    "memory_format", [torch.contiguous_format, torch.channels_last]
+)
+def test_a_copy_to_the_cpu_that_does_not_block_is_like_one_that_does(
+    memory_format: torch.memory_format,
+) -> None:
     value = torch.randn(2, 3, 4, 5, device=DEVICE).to(memory_format=memory_format)
-    for options in ({}, {"dtype": torch.float64}, {"memory_format": torch.channels_last}):
-        one, other = (value.to("cpu", non_blocking=flag, **options) for flag in (True, False))
+    for options in (
+        {},
+        {"dtype": torch.float64},
+        {"memory_format": torch.channels_last},
+    ):
+        one, other = (
+            value.to("cpu", non_blocking=flag, **options) for flag in (True, False)
+        )
         assert torch.equal(one, other)
         assert (one.stride(), one.dtype) == (other.stride(), other.dtype)
 
@@ -96,7 +112,11 @@ def test_a_staging_buffer_that_is_filled_again_at_once_is_a_race() -> None:
         tensors.source.fill_(7)
 
     (race,) = races(use)
-    assert "aten.fill_" in race and "writes pinned memory that copy" in race and "reads, and" in race
+    assert (
+        "aten.fill_" in race
+        and "writes pinned memory that copy" in race
+        and "reads, and" in race
+    )
 
 
 def test_a_staging_buffer_may_be_read_while_it_is_sent() -> None:
@@ -128,7 +148,9 @@ def test_two_streams_that_fill_one_buffer_of_the_cpu_race() -> None:
 WAITS: dict[str, Callable[[], object]] = {
     "device": lambda: torch.accelerator.synchronize(DEVICE),
     "stream": lambda: torch.accelerator.current_stream(DEVICE).synchronize(),
-    "event": lambda: torch.accelerator.current_stream(DEVICE).record_event().synchronize(),
+    "event": lambda: (
+        torch.accelerator.current_stream(DEVICE).record_event().synchronize()
+    ),
     "a number": lambda: torch.ones(1, device=DEVICE).item(),
     "a copy that blocks": lambda: torch.ones(1, device=DEVICE).cpu(),
 }
@@ -158,12 +180,30 @@ def test_an_event_from_before_the_copy_is_not_enough() -> None:
 
 NO_USES: dict[str, Callable[[Tensors], object]] = {
     "a copy that blocks": lambda t: (t.target.copy_(t.device), t.target.sum()),
-    "memory that is not pinned": lambda t: torch.empty(8).copy_(t.device, non_blocking=True).sum(),
-    "a view": lambda t: (t.comes(), t.target.view(2, 4), t.target[0], t.target.detach()),
-    "its sizes": lambda t: (t.comes(), torch.empty_like(t.target), t.target.new_zeros(3), t.target.is_pinned()),
+    "memory that is not pinned": lambda t: (
+        torch.empty(8).copy_(t.device, non_blocking=True).sum()
+    ),
+    "a view": lambda t: (
+        t.comes(),
+        t.target.view(2, 4),
+        t.target[0],
+        t.target.detach(),
+    ),
+    "its sizes": lambda t: (
+        t.comes(),
+        torch.empty_like(t.target),
+        t.target.new_zeros(3),
+        t.target.is_pinned(),
+    ),
     "another tensor": lambda t: (t.comes(), t.source.sum()),
-    "sent again on its stream": lambda t: (t.comes(), t.device.copy_(t.target, non_blocking=True)),
-    "freed": lambda t: ((t.device + 1).to("cpu", non_blocking=True), torch.ones(8).pin_memory().sum()),
+    "sent again on its stream": lambda t: (
+        t.comes(),
+        t.device.copy_(t.target, non_blocking=True),
+    ),
+    "freed": lambda t: (
+        (t.device + 1).to("cpu", non_blocking=True),
+        torch.ones(8).pin_memory().sum(),
+    ),
 }
 
 
@@ -206,7 +246,8 @@ def _write_and(wait: bool, part: slice = slice(None)) -> Callable[[Tensors], obj
 def test_a_write_of_numpy_on_a_buffer_that_is_copied_is_a_race() -> None:
     (race,) = races(_write_and(wait=False))
     assert (
-        "Pinned memory that a copy (test_races_with_the_program.py:" in race and " reads was written on the CPU" in race
+        "Pinned memory that a copy (test_races_with_the_program.py:" in race
+        and " reads was written on the CPU" in race
     )
     assert races(_write_and(wait=False, part=slice(0, 8, 2))) != []
     assert races(_write_and(wait=False, part=slice(4, 8))) == []  # another part
@@ -234,7 +275,9 @@ def test_a_write_that_torch_sees_is_told_once_and_one_of_the_device_is_none() ->
 
     def write_back(tensors: Tensors) -> None:
         tensors.goes()
-        tensors.source.copy_(tensors.device + 1, non_blocking=True)  # on the same stream, and so later
+        tensors.source.copy_(
+            tensors.device + 1, non_blocking=True
+        )  # on the same stream, and so later
         torch.accelerator.synchronize(DEVICE)
 
     assert len(races(write)) == 1
@@ -249,7 +292,9 @@ def test_buffers_in_turns_are_no_race() -> None:
             events[step % 2].synchronize()
             buffers[step % 2].numpy()[:] = step
             tensors.device.copy_(buffers[step % 2], non_blocking=True)
-            events[step % 2].record(torch.get_device_module(DEVICE).current_stream(DEVICE))
+            events[step % 2].record(
+                torch.get_device_module(DEVICE).current_stream(DEVICE)
+            )
 
     assert races(use) == []
 
@@ -263,7 +308,10 @@ def read_slots(of_step: Callable[[int], int]) -> list[str]:
     """Each step copies its number into a slot of one pinned buffer; the next step waits for that, and reads a slot."""
 
     def use(tensors: Tensors) -> None:
-        slots, events = torch.zeros(6).pin_memory(), [torch.get_device_module(DEVICE).Event() for _ in range(6)]
+        slots, events = (
+            torch.zeros(6).pin_memory(),
+            [torch.get_device_module(DEVICE).Event() for _ in range(6)],
+        )
         for step in range(6):
             slots[step].copy_(tensors.device.sum(), non_blocking=True)
             events[step].record(CURRENT(DEVICE))
@@ -310,14 +358,21 @@ def test_an_expanded_slot_is_that_slot() -> None:
 def test_gaps_between_the_elements_count_as_used(columns: slice) -> None:
     def use(tensors: Tensors) -> None:
         rows = torch.zeros(3, 3).pin_memory()
-        rows[:, columns].copy_(torch.ones(rows[:, columns].shape, device=DEVICE), non_blocking=True)
+        rows[:, columns].copy_(
+            torch.ones(rows[:, columns].shape, device=DEVICE), non_blocking=True
+        )
         rows[1, 2].item()
 
     assert len(races(use)) == 1
 
 
-@pytest.mark.parametrize(("second", "is_race"), [(slice(4, 8), False), (slice(3, 8), True), (slice(0, 8), True)])
-def test_two_streams_write_parts_of_one_tensor_of_the_device(second: slice, is_race: bool) -> None:
+@pytest.mark.parametrize(
+    ("second", "is_race"),
+    [(slice(4, 8), False), (slice(3, 8), True), (slice(0, 8), True)],
+)
+def test_two_streams_write_parts_of_one_tensor_of_the_device(
+    second: slice, is_race: bool
+) -> None:
     def use(tensors: Tensors) -> None:
         tensors.device[:4].fill_(1)
         with torch.Stream(device=DEVICE):

@@ -13,7 +13,9 @@ from torchstrategy.testing import RankRecord
 
 @pytest.mark.filterwarnings("ignore")  # of torch's internals, about themselves
 @pytest.mark.parametrize("program", EVERYWHERE, ids=lambda program: program.__name__)
-def test_a_program_of_four_ranks_is_right(program: Callable[[Place], RankRecord]) -> None:
+def test_a_program_of_four_ranks_is_right(
+    program: Callable[[Place], RankRecord],
+) -> None:
     program(lambda rank: torch.device("sim", rank))
 
 
@@ -24,7 +26,9 @@ def test_torchs_synchronized_batch_norm_is_right() -> None:
 def test_a_rank_begins_with_a_device_of_its_own() -> None:
     def main(rank: int) -> tuple[int, torch.Tensor]:
         torch.manual_seed(rank)
-        return torch.accelerator.current_device_index(), torch.rand(2, device="sim").cpu()
+        return torch.accelerator.current_device_index(), torch.rand(
+            2, device="sim"
+        ).cpu()
 
     results, _ = run_ranks(main, 7)
     assert [index for index, _ in results] == [0, 1, 2, 3, 4, 0, 1]

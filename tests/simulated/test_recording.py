@@ -56,7 +56,14 @@ def test_a_copy_that_the_consumer_does_not_wait_for_is_a_race() -> None:
         lambda side: side.record_event().synchronize(),
         lambda side: torch.accelerator.synchronize(DEVICE),
     ],
-    ids=["wait_stream", "wait_event", "event.wait", "synchronize", "event.synchronize", "device"],
+    ids=[
+        "wait_stream",
+        "wait_event",
+        "event.wait",
+        "synchronize",
+        "event.synchronize",
+        "device",
+    ],
 )
 def test_every_way_of_waiting_is_known(wait: Callable[[torch.Stream], None]) -> None:
     kept: list[torch.Tensor] = []
@@ -107,7 +114,9 @@ def test_a_tensor_that_is_freed_while_another_stream_may_read_it_is_a_race() -> 
 
 
 @pytest.mark.parametrize("waits", [True, False], ids=["waits", "does not wait"])
-def test_a_stream_that_waits_before_it_uses_freed_memory_again_is_no_race(waits: bool) -> None:
+def test_a_stream_that_waits_before_it_uses_freed_memory_again_is_no_race(
+    waits: bool,
+) -> None:
     """As the gradients of FSDP2 are made on a stream, read by the optimizer on another one, and freed."""
 
     def use() -> None:
@@ -167,7 +176,11 @@ def test_a_buffer_that_is_filled_again_before_it_was_read_is_a_race() -> None:
             buffer.sum()
 
     (race,) = races(use)
-    assert "copy (test_recording.py:" in race and "writes a tensor that aten.sum" in race and "reads on" in race
+    assert (
+        "copy (test_recording.py:" in race
+        and "writes a tensor that aten.sum" in race
+        and "reads on" in race
+    )
 
 
 def test_two_streams_may_read_one_tensor() -> None:
@@ -183,7 +196,9 @@ def test_two_streams_may_read_one_tensor() -> None:
 
 def test_copies_between_devices_wait_for_both() -> None:
     def use() -> None:
-        there = torch.ones(4, device=DEVICE).to(simulated_devices()[2], non_blocking=True)
+        there = torch.ones(4, device=DEVICE).to(
+            simulated_devices()[2], non_blocking=True
+        )
         (there * 2).to(DEVICE).sum().item()
 
     assert races(use) == []
@@ -219,7 +234,12 @@ def test_a_worker_that_copies_in_a_thread_of_its_own_is_seen() -> None:
 
 def test_the_block_fails_if_there_were_races_unless_it_is_told_not_to() -> None:
     kept = []
-    with pytest.raises(AssertionError, match=r"^On real devices this may go wrong:\n- aten\.sum"), record_streams():
+    with (
+        pytest.raises(
+            AssertionError, match=r"^On real devices this may go wrong:\n- aten\.sum"
+        ),
+        record_streams(),
+    ):
         kept.append(prefetched(stream()))
         kept[0].sum()
 
@@ -230,7 +250,10 @@ def test_every_race_has_a_line_of_its_own() -> None:
         kept += [prefetched(stream()), prefetched(stream())]
         kept[0].sum()
         kept[1].sum()
-    assert [line[:10] for line in str(caught.value).splitlines()[1:]] == ["- aten.sum", "- aten.sum"]
+    assert [line[:10] for line in str(caught.value).splitlines()[1:]] == [
+        "- aten.sum",
+        "- aten.sum",
+    ]
 
 
 def test_an_error_of_the_block_is_not_hidden_by_a_race() -> None:
@@ -272,12 +295,16 @@ def test_one_recorder_is_enough() -> None:
 # The library's own use of streams
 
 
-@pytest.mark.parametrize("owner", ["cpu", 0, 4], ids=["parameters on the cpu", "on sim:0", "on sim:4"])
+@pytest.mark.parametrize(
+    "owner", ["cpu", 0, 4], ids=["parameters on the cpu", "on sim:0", "on sim:4"]
+)
 @pytest.mark.parametrize("replicas", [1, 2, 4])
 def test_a_strategy_trains_without_a_race(owner: object, replicas: int) -> None:
     devices = simulated_devices()
     parameter_device = owner if owner == "cpu" else devices[owner]  # type: ignore[call-overload]
-    strategy = torchstrategy.CentralStorageStrategy(devices[:replicas], parameter_device)
+    strategy = torchstrategy.CentralStorageStrategy(
+        devices[:replicas], parameter_device
+    )
     with strategy.scope():
         model = mlp()
         optimizer = sgd(model)

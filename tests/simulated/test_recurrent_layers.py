@@ -16,9 +16,15 @@ from torchstrategy.testing import simulated_devices
 SIM = simulated_devices()
 STRATEGIES: dict[str, Callable[[], torchstrategy.Strategy]] = {
     "one device": lambda: torchstrategy.OneDeviceStrategy(SIM[0]),
-    "central, one device twice": lambda: torchstrategy.CentralStorageStrategy([SIM[0]] * 2, SIM[0]),
-    "central, two devices": lambda: torchstrategy.CentralStorageStrategy(SIM[:2], SIM[0]),
-    "central, parameters on the CPU": lambda: torchstrategy.CentralStorageStrategy(SIM[:2], "cpu"),
+    "central, one device twice": lambda: torchstrategy.CentralStorageStrategy(
+        [SIM[0]] * 2, SIM[0]
+    ),
+    "central, two devices": lambda: torchstrategy.CentralStorageStrategy(
+        SIM[:2], SIM[0]
+    ),
+    "central, parameters on the CPU": lambda: torchstrategy.CentralStorageStrategy(
+        SIM[:2], "cpu"
+    ),
     "mirrored": lambda: torchstrategy.MirroredStrategy(SIM[:2]),
 }
 KINDS: dict[str, Callable[[], nn.RNNBase]] = {
@@ -55,10 +61,14 @@ def pieces(layer: Any) -> int:
 
 
 def pieces_in_replicas(strategy: torchstrategy.Strategy, net: Net) -> set[int]:
-    return set(strategy.experimental_local_results(strategy.run(lambda: pieces(net.recurrent))))
+    return set(
+        strategy.experimental_local_results(strategy.run(lambda: pieces(net.recurrent)))
+    )
 
 
-def new(kind: str, layer: str = "LSTM", flattens: bool = False) -> tuple[torchstrategy.Strategy, Net]:
+def new(
+    kind: str, layer: str = "LSTM", flattens: bool = False
+) -> tuple[torchstrategy.Strategy, Net]:
     torch.manual_seed(0)
     strategy = STRATEGIES[kind]()
     with strategy.scope():
@@ -66,7 +76,9 @@ def new(kind: str, layer: str = "LSTM", flattens: bool = False) -> tuple[torchst
     return strategy, net
 
 
-def trained(net: Net, strategy: torchstrategy.Strategy | None = None, steps: int = 3) -> list[torch.Tensor]:
+def trained(
+    net: Net, strategy: torchstrategy.Strategy | None = None, steps: int = 3
+) -> list[torch.Tensor]:
     optimizer = torch.optim.SGD(net.parameters(), lr=0.5, momentum=0.9)
     if strategy is not None:
         strategy.distribute_optimizer(optimizer)
@@ -77,7 +89,10 @@ def trained(net: Net, strategy: torchstrategy.Strategy | None = None, steps: int
         optimizer.step()
 
     dtype = next(net.parameters()).dtype
-    batches = [torch.randn(8, 4, generator=torch.Generator().manual_seed(i)).to(dtype) for i in range(steps)]
+    batches = [
+        torch.randn(8, 4, generator=torch.Generator().manual_seed(i)).to(dtype)
+        for i in range(steps)
+    ]
     if strategy is None:
         for batch in batches:
             step(batch)
@@ -100,7 +115,9 @@ def test_simulated_devices_lay_weights_in_one_piece_as_torch_does_on_cuda() -> N
 
 @pytest.mark.parametrize("layer", KINDS)
 @pytest.mark.parametrize("kind", STRATEGIES)
-def test_weights_are_in_one_piece_in_all_replicas_and_stay_so(kind: str, layer: str) -> None:
+def test_weights_are_in_one_piece_in_all_replicas_and_stay_so(
+    kind: str, layer: str
+) -> None:
     strategy, net = new(kind, layer)
     assert pieces_in_replicas(strategy, net) == {1}
     with warnings.catch_warnings():
@@ -115,21 +132,33 @@ def test_weights_are_in_one_piece_in_all_replicas_and_stay_so(kind: str, layer: 
 
 @pytest.mark.parametrize("flattens", [False, True])
 @pytest.mark.parametrize("kind", STRATEGIES)
-def test_a_forward_that_lays_its_weights_trains_as_in_plain_torch(kind: str, flattens: bool) -> None:
+def test_a_forward_that_lays_its_weights_trains_as_in_plain_torch(
+    kind: str, flattens: bool
+) -> None:
     """In a replica the weights lie well. If a step moved them, they would leave the memory that the user's have."""
     strategy, net = new(kind, flattens=flattens)
     torch.manual_seed(0)
     expected = trained(Net(KINDS["LSTM"]()))
     for one, other in zip(trained(net, strategy), expected, strict=True):
         torch.testing.assert_close(one, other)
-    net(torch.ones(2, 4, device=next(net.parameters()).device))  # outside of a run it moves them
+    net(
+        torch.ones(2, 4, device=next(net.parameters()).device)
+    )  # outside of a run it moves them
     again = [parameter.detach().cpu() for parameter in net.parameters()]
     outputs = strategy.experimental_local_results(
-        strategy.run(lambda: net(torch.ones(2, 4, device=next(net.parameters()).device)).detach())
+        strategy.run(
+            lambda: net(torch.ones(2, 4, device=next(net.parameters()).device)).detach()
+        )
     )
     for output in outputs:
         torch.testing.assert_close(output.cpu(), outputs[0].cpu())
-    assert all(map(torch.equal, again, [parameter.detach().cpu() for parameter in net.parameters()]))
+    assert all(
+        map(
+            torch.equal,
+            again,
+            [parameter.detach().cpu() for parameter in net.parameters()],
+        )
+    )
 
 
 @pytest.mark.parametrize("kind", ["central, two devices", "mirrored"])
@@ -153,6 +182,8 @@ def test_the_replicas_of_data_parallel_have_them_in_one_piece() -> None:
             seen.append(pieces(self.recurrent))
             return super().forward(rows)
 
-    module = torchstrategy.DataParallel(Shown(KINDS["LSTM"](), flattens=True).to(SIM[0]), SIM[:2])
+    module = torchstrategy.DataParallel(
+        Shown(KINDS["LSTM"](), flattens=True).to(SIM[0]), SIM[:2]
+    )
     module(torch.ones(4, 4, device=SIM[0])).sum().backward()
     assert seen == [1, 1]

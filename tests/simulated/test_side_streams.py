@@ -25,14 +25,22 @@ SIM = simulated_devices()
 Make = Callable[[], torchstrategy.Strategy]
 KINDS: dict[str, Make] = {
     "one device": lambda: torchstrategy.OneDeviceStrategy(SIM[0]),
-    "central, one replica": lambda: torchstrategy.CentralStorageStrategy([SIM[0]], "cpu"),
-    "central, one device twice": lambda: torchstrategy.CentralStorageStrategy([SIM[0]] * 2, SIM[0]),
-    "central, one device twice, parameters on the CPU": lambda: torchstrategy.CentralStorageStrategy(
-        [SIM[0]] * 2, "cpu"
+    "central, one replica": lambda: torchstrategy.CentralStorageStrategy(
+        [SIM[0]], "cpu"
+    ),
+    "central, one device twice": lambda: torchstrategy.CentralStorageStrategy(
+        [SIM[0]] * 2, SIM[0]
+    ),
+    "central, one device twice, parameters on the CPU": lambda: (
+        torchstrategy.CentralStorageStrategy([SIM[0]] * 2, "cpu")
     ),
     "central": lambda: torchstrategy.CentralStorageStrategy(SIM[:2], SIM[0]),
-    "central, parameters elsewhere": lambda: torchstrategy.CentralStorageStrategy(SIM[:3], SIM[4]),
-    "central, parameters on the CPU": lambda: torchstrategy.CentralStorageStrategy(SIM[:2], "cpu"),
+    "central, parameters elsewhere": lambda: torchstrategy.CentralStorageStrategy(
+        SIM[:3], SIM[4]
+    ),
+    "central, parameters on the CPU": lambda: torchstrategy.CentralStorageStrategy(
+        SIM[:2], "cpu"
+    ),
     "mirrored": lambda: torchstrategy.MirroredStrategy(SIM[:2]),
     "mirrored by copies": lambda: torchstrategy.MirroredStrategy(
         SIM[:3], cross_device_ops=torchstrategy.HierarchicalCopyAllReduce()
@@ -81,7 +89,12 @@ class Sides:
             tensor.record_stream(side)
 
 
-def trained(make: Make, build: Callable[[], nn.Module], step_of: Callable[..., Any], runs: int = 3) -> Any:
+def trained(
+    make: Make,
+    build: Callable[[], nn.Module],
+    step_of: Callable[..., Any],
+    runs: int = 3,
+) -> Any:
     """Runs a step, and looks for races from the first run on. Returns the weights."""
     torch.manual_seed(0)
     strategy = make()
@@ -117,8 +130,12 @@ def whole(sides: Sides, records: bool = True) -> Callable[..., Any]:
 
 @every_kind
 @pytest.mark.parametrize("records", [True, False])
-@pytest.mark.parametrize("each", [False, True], ids=["a stream for each device", "for each replica"])
-def test_a_whole_step_may_be_on_a_side_stream(make: Make, each: bool, records: bool) -> None:
+@pytest.mark.parametrize(
+    "each", [False, True], ids=["a stream for each device", "for each replica"]
+)
+def test_a_whole_step_may_be_on_a_side_stream(
+    make: Make, each: bool, records: bool
+) -> None:
     trained(make, Net, whole(Sides(each), records))
 
 
@@ -155,8 +172,12 @@ def test_forward_alone_may_be_on_a_side_stream(make: Make) -> None:
 
 
 @every_kind
-@pytest.mark.parametrize("each", [False, True], ids=["a stream for each device", "for each replica"])
-def test_all_work_may_be_on_a_side_stream_for_which_nobody_waits(make: Make, each: bool) -> None:
+@pytest.mark.parametrize(
+    "each", [False, True], ids=["a stream for each device", "for each replica"]
+)
+def test_all_work_may_be_on_a_side_stream_for_which_nobody_waits(
+    make: Make, each: bool
+) -> None:
     """The program makes its own rows there, and looks at numbers there. So the default stream has nothing to do."""
     sides, losses = Sides(each), []
 
@@ -216,8 +237,12 @@ def test_what_the_user_writes_between_runs_comes_to_the_side_stream(make: Make) 
 
 
 @every_kind
-@pytest.mark.parametrize("each", [False, True], ids=["a stream for each device", "for each replica"])
-def test_collectives_and_merge_functions_may_be_called_on_a_side_stream(make: Make, each: bool) -> None:
+@pytest.mark.parametrize(
+    "each", [False, True], ids=["a stream for each device", "for each replica"]
+)
+def test_collectives_and_merge_functions_may_be_called_on_a_side_stream(
+    make: Make, each: bool
+) -> None:
     sides = Sides(each)
 
     def step_of(model: nn.Module, optimizer: Any) -> Any:
@@ -235,7 +260,9 @@ def test_collectives_and_merge_functions_may_be_called_on_a_side_stream(make: Ma
                 loss = (outputs - mean).square().mean() + rows.sum() * 0
                 loss.backward()
                 torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-                norms = sum(p.grad.sum() for p in model.parameters() if p.grad is not None)
+                norms = sum(
+                    p.grad.sum() for p in model.parameters() if p.grad is not None
+                )
                 total = context.merge_call(merged, args=(loss.detach(),))
                 optimizer.step()
                 kept = total.to(loss.device) * 2 + norms
@@ -338,7 +365,9 @@ def test_a_caller_may_be_on_a_side_stream_and_the_step_on_another(make: Make) ->
         for stream in outer:
             stream.wait_stream(torch.accelerator.current_stream(stream.device))
             with stream:
-                for batch in strategy.experimental_distribute_dataset([data(6, torch.float32)] * 2):
+                for batch in strategy.experimental_distribute_dataset(
+                    [data(6, torch.float32)] * 2
+                ):
                     strategy.run(step, args=(batch,))
                 [float(value.sum()) for value in model.state_dict().values()]
             torch.accelerator.current_stream(stream.device).wait_stream(stream)
@@ -354,7 +383,9 @@ def test_batches_may_be_used_on_a_side_stream(make: Make, ahead: bool) -> None:
         optimizer = sgd(model)
     step = whole(Sides(), records=False)(model, optimizer)
     options = torchstrategy.InputOptions(load_ahead=ahead)
-    dataset = strategy.experimental_distribute_dataset([data(6, torch.float32, seed) for seed in range(5)], options)
+    dataset = strategy.experimental_distribute_dataset(
+        [data(6, torch.float32, seed) for seed in range(5)], options
+    )
     with record_streams():
         for batch in dataset:
             strategy.run(step, args=(batch,))
@@ -398,7 +429,9 @@ def test_threads_may_have_a_stream_and_a_strategy_each() -> None:
             stream = torch.Stream(device=device)
             stream.wait_stream(torch.accelerator.current_stream(device))
             with stream:
-                for batch in strategy.experimental_distribute_dataset([data(6, torch.float32)] * 3):
+                for batch in strategy.experimental_distribute_dataset(
+                    [data(6, torch.float32)] * 3
+                ):
                     strategy.run(step, args=(batch,))
                 [float(value.sum()) for value in model.state_dict().values()]
         except BaseException as error:
@@ -471,8 +504,13 @@ def test_streams_are_as_before_where_a_step_fails_on_a_side_stream(make: Make) -
 # What it costs
 
 
-@pytest.mark.parametrize(("kind", "waits"), [("central", 6), ("mirrored", 4), ("central, one device twice", 0)])
-def test_a_step_on_the_callers_stream_waits_for_copies_only(kind: str, waits: int) -> None:
+@pytest.mark.parametrize(
+    ("kind", "waits"),
+    [("central", 6), ("mirrored", 4), ("central, one device twice", 0)],
+)
+def test_a_step_on_the_callers_stream_waits_for_copies_only(
+    kind: str, waits: int
+) -> None:
     """Streams wait for each other where a value goes from device to device, and the program waits for nothing."""
     strategy = KINDS[kind]()
     with strategy.scope():

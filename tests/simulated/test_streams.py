@@ -25,7 +25,11 @@ def test_the_accelerator_is_the_simulated_one() -> None:
 
 
 def test_a_block_makes_a_device_current_and_goes_back() -> None:
-    for block in (torch.accelerator.device_index(2), sim.device("sim:2"), sim.device_of(torch.ones(1, device=TWO))):
+    for block in (
+        torch.accelerator.device_index(2),
+        sim.device("sim:2"),
+        sim.device_of(torch.ones(1, device=TWO)),
+    ):
         with pytest.raises(KeyError), block:
             assert torch.ones(1, device="sim").device == TWO
             raise KeyError
@@ -58,7 +62,10 @@ def test_a_stream_makes_its_device_current_in_its_block() -> None:
     outer, inner = sim.Stream(1), sim.Stream("sim:2")
     with outer:
         with sim.stream(inner):
-            assert sim.current_stream() is inner and torch.ones(1, device="sim").device == TWO
+            assert (
+                sim.current_stream() is inner
+                and torch.ones(1, device="sim").device == TWO
+            )
         assert sim.current_stream() is outer and sim.current_device() == 1
         with sim.stream(None):
             assert sim.current_stream() is outer
@@ -77,14 +84,19 @@ def test_streams_of_one_device_are_different_and_wait_for_nobody() -> None:
 
 def test_events_measure_time_once_recorded() -> None:
     start, end = (sim.Event(enable_timing=True) for _ in range(2))
-    with pytest.raises(ValueError, match="Both events must be recorded before calculating elapsed time"):
+    with pytest.raises(
+        ValueError, match="Both events must be recorded before calculating elapsed time"
+    ):
         start.elapsed_time(end)
     start.record()
     end.record(sim.Stream(1))
     end.wait()
     end.synchronize()
     assert end.query() and start.elapsed_time(end) >= 0
-    with pytest.raises(ValueError, match="Both events must be created with argument 'enable_timing=True'"):
+    with pytest.raises(
+        ValueError,
+        match="Both events must be created with argument 'enable_timing=True'",
+    ):
         sim.Event().elapsed_time(end)
 
 
@@ -110,17 +122,26 @@ def test_parallel_apply_runs_a_module_on_each_device() -> None:
     replicas = [nn.Linear(3, 2).to(torch.device("sim", index)) for index in range(4)]
     for replica in replicas:
         replica.load_state_dict(module.state_dict())
-    chunks = [(chunk.to(torch.device("sim", index)),) for index, chunk in enumerate(x.chunk(4))]
+    chunks = [
+        (chunk.to(torch.device("sim", index)),)
+        for index, chunk in enumerate(x.chunk(4))
+    ]
     outputs = nn.parallel.parallel_apply(replicas, chunks, devices=list(range(4)))
     assert [output.device.index for output in outputs] == [0, 1, 2, 3]
-    torch.testing.assert_close(torch.cat([output.cpu() for output in outputs]), module(x))
+    torch.testing.assert_close(
+        torch.cat([output.cpu() for output in outputs]), module(x)
+    )
 
 
 def test_an_event_knows_the_device_on_which_it_was_recorded() -> None:
     event = sim.Event()
     assert event.device is None and repr(event) == "<torch.sim.Event uninitialized>"
     event.record(sim.Stream(1))
-    assert event.device == ONE and isinstance(event.cuda_event, int) and "uninitialized" not in repr(event)
+    assert (
+        event.device == ONE
+        and isinstance(event.cuda_event, int)
+        and "uninitialized" not in repr(event)
+    )
     with pytest.raises(RuntimeError, match=r"expected stream to be a torch.Stream"):
         event.record("x")
 
@@ -145,7 +166,9 @@ def test_what_is_no_device_is_refused_in_torchs_words() -> None:
             lambda: torch.cuda.synchronize(7),
             lambda: torch.cuda.mem_get_info(7),
         ):
-            with pytest.raises(absent, match=r"^CUDA error: invalid device ordinal\n") as raised:
+            with pytest.raises(
+                absent, match=r"^CUDA error: invalid device ordinal\n"
+            ) as raised:
                 use()
             assert isinstance(raised.value, RuntimeError)
         for use in (
@@ -154,10 +177,14 @@ def test_what_is_no_device_is_refused_in_torchs_words() -> None:
             lambda: torch.cuda.Stream("cpu"),
             lambda: torch.cuda.synchronize("cpu"),
         ):
-            with pytest.raises(ValueError, match=r"^Expected a cuda device, but got: cpu$"):
+            with pytest.raises(
+                ValueError, match=r"^Expected a cuda device, but got: cpu$"
+            ):
                 use()
         for device in ("cuda", torch.device("cuda")):
-            with pytest.raises(ValueError, match=r"with a specified index or an integer, but got:cuda$"):
+            with pytest.raises(
+                ValueError, match=r"with a specified index or an integer, but got:cuda$"
+            ):
                 torch.cuda.set_device(device)
         with pytest.raises(AssertionError, match=r"^Invalid device id$"):
             torch.cuda.get_device_properties(7)
@@ -180,21 +207,28 @@ WAITS: dict[str, Callable[[torch.Tensor], Any]] = {
 NO_WAITS: dict[str, Callable[[torch.Tensor], Any]] = {
     "index_of_the_device": lambda x: x[torch.arange(2, device=ONE)],
     "put_a_number_by_a_mask": lambda x: x.__setitem__(MASK, 0.0),
-    "put_a_tensor_of_the_cpu_by_a_mask": lambda x: x.index_put_((MASK,), torch.tensor(0.0)),
+    "put_a_tensor_of_the_cpu_by_a_mask": lambda x: x.index_put_(
+        (MASK,), torch.tensor(0.0)
+    ),
     "histc": lambda x: x.histc(4, 0, 1),
     "equal_to_itself": lambda x: torch.equal(x, x),
     "device": lambda x: sim.synchronize(1),
 }
 
 
-@pytest.mark.parametrize(("use", "waits"), [(use, use in WAITS.values()) for use in (WAITS | NO_WAITS).values()])
+@pytest.mark.parametrize(
+    ("use", "waits"),
+    [(use, use in WAITS.values()) for use in (WAITS | NO_WAITS).values()],
+)
 def test_debugging_tells_what_waits_on_gpus(use: Any, waits: bool) -> None:
     x = torch.rand(4, 4, device=ONE)
     with cuda_alias():
         torch.cuda.set_sync_debug_mode("error")
         try:
             if waits:
-                with pytest.raises(RuntimeError, match="called a synchronizing CUDA operation"):
+                with pytest.raises(
+                    RuntimeError, match="called a synchronizing CUDA operation"
+                ):
                     use(x)
             else:
                 use(x)

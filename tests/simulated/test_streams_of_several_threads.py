@@ -25,7 +25,9 @@ SIM = simulated_devices()
 
 def where() -> tuple[int, list[torch.Stream]]:
     """The current device of this thread, and its current streams."""
-    return torch.accelerator.current_device_index(), [torch.accelerator.current_stream(device) for device in SIM]
+    return torch.accelerator.current_device_index(), [
+        torch.accelerator.current_stream(device) for device in SIM
+    ]
 
 
 def in_turns(first: Any, second: Any) -> list[Any]:
@@ -43,7 +45,9 @@ def in_turns(first: Any, second: Any) -> list[Any]:
         found[index] = where()
         is_out.set()
 
-    threads = [threading.Thread(target=life, args=pair) for pair in enumerate((first, second))]
+    threads = [
+        threading.Thread(target=life, args=pair) for pair in enumerate((first, second))
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -60,7 +64,10 @@ def test_a_simulated_stream_keeps_what_was_before_as_torch_does() -> None:
 def test_the_blocks_of_the_device_module_are_of_one_thread() -> None:
     """`torch.cuda.stream(stream)` keeps what was before in the block."""
     stream: Any = torch.Stream(device=SIM[1])
-    assert [device for device, _ in in_turns(simulation.stream(stream), simulation.stream(stream))] == [3, 4]
+    assert [
+        device
+        for device, _ in in_turns(simulation.stream(stream), simulation.stream(stream))
+    ] == [3, 4]
     default = simulation.default_stream(SIM[1])
     assert in_turns(default, _DefaultStream())[0][0] == 3
 
@@ -80,7 +87,9 @@ def test_setting_a_stream_makes_its_device_the_current_one() -> None:
     """As torch does, in `torch.accelerator.set_stream` and in that of the device's module."""
     before = where()
     module: Any = torch.get_device_module("sim")
-    for index, set_stream in enumerate((torch.accelerator.set_stream, module.set_stream), 1):
+    for index, set_stream in enumerate(
+        (torch.accelerator.set_stream, module.set_stream), 1
+    ):
         set_stream(module.default_stream(index))
         assert torch.accelerator.current_device_index() == index
     torch.accelerator.set_device_index(before[0])
@@ -93,7 +102,9 @@ def test_threads_that_copy_to_one_device_keep_their_own_device() -> None:
     assert found[0][1] == found[1][1] == where()[1]
 
 
-@pytest.mark.parametrize("devices", [[SIM[0]] * 2, SIM[:2]], ids=["one device", "two devices"])
+@pytest.mark.parametrize(
+    "devices", [[SIM[0]] * 2, SIM[:2]], ids=["one device", "two devices"]
+)
 @pytest.mark.parametrize("owner", ["cpu", SIM[0]])
 def test_a_training_that_loads_ahead_enters_no_stream_object(
     devices: list[torch.device], owner: Any, monkeypatch: pytest.MonkeyPatch
@@ -121,12 +132,16 @@ def test_a_training_that_loads_ahead_enters_no_stream_object(
 
     options = torchstrategy.InputOptions(load_ahead=True)
     before = where()
-    for batch in strategy.experimental_distribute_dataset([torch.randn(8, 300) for _ in range(4)], options):
+    for batch in strategy.experimental_distribute_dataset(
+        [torch.randn(8, 300) for _ in range(4)], options
+    ):
         strategy.run(step, args=(batch,))
     assert not entered and where() == before
 
 
-def test_a_replicas_thread_makes_its_device_current_also_where_it_is_device_0(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_replicas_thread_makes_its_device_current_also_where_it_is_device_0(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A new thread had no CUDA context, since device 0 is current on it anyway, and torch warned of that on an H100."""
     used: set[tuple[threading.Thread, int]] = set()
     module = torch.get_device_module("sim")
@@ -139,4 +154,6 @@ def test_a_replicas_thread_makes_its_device_current_also_where_it_is_device_0(mo
     monkeypatch.setattr(module, "set_device", set_device)
     strategy = torchstrategy.MirroredStrategy(SIM[:2])
     threads = strategy.run(threading.current_thread)
-    assert used >= set(zip(strategy.experimental_local_results(threads), (0, 1), strict=True))
+    assert used >= set(
+        zip(strategy.experimental_local_results(threads), (0, 1), strict=True)
+    )

@@ -49,21 +49,33 @@ class Noted(torch.autograd.Function):
 
 def net() -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 2), nn.BatchNorm1d(2)).double()
+    return nn.Sequential(
+        nn.Linear(3, 4),
+        nn.BatchNorm1d(4),
+        nn.Tanh(),
+        nn.Linear(4, 2),
+        nn.BatchNorm1d(2),
+    ).double()
 
 
 def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return compute_average_loss(((model(x) - 0.3) ** 3).sum(1), x[:, 0].sigmoid())
 
 
-def check(strategy: torchstrategy.Strategy, step: Callable[[nn.Module, torch.Tensor], None]) -> None:
+def check(
+    strategy: torchstrategy.Strategy, step: Callable[[nn.Module, torch.Tensor], None]
+) -> None:
     with strategy.scope():
         model = SyncBatchNorm.convert_sync_batchnorm(net())
     plain = net()
-    x = torch.randn(7, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    x = torch.randn(
+        7, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64
+    )
     strategy.run(lambda b: step(model, b), args=(deal(strategy, x),))
     step(plain, where_it_is(plain, [x])[0])
-    assert_close(gradients(model), gradients(plain), "gradient", 1e-12, 1e-13)  # that of the first bias is zero
+    assert_close(
+        gradients(model), gradients(plain), "gradient", 1e-12, 1e-13
+    )  # that of the first bias is zero
 
 
 @pytest.mark.parametrize("where", DEVICES)
@@ -80,7 +92,9 @@ def test_torch_runs_backward_on_a_thread_of_the_device(torchs_engine: None) -> N
     assert threads != [threading.get_ident()]
 
 
-def test_in_a_replica_torch_runs_backward_on_the_thread_of_the_step(torchs_engine: None) -> None:
+def test_in_a_replica_torch_runs_backward_on_the_thread_of_the_step(
+    torchs_engine: None,
+) -> None:
     strategy = torchstrategy.CentralStorageStrategy(["sim:0", "sim:0"], "cpu")
 
     def step(model: nn.Module, x: torch.Tensor) -> None:
@@ -93,7 +107,9 @@ def test_in_a_replica_torch_runs_backward_on_the_thread_of_the_step(torchs_engin
     check(strategy, step)
 
 
-def test_a_step_that_turns_the_devices_threads_on_is_told_and_does_not_hang(torchs_engine: None) -> None:
+def test_a_step_that_turns_the_devices_threads_on_is_told_and_does_not_hang(
+    torchs_engine: None,
+) -> None:
     strategy = torchstrategy.CentralStorageStrategy(["sim:0", "sim:0"], "cpu")
 
     def step(model: nn.Module, x: torch.Tensor) -> None:

@@ -26,7 +26,13 @@ class Waits(TorchDispatchMode):
         super().__init__()
         self.counts: Counter[str] = Counter()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: Any = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
         result = func(*args, **(kwargs or {}))
         name = func.name().partition(".")[0]
         given = [value.device.type for value in args if isinstance(value, torch.Tensor)]
@@ -69,15 +75,23 @@ class Kept(nn.Module):
 
 
 @pytest.mark.parametrize("what", [trains, accumulates, evaluates])
-@pytest.mark.parametrize("kind", ["central", "central, other parameter device", "mirrored"])
-@pytest.mark.parametrize("make", [lambda: nn.Linear(3, 2).double(), Kept], ids=["Linear", "Kept"])
+@pytest.mark.parametrize(
+    "kind", ["central", "central, other parameter device", "mirrored"]
+)
+@pytest.mark.parametrize(
+    "make", [lambda: nn.Linear(3, 2).double(), Kept], ids=["Linear", "Kept"]
+)
 def test_a_warm_run_asks_no_device_for_a_number(
     what: Callable[..., None], kind: str, make: Callable[[], nn.Module]
 ) -> None:
     if kind == "mirrored":
-        strategy: torchstrategy.Strategy = torchstrategy.MirroredStrategy([SIM[0], SIM[1]])
+        strategy: torchstrategy.Strategy = torchstrategy.MirroredStrategy(
+            [SIM[0], SIM[1]]
+        )
     else:
-        strategy = torchstrategy.CentralStorageStrategy([SIM[0], SIM[1]], SIM[2 if "other" in kind else 0])
+        strategy = torchstrategy.CentralStorageStrategy(
+            [SIM[0], SIM[1]], SIM[2 if "other" in kind else 0]
+        )
     with strategy.scope():
         model = make()
         optimizer = sgd(model)
@@ -88,7 +102,9 @@ def test_a_warm_run_asks_no_device_for_a_number(
             what(model, optimizer, batch)
 
     batch = deal(strategy, data(8))
-    for _ in range(4):  # in run 1, 2, 4, 8 and so on the numbers of replicas' buffers are compared, for a warning
+    for _ in range(
+        4
+    ):  # in run 1, 2, 4, 8 and so on the numbers of replicas' buffers are compared, for a warning
         strategy.run(step, args=(batch,))
     for one in in_replicas:
         one.counts.clear()

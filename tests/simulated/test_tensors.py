@@ -55,7 +55,9 @@ FACTORIES: dict[str, Callable[..., torch.Tensor]] = {
     "randn": lambda **on: torch.randn(2, **on),
     "randint": lambda **on: torch.randint(0, 5, (3,), **on),
     "randperm": lambda **on: torch.randperm(5, **on),
-    "sparse": lambda **on: torch.sparse_coo_tensor([[0], [1]], [1.0], (2, 2), check_invariants=True, **on),
+    "sparse": lambda **on: torch.sparse_coo_tensor(
+        [[0], [1]], [1.0], (2, 2), check_invariants=True, **on
+    ),
 }
 
 MIXTURES: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
@@ -89,14 +91,18 @@ MIXTURES: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
 }
 
 
-SPARSE_CHECKS = pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # which torch 2.11 says once a process
+SPARSE_CHECKS = pytest.mark.filterwarnings(
+    "ignore:Sparse invariant checks"
+)  # which torch 2.11 says once a process
 
 
 @pytest.mark.parametrize("make", FACTORIES.values(), ids=FACTORIES)
 @SPARSE_CHECKS
 class TestFactories:
     @pytest.mark.parametrize("device", ["sim:0", "sim:3", TWO], ids=str)
-    def test_a_tensor_is_a_plain_one_on_the_device_it_was_made_on(self, make: Any, device: Any) -> None:
+    def test_a_tensor_is_a_plain_one_on_the_device_it_was_made_on(
+        self, make: Any, device: Any
+    ) -> None:
         made = make(device=device)
         assert type(made) is torch.Tensor
         assert made.device == torch.device(device)
@@ -115,9 +121,17 @@ class TestFactories:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_tensors_of_any_dtype_go_and_come_back_with_the_same_bits(dtype: torch.dtype) -> None:
-    original = torch.arange(8, dtype=torch.uint8).repeat(2).view(dtype) if dtype is not torch.bool else torch.eye(2) > 0
-    assert torch.equal(original.to(ONE).to(TWO).cpu().view(torch.uint8), original.view(torch.uint8))
+def test_tensors_of_any_dtype_go_and_come_back_with_the_same_bits(
+    dtype: torch.dtype,
+) -> None:
+    original = (
+        torch.arange(8, dtype=torch.uint8).repeat(2).view(dtype)
+        if dtype is not torch.bool
+        else torch.eye(2) > 0
+    )
+    assert torch.equal(
+        original.to(ONE).to(TWO).cpu().view(torch.uint8), original.view(torch.uint8)
+    )
     assert original.to(ONE).dtype == dtype
 
 
@@ -142,12 +156,16 @@ MOVES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "zeros_like": lambda x: torch.zeros_like(x, device="sim"),
     "type": lambda x: x.type("torch.sim.FloatTensor"),
     "module": lambda x: torch.nn.Linear(2, 2).to("sim").weight,
-    "storage": lambda x: torch.empty(0, device="sim").set_(torch.UntypedStorage(8, device="sim")),
+    "storage": lambda x: torch.empty(0, device="sim").set_(
+        torch.UntypedStorage(8, device="sim")
+    ),
 }
 
 
 @pytest.mark.parametrize("move", MOVES.values(), ids=MOVES)
-def test_a_move_without_an_index_goes_to_the_current_device(move: Callable[[torch.Tensor], torch.Tensor]) -> None:
+def test_a_move_without_an_index_goes_to_the_current_device(
+    move: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
     with torch.accelerator.device_index(2):
         assert move(torch.ones(2)).device == TWO
 
@@ -173,7 +191,9 @@ FOLLOWERS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 @pytest.mark.parametrize("make", FOLLOWERS.values(), ids=FOLLOWERS)
-def test_what_is_made_of_a_tensor_is_where_the_tensor_is(make: Callable[[torch.Tensor], torch.Tensor]) -> None:
+def test_what_is_made_of_a_tensor_is_where_the_tensor_is(
+    make: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
     made = make(torch.ones(2, device=TWO))  # while sim:0 is current
     assert made.device == TWO
     assert made.is_leaf
@@ -182,7 +202,9 @@ def test_what_is_made_of_a_tensor_is_where_the_tensor_is(make: Callable[[torch.T
 def test_each_thread_has_a_current_device_of_its_own() -> None:
     seen: list[torch.device] = []
     with torch.accelerator.device_index(2):
-        thread = threading.Thread(target=lambda: seen.append(torch.ones(1, device="sim").device))
+        thread = threading.Thread(
+            target=lambda: seen.append(torch.ones(1, device="sim").device)
+        )
         thread.start()
         thread.join()
     assert seen == [torch.device("sim:0")]
@@ -214,14 +236,18 @@ TAKE_NUMBERS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = 
     "maximum": lambda x, n: torch.maximum(x, n),
     "addcmul": lambda x, n: torch.addcmul(x, x, n),
     "masked_fill": lambda x, n: x.masked_fill(x > 0, n),
-    "setitem": lambda x, n: torch.stack([x, x]).index_put((torch.tensor([0], device=x.device),), n),
+    "setitem": lambda x, n: torch.stack([x, x]).index_put(
+        (torch.tensor([0], device=x.device),), n
+    ),
     "copy_": lambda x, n: x.clone().copy_(n),
     "foreach": lambda x, n: torch._foreach_mul([x], n)[0],
 }
 
 
 @pytest.mark.parametrize("take", TAKE_NUMBERS.values(), ids=TAKE_NUMBERS)
-def test_a_single_number_may_come_from_the_cpu(take: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
+def test_a_single_number_may_come_from_the_cpu(
+    take: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+) -> None:
     x, number = torch.arange(3.0), torch.tensor(2.0)
     taken = take(x.to(ONE), number)
     assert taken.device == ONE
@@ -249,13 +275,18 @@ REFUSE_NUMBERS: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
 
 
 @pytest.mark.parametrize("mix", REFUSE_NUMBERS.values(), ids=REFUSE_NUMBERS)
-def test_a_single_number_of_the_cpu_is_refused_where_accelerators_refuse_it(mix: Any) -> None:
+def test_a_single_number_of_the_cpu_is_refused_where_accelerators_refuse_it(
+    mix: Any,
+) -> None:
     with pytest.raises(RuntimeError, match=MIXED):
         mix(torch.arange(3.0, device=ONE), torch.tensor(0.0))
 
 
 def test_attention_over_two_devices_is_refused() -> None:
-    query, value = torch.ones(1, 1, 2, 2, device=ONE), torch.ones(1, 1, 2, 2, device=TWO)
+    query, value = (
+        torch.ones(1, 1, 2, 2, device=ONE),
+        torch.ones(1, 1, 2, 2, device=TWO),
+    )
     with pytest.raises(RuntimeError, match="device"):
         F.scaled_dot_product_attention(query, query, value)
 
@@ -274,7 +305,9 @@ COME_TO_THE_CPU: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
 
 
 @pytest.mark.parametrize("write", COME_TO_THE_CPU.values(), ids=COME_TO_THE_CPU)
-def test_indices_and_a_single_number_come_to_a_tensor_of_the_cpu(write: Callable[..., Any]) -> None:
+def test_indices_and_a_single_number_come_to_a_tensor_of_the_cpu(
+    write: Callable[..., Any],
+) -> None:
     there, here, index = torch.zeros(4), torch.zeros(4), torch.tensor([0, 1])
     write(there, index.to(ONE))
     write(here, index)
@@ -285,22 +318,37 @@ def test_indices_and_a_single_number_come_to_a_tensor_of_the_cpu(write: Callable
 
 
 def test_probabilities_may_come_from_the_cpu() -> None:
-    assert torch.bernoulli(torch.ones(3), out=torch.zeros(3, device=ONE)).tolist() == [1, 1, 1]
+    assert torch.bernoulli(torch.ones(3), out=torch.zeros(3, device=ONE)).tolist() == [
+        1,
+        1,
+        1,
+    ]
     assert torch.zeros(3, device=ONE).bernoulli_(torch.ones(3)).tolist() == [1, 1, 1]
 
 
 class Watching(TorchDispatchMode):
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         return func(*args, **(kwargs or {}))
 
 
-def test_a_list_of_numbers_of_a_device_makes_a_tensor_while_operators_are_watched() -> None:
+def test_a_list_of_numbers_of_a_device_makes_a_tensor_while_operators_are_watched() -> (
+    None
+):
     number = torch.tensor(2, device=ONE)
     with Watching():
-        there, here = torch.tensor([number, number], device=ONE), torch.tensor([[number.double()], [torch.tensor(3)]])
+        there, here = (
+            torch.tensor([number, number], device=ONE),
+            torch.tensor([[number.double()], [torch.tensor(3)]]),
+        )
         new = here.new_tensor([number, 1])
     assert (there.device, there.dtype, there.tolist()) == (ONE, torch.int64, [2, 2])
-    assert (here.device, here.dtype, here.tolist()) == (CPU, torch.float64, [[2.0], [3.0]])
+    assert (here.device, here.dtype, here.tolist()) == (
+        CPU,
+        torch.float64,
+        [[2.0], [3.0]],
+    )
     assert new.tolist() == [2, 1]
 
 
@@ -350,10 +398,15 @@ CALCULATIONS: dict[str, Callable[[torch.Tensor], Any]] = {
 
 
 @pytest.mark.parametrize("calculate", CALCULATIONS.values(), ids=CALCULATIONS)
-def test_a_device_computes_what_the_cpu_computes(calculate: Callable[[torch.Tensor], Any]) -> None:
+def test_a_device_computes_what_the_cpu_computes(
+    calculate: Callable[[torch.Tensor], Any],
+) -> None:
     x = torch.randn(4, 6)
     ours, theirs = calculate(x.to(ONE)), calculate(x)
-    for mine, their in zip(*((r,) if isinstance(r, torch.Tensor) else r for r in (ours, theirs)), strict=True):
+    for mine, their in zip(
+        *((r,) if isinstance(r, torch.Tensor) else r for r in (ours, theirs)),
+        strict=True,
+    ):
         assert mine.device == ONE
         assert_close(mine.cpu(), their)
 
@@ -375,7 +428,9 @@ COMPLEX: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 @pytest.mark.parametrize("calculate", COMPLEX.values(), ids=COMPLEX)
-def test_conjugated_and_negated_views_hold_the_numbers_of_the_cpu(calculate: Any) -> None:
+def test_conjugated_and_negated_views_hold_the_numbers_of_the_cpu(
+    calculate: Any,
+) -> None:
     c = torch.randn(3, dtype=torch.complex64)
     ours, theirs = calculate(c.to(ONE)), calculate(c)
     assert ours.tolist() == theirs.tolist()
@@ -395,21 +450,31 @@ WRITES: dict[str, Callable[[torch.Tensor], Any]] = {
     "rows": lambda x: x.__setitem__(torch.tensor([0, 2]), x[:2] * 3),
     "augmented": lambda x: x[:, [0, 1]].add_(1),
     "masked_scatter": lambda x: x.masked_scatter_(x > 5, x.flatten() * 2),
-    "index_add": lambda x: x.index_add_(0, torch.tensor([0, 0], device=x.device), x[:2].clone()),
-    "scatter": lambda x: x.scatter_(1, torch.zeros(4, 1, dtype=torch.long, device=x.device), 7.0),
+    "index_add": lambda x: x.index_add_(
+        0, torch.tensor([0, 0], device=x.device), x[:2].clone()
+    ),
+    "scatter": lambda x: x.scatter_(
+        1, torch.zeros(4, 1, dtype=torch.long, device=x.device), 7.0
+    ),
     "out": lambda x: torch.add(x[:2].clone(), 1, out=x[::2]),
     "out_transposed": lambda x: torch.add(x.clone(), 1, out=x.t()),
-    "out_nothing": lambda x: torch.add(torch.ones(3, device=x.device), 1, out=x.view(-1)[:0]),
+    "out_nothing": lambda x: torch.add(
+        torch.ones(3, device=x.device), 1, out=x.view(-1)[:0]
+    ),
     "foreach": lambda x: torch._foreach_mul_([x[0], x[1]], 2.0),
     "resize_smaller": lambda x: x.resize_(2, 3),
-    "resize_channels_last": lambda x: x.resize_(1, 2, 2, 4, memory_format=torch.channels_last),
+    "resize_channels_last": lambda x: x.resize_(
+        1, 2, 2, 4, memory_format=torch.channels_last
+    ),
     "set_": lambda x: x.set_(x.untyped_storage(), 1, (2, 2), (4, 1)),
     "overlapping": lambda x: x[1:].copy_(x[:-1].clone()),
 }
 
 
 @pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
-def test_a_write_through_a_view_reaches_what_it_reaches_on_the_cpu(write: Callable[[torch.Tensor], Any]) -> None:
+def test_a_write_through_a_view_reaches_what_it_reaches_on_the_cpu(
+    write: Callable[[torch.Tensor], Any],
+) -> None:
     theirs = torch.arange(16.0).view(4, 4)
     ours = theirs.to(ONE)
     base_of_ours, base_of_theirs = ours.detach(), theirs.detach()
@@ -430,16 +495,24 @@ def test_views_share_storage_base_and_version() -> None:
     detached.fill_(1)
     assert view._base is x
     assert x._version == detached._version == view._version == 1
-    assert x.untyped_storage().data_ptr() == view.untyped_storage().data_ptr() == detached.untyped_storage().data_ptr()
+    assert (
+        x.untyped_storage().data_ptr()
+        == view.untyped_storage().data_ptr()
+        == detached.untyped_storage().data_ptr()
+    )
     assert view.sum() == 16
 
 
 @given(
     sizes=st.lists(st.integers(0, 4), min_size=1, max_size=4),
     order=st.randoms(use_true_random=False),
-    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.int16, torch.complex64]),
+    dtype=st.sampled_from(
+        [torch.float32, torch.bfloat16, torch.int16, torch.complex64]
+    ),
 )
-def test_copies_between_devices_keep_numbers_and_strides(sizes: list[int], order: Any, dtype: torch.dtype) -> None:
+def test_copies_between_devices_keep_numbers_and_strides(
+    sizes: list[int], order: Any, dtype: torch.dtype
+) -> None:
     axes = list(range(len(sizes)))
     order.shuffle(axes)
     theirs = torch.randn(sizes).to(dtype).permute(axes)
@@ -465,7 +538,11 @@ def test_to_copies_only_when_it_has_to() -> None:
     assert moved.tolist() == [1, 1]
 
 
-@pytest.mark.parametrize("move", [torch.as_tensor, torch.tensor, torch.asarray], ids=lambda call: call.__name__)
+@pytest.mark.parametrize(
+    "move",
+    [torch.as_tensor, torch.tensor, torch.asarray],
+    ids=lambda call: call.__name__,
+)
 def test_a_device_never_shares_memory_with_an_array(move: Any) -> None:
     array = np.ones(3, dtype=np.float32)
     move(array, device=ONE).add_(1)
@@ -481,9 +558,14 @@ def test_a_copy_on_the_cpu_is_not_the_memory_of_the_device() -> None:
     assert x.tolist() == [1, 1, 1]
 
 
-@pytest.mark.parametrize("export", [torch.Tensor.numpy, np.asarray], ids=["numpy", "asarray"])
+@pytest.mark.parametrize(
+    "export", [torch.Tensor.numpy, np.asarray], ids=["numpy", "asarray"]
+)
 def test_numpy_is_refused_a_tensor_of_a_device(export: Any) -> None:
-    with pytest.raises(TypeError, match=r"can't convert sim:1 device type tensor to numpy. Use Tensor.cpu\(\)"):
+    with pytest.raises(
+        TypeError,
+        match=r"can't convert sim:1 device type tensor to numpy. Use Tensor.cpu\(\)",
+    ):
         export(torch.ones(2, device=ONE))
     assert torch.ones(2, device=ONE).numpy(force=True).tolist() == [1, 1]
 
@@ -496,27 +578,44 @@ def test_other_libraries_do_not_take_its_memory_for_the_cpus() -> None:
 def test_it_is_printed_with_its_device_and_read_as_numbers() -> None:
     x = torch.arange(3.0, device=ONE)
     assert repr(x) == "tensor([0., 1., 2.], device='sim:1')"
-    assert (x[1].item(), int(x[2]), bool(x[0] > 0), x.tolist()) == (1.0, 2, False, [0.0, 1.0, 2.0])
+    assert (x[1].item(), int(x[2]), bool(x[0] > 0), x.tolist()) == (
+        1.0,
+        2,
+        False,
+        [0.0, 1.0, 2.0],
+    )
     assert x.is_sim and not x.cpu().is_sim  # type: ignore[attr-defined]
 
 
 OUTS: dict[str, Callable[[torch.device], Any]] = {
-    "add": lambda d: torch.add(torch.ones(3, 4, device=d), 1, out=torch.empty(0, device=d)),
-    "cat": lambda d: torch.cat([torch.ones(2, device=d)] * 2, out=torch.empty(0, device=d)),
+    "add": lambda d: torch.add(
+        torch.ones(3, 4, device=d), 1, out=torch.empty(0, device=d)
+    ),
+    "cat": lambda d: torch.cat(
+        [torch.ones(2, device=d)] * 2, out=torch.empty(0, device=d)
+    ),
     "max": lambda d: torch.max(
-        torch.eye(3, device=d), 1, out=(torch.empty(0, device=d), torch.empty(0, dtype=torch.long, device=d))
+        torch.eye(3, device=d),
+        1,
+        out=(torch.empty(0, device=d), torch.empty(0, dtype=torch.long, device=d)),
     )[1],
     "arange": lambda d: torch.arange(5, out=torch.empty(0, device=d)),
-    "nonzero": lambda d: torch.nonzero(torch.eye(2, device=d), out=torch.empty(0, dtype=torch.long, device=d)),
+    "nonzero": lambda d: torch.nonzero(
+        torch.eye(2, device=d), out=torch.empty(0, dtype=torch.long, device=d)
+    ),
     "masked_select": lambda d: torch.masked_select(
         torch.eye(2, device=d), torch.eye(2, device=d) > 0, out=torch.empty(0, device=d)
     ),
-    "other_dtype": lambda d: torch.add(torch.ones(2, device=d), 1, out=torch.empty(2, dtype=torch.float64, device=d)),
+    "other_dtype": lambda d: torch.add(
+        torch.ones(2, device=d), 1, out=torch.empty(2, dtype=torch.float64, device=d)
+    ),
 }
 
 
 @pytest.mark.parametrize("call", OUTS.values(), ids=OUTS)
-def test_out_takes_the_size_and_the_numbers_of_the_result(call: Callable[[torch.device], Any]) -> None:
+def test_out_takes_the_size_and_the_numbers_of_the_result(
+    call: Callable[[torch.device], Any],
+) -> None:
     ours = call(ONE)
     assert ours.device == ONE
     assert_close(ours.cpu(), call(CPU))
@@ -549,13 +648,17 @@ UNSUPPORTED: dict[str, Callable[[torch.Tensor], Any]] = {
         x.shape, scale=1.0, zero_point=0, dtype=torch.qint8, device=ONE
     ),
     "mkldnn": lambda x: x.to_mkldnn(),
-    "nested": lambda x: torch.nested.nested_tensor([x, x], layout=torch.strided, device=ONE) + 1,
+    "nested": lambda x: (
+        torch.nested.nested_tensor([x, x], layout=torch.strided, device=ONE) + 1
+    ),
 }
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("call", UNSUPPORTED.values(), ids=UNSUPPORTED)
-def test_what_is_not_simulated_raises_and_names_itself(call: Callable[[torch.Tensor], Any]) -> None:
+def test_what_is_not_simulated_raises_and_names_itself(
+    call: Callable[[torch.Tensor], Any],
+) -> None:
     with pytest.raises(NotImplementedError, match=r"aten.*sim"):
         call(torch.ones(2, 2, device=ONE))
 
@@ -574,7 +677,9 @@ FAILURES: dict[str, Callable[[torch.Tensor], Any]] = {
 
 
 @pytest.mark.parametrize("call", FAILURES.values(), ids=FAILURES)
-def test_an_error_of_an_operator_is_that_of_the_cpu_and_writes_nothing(call: Callable[[torch.Tensor], Any]) -> None:
+def test_an_error_of_an_operator_is_that_of_the_cpu_and_writes_nothing(
+    call: Callable[[torch.Tensor], Any],
+) -> None:
     x = torch.ones(3, 3)
     with pytest.raises((RuntimeError, IndexError)) as theirs:
         call(x)
@@ -589,7 +694,9 @@ def test_modes_see_torch_as_it_is_written() -> None:
     seen = []
 
     class Recorder(TorchFunctionMode):
-        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_function__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             seen.append(func)
             return func(*args, **(kwargs or {}))
 
@@ -618,7 +725,9 @@ def test_sparse_tensors_compute_what_the_cpus_compute() -> None:
     for other in (sparse.to(TWO), dense.to_sparse()):
         with pytest.raises(RuntimeError, match=r"[Dd]evice"):
             sparse + other
-    twice = torch.sparse_coo_tensor([[0, 0], [1, 1]], [1.0, 2.0], (2, 2), device=ONE, check_invariants=True)
+    twice = torch.sparse_coo_tensor(
+        [[0, 0], [1, 1]], [1.0, 2.0], (2, 2), device=ONE, check_invariants=True
+    )
     assert twice.coalesce().values().tolist() == [3.0]
     assert twice.coalesce().values().device == copy.deepcopy(twice).device == ONE
 
@@ -626,14 +735,29 @@ def test_sparse_tensors_compute_what_the_cpus_compute() -> None:
 @SPARSE_CHECKS
 @pytest.mark.parametrize(
     "call",
-    [torch.sum, torch.abs, torch.nan_to_num, torch.isinf, torch.Tensor.abs_, torch.norm, torch.clone, torch.deg2rad],
+    [
+        torch.sum,
+        torch.abs,
+        torch.nan_to_num,
+        torch.isinf,
+        torch.Tensor.abs_,
+        torch.norm,
+        torch.clone,
+        torch.deg2rad,
+    ],
     ids=lambda call: call.__name__,
 )
-def test_what_the_cpu_does_at_once_with_a_sparse_tensor_is_not_taken_apart(call: Callable[..., Any]) -> None:
+def test_what_the_cpu_does_at_once_with_a_sparse_tensor_is_not_taken_apart(
+    call: Callable[..., Any],
+) -> None:
     """A random program: torch took `sum` apart, of which a variant without dimensions came back as it went in."""
     dense = torch.tensor([[0.0, -1.0], [2.0, 0.0]])
     expected, found = call(dense.to_sparse()), call(dense.to(ONE).to_sparse())
-    assert (found.shape, found.layout, found.device) == (expected.shape, expected.layout, ONE)
+    assert (found.shape, found.layout, found.device) == (
+        expected.shape,
+        expected.layout,
+        ONE,
+    )
     assert_close(found.cpu().to_dense(), expected.to_dense())
 
 
@@ -644,8 +768,12 @@ def test_the_gradient_of_a_sparse_embedding_can_be_zeroed_and_added_to() -> None
     for rows in ([0, 1], [1, 3, 3], [2]):
         for embedding in embeddings:
             embedding.zero_grad(set_to_none=False)
-            embedding(torch.tensor(rows, device=embedding.weight.device)).square().sum().backward()
-            embedding(torch.tensor([0], device=embedding.weight.device)).sum().backward()
+            embedding(
+                torch.tensor(rows, device=embedding.weight.device)
+            ).square().sum().backward()
+            embedding(
+                torch.tensor([0], device=embedding.weight.device)
+            ).sum().backward()
         here, there = (embedding.weight.grad for embedding in embeddings)
         assert_close(there.to_dense().cpu(), here.to_dense())
 
@@ -663,11 +791,16 @@ def test_deterministic_algorithms_fill_what_is_uninitialised() -> None:
     try:
         assert torch.empty(3, device=ONE).isnan().all()
         assert (
-            torch.zeros(1, device=ONE).index_add_(0, torch.tensor([0, 0], device=ONE), torch.ones(2, device=ONE)) == 2
+            torch.zeros(1, device=ONE).index_add_(
+                0, torch.tensor([0, 0], device=ONE), torch.ones(2, device=ONE)
+            )
+            == 2
         )
     finally:
         torch.use_deterministic_algorithms(False)
 
 
 def test_the_devices_are_those_that_were_asked_for() -> None:
-    assert torchstrategy.testing.simulated_devices() == [torch.device("sim", index) for index in range(5)]
+    assert torchstrategy.testing.simulated_devices() == [
+        torch.device("sim", index) for index in range(5)
+    ]

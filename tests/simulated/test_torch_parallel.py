@@ -16,7 +16,9 @@ SIM = simulated_devices()
 @pytest.mark.parametrize("source", ["cpu", SIM[0]], ids=str)
 @pytest.mark.parametrize("sizes", [None, [7, 3]])
 def test_scatter_keeps_the_format(source: object, sizes: list[int] | None) -> None:
-    x = torch.randn(10, 3, 8, 8, device=source).contiguous(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    x = torch.randn(10, 3, 8, 8, device=source).contiguous(
+        memory_format=torch.channels_last
+    )  # type: ignore[call-overload]
     parts = comm.scatter(x, (0, 1), sizes)
     assert all(part.is_contiguous(memory_format=torch.channels_last) for part in parts)
     assert [part.device for part in parts] == SIM[:2]
@@ -38,7 +40,11 @@ def test_scatter_copies_on_the_streams_that_it_is_given() -> None:
         for stream, part in zip(streams, parts, strict=True):
             part.record_stream(stream)
             stream.synchronize()
-    launches = [(event.device, event.stream) for event in record.events if event.what == "launch"]
+    launches = [
+        (event.device, event.stream)
+        for event in record.events
+        if event.what == "launch"
+    ]
     assert launches == [(stream.device_index, stream.stream_id) for stream in streams]
 
 
@@ -60,9 +66,16 @@ def test_scatter_gather_and_broadcast_write_where_they_are_told() -> None:
 
 
 def test_gather_keeps_the_format_that_all_parts_have() -> None:
-    parts = [torch.randn(2, 3, 4, 4, device=device).to(memory_format=torch.channels_last) for device in SIM[:2]]
-    assert comm.gather(parts, destination=SIM[0]).is_contiguous(memory_format=torch.channels_last)
-    assert comm.gather([parts[0], parts[1].contiguous()], destination=SIM[0]).is_contiguous()
+    parts = [
+        torch.randn(2, 3, 4, 4, device=device).to(memory_format=torch.channels_last)
+        for device in SIM[:2]
+    ]
+    assert comm.gather(parts, destination=SIM[0]).is_contiguous(
+        memory_format=torch.channels_last
+    )
+    assert comm.gather(
+        [parts[0], parts[1].contiguous()], destination=SIM[0]
+    ).is_contiguous()
     on_cpu = comm.gather(parts, destination="cpu")
     assert on_cpu.device.type == "cpu" and torch.equal(on_cpu[2:], parts[1].cpu())
 
@@ -76,7 +89,10 @@ WRONG: dict[str, tuple[Callable[[torch.Tensor], object], str]] = {
         lambda x: comm.scatter(x, out=[torch.empty(4, 5, device=SIM[0])]),
         r"scatter\(out=\.\.\.\), part 0, has the size \(4, 5\)",
     ),
-    "the CPU": (lambda x: comm.scatter(x, out=[torch.empty(4, 6)]), r"part 0, is on cpu: it has to be on one of the"),
+    "the CPU": (
+        lambda x: comm.scatter(x, out=[torch.empty(4, 6)]),
+        r"part 0, is on cpu: it has to be on one of the",
+    ),
     "nowhere": (lambda x: comm.scatter(x, out=[]), r"has nowhere to write"),
     "a gather that is too small": (
         lambda x: comm.gather([x, x], out=torch.empty(4, 6, device=SIM[0])),

@@ -19,9 +19,13 @@ PARAMETERS = 4 * 3 + 4 + 2 * 4 + 2  # numbers in the four parameters of the mode
 SIZE = 8 * PARAMETERS  # they are float64
 
 
-def traffic_of(compute: list[int], parameter: int, batches: list[Any], steps_in_run: bool = True) -> Traffic:
+def traffic_of(
+    compute: list[int], parameter: int, batches: list[Any], steps_in_run: bool = True
+) -> Traffic:
     """What the last of the batches, dealt out beforehand, costs."""
-    strategy = torchstrategy.CentralStorageStrategy([SIM[r] for r in compute], SIM[parameter])
+    strategy = torchstrategy.CentralStorageStrategy(
+        [SIM[r] for r in compute], SIM[parameter]
+    )
     with strategy.scope():
         model = mlp()
         optimizer = sgd(model)
@@ -40,17 +44,25 @@ def traffic_of(compute: list[int], parameter: int, batches: list[Any], steps_in_
     return traffic
 
 
-@pytest.mark.parametrize(("compute", "parameter"), [([0, 1], 0), ([0, 1, 2, 3], 0), ([0, 1], 4), ([1, 2, 3], 2)])
+@pytest.mark.parametrize(
+    ("compute", "parameter"),
+    [([0, 1], 0), ([0, 1, 2, 3], 0), ([0, 1], 4), ([1, 2, 3], 2)],
+)
 def test_a_step_brings_gradients_to_the_parameters_and_parameters_to_the_replicas(
     compute: list[int], parameter: int
 ) -> None:
     traffic = traffic_of(compute, parameter, [data(8), data(8)])
     remote = [r for r in compute if r != parameter]
-    routes = [*((SIM[r], SIM[parameter]) for r in remote), *((SIM[parameter], SIM[r]) for r in remote)]
+    routes = [
+        *((SIM[r], SIM[parameter]) for r in remote),
+        *((SIM[parameter], SIM[r]) for r in remote),
+    ]
     assert traffic.copies_by_route == Counter(dict.fromkeys(routes, 1))
     assert traffic.bytes_by_route == Counter(dict.fromkeys(routes, SIZE))
     assert (traffic.copies, traffic.bytes) == (2 * len(remote), 2 * SIZE * len(remote))
-    assert traffic.writes == 4 * len(remote)  # from what came together to where it belongs
+    assert traffic.writes == 4 * len(
+        remote
+    )  # from what came together to where it belongs
     assert traffic.meetings == {"optimizer.step()": 1}
 
 
@@ -62,7 +74,11 @@ def test_gradient_accumulation_brings_no_parameters() -> None:
 
 def test_a_replica_without_rows_sends_no_gradients() -> None:
     traffic = traffic_of([0, 1, 2], 0, [data(6), data(2)])
-    assert traffic.copies_by_route == {(SIM[1], SIM[0]): 1, (SIM[0], SIM[1]): 1, (SIM[0], SIM[2]): 1}
+    assert traffic.copies_by_route == {
+        (SIM[1], SIM[0]): 1,
+        (SIM[0], SIM[1]): 1,
+        (SIM[0], SIM[2]): 1,
+    }
 
 
 def test_dealing_a_batch_out_copies_each_row_once() -> None:
@@ -71,4 +87,7 @@ def test_dealing_a_batch_out_copies_each_row_once() -> None:
     with count_traffic() as traffic:
         deal(strategy, rows)
     cpu = torch.device("cpu")
-    assert traffic.bytes_by_route == {(cpu, SIM[0]): 4 * 3 * 4, (cpu, SIM[1]): 4 * 3 * 4}
+    assert traffic.bytes_by_route == {
+        (cpu, SIM[0]): 4 * 3 * 4,
+        (cpu, SIM[1]): 4 * 3 * 4,
+    }

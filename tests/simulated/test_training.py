@@ -39,7 +39,10 @@ MODELS: dict[str, tuple[Maker, Callable[[], tuple[torch.Tensor, ...]]]] = {
     ),
     "norms": (
         lambda: nn.Sequential(
-            nn.BatchNorm2d(4), nn.GroupNorm(2, 4), nn.LayerNorm([4, 4]), nn.InstanceNorm2d(4, affine=True)
+            nn.BatchNorm2d(4),
+            nn.GroupNorm(2, 4),
+            nn.LayerNorm([4, 4]),
+            nn.InstanceNorm2d(4, affine=True),
         ),
         lambda: (torch.randn(3, 4, 4, 4),),
     ),
@@ -57,16 +60,28 @@ MODELS: dict[str, tuple[Maker, Callable[[], tuple[torch.Tensor, ...]]]] = {
         lambda: (torch.randn(2, 3, 12, 12),),
     ),
     "embedding": (lambda: nn.Embedding(10, 4), lambda: (torch.randint(0, 10, (3, 5)),)),
-    "embedding_bag": (lambda: nn.EmbeddingBag(10, 4), lambda: (torch.randint(0, 10, (3, 5)),)),
-    "lstm": (lambda: nn.LSTM(4, 5, 2, bidirectional=True, batch_first=True), lambda: (torch.randn(3, 6, 4),)),
+    "embedding_bag": (
+        lambda: nn.EmbeddingBag(10, 4),
+        lambda: (torch.randint(0, 10, (3, 5)),),
+    ),
+    "lstm": (
+        lambda: nn.LSTM(4, 5, 2, bidirectional=True, batch_first=True),
+        lambda: (torch.randn(3, 6, 4),),
+    ),
     "gru": (lambda: nn.GRU(4, 5, 2), lambda: (torch.randn(6, 3, 4),)),
     "rnn": (lambda: nn.RNN(4, 5), lambda: (torch.randn(6, 3, 4),)),
-    "attention": (lambda: nn.MultiheadAttention(8, 2, batch_first=True), lambda: (torch.randn(2, 5, 8),) * 3),
+    "attention": (
+        lambda: nn.MultiheadAttention(8, 2, batch_first=True),
+        lambda: (torch.randn(2, 5, 8),) * 3,
+    ),
     "transformer": (
         lambda: nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True),
         lambda: (torch.randn(2, 5, 8),),
     ),
-    "bilinear": (lambda: nn.Bilinear(3, 4, 5), lambda: (torch.randn(2, 3), torch.randn(2, 4))),
+    "bilinear": (
+        lambda: nn.Bilinear(3, 4, 5),
+        lambda: (torch.randn(2, 3), torch.randn(2, 4)),
+    ),
     "weight_norm": (
         lambda: nn.utils.parametrizations.weight_norm(nn.Linear(4, 3)),
         lambda: (torch.randn(5, 4),),
@@ -87,27 +102,40 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "lbfgs": lambda p: torch.optim.LBFGS(p, max_iter=3),
 }
 
-LOSSES: dict[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]] = {
+LOSSES: dict[
+    str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+] = {
     "cross_entropy": lambda x, t, b: F.cross_entropy(x, t),
-    "label_smoothing": lambda x, t, b: F.cross_entropy(x, b.softmax(1), label_smoothing=0.1),
+    "label_smoothing": lambda x, t, b: F.cross_entropy(
+        x, b.softmax(1), label_smoothing=0.1
+    ),
     "nll": lambda x, t, b: F.nll_loss(x.log_softmax(1), t),
     "logits": lambda x, t, b: F.binary_cross_entropy_with_logits(x, b),
     "binary": lambda x, t, b: F.binary_cross_entropy(x.sigmoid(), b),
     "huber": lambda x, t, b: F.huber_loss(x, b),
-    "kl": lambda x, t, b: F.kl_div(x.log_softmax(1), b.softmax(1), reduction="batchmean"),
+    "kl": lambda x, t, b: F.kl_div(
+        x.log_softmax(1), b.softmax(1), reduction="batchmean"
+    ),
     "ctc": lambda x, t, b: F.ctc_loss(
-        x.log_softmax(1)[:, None], torch.tensor([[1, 2]], device=x.device), torch.tensor([4]), torch.tensor([2])
+        x.log_softmax(1)[:, None],
+        torch.tensor([[1, 2]], device=x.device),
+        torch.tensor([4]),
+        torch.tensor([2]),
     ),
 }
 
 
-def trained(model: nn.Module, inputs: tuple[torch.Tensor, ...], make: Any = None, steps: int = 3) -> nn.Module:
+def trained(
+    model: nn.Module, inputs: tuple[torch.Tensor, ...], make: Any = None, steps: int = 3
+) -> nn.Module:
     optimizer = (make or OPTIMIZERS["sgd_foreach"])(model.parameters())
 
     def loss() -> torch.Tensor:
         optimizer.zero_grad()
         result = model(*inputs)
-        value: torch.Tensor = (result[0] if isinstance(result, tuple) else result).square().mean()
+        value: torch.Tensor = (
+            (result[0] if isinstance(result, tuple) else result).square().mean()
+        )
         value.backward()
         return value
 
@@ -117,12 +145,16 @@ def trained(model: nn.Module, inputs: tuple[torch.Tensor, ...], make: Any = None
 
 
 @pytest.mark.parametrize(("make", "inputs"), MODELS.values(), ids=MODELS)
-def test_a_model_trains_as_on_the_cpu(make: Maker, inputs: Callable[[], tuple[torch.Tensor, ...]]) -> None:
+def test_a_model_trains_as_on_the_cpu(
+    make: Maker, inputs: Callable[[], tuple[torch.Tensor, ...]]
+) -> None:
     torch.manual_seed(0)
     model, batch = make(), inputs()
     ours = trained(copy.deepcopy(model).to(ONE), tuple(x.to(ONE) for x in batch))
     theirs = trained(model, batch)
-    for mine, their in zip(ours.state_dict().values(), theirs.state_dict().values(), strict=True):
+    for mine, their in zip(
+        ours.state_dict().values(), theirs.state_dict().values(), strict=True
+    ):
         assert mine.device == ONE
         assert_close(mine.cpu(), their)
     assert all(type(parameter) is nn.Parameter for parameter in ours.parameters())
@@ -130,7 +162,10 @@ def test_a_model_trains_as_on_the_cpu(make: Maker, inputs: Callable[[], tuple[to
 
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
 def test_an_optimizer_steps_as_on_the_cpu(make: Any) -> None:
-    model, x = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2)), torch.randn(5, 4)
+    model, x = (
+        nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2)),
+        torch.randn(5, 4),
+    )
     ours = trained(copy.deepcopy(model).to(ONE), (x.to(ONE),), make)
     theirs = trained(model, (x,), make)
     for mine, their in zip(ours.parameters(), theirs.parameters(), strict=True):
@@ -140,11 +175,17 @@ def test_an_optimizer_steps_as_on_the_cpu(make: Any) -> None:
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
 def test_one_optimizer_steps_parameters_of_several_devices(make: Any) -> None:
     def stepped(devices: list[str]) -> list[torch.Tensor]:
-        parameters = [nn.Parameter(torch.full((3,), i + 1.0, device=d)) for i, d in enumerate(devices)]
+        parameters = [
+            nn.Parameter(torch.full((3,), i + 1.0, device=d))
+            for i, d in enumerate(devices)
+        ]
 
         def loss() -> torch.Tensor:
             optimizer.zero_grad()
-            value = sum((p.to(devices[0]).square().sum() for p in parameters), torch.zeros((), device=devices[0]))
+            value = sum(
+                (p.to(devices[0]).square().sum() for p in parameters),
+                torch.zeros((), device=devices[0]),
+            )
             value.backward()
             return value
 
@@ -156,14 +197,20 @@ def test_one_optimizer_steps_parameters_of_several_devices(make: Any) -> None:
     devices = ["sim:0", "sim:1", "sim:2"]
     if make is OPTIMIZERS["lbfgs"]:
         with pytest.raises(RuntimeError, match="same device"):
-            stepped(devices)  # it puts all gradients into one vector, on accelerators too
+            stepped(
+                devices
+            )  # it puts all gradients into one vector, on accelerators too
     else:
         assert_close(stepped(devices), stepped(["cpu"] * 3))
 
 
 @pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
 def test_a_loss_and_its_gradient_are_those_of_the_cpu(loss: Any) -> None:
-    logits, targets, other = torch.randn(4, 5), torch.tensor([0, 1, 2, 3]), torch.rand(4, 5)
+    logits, targets, other = (
+        torch.randn(4, 5),
+        torch.tensor([0, 1, 2, 3]),
+        torch.rand(4, 5),
+    )
     found = []
     for device in (torch.device("cpu"), ONE):
         x = logits.to(device, copy=True).requires_grad_()
@@ -178,8 +225,12 @@ def test_packed_sequences_run_through_an_lstm() -> None:
     model, x = nn.LSTM(4, 5, batch_first=True), torch.randn(3, 6, 4)
 
     def last(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        packed = nn.utils.rnn.pack_padded_sequence(x, torch.tensor([6, 4, 2]), batch_first=True)
-        padded, lengths = nn.utils.rnn.pad_packed_sequence(model(packed)[0], batch_first=True)
+        packed = nn.utils.rnn.pack_padded_sequence(
+            x, torch.tensor([6, 4, 2]), batch_first=True
+        )
+        padded, lengths = nn.utils.rnn.pad_packed_sequence(
+            model(packed)[0], batch_first=True
+        )
         assert lengths.device == torch.device("cpu")
         return padded
 
@@ -187,7 +238,9 @@ def test_packed_sequences_run_through_an_lstm() -> None:
     assert ours.device == ONE
     assert_close(ours.cpu(), last(model, x))
     with pytest.raises(RuntimeError, match="CPU"):
-        nn.utils.rnn.pack_padded_sequence(x.to(ONE), torch.tensor([6, 4, 2], device=ONE), batch_first=True)
+        nn.utils.rnn.pack_padded_sequence(
+            x.to(ONE), torch.tensor([6, 4, 2], device=ONE), batch_first=True
+        )
 
 
 def test_sparse_gradients_are_stepped() -> None:
@@ -195,7 +248,10 @@ def test_sparse_gradients_are_stepped() -> None:
     before = embedding.weight.detach().clone()
     embedding(torch.tensor([1, 1], device=ONE)).sum().backward()
     torch.optim.SGD(embedding.parameters(), lr=1.0).step()
-    assert_close((before - embedding.weight).cpu(), torch.tensor([[0.0, 0], [2, 2], [0, 0], [0, 0], [0, 0]]))
+    assert_close(
+        (before - embedding.weight).cpu(),
+        torch.tensor([[0.0, 0], [2, 2], [0, 0], [0, 0], [0, 0]]),
+    )
 
 
 def test_gradients_are_clipped_over_devices() -> None:
@@ -204,7 +260,11 @@ def test_gradients_are_clipped_over_devices() -> None:
         for parameter in parameters:
             parameter.grad = torch.full_like(parameter, 4)
         norm = nn.utils.clip_grad_norm_(parameters, 1.0)
-        return norm.cpu(), [parameter.grad.cpu() for parameter in parameters if parameter.grad is not None]
+        return norm.cpu(), [
+            parameter.grad.cpu()
+            for parameter in parameters
+            if parameter.grad is not None
+        ]
 
     assert_close(clipped([ZERO, ONE]), clipped(["cpu", "cpu"]))
 
@@ -212,12 +272,19 @@ def test_gradients_are_clipped_over_devices() -> None:
 class TestMovingAModule:
     def test_parameters_stay_the_same_objects(self) -> None:
         model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
-        parameters, references = list(model.parameters()), [weakref.ref(p) for p in model.parameters()]
+        parameters, references = (
+            list(model.parameters()),
+            [weakref.ref(p) for p in model.parameters()],
+        )
         for device in ("sim:1", "sim:2", "cpu", "sim:1"):
             model.to(device)
-            assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
+            assert all(
+                a is b for a, b in zip(model.parameters(), parameters, strict=True)
+            )
             assert all(r() is p for r, p in zip(references, parameters, strict=True))
-            assert {t.device for t in model.state_dict().values()} == {torch.device(device)}
+            assert {t.device for t in model.state_dict().values()} == {
+                torch.device(device)
+            }
 
     def test_an_optimizer_made_before_steps_the_moved_parameters(self) -> None:
         model = nn.Linear(2, 2)
@@ -244,7 +311,9 @@ class TestMovingAModule:
         model = nn.Linear(2, 2, bias=False)
         model.weight.note = "mine"  # type: ignore[attr-defined]
         model.weight.register_hook(lambda gradient: seen.append("hook"))
-        handle = model.weight.register_post_accumulate_grad_hook(lambda p: seen.append("accumulated"))
+        handle = model.weight.register_post_accumulate_grad_hook(
+            lambda p: seen.append("accumulated")
+        )
         model.to(ONE)(torch.ones(1, 2, device=ONE)).sum().backward()
         handle.remove()
         model.to("cpu")(torch.ones(1, 2)).sum().backward()
@@ -275,11 +344,16 @@ class TestMovingAModule:
         parameter = nn.Parameter(torch.ones(2, device=ONE))
         parameter.square().sum().backward()
         parameter.data = torch.ones(2)
-        with pytest.raises(RuntimeError, match="same device, but found at least two devices, sim:1 and cpu!"):
+        with pytest.raises(
+            RuntimeError,
+            match="same device, but found at least two devices, sim:1 and cpu!",
+        ):
             parameter.square().sum().backward()
         parameter.grad = None
         parameter.square().sum().backward()
-        parameter.data = torch.ones(2, device=ONE)  # the gradient is left on the CPU, and follows
+        parameter.data = torch.ones(
+            2, device=ONE
+        )  # the gradient is left on the CPU, and follows
         assert parameter.grad is not None
         parameter.grad.data = parameter.grad.data.to(ONE)
         parameter.square().sum().backward()
@@ -293,7 +367,11 @@ class TestMovingAModule:
         before = parameter.detach()
         parameter.data = new
         new.add_(5)
-        assert parameter.tolist() == [5, 5] and parameter.requires_grad and type(parameter) is nn.Parameter
+        assert (
+            parameter.tolist() == [5, 5]
+            and parameter.requires_grad
+            and type(parameter) is nn.Parameter
+        )
         assert before.tolist() == [1, 1]
 
     def test_lazy_modules_and_meta_modules_arrive(self) -> None:
@@ -323,13 +401,20 @@ LOCATIONS: dict[str, tuple[Any, str]] = {
     "dict": ({"sim:1": "sim:2"}, "sim:2"),
     "dict_to_the_cpu": ({"sim:1": "cpu"}, "cpu"),
     "function": (lambda storage, location: storage, "cpu"),
-    "function_that_moves": (lambda storage, location: storage.to(device="sim:2"), "sim:2"),
+    "function_that_moves": (
+        lambda storage, location: storage.to(device="sim:2"),
+        "sim:2",
+    ),
 }
 
 
 class TestCheckpoints:
-    @pytest.mark.parametrize(("location", "expected"), LOCATIONS.values(), ids=LOCATIONS)
-    def test_map_location_says_where_tensors_go(self, location: Any, expected: str) -> None:
+    @pytest.mark.parametrize(
+        ("location", "expected"), LOCATIONS.values(), ids=LOCATIONS
+    )
+    def test_map_location_says_where_tensors_go(
+        self, location: Any, expected: str
+    ) -> None:
         model, file = nn.Linear(3, 3).to(ONE), io.BytesIO()
         torch.save(model.state_dict(), file)
         file.seek(0)
@@ -341,7 +426,9 @@ class TestCheckpoints:
         file = io.BytesIO()
         torch.save(torch.ones(2, device=ONE), file)
         elsewhere = io.BytesIO(file.getvalue().replace(b"sim:1", b"sim:9"))
-        with pytest.raises(RuntimeError, match=r"device 9 but torch.sim.device_count\(\) is 5"):
+        with pytest.raises(
+            RuntimeError, match=r"device 9 but torch.sim.device_count\(\) is 5"
+        ):
             torch.load(elsewhere)
 
     @pytest.mark.parametrize("mmap", [False, True])
@@ -353,8 +440,13 @@ class TestCheckpoints:
         assert whole.tolist() == [0, 0, 0, 0] and whole.device == part.device == ONE
         assert torch.load(tmp_path / "views")[0].tolist() == [0, 1, 2, 3]
 
-    def test_a_whole_module_and_a_sparse_tensor_are_loaded(self, tmp_path: Path) -> None:
-        torch.save((nn.Linear(2, 2).to(TWO), torch.eye(2, device=ONE).to_sparse()), tmp_path / "both")
+    def test_a_whole_module_and_a_sparse_tensor_are_loaded(
+        self, tmp_path: Path
+    ) -> None:
+        torch.save(
+            (nn.Linear(2, 2).to(TWO), torch.eye(2, device=ONE).to_sparse()),
+            tmp_path / "both",
+        )
         model, sparse = torch.load(tmp_path / "both", weights_only=False)
         assert model.weight.device == TWO and type(model.weight) is nn.Parameter
         assert sparse.device == ONE
@@ -382,7 +474,10 @@ class TestCheckpoints:
 
     def test_states_are_loaded_onto_the_device_of_the_parameters(self) -> None:
         one, two = nn.Linear(2, 2).to(ONE), nn.Linear(2, 2).to(TWO)
-        first, second = torch.optim.Adam(one.parameters()), torch.optim.Adam(two.parameters())
+        first, second = (
+            torch.optim.Adam(one.parameters()),
+            torch.optim.Adam(two.parameters()),
+        )
         one(torch.ones(1, 2, device=ONE)).sum().backward()
         first.step()
         two.load_state_dict(one.state_dict())
@@ -402,18 +497,30 @@ class OnDevice(Dataset[torch.Tensor]):
 
 
 class TestLoading:
-    @pytest.mark.filterwarnings("ignore:The argument 'device' of Tensor.pin_memory")  # of older loaders themselves
+    @pytest.mark.filterwarnings(
+        "ignore:The argument 'device' of Tensor.pin_memory"
+    )  # of older loaders themselves
     @pytest.mark.parametrize("workers", [0, 2])
     def test_pinned_batches_are_sent_to_a_device(self, workers: int) -> None:
         rows = TensorDataset(torch.arange(8.0), torch.arange(8))
-        batches = list(DataLoader(rows, batch_size=4, pin_memory=True, num_workers=workers))
+        batches = list(
+            DataLoader(rows, batch_size=4, pin_memory=True, num_workers=workers)
+        )
         assert all(x.is_pinned() and y.is_pinned() for x, y in batches)
-        assert [x.to(ONE, non_blocking=True).sum().item() for x, _ in batches] == [6, 22]
+        assert [x.to(ONE, non_blocking=True).sum().item() for x, _ in batches] == [
+            6,
+            22,
+        ]
 
     @pytest.mark.parametrize("workers", [0, 2])
     def test_batches_may_be_made_on_a_device(self, workers: int) -> None:
         context = "fork" if workers else None
-        loader = DataLoader(OnDevice(), batch_size=2, num_workers=workers, multiprocessing_context=context)
+        loader = DataLoader(
+            OnDevice(),
+            batch_size=2,
+            num_workers=workers,
+            multiprocessing_context=context,
+        )
         batches = list(loader)
         assert [batch.device for batch in batches] == [ONE, ONE]
         assert [batch[:, 0].tolist() for batch in batches] == [[0, 1], [2, 3]]
@@ -425,10 +532,23 @@ class TestLoading:
 
     def test_tensors_go_through_queues_between_processes(self) -> None:
         queue = multiprocessing.get_context("fork").SimpleQueue()
-        queue.put((torch.arange(6.0, device=ONE).view(2, 3).t(), nn.Parameter(torch.ones(2, device=TWO))))
+        queue.put(
+            (
+                torch.arange(6.0, device=ONE).view(2, 3).t(),
+                nn.Parameter(torch.ones(2, device=TWO)),
+            )
+        )
         view, parameter = queue.get()
-        assert view.device == ONE and view.tolist() == [[0, 3], [1, 4], [2, 5]] and view.stride() == (1, 3)
-        assert type(parameter) is nn.Parameter and parameter.requires_grad and parameter.device == TWO
+        assert (
+            view.device == ONE
+            and view.tolist() == [[0, 3], [1, 4], [2, 5]]
+            and view.stride() == (1, 3)
+        )
+        assert (
+            type(parameter) is nn.Parameter
+            and parameter.requires_grad
+            and parameter.device == TWO
+        )
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit")

@@ -25,18 +25,25 @@ class Block(nn.Module):
         self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(2))
         self.attention = nn.Linear(WIDTH, 3 * WIDTH)
         self.projection = nn.Linear(WIDTH, WIDTH)
-        self.wide, self.narrow = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.wide, self.narrow = (
+            nn.Linear(WIDTH, 4 * WIDTH),
+            nn.Linear(4 * WIDTH, WIDTH),
+        )
         self.register_buffer("mask", torch.ones(TOKENS, TOKENS).tril())
         self.is_fused = is_fused
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         parts = self.attention(self.norms[0](x)).split(WIDTH, 2)
-        query, key, value = (part.view(ROWS, TOKENS, HEADS, -1).transpose(1, 2) for part in parts)
+        query, key, value = (
+            part.view(ROWS, TOKENS, HEADS, -1).transpose(1, 2) for part in parts
+        )
         if self.is_fused:
             mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         else:
             scores = (query @ key.transpose(-2, -1)) * key.size(-1) ** -0.5
-            mixed = scores.masked_fill(self.mask == 0, float("-inf")).softmax(-1) @ value
+            mixed = (
+                scores.masked_fill(self.mask == 0, float("-inf")).softmax(-1) @ value
+            )
         x = x + self.projection(mixed.transpose(1, 2).reshape(x.shape))
         return x + self.narrow(F.gelu(self.wide(self.norms[1](x)), approximate="tanh"))
 
@@ -46,7 +53,10 @@ class GPT2(nn.Module):
 
     def __init__(self, is_fused: bool) -> None:
         super().__init__()
-        self.words, self.places = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(TOKENS, WIDTH)
+        self.words, self.places = (
+            nn.Embedding(VOCABULARY, WIDTH),
+            nn.Embedding(TOKENS, WIDTH),
+        )
         self.blocks = nn.Sequential(*[Block(is_fused) for _ in range(LAYERS)])
         self.norm = nn.LayerNorm(WIDTH)
 
@@ -55,7 +65,9 @@ class GPT2(nn.Module):
         return F.linear(self.norm(self.blocks(x)), self.words.weight)
 
 
-def step_of(precision: str, profile: str = "A100-SXM-80GB", is_fused: bool = False) -> VirtualTrace:
+def step_of(
+    precision: str, profile: str = "A100-SXM-80GB", is_fused: bool = False
+) -> VirtualTrace:
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest" if precision == "float32" else "high")
     try:
@@ -67,8 +79,14 @@ def step_of(precision: str, profile: str = "A100-SXM-80GB", is_fused: bool = Fal
             for _ in range(2):  # the first step makes the state of the optimizer
                 trace.mark()
                 optimizer.zero_grad()
-                with torch.autocast("sim", torch.bfloat16) if precision == "bfloat16" else nullcontext():
-                    loss = F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
+                with (
+                    torch.autocast("sim", torch.bfloat16)
+                    if precision == "bfloat16"
+                    else nullcontext()
+                ):
+                    loss = F.cross_entropy(
+                        model(tokens).flatten(0, 1), tokens.flatten()
+                    )
                 loss.backward()
                 optimizer.step()
                 torch.accelerator.synchronize()
@@ -93,5 +111,7 @@ def test_fused_attention_saves_time_and_memory_and_h100_is_faster() -> None:
 
 @pytest.mark.slow
 def test_what_does_not_fit_is_refused_at_real_size() -> None:
-    with pytest.raises(torch.OutOfMemoryError, match=r"and V100-SXM-16GB has 16\.00 GiB"):
+    with pytest.raises(
+        torch.OutOfMemoryError, match=r"and V100-SXM-16GB has 16\.00 GiB"
+    ):
         step_of("float32", "V100-SXM-16GB")

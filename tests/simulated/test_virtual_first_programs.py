@@ -22,10 +22,17 @@ from torchstrategy.testing import simulated_devices, virtual_time
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-CONSTRUCTOR = re.compile(r"^[+ >.]*(?:self\.)?strategy = torchstrategy\.(\w+Strategy\(.*?\))(?:  #.*)?$", re.MULTILINE)
+CONSTRUCTOR = re.compile(
+    r"^[+ >.]*(?:self\.)?strategy = torchstrategy\.(\w+Strategy\(.*?\))(?:  #.*)?$",
+    re.MULTILINE,
+)
 BLOCK = re.compile(r"^```\w+\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 MOST = 1.5  # times the seconds of the fastest
-FASTEST = "MirroredStrategy()", "MultiWorkerMirroredStrategy()", 'CentralStorageStrategy(None, "sim:0")'
+FASTEST = (
+    "MirroredStrategy()",
+    "MultiWorkerMirroredStrategy()",
+    'CentralStorageStrategy(None, "sim:0")',
+)
 # What pages call a list of devices of theirs. On CPUs, a page says, it shows what GPUs do.
 ON_CPUS = re.compile(r'\["cpu"\] \* \w+|CPUS')
 NOT_SEVERAL = "OneDeviceStrategy"
@@ -34,7 +41,11 @@ NOT_SEVERAL = "OneDeviceStrategy"
 def first_strategies() -> Iterator[tuple[str, str]]:
     """Of each page that makes a strategy of several replicas: its name, and the first constructor that it has."""
     for page in PAGES:
-        made = [found for block in BLOCK.findall(page.read_text()) for found in CONSTRUCTOR.findall(block)]
+        made = [
+            found
+            for block in BLOCK.findall(page.read_text())
+            for found in CONSTRUCTOR.findall(block)
+        ]
         if made and not made[0].startswith(NOT_SEVERAL):
             yield str(page.relative_to(ROOT)), ON_CPUS.sub("", made[0])
 
@@ -43,10 +54,18 @@ FIRST = dict(first_strategies())
 
 
 def test_pages_are_found() -> None:
-    assert {"README.md", "docs/index.md", "docs/several-machines.md", "docs/recipes/logging.md"} < FIRST.keys()
+    assert {
+        "README.md",
+        "docs/index.md",
+        "docs/several-machines.md",
+        "docs/recipes/logging.md",
+    } < FIRST.keys()
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/index.md", *[page for page in FIRST if "recipes" in page]])
+@pytest.mark.parametrize(
+    "page",
+    ["README.md", "docs/index.md", *[page for page in FIRST if "recipes" in page]],
+)
 def test_a_new_reader_meets_the_mirrored_strategy_first(page: str) -> None:
     assert FIRST[page].startswith("MirroredStrategy(")
 
@@ -57,12 +76,19 @@ def seconds_of_a_step(constructor: str) -> float:
     names: dict[str, Any] = dict.fromkeys(
         ("devices", "DEVICES", "GPUS", "simulated_devices", "compute_devices"), devices
     )
-    rows, classes = torch.zeros(512, 2048).pin_memory(), torch.zeros(512, dtype=torch.int64).pin_memory()
+    rows, classes = (
+        torch.zeros(512, 2048).pin_memory(),
+        torch.zeros(512, dtype=torch.int64).pin_memory(),
+    )
     batches = [(rows, classes)] * 3
     with virtual_time("H100-SXM", shapes_only=True) as trace:
-        strategy = eval(f"torchstrategy.{constructor}", {"torchstrategy": torchstrategy, **names})
+        strategy = eval(
+            f"torchstrategy.{constructor}", {"torchstrategy": torchstrategy, **names}
+        )
         with strategy.scope():
-            model = nn.Sequential(*[nn.Linear(2048, 2048) for _ in range(8)], nn.Linear(2048, 1000))
+            model = nn.Sequential(
+                *[nn.Linear(2048, 2048) for _ in range(8)], nn.Linear(2048, 1000)
+            )
             optimizer = torch.optim.Adam(model.parameters())
 
         def train_step(inputs: torch.Tensor, targets: torch.Tensor) -> None:
@@ -82,8 +108,12 @@ def seconds_of_a_step(constructor: str) -> float:
 def test_the_first_strategy_of_a_page_is_a_fast_one(page: str) -> None:
     best = min(map(seconds_of_a_step, FASTEST))
     taken = seconds_of_a_step(FIRST[page])
-    assert taken <= MOST * best, f"{page} begins with {FIRST[page]}: {taken:.4f} s a step, and others take {best:.4f}"
+    assert taken <= MOST * best, (
+        f"{page} begins with {FIRST[page]}: {taken:.4f} s a step, and others take {best:.4f}"
+    )
 
 
 def test_the_bound_tells_slow_from_fast() -> None:
-    assert seconds_of_a_step("CentralStorageStrategy()") > 10 * MOST * min(map(seconds_of_a_step, FASTEST))
+    assert seconds_of_a_step("CentralStorageStrategy()") > 10 * MOST * min(
+        map(seconds_of_a_step, FASTEST)
+    )

@@ -19,7 +19,13 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from conditions import takes_long
-from torchstrategy.testing import RankRecord, VirtualTrace, record_streams, run_ranks, virtual_time
+from torchstrategy.testing import (
+    RankRecord,
+    VirtualTrace,
+    record_streams,
+    run_ranks,
+    virtual_time,
+)
 
 RANKS = 2
 
@@ -72,7 +78,10 @@ def sent(rank: int, x: torch.Tensor) -> None:
 
 
 def after_each_other(rank: int, x: torch.Tensor) -> None:
-    works = [dist.all_reduce(x, async_op=True), dist.all_reduce(other[rank], async_op=True)]
+    works = [
+        dist.all_reduce(x, async_op=True),
+        dist.all_reduce(other[rank], async_op=True),
+    ]
     for work in works:
         assert work is not None
         work.wait()
@@ -118,28 +127,43 @@ CASES = [
     # Rank 1 calls it at 20, and the work of its device ends at 113.
     Case(
         behind_a_barrier,
-        [(1, "stream 0", 10, 113), *[(rank, "collectives", 113, 133) for rank in range(2)]],
+        [
+            (1, "stream 0", 10, 113),
+            *[(rank, "collectives", 113, 133) for rank in range(2)],
+        ],
         (133, 133),
     ),
     Case(gathered, [(rank, "collectives", 10, 55) for rank in range(2)], (11, 11)),
     Case(sent, [(0, "messages out", 10, 80), (1, "messages in", 10, 80)], (11, 11)),
     Case(
         after_each_other,
-        [(rank, "collectives", start, start + 70) for rank in range(2) for start in (10, 80)],
+        [
+            (rank, "collectives", start, start + 70)
+            for rank in range(2)
+            for start in (10, 80)
+        ],
         (22, 22),
     ),
 ]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.program.__name__)
-@pytest.mark.parametrize("order", [[0, 1], [1, 0]], ids=["first rank first", "last rank first"])
-def test_a_timeline_of_ranks_is_as_computed_by_hand(case: Case, order: list[int]) -> None:
+@pytest.mark.parametrize(
+    "order", [[0, 1], [1, 0]], ids=["first rank first", "last rank first"]
+)
+def test_a_timeline_of_ranks_is_as_computed_by_hand(
+    case: Case, order: list[int]
+) -> None:
     tensors = {rank: torch.ones(COUNT, device=f"sim:{rank}") for rank in range(RANKS)}
-    other.update({rank: torch.ones(COUNT, device=f"sim:{rank}") for rank in range(RANKS)})
+    other.update(
+        {rank: torch.ones(COUNT, device=f"sim:{rank}") for rank in range(RANKS)}
+    )
     ends: dict[int, int] = {}
 
     def main(rank: int) -> None:
-        dist.init_process_group("cpu:gloo,cuda:nccl")  # one of the programs exchanges tensors of the CPU
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl"
+        )  # one of the programs exchanges tensors of the CPU
         case.program(rank, tensors[rank])
         ends[rank] = round(trace._clock.hosts.here().now / US)
 
@@ -152,7 +176,9 @@ def test_a_timeline_of_ranks_is_as_computed_by_hand(case: Case, order: list[int]
     ]
     assert sorted(found) == sorted(case.bars)
     assert (ends[0], ends[1]) == case.ends
-    assert trace.seconds >= max(ends.values()) * US - 1e-9  # the program goes on when all ranks have ended
+    assert (
+        trace.seconds >= max(ends.values()) * US - 1e-9
+    )  # the program goes on when all ranks have ended
 
 
 def test_ranks_begin_at_once_and_the_program_waits_for_the_last() -> None:
@@ -175,7 +201,9 @@ WIDTH, LAYERS, STEPS = 2048, 6, 3
 def make_model(rank: int) -> nn.Module:
     torch.manual_seed(0)
     with torch.device(f"sim:{rank}"):
-        return nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)])
+        return nn.Sequential(
+            *[nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)]
+        )
 
 
 def steps_of(model: nn.Module, rank: int, trace: VirtualTrace) -> None:
@@ -202,7 +230,9 @@ def fsdp(rank: int, trace: VirtualTrace) -> None:
     steps_of(fully_shard(model, mesh=mesh), rank, trace)
 
 
-def timed(program: Callable[[int, VirtualTrace], None], peer: float = 250.0, n: int = RANKS) -> Any:
+def timed(
+    program: Callable[[int, VirtualTrace], None], peer: float = 250.0, n: int = RANKS
+) -> Any:
     gc.collect()
     profile = replace(virtual_profile(), peer=peer)
     with virtual_time(profile, shapes_only=True) as trace, record_streams():
@@ -226,7 +256,9 @@ def test_what_ddp_sends_hides_under_its_backward_unless_the_link_is_slow() -> No
     alone, _ = timed(ddp, n=1)
     slow, _ = timed(ddp, peer=5.0)
     # Who receives the model does not keep it twice. Other tests may have left small tensors on a device.
-    assert fast.device(0).peak_bytes == pytest.approx(fast.device(1).peak_bytes, abs=PARAMETERS / 100)
+    assert fast.device(0).peak_bytes == pytest.approx(
+        fast.device(1).peak_bytes, abs=PARAMETERS / 100
+    )
     last = fast.step(-1)
     assert last.overlap("collective", "compute") > 0.7
     assert last.seconds < 1.1 * alone.step(-1).seconds
@@ -244,15 +276,23 @@ def test_fsdp_gathers_twice_scatters_once_and_holds_less() -> None:
     kinds = record.bytes
     assert kinds["reduce_scatter"] == STEPS * PARAMETERS
     assert STEPS * PARAMETERS < kinds["all_gather"] <= 2 * STEPS * PARAMETERS
-    assert sharded.step(-1).device(0).peak_bytes < 0.8 * whole.step(-1).device(0).peak_bytes
-    assert sharded.step(-1).device(1).peak_bytes < 0.8 * whole.step(-1).device(1).peak_bytes
+    assert (
+        sharded.step(-1).device(0).peak_bytes
+        < 0.8 * whole.step(-1).device(0).peak_bytes
+    )
+    assert (
+        sharded.step(-1).device(1).peak_bytes
+        < 0.8 * whole.step(-1).device(1).peak_bytes
+    )
     assert 0 < sharded.step(-1).overlap("collective", "compute") <= 1
     assert "of collectives" in sharded.report()
 
 
 @pytest.mark.filterwarnings("ignore")  # of torch's internals, about themselves
 @pytest.mark.parametrize("program", [ddp, pytest.param(fsdp, marks=takes_long)])
-def test_two_runs_of_ranks_take_the_same_time(program: Callable[[int, VirtualTrace], None]) -> None:
+def test_two_runs_of_ranks_take_the_same_time(
+    program: Callable[[int, VirtualTrace], None],
+) -> None:
     one, other = (timed(program)[0]._clock for _ in range(2))
     # Streams are numbered through all runs of a process; the lane is the stream's number in this run.
     for ours, theirs in itertools.zip_longest(one.spans, other.spans):
@@ -260,7 +300,9 @@ def test_two_runs_of_ranks_take_the_same_time(program: Callable[[int, VirtualTra
     assert one.synchronizations == other.synchronizations
 
 
-def test_numbers_of_ranks_are_true_in_virtual_time_and_small_ones_where_only_shapes_are() -> None:
+def test_numbers_of_ranks_are_true_in_virtual_time_and_small_ones_where_only_shapes_are() -> (
+    None
+):
     def main(rank: int) -> tuple[list[float], int]:
         dist.init_process_group("nccl")
         x = torch.full((3,), float(rank), device=f"sim:{rank}")

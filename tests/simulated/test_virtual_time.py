@@ -25,11 +25,23 @@ from torchstrategy.testing import (
 
 SIM = simulated_devices()
 A100 = DeviceProfile.named("A100-SXM-80GB")
-OF_DEVICES = replace(A100, cpu_operator=0.0, cpu_bandwidth=1e9)  # what the strategy does on the CPU takes no time
-NAMES = ("A100-SXM-80GB", "A100-SXM-40GB", "H100-SXM", "H200-SXM", "V100-SXM-16GB", "RTX-4090", "L4")
+OF_DEVICES = replace(
+    A100, cpu_operator=0.0, cpu_bandwidth=1e9
+)  # what the strategy does on the CPU takes no time
+NAMES = (
+    "A100-SXM-80GB",
+    "A100-SXM-40GB",
+    "H100-SXM",
+    "H200-SXM",
+    "V100-SXM-16GB",
+    "RTX-4090",
+    "L4",
+)
 
 
-def timed(call: Callable[[], object], profile: DeviceProfile = A100, shapes_only: bool = False) -> VirtualTrace:
+def timed(
+    call: Callable[[], object], profile: DeviceProfile = A100, shapes_only: bool = False
+) -> VirtualTrace:
     with virtual_time(profile, shapes_only) as trace:
         call()
     return trace
@@ -52,7 +64,14 @@ def test_every_profile_computes_at_most_at_its_peak(name: str) -> None:
     assert span.flops == 2 * 4096**3
     assert profile.matmul * 0.8 < span.at_peak / span.seconds < 1
     large = torch.empty(2**26, device=SIM[0])
-    assert 0.5 < 2 * large.nbytes / (profile.bandwidth * 1e9) / seconds_of(lambda: large.exp(), profile) < 1
+    assert (
+        0.5
+        < 2
+        * large.nbytes
+        / (profile.bandwidth * 1e9)
+        / seconds_of(lambda: large.exp(), profile)
+        < 1
+    )
 
 
 def test_tensor_cores_are_used_if_the_program_says_so() -> None:
@@ -70,7 +89,9 @@ def test_tensor_cores_are_used_if_the_program_says_so() -> None:
 
 
 def test_a_product_of_sizes_that_do_not_divide_is_slower() -> None:
-    even, odd = (torch.empty(2048, n, device=SIM[0], dtype=torch.bfloat16) for n in (1024, 1023))
+    even, odd = (
+        torch.empty(2048, n, device=SIM[0], dtype=torch.bfloat16) for n in (1024, 1023)
+    )
     assert seconds_of(lambda: odd @ odd.T) > 1.5 * seconds_of(lambda: even @ even.T)
 
 
@@ -78,15 +99,22 @@ def test_channels_last_is_faster_where_there_are_tensor_cores() -> None:
     inputs = torch.empty(32, 64, 56, 56, device=SIM[0], dtype=torch.float16)
     weight = torch.empty(64, 64, 3, 3, device=SIM[0], dtype=torch.float16)
     last = inputs.to(memory_format=torch.channels_last)
-    assert seconds_of(lambda: F.conv2d(last, weight)) < seconds_of(lambda: F.conv2d(inputs, weight))
+    assert seconds_of(lambda: F.conv2d(last, weight)) < seconds_of(
+        lambda: F.conv2d(inputs, weight)
+    )
 
 
 def test_attention_as_one_kernel_is_faster_than_taken_apart() -> None:
     q = torch.empty(8, 12, 1024, 64, device=SIM[0], dtype=torch.bfloat16)
-    fused = timed(lambda: F.scaled_dot_product_attention(q, q, q, is_causal=True), shapes_only=True)
+    fused = timed(
+        lambda: F.scaled_dot_product_attention(q, q, q, is_causal=True),
+        shapes_only=True,
+    )
     apart = timed(lambda: (q @ q.transpose(-1, -2)).softmax(-1) @ q, shapes_only=True)
     assert len(fused._clock.spans) == 1 and fused.seconds < apart.seconds / 2
-    assert fused.device(0).flops == 2 * 8 * 12 * 1024 * 1024 * 64  # half of two products
+    assert (
+        fused.device(0).flops == 2 * 8 * 12 * 1024 * 1024 * 64
+    )  # half of two products
 
 
 def test_an_operator_on_lists_is_a_launch_for_many_tensors() -> None:
@@ -94,7 +122,10 @@ def test_an_operator_on_lists_is_a_launch_for_many_tensors() -> None:
     others = [torch.zeros(10, device=SIM[0]) for _ in range(50)]
     many = timed(lambda: [tensor.add_(1.0) for tensor in tensors])
     assert len(many._clock.spans) == 50
-    for call in (lambda: torch._foreach_add_(tensors, 1.0), lambda: torch._foreach_copy_(tensors, others)):
+    for call in (
+        lambda: torch._foreach_add_(tensors, 1.0),
+        lambda: torch._foreach_copy_(tensors, others),
+    ):
         one = timed(call)
         assert len(one._clock.spans) == 1 and one.seconds < many.seconds / 10
 
@@ -105,8 +136,14 @@ def test_an_operator_on_lists_is_a_launch_for_many_tensors() -> None:
 def small_transformer() -> tuple[nn.Module, torch.optim.Optimizer, torch.Tensor]:
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(128, 4, 256, dropout=0.1, batch_first=True)
-    model = nn.Sequential(nn.Embedding(1000, 128), layer, nn.Linear(128, 1000)).to(SIM[0])
-    return model, torch.optim.AdamW(model.parameters()), torch.randint(1000, (8, 64), device=SIM[0])
+    model = nn.Sequential(nn.Embedding(1000, 128), layer, nn.Linear(128, 1000)).to(
+        SIM[0]
+    )
+    return (
+        model,
+        torch.optim.AdamW(model.parameters()),
+        torch.randint(1000, (8, 64), device=SIM[0]),
+    )
 
 
 def train(steps: int = 3) -> list[float]:
@@ -163,8 +200,17 @@ def memory_here() -> int:
 
 
 def test_what_does_not_fit_raises() -> None:
-    tiny = replace(A100, name="a tiny one", memory=torch.accelerator.memory_allocated(SIM[0]) + 2**20)
-    with virtual_time(tiny), pytest.raises(torch.OutOfMemoryError, match=r"sim:0 is out of memory: .* a tiny one has"):
+    tiny = replace(
+        A100,
+        name="a tiny one",
+        memory=torch.accelerator.memory_allocated(SIM[0]) + 2**20,
+    )
+    with (
+        virtual_time(tiny),
+        pytest.raises(
+            torch.OutOfMemoryError, match=r"sim:0 is out of memory: .* a tiny one has"
+        ),
+    ):
         torch.zeros(2**19, device=SIM[0])
     before = torch.accelerator.memory_allocated(SIM[0])
     with virtual_time(tiny):
@@ -201,7 +247,10 @@ def test_steps_are_from_mark_to_mark() -> None:
     assert trace.step(-1).seconds == trace.step(1).seconds > 2 * trace.step(0).seconds
     first = trace.seconds - trace.step(0).seconds - trace.step(1).seconds
     assert first == pytest.approx(A100.launch)
-    with pytest.raises(IndexError, match=r"There is no step 2: the program said trace\.mark\('step'\) 2 times"):
+    with pytest.raises(
+        IndexError,
+        match=r"There is no step 2: the program said trace\.mark\('step'\) 2 times",
+    ):
         trace.step(2)
 
 
@@ -230,7 +279,14 @@ def run_of_two_replicas() -> VirtualTrace:
 
 def everything(trace: VirtualTrace) -> object:
     clock = trace._clock
-    return clock.spans, clock.copies, clock.synchronizations, clock.cpu_work, trace.seconds, trace.report()
+    return (
+        clock.spans,
+        clock.copies,
+        clock.synchronizations,
+        clock.cpu_work,
+        trace.seconds,
+        trace.report(),
+    )
 
 
 def test_two_runs_are_equal_to_the_last_digit(tmp_path: Path) -> None:
@@ -239,7 +295,9 @@ def test_two_runs_are_equal_to_the_last_digit(tmp_path: Path) -> None:
     for name in ("timeline.svg", "trace.json"):
         first.save(tmp_path / f"first-{name}")
         second.save(tmp_path / f"second-{name}")
-        assert (tmp_path / f"first-{name}").read_bytes() == (tmp_path / f"second-{name}").read_bytes()
+        assert (tmp_path / f"first-{name}").read_bytes() == (
+            tmp_path / f"second-{name}"
+        ).read_bytes()
 
 
 def test_replicas_on_two_devices_take_the_same_time_in_every_run() -> None:
@@ -281,7 +339,11 @@ def test_a_replica_that_waits_goes_on_when_the_last_one_has_come() -> None:
 
 def test_two_that_give_turns_are_refused_by_name() -> None:
     strategy = torchstrategy.MirroredStrategy(SIM[:2])
-    with virtual_time(A100), Lockstep([1, 0]), pytest.raises(RuntimeError, match=r"^virtual_time\(\) and Lockstep"):
+    with (
+        virtual_time(A100),
+        Lockstep([1, 0]),
+        pytest.raises(RuntimeError, match=r"^virtual_time\(\) and Lockstep"),
+    ):
         strategy.run(lambda: None)
 
 
@@ -308,11 +370,19 @@ def test_the_numbers_of_a_training_are_those_without_the_block() -> None:
 
 def test_what_cannot_be_is_refused() -> None:
     with (
-        pytest.raises(ValueError, match=r"There is no profile 'H1000'\. Choose from 'A100-SXM-80GB'"),
+        pytest.raises(
+            ValueError,
+            match=r"There is no profile 'H1000'\. Choose from 'A100-SXM-80GB'",
+        ),
         virtual_time("H1000"),
     ):
         raise AssertionError("not reached")
-    with pytest.raises(TypeError, match=r"takes the name of a GPU or a DeviceProfile; got 3"), virtual_time(3):  # type: ignore[arg-type]
+    with (
+        pytest.raises(
+            TypeError, match=r"takes the name of a GPU or a DeviceProfile; got 3"
+        ),
+        virtual_time(3),
+    ):  # type: ignore[arg-type]
         raise AssertionError("not reached")
     with (
         virtual_time("L4"),
@@ -346,4 +416,7 @@ def test_channels_stay_last_where_only_shapes_are_computed(of: str) -> None:
         convolution.to(memory_format=torch.channels_last)
     with virtual_time("A100", shapes_only=True), torch.no_grad():
         made = convolution(images)
-    assert made.is_contiguous(memory_format=torch.channels_last) and made.stride() == convolution(images).stride()
+    assert (
+        made.is_contiguous(memory_format=torch.channels_last)
+        and made.stride() == convolution(images).stride()
+    )

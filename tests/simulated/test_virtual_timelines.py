@@ -9,7 +9,12 @@ import pytest
 import torch
 
 from round_numbers import PROFILE, US
-from torchstrategy.testing import VirtualTrace, record_streams, simulated_devices, virtual_time
+from torchstrategy.testing import (
+    VirtualTrace,
+    record_streams,
+    simulated_devices,
+    virtual_time,
+)
 
 SIM = simulated_devices()
 
@@ -27,7 +32,10 @@ class Tensors:
         self.half = torch.ones(COUNT // 2, device=SIM[1])
         self.small = torch.ones(250, device=SIM[0])
         self.number = torch.ones(1, device=SIM[0])
-        self.pinned, self.other = torch.ones(COUNT).pin_memory(), torch.ones(COUNT).pin_memory()
+        self.pinned, self.other = (
+            torch.ones(COUNT).pin_memory(),
+            torch.ones(COUNT).pin_memory(),
+        )
         self.pageable = torch.ones(COUNT)
         self.side = torch.Stream(device=SIM[0])
         self.main = torch.accelerator.current_stream(SIM[0])
@@ -85,7 +93,12 @@ def synchronized_device(t: Tensors) -> None:
 def double_buffered(t: Tensors) -> None:
     """Copies in on a side stream, each computed with as soon as it is there."""
     for pinned, target in ((t.pinned, t.x), (t.other, t.y)):
-        on_side(t, lambda pinned=pinned, target=target: target.copy_(pinned, non_blocking=True))
+        on_side(
+            t,
+            lambda pinned=pinned, target=target: target.copy_(
+                pinned, non_blocking=True
+            ),
+        )
         t.main.wait_event(t.side.record_event())
         target.zero_()
 
@@ -96,24 +109,40 @@ SIDE = "stream 1"  # the first one that is not the default stream
 CASES = {
     "one operator": Case(lambda t: t.x.zero_(), [(0, "stream 0", 10, 113)], 10),
     "two operators, one after the other": Case(
-        lambda t: (t.x.zero_(), t.y.zero_()), [(0, "stream 0", 10, 113), (0, "stream 0", 113, 216)], 20
+        lambda t: (t.x.zero_(), t.y.zero_()),
+        [(0, "stream 0", 10, 113), (0, "stream 0", 113, 216)],
+        20,
     ),
     "two small operators, which wait for the program": Case(
-        lambda t: (t.small.zero_(), t.small.zero_()), [(0, "stream 0", 10, 14), (0, "stream 0", 20, 24)], 20
+        lambda t: (t.small.zero_(), t.small.zero_()),
+        [(0, "stream 0", 10, 14), (0, "stream 0", 20, 24)],
+        20,
     ),
     "two streams": Case(
-        lambda t: (t.x.zero_(), on_side(t, t.y.zero_)), [(0, "stream 0", 10, 113), (0, SIDE, 20, 123)], 20
+        lambda t: (t.x.zero_(), on_side(t, t.y.zero_)),
+        [(0, "stream 0", 10, 113), (0, SIDE, 20, 123)],
+        20,
     ),
     "two devices": Case(
-        lambda t: (t.x.zero_(), t.on[1].zero_()), [(0, "stream 0", 10, 113), (1, "stream 0", 20, 123)], 20
+        lambda t: (t.x.zero_(), t.on[1].zero_()),
+        [(0, "stream 0", 10, 113), (1, "stream 0", 20, 123)],
+        20,
     ),
-    "a copy in that does not block": Case(lambda t: t.x.copy_(t.pinned, non_blocking=True), [(0, IN, 10, 115)], 10),
-    "a copy in that blocks": Case(lambda t: t.x.copy_(t.pinned), [(0, IN, 10, 115)], 115),
+    "a copy in that does not block": Case(
+        lambda t: t.x.copy_(t.pinned, non_blocking=True), [(0, IN, 10, 115)], 10
+    ),
+    "a copy in that blocks": Case(
+        lambda t: t.x.copy_(t.pinned), [(0, IN, 10, 115)], 115
+    ),
     "a copy in from memory that is not pinned": Case(
         lambda t: t.x.copy_(t.pageable, non_blocking=True), [(0, IN, 10, 215)], 215
     ),
-    "a copy out that does not block": Case(lambda t: t.pinned.copy_(t.x, non_blocking=True), [(0, OUT, 10, 115)], 10),
-    "a copy out to memory that is not pinned": Case(lambda t: t.x.cpu(), [(0, OUT, 10, 215)], 215),
+    "a copy out that does not block": Case(
+        lambda t: t.pinned.copy_(t.x, non_blocking=True), [(0, OUT, 10, 115)], 10
+    ),
+    "a copy out to memory that is not pinned": Case(
+        lambda t: t.x.cpu(), [(0, OUT, 10, 215)], 215
+    ),
     "a copy in, and an operator on its stream": Case(
         lambda t: (t.x.copy_(t.pinned, non_blocking=True), t.x.zero_()),
         [(0, IN, 10, 115), (0, "stream 0", 115, 218)],
@@ -125,41 +154,72 @@ CASES = {
         20,
     ),
     "a copy beside an operator": Case(
-        lambda t: (t.x.zero_(), on_side(t, lambda: t.y.copy_(t.pinned, non_blocking=True))),
+        lambda t: (
+            t.x.zero_(),
+            on_side(t, lambda: t.y.copy_(t.pinned, non_blocking=True)),
+        ),
         [(0, "stream 0", 10, 113), (0, IN, 20, 125)],
         20,
     ),
     "two copies in share an engine, whatever their streams": Case(
-        lambda t: (t.x.copy_(t.pinned, non_blocking=True), on_side(t, lambda: t.y.copy_(t.other, non_blocking=True))),
+        lambda t: (
+            t.x.copy_(t.pinned, non_blocking=True),
+            on_side(t, lambda: t.y.copy_(t.other, non_blocking=True)),
+        ),
         [(0, IN, 10, 115), (0, IN, 115, 220)],
         20,
     ),
     "a copy in and a copy out have an engine each": Case(
-        lambda t: (t.x.copy_(t.pinned, non_blocking=True), on_side(t, lambda: t.other.copy_(t.y, non_blocking=True))),
+        lambda t: (
+            t.x.copy_(t.pinned, non_blocking=True),
+            on_side(t, lambda: t.other.copy_(t.y, non_blocking=True)),
+        ),
         [(0, IN, 10, 115), (0, OUT, 20, 125)],
         20,
     ),
     "two devices have engines each": Case(
-        lambda t: (t.x.copy_(t.pinned, non_blocking=True), t.on[1].copy_(t.other, non_blocking=True)),
+        lambda t: (
+            t.x.copy_(t.pinned, non_blocking=True),
+            t.on[1].copy_(t.other, non_blocking=True),
+        ),
         [(0, IN, 10, 115), (1, IN, 20, 125)],
         20,
     ),
     "an event": Case(with_event, [(0, SIDE, 10, 113), (0, "stream 0", 113, 216)], 22),
-    "wait_stream": Case(with_wait_stream, [(0, SIDE, 10, 113), (0, "stream 0", 113, 216)], 22),
-    "an event does not wait for what comes later": Case(
-        event_before_more_work, [(0, SIDE, 10, 113), (0, SIDE, 113, 216), (0, "stream 0", 113, 216)], 32
+    "wait_stream": Case(
+        with_wait_stream, [(0, SIDE, 10, 113), (0, "stream 0", 113, 216)], 22
     ),
-    "event.synchronize": Case(synchronized_event, [(0, "stream 0", 10, 113), (0, "stream 0", 123, 226)], 123),
+    "an event does not wait for what comes later": Case(
+        event_before_more_work,
+        [(0, SIDE, 10, 113), (0, SIDE, 113, 216), (0, "stream 0", 113, 216)],
+        32,
+    ),
+    "event.synchronize": Case(
+        synchronized_event, [(0, "stream 0", 10, 113), (0, "stream 0", 123, 226)], 123
+    ),
     "synchronize waits for all streams": Case(
         synchronized_device,
-        [(0, "stream 0", 10, 113), (0, SIDE, 20, 123), (0, SIDE, 123, 226), (0, "stream 0", 236, 339)],
+        [
+            (0, "stream 0", 10, 113),
+            (0, SIDE, 20, 123),
+            (0, SIDE, 123, 226),
+            (0, "stream 0", 236, 339),
+        ],
         236,
     ),
     "a number that is read": Case(
-        lambda t: (t.x.zero_(), t.number.item()), [(0, "stream 0", 10, 113), (0, OUT, 113, 118)], 118
+        lambda t: (t.x.zero_(), t.number.item()),
+        [(0, "stream 0", 10, 113), (0, OUT, 113, 118)],
+        118,
     ),
     "a copy between devices waits for both, and both for it": Case(
-        lambda t: (t.x.zero_(), t.half.zero_(), t.on[1].copy_(t.x), t.half.zero_(), t.x.zero_()),
+        lambda t: (
+            t.x.zero_(),
+            t.half.zero_(),
+            t.on[1].copy_(t.x),
+            t.half.zero_(),
+            t.x.zero_(),
+        ),
         [
             (0, "stream 0", 10, 113),
             (1, "stream 0", 20, 73),
@@ -175,13 +235,23 @@ CASES = {
         20,
     ),
     "one link between devices": Case(
-        lambda t: (t.on[1].copy_(t.x), on_side(t, lambda: on(torch.Stream(device=SIM[1]), lambda: t.on[1].copy_(t.y)))),
+        lambda t: (
+            t.on[1].copy_(t.x),
+            on_side(
+                t, lambda: on(torch.Stream(device=SIM[1]), lambda: t.on[1].copy_(t.y))
+            ),
+        ),
         [(0, "copies to sim:1", 10, 65), (0, "copies to sim:1", 65, 120)],
         20,
     ),
     "double buffering": Case(
         double_buffered,
-        [(0, IN, 10, 115), (0, "stream 0", 115, 218), (0, IN, 115, 220), (0, "stream 0", 220, 323)],
+        [
+            (0, IN, 10, 115),
+            (0, "stream 0", 115, 218),
+            (0, IN, 115, 220),
+            (0, "stream 0", 220, 323),
+        ],
         44,
     ),
     "an operator of the CPU": Case(  # 100,000 bytes are written, and read before
@@ -201,12 +271,21 @@ def run(program: Callable[[Tensors], object]) -> tuple[VirtualTrace, Tensors]:
 def test_a_timeline_is_as_computed_by_hand(name: str) -> None:
     case = CASES[name]
     trace, _ = run(case.program)
-    bars = [(span.device, span.lane, span.start / US, span.end / US) for span in trace._clock.spans]
+    bars = [
+        (span.device, span.lane, span.start / US, span.end / US)
+        for span in trace._clock.spans
+    ]
     assert len(bars) == len(case.bars)
     for bar, expected in zip(bars, case.bars, strict=True):
-        assert bar == (*expected[:2], pytest.approx(expected[2], abs=1e-6), pytest.approx(expected[3], abs=1e-6))
+        assert bar == (
+            *expected[:2],
+            pytest.approx(expected[2], abs=1e-6),
+            pytest.approx(expected[3], abs=1e-6),
+        )
     assert trace._clock.hosts.program.now / US == pytest.approx(case.host, abs=1e-6)
-    assert trace.seconds / US == pytest.approx(max([case.host, *(bar[3] for bar in case.bars)]), abs=1e-6)
+    assert trace.seconds / US == pytest.approx(
+        max([case.host, *(bar[3] for bar in case.bars)]), abs=1e-6
+    )
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -252,19 +331,36 @@ def test_overlap_busy_and_idle_are_parts_of_the_time() -> None:
     assert trace.overlap("copy", "compute") == pytest.approx(93 / 105)
     assert trace.overlap("compute", "copy", device="sim:0") == pytest.approx(93 / 103)
     about = trace.device(0)
-    assert (about.busy / US, about.copying / US) == (pytest.approx(103), pytest.approx(105))
+    assert (about.busy / US, about.copying / US) == (
+        pytest.approx(103),
+        pytest.approx(105),
+    )
     assert about.idle / US == pytest.approx(125 - 103)
     assert trace.device("sim:1").busy == 0 and trace.overlap(device=1) == 1.0
 
 
 def test_copies_and_synchronizations_have_the_line_of_the_program() -> None:
-    trace, _ = run(lambda t: (t.x.copy_(t.pageable), t.number.item(), t.y.copy_(t.pinned, non_blocking=True)))
+    trace, _ = run(
+        lambda t: (
+            t.x.copy_(t.pageable),
+            t.number.item(),
+            t.y.copy_(t.pinned, non_blocking=True),
+        )
+    )
     first, second = trace.copies
-    assert (first.route, first.bytes, first.is_pinned, first.blocks) == ("cpu->sim:0", 4 * COUNT, False, True)
+    assert (first.route, first.bytes, first.is_pinned, first.blocks) == (
+        "cpu->sim:0",
+        4 * COUNT,
+        False,
+        True,
+    )
     assert (second.is_pinned, second.blocks) == (True, False)
     assert [wait.why for wait in trace.synchronizations] == [
         "a copy to sim:0 from memory that is not pinned",
         "aten._local_scalar_dense.default",
     ]
     assert [round(wait.seconds / US) for wait in trace.synchronizations] == [205, 5]
-    assert all(one.where.startswith("test_virtual_timelines.py:") for one in (*trace.copies, *trace.synchronizations))
+    assert all(
+        one.where.startswith("test_virtual_timelines.py:")
+        for one in (*trace.copies, *trace.synchronizations)
+    )

@@ -17,15 +17,23 @@ WIDTH = 16
 
 STRATEGIES: dict[str, Callable[[], torchstrategy.Strategy]] = {
     "one device": lambda: torchstrategy.OneDeviceStrategy(DEVICES[0]),
-    "central, one device twice": lambda: torchstrategy.CentralStorageStrategy([DEVICES[0]] * 2, DEVICES[0]),
-    "central, two devices": lambda: torchstrategy.CentralStorageStrategy(DEVICES[:2], DEVICES[0]),
+    "central, one device twice": lambda: torchstrategy.CentralStorageStrategy(
+        [DEVICES[0]] * 2, DEVICES[0]
+    ),
+    "central, two devices": lambda: torchstrategy.CentralStorageStrategy(
+        DEVICES[:2], DEVICES[0]
+    ),
     "mirrored": lambda: torchstrategy.MirroredStrategy(DEVICES[:2]),
 }
 
 
 def make_net(device: Any, is_training: bool = True) -> nn.Module:
     torch.manual_seed(0)
-    layers = [layer for _ in range(3) for layer in (nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH))]
+    layers = [
+        layer
+        for _ in range(3)
+        for layer in (nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH))
+    ]
     return nn.Sequential(*layers).to(device).train(is_training)
 
 
@@ -37,7 +45,11 @@ def nothing(net: nn.Module) -> None:
     """Leaves gradients as they are."""
 
 
-def stepping(strategy: torchstrategy.Strategy, net: nn.Module, change: Callable[[nn.Module], None]) -> Any:
+def stepping(
+    strategy: torchstrategy.Strategy,
+    net: nn.Module,
+    change: Callable[[nn.Module], None],
+) -> Any:
     strategy.distribute_module(net)
     optimizer = strategy.distribute_optimizer(torch.optim.SGD(net.parameters(), lr=0.1))
 
@@ -47,7 +59,9 @@ def stepping(strategy: torchstrategy.Strategy, net: nn.Module, change: Callable[
         change(net)
         optimizer.step()
 
-    (rows,) = strategy.experimental_distribute_dataset([torch.randn(9, WIDTH, device=DEVICES[0])])
+    (rows,) = strategy.experimental_distribute_dataset(
+        [torch.randn(9, WIDTH, device=DEVICES[0])]
+    )
     return lambda: strategy.run(step, args=(rows,))
 
 
@@ -77,17 +91,26 @@ FAMILIES = [
 ]
 
 
-@pytest.mark.parametrize("change", ["", "clipped", "scaled"], ids=["as it is", "clipped", "scaled"])
+@pytest.mark.parametrize(
+    "change", ["", "clipped", "scaled"], ids=["as it is", "clipped", "scaled"]
+)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_warm_step_of_a_family_of_models_waits_no_more_than_in_plain_torch(
     family: str, change: str, counting: Any
 ) -> None:
     """Under every strategy, and in workers with one replica each. What a GradScaler waits for, it waits for once."""
     assert list(counting.FAMILIES) == FAMILIES
-    found = {way: counting.by_whom(reasons) for way, reasons in counting.waits(family, change).items()}
+    found = {
+        way: counting.by_whom(reasons)
+        for way, reasons in counting.waits(family, change).items()
+    }
     plain = len(found[counting.PLAIN][0])
     assert plain == (change == "scaled")
-    assert {way: of_devices for way, (of_devices, _) in found.items() if len(of_devices) > plain} == {}
+    assert {
+        way: of_devices
+        for way, (of_devices, _) in found.items()
+        if len(of_devices) > plain
+    } == {}
     # Workers compare what they have, once for each backward and four times for each layer of SyncBatchNorm.
     meetings = 13 if family == "convolutions and SyncBatchNorm" else 1
     of_workers = {way: len(reasons) for way, (_, reasons) in found.items() if reasons}
@@ -109,7 +132,9 @@ def test_statistics_that_no_replica_changes_keep_their_bits(kind: str) -> None:
         assert torch.equal(one, other.cpu())
 
 
-def test_statistics_that_a_forward_outside_of_runs_writes_come_to_the_replicas() -> None:
+def test_statistics_that_a_forward_outside_of_runs_writes_come_to_the_replicas() -> (
+    None
+):
     """Nobody compares them, since the host would wait: they are brought to all replicas before each run."""
     strategy = torchstrategy.MirroredStrategy(DEVICES[:2])
     net = make_net(DEVICES[0])
@@ -118,7 +143,9 @@ def test_statistics_that_a_forward_outside_of_runs_writes_come_to_the_replicas()
     strategy.run(lambda: None)
     net(x)
     net.eval()
-    outputs = strategy.experimental_local_results(strategy.run(lambda: net(x.to(next(net.parameters()).device))))
+    outputs = strategy.experimental_local_results(
+        strategy.run(lambda: net(x.to(next(net.parameters()).device)))
+    )
     for output in outputs:
         torch.testing.assert_close(output.detach().cpu(), net(x).detach().cpu())
 

@@ -30,26 +30,44 @@ def rules_of_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     """As with NCCL and gloo, a group refuses tensors of a device for which it has no backend."""
     meet = RankGroup._meet
 
-    def checked(self: RankGroup, kind: str, shown: Sequence[torch.Tensor], *args: Any, **options: Any) -> Any:
-        taken = dict(part.split(":") for part in dist.get_backend_config(self).split(","))
+    def checked(
+        self: RankGroup,
+        kind: str,
+        shown: Sequence[torch.Tensor],
+        *args: Any,
+        **options: Any,
+    ) -> Any:
+        taken = dict(
+            part.split(":") for part in dist.get_backend_config(self).split(",")
+        )
         for tensor in shown:
-            assert tensor.device.type in taken, f"No backend type associated with device type {tensor.device.type}"
-            assert taken[tensor.device.type] == "gloo" or (tensor.is_contiguous() and not tensor.is_complex())
+            assert tensor.device.type in taken, (
+                f"No backend type associated with device type {tensor.device.type}"
+            )
+            assert taken[tensor.device.type] == "gloo" or (
+                tensor.is_contiguous() and not tensor.is_complex()
+            )
         return meet(self, kind, shown, *args, **options)
 
     monkeypatch.setattr(RankGroup, "_meet", checked)
 
 
-def strategy_here(backend: str = "nccl", is_simulated: bool = True) -> torchstrategy.MultiWorkerMirroredStrategy:
+def strategy_here(
+    backend: str = "nccl", is_simulated: bool = True
+) -> torchstrategy.MultiWorkerMirroredStrategy:
     """That of a rank."""
     dist.init_process_group(backend)
     device = f"sim:{dist.get_rank()}" if is_simulated else "cpu"
     return torchstrategy.MultiWorkerMirroredStrategy(devices=[device])
 
 
-def in_workers(train: Callable[[torchstrategy.Strategy], Results], count: int, *args: Any) -> list[Results]:
+def in_workers(
+    train: Callable[[torchstrategy.Strategy], Results], count: int, *args: Any
+) -> list[Results]:
     """What each worker comes to."""
-    return run_ranks(lambda rank: [value.cpu() for value in train(strategy_here(*args))], count)[0]
+    return run_ranks(
+        lambda rank: [value.cpu() for value in train(strategy_here(*args))], count
+    )[0]
 
 
 # Numbers
@@ -73,13 +91,21 @@ def in_workers(train: Callable[[torchstrategy.Strategy], Results], count: int, *
     ],
     ids=lambda program: program.__name__,
 )
-def test_steps_compute_the_numbers_of_plain_torch(program: exact_steps.Program, size: float, count: int) -> None:
+def test_steps_compute_the_numbers_of_plain_torch(
+    program: exact_steps.Program, size: float, count: int
+) -> None:
     """Some batches have another number of rows for each worker, and some have none for one."""
     plain = exact_steps.come_to(torchstrategy.get_strategy(), program)
     with exact_steps.large_from(size):
-        found = in_workers(lambda strategy: exact_steps.come_to(strategy, program), count, BACKENDS[count % 2])
+        found = in_workers(
+            lambda strategy: exact_steps.come_to(strategy, program),
+            count,
+            BACKENDS[count % 2],
+        )
     for one in found:
-        assert exact_steps.differ(one, plain) < exact_steps.LOOSE.get(program.__name__, 1e-12)
+        assert exact_steps.differ(one, plain) < exact_steps.LOOSE.get(
+            program.__name__, 1e-12
+        )
         assert exact_steps.differ(one, found[0]) == 0
 
 
@@ -90,7 +116,9 @@ def test_a_model_in_shards_has_the_numbers_of_plain_torch(count: int) -> None:
 
 
 def trained(
-    strategy: torchstrategy.Strategy, make: Callable[[], nn.Module], sizes: Sequence[int] = (8, 8, 3)
+    strategy: torchstrategy.Strategy,
+    make: Callable[[], nn.Module],
+    sizes: Sequence[int] = (8, 8, 3),
 ) -> Results:
     """Parameters and buffers after some steps."""
     torch.manual_seed(0)
@@ -116,7 +144,11 @@ def counting_no_batches() -> nn.Module:
     return Net(norm)
 
 
-@pytest.mark.parametrize("make", [lambda: Net(nn.BatchNorm1d(8)), counting_no_batches], ids=["usual", "uncounted"])
+@pytest.mark.parametrize(
+    "make",
+    [lambda: Net(nn.BatchNorm1d(8)), counting_no_batches],
+    ids=["usual", "uncounted"],
+)
 def test_batch_norm_is_as_on_the_cpu(make: Callable[[], nn.Module]) -> None:
     train = partial(trained, make=make, sizes=(8, 8, 4))
     on_cpu, on_devices = in_workers(train, 2, "gloo", False), in_workers(train, 2)
@@ -125,7 +157,10 @@ def test_batch_norm_is_as_on_the_cpu(make: Callable[[], nn.Module]) -> None:
 
 def test_dropout_is_that_of_as_many_replicas_in_one_process() -> None:
     train = partial(trained, make=lambda: Net(dropout=0.5), sizes=(8,))
-    in_one = [value.cpu() for value in train(torchstrategy.MirroredStrategy(["sim:0", "sim:1"]))]
+    in_one = [
+        value.cpu()
+        for value in train(torchstrategy.MirroredStrategy(["sim:0", "sim:1"]))
+    ]
     for found in in_workers(train, 2):
         torch.testing.assert_close(found, in_one, rtol=1e-12, atol=1e-12)
 
@@ -166,7 +201,10 @@ def test_a_scaler_skips_the_step_of_all_where_one_worker_overflows() -> None:
         data[1][0][0, 0] = math.inf
         for batch in strategy.experimental_distribute_dataset(data):
             strategy.run(step, args=(batch,))
-        return [*(p.detach() for p in model.parameters()), torch.tensor(scaler.get_scale(), device="cpu")]
+        return [
+            *(p.detach() for p in model.parameters()),
+            torch.tensor(scaler.get_scale(), device="cpu"),
+        ]
 
     plain = [v.cpu() for v in scaled(torchstrategy.OneDeviceStrategy("sim:0"))]
     assert plain[-1] == 2.0**9
@@ -182,7 +220,11 @@ class Large(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.norm, self.drop = nn.Linear(4, 300), nn.BatchNorm1d(300), nn.Dropout(0.3)
+        self.first, self.norm, self.drop = (
+            nn.Linear(4, 300),
+            nn.BatchNorm1d(300),
+            nn.Dropout(0.3),
+        )
         self.middle = nn.Sequential(nn.Linear(300, 300), nn.ReLU(), nn.Linear(300, 300))
         self.last = nn.Linear(300, 3)
         self.register_buffer("seen", torch.zeros(()))
@@ -201,23 +243,33 @@ def capturable(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.Adam(model.parameters(), lr=rate, capturable=True)
 
 
-def updates(model: nn.Module, optimizer: torch.optim.Optimizer, loss: torch.Tensor) -> None:
+def updates(
+    model: nn.Module, optimizer: torch.optim.Optimizer, loss: torch.Tensor
+) -> None:
     loss.backward()
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
 
 
-def accumulates(model: nn.Module, optimizer: torch.optim.Optimizer, loss: torch.Tensor) -> None:
+def accumulates(
+    model: nn.Module, optimizer: torch.optim.Optimizer, loss: torch.Tensor
+) -> None:
     loss.backward(retain_graph=True)
-    torch.autograd.backward([loss])  # within it, the default device is still that of the program
+    torch.autograd.backward(
+        [loss]
+    )  # within it, the default device is still that of the program
 
 
-def steps_with_closure(model: nn.Module, optimizer: torch.optim.Optimizer, loss: torch.Tensor) -> None:
+def steps_with_closure(
+    model: nn.Module, optimizer: torch.optim.Optimizer, loss: torch.Tensor
+) -> None:
     loss.backward()
     optimizer.step(lambda: loss)  # type: ignore[arg-type,return-value]
 
 
-def assigns(model: nn.Module, optimizer: torch.optim.Optimizer, loss: torch.Tensor) -> None:
+def assigns(
+    model: nn.Module, optimizer: torch.optim.Optimizer, loss: torch.Tensor
+) -> None:
     gradients = torch.autograd.grad(loss, list(model.parameters()))
     for parameter, gradient in zip(model.parameters(), gradients, strict=True):
         parameter.grad = gradient
@@ -225,14 +277,18 @@ def assigns(model: nn.Module, optimizer: torch.optim.Optimizer, loss: torch.Tens
 
 
 def waits_of_a_warm_step(
-    count: int, make: Callable[[nn.Module], torch.optim.Optimizer], what: Callable[..., None]
+    count: int,
+    make: Callable[[nn.Module], torch.optim.Optimizer],
+    what: Callable[..., None],
 ) -> list[Counter[str]]:
     """What each of some workers, or plain PyTorch if it is one, waits for, and what it copies from its device."""
     sizes, found = (8, 8, 6, 8, 5), []
 
     def main(rank: int) -> tuple[int, int]:
         device, seen = torch.device("sim", rank), (0, 0)
-        strategy = strategy_here() if count > 1 else torchstrategy.OneDeviceStrategy(device)
+        strategy = (
+            strategy_here() if count > 1 else torchstrategy.OneDeviceStrategy(device)
+        )
         data = batches(sizes)
         with strategy.scope(), torch.device(device):
             model = Large()
@@ -251,8 +307,21 @@ def waits_of_a_warm_step(
     with virtual_time("H100") as trace:
         results, _ = run_ranks(main, count)
     for rank, (first, first_copy) in enumerate(results):
-        syncs = [one.why for one in trace.synchronizations[first:] if one.host == f"rank {rank}"]
-        found.append(Counter(syncs + [c.route for c in trace.copies[first_copy:] if c.route.startswith("sim")]))
+        syncs = [
+            one.why
+            for one in trace.synchronizations[first:]
+            if one.host == f"rank {rank}"
+        ]
+        found.append(
+            Counter(
+                syncs
+                + [
+                    c.route
+                    for c in trace.copies[first_copy:]
+                    if c.route.startswith("sim")
+                ]
+            )
+        )
     return found
 
 
@@ -291,7 +360,11 @@ def counted_on_devices(kind: str) -> None:
         for batch in strategy.experimental_distribute_dataset(valid_batches(sizes)):
             seen = len(trace.synchronizations)
             with torch.device(device):
-                strategy.run(step, args=(batch,), options=torchstrategy.RunOptions(gradient_reduction="loss"))
+                strategy.run(
+                    step,
+                    args=(batch,),
+                    options=torchstrategy.RunOptions(gradient_reduction="loss"),
+                )
         end = len(trace.synchronizations)
         return seen, end, [p.detach().cpu() for p in model.parameters()]
 
@@ -305,12 +378,22 @@ def counted_on_devices(kind: str) -> None:
         of_valid(kind, plain, *batch).backward()
         optimizer.step()
     for rank, (first, end, parameters) in enumerate(results):
-        torch.testing.assert_close(parameters, [p.detach() for p in plain.parameters()], rtol=1e-12, atol=1e-13)
-        found.append(Counter(one.why for one in trace.synchronizations[first:end] if one.host == f"rank {rank}"))
+        torch.testing.assert_close(
+            parameters, [p.detach() for p in plain.parameters()], rtol=1e-12, atol=1e-13
+        )
+        found.append(
+            Counter(
+                one.why
+                for one in trace.synchronizations[first:end]
+                if one.host == f"rank {rank}"
+            )
+        )
     assert all(waits.keys() <= {"a all_reduce of ranks"} for waits in found), found
 
 
-def of_valid(kind: str, model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+def of_valid(
+    kind: str, model: nn.Module, x: torch.Tensor, y: torch.Tensor
+) -> torch.Tensor:
     if kind == "targets":
         return nn.functional.cross_entropy(model(x), y)
     losses, mask = nn.functional.cross_entropy(model(x), y, reduction="none"), y != -100
@@ -343,7 +426,9 @@ def test_the_streams_of_a_training_do_not_race() -> None:
 
 @takes_long
 @pytest.mark.slow
-def test_sending_exposes_no_more_than_ddp_does(monkeypatch: pytest.MonkeyPatch, contests: Any) -> None:
+def test_sending_exposes_no_more_than_ddp_does(
+    monkeypatch: pytest.MonkeyPatch, contests: Any
+) -> None:
     import exposed
     from networks import GPT2
 

@@ -24,7 +24,9 @@ def dealt(strategy: torchstrategy.Strategy, batch: Any, **options: Any) -> Any:
     return next(iter(strategy.experimental_distribute_dataset([batch], given_options)))
 
 
-def in_the_steps(strategy: torchstrategy.Strategy, value: Any, read: Callable[[Any], Any]) -> list[Any]:
+def in_the_steps(
+    strategy: torchstrategy.Strategy, value: Any, read: Callable[[Any], Any]
+) -> list[Any]:
     """What the step of each replica reads of its part of a value, those without rows included."""
     seen: dict[int, Any] = {}  # what a step returns would be taken apart
 
@@ -64,12 +66,17 @@ def table(rows: int) -> torch.Tensor:
 
 def sequences(rows: int) -> list[torch.Tensor]:
     """Of different lengths, none of them empty, in no order."""
-    return [torch.arange(1.0 + 7 * row % 5).unsqueeze(1) + 10 * row for row in range(rows)]
+    return [
+        torch.arange(1.0 + 7 * row % 5).unsqueeze(1) + 10 * row for row in range(rows)
+    ]
 
 
 def packed(rows: int, *, is_sorted: bool = False) -> rnn.PackedSequence:
     parts = sequences(rows)
-    return rnn.pack_sequence(sorted(parts, key=len, reverse=True) if is_sorted else parts, enforce_sorted=is_sorted)
+    return rnn.pack_sequence(
+        sorted(parts, key=len, reverse=True) if is_sorted else parts,
+        enforce_sorted=is_sorted,
+    )
 
 
 def jagged(rows: int) -> torch.Tensor:
@@ -77,7 +84,13 @@ def jagged(rows: int) -> torch.Tensor:
 
 
 def jagged_with_holes(rows: int) -> torch.Tensor:
-    return torch.nested.narrow(table(rows), 1, torch.arange(rows) % 2, torch.arange(rows) % 2 + 1, layout=torch.jagged)
+    return torch.nested.narrow(
+        table(rows),
+        1,
+        torch.arange(rows) % 2,
+        torch.arange(rows) % 2 + 1,
+        layout=torch.jagged,
+    )
 
 
 def read_only(rows: int) -> np.ndarray[Any, Any]:
@@ -87,12 +100,16 @@ def read_only(rows: int) -> np.ndarray[Any, Any]:
 
 
 def records(rows: int) -> np.ndarray[Any, Any]:
-    return np.array([(row, row % 2) for row in range(rows)], [("value", "f4"), ("flag", "i1")])
+    return np.array(
+        [(row, row % 2) for row in range(rows)], [("value", "f4"), ("flag", "i1")]
+    )
 
 
 def uncoalesced(rows: int) -> torch.Tensor:
     indices = torch.arange(rows).repeat(2).unsqueeze(0)
-    return torch.sparse_coo_tensor(indices, torch.arange(2.0 * rows), (rows,), check_invariants=False)
+    return torch.sparse_coo_tensor(
+        indices, torch.arange(2.0 * rows), (rows,), check_invariants=False
+    )
 
 
 def as_rows(value: Any) -> list[Any]:
@@ -100,12 +117,18 @@ def as_rows(value: Any) -> list[Any]:
     if isinstance(value, Word):
         return list(zip(value.letters, value.scores.tolist(), strict=True))
     if isinstance(value, rnn.PackedSequence):
-        return [row.tolist() for row in rnn.unpack_sequence(value)] if len(value.data) else []
+        return (
+            [row.tolist() for row in rnn.unpack_sequence(value)]
+            if len(value.data)
+            else []
+        )
     if isinstance(value, torch.Tensor) and value.is_nested:
         return [row.tolist() for row in value.unbind()]
     if isinstance(value, torch.Tensor) and value.layout is torch.sparse_coo:
         return as_rows(value.to_dense())
-    return value.tolist() if isinstance(value, (torch.Tensor, np.ndarray)) else list(value)
+    return (
+        value.tolist() if isinstance(value, (torch.Tensor, np.ndarray)) else list(value)
+    )
 
 
 KINDS: dict[str, Callable[[int], Any]] = {
@@ -117,7 +140,9 @@ KINDS: dict[str, Callable[[int], Any]] = {
     "expanded": lambda rows: torch.arange(3.0).expand(rows, 3),
     "every other": lambda rows: table(2 * rows)[::2, 1:],
     "transposed": lambda rows: table(rows).T.contiguous().T,
-    "windows": lambda rows: torch.arange(rows + 2.0).unfold(0, 3, 1)[:rows],  # that overlap
+    "windows": lambda rows: torch.arange(rows + 2.0).unfold(0, 3, 1)[
+        :rows
+    ],  # that overlap
     "with gradient": lambda rows: table(rows).requires_grad_(),
     "parameter": lambda rows: nn.Parameter(table(rows)),
     "subclass": lambda rows: table(rows).as_subclass(Tagged),  # type: ignore[arg-type]
@@ -132,10 +157,16 @@ KINDS: dict[str, Callable[[int], Any]] = {
     "swapped array": lambda rows: np.arange(rows).astype(">i4"),
     "field of records": lambda rows: records(rows)["value"],
     "strings array": lambda rows: np.array([f"row {row}" for row in range(rows)], "U9"),
-    "objects array": lambda rows: np.array([{row} for row in range(rows)] + [None], object)[:rows],
-    "dates array": lambda rows: np.array([f"2020-01-0{row + 1}" for row in range(rows)], "M8[D]"),
+    "objects array": lambda rows: np.array(
+        [{row} for row in range(rows)] + [None], object
+    )[:rows],
+    "dates array": lambda rows: np.array(
+        [f"2020-01-0{row + 1}" for row in range(rows)], "M8[D]"
+    ),
     "records": records,
-    "masked array": lambda rows: np.ma.masked_array(np.arange(1.0 * rows), np.arange(rows) % 2),
+    "masked array": lambda rows: np.ma.masked_array(
+        np.arange(1.0 * rows), np.arange(rows) % 2
+    ),
     "strings": lambda rows: [f"row {row}" for row in range(rows)],
     "a tuple of strings": lambda rows: tuple(f"row {row}" for row in range(rows)),
     "bytes": lambda rows: [bytes([row]) for row in range(rows)],
@@ -144,7 +175,9 @@ KINDS: dict[str, Callable[[int], Any]] = {
     "Nones": lambda rows: [None] * rows,
     "sets": lambda rows: [{row} for row in range(rows)],
     "mixed": lambda rows: [row if row % 2 else f"row {row}" for row in range(rows)],
-    "registered": lambda rows: Word([chr(97 + row) for row in range(rows)], torch.arange(1.0 * rows)),
+    "registered": lambda rows: Word(
+        [chr(97 + row) for row in range(rows)], torch.arange(1.0 * rows)
+    ),
 }
 
 
@@ -264,7 +297,9 @@ class Known:
 
 
 _pytree.register_pytree_node(
-    Known, lambda known: ([known.x, known.y, known.note], None), lambda parts, _: Known(*parts)
+    Known,
+    lambda known: ([known.x, known.y, known.note], None),
+    lambda parts, _: Known(*parts),
 )
 
 Triple = collections.namedtuple("Triple", "x y note")
@@ -297,7 +332,10 @@ CONTAINERS = {**IN_ORDER, **BY_KEY, **BY_NAME}
 
 def inside(container: Any) -> list[Any]:
     """The parts of one of these containers."""
-    if isinstance(container, (list, tuple, collections.deque)) and type(container) is not Triple:
+    if (
+        isinstance(container, (list, tuple, collections.deque))
+        and type(container) is not Triple
+    ):
         return list(container)
     if isinstance(container, MutableMapping):
         return [container["x"], container["y"], container["note"]]

@@ -11,7 +11,10 @@ from topologies import central
 from torchstrategy import Strategy
 
 TWO = central(2)
-SINGLE = ["default", "one_device"]  # on the user's own objects: whatever is not distributed is reduced already
+SINGLE = [
+    "default",
+    "one_device",
+]  # on the user's own objects: whatever is not distributed is reduced already
 NO_SUM = r"^The replicas' values cannot be added: "
 
 
@@ -22,11 +25,17 @@ class Pair(NamedTuple):
 
 def per_replica(strategy: Strategy, components: Sequence[Any]) -> Any:
     """A value with these components, tensors of what is in lists."""
-    tensors = [torch.tensor(c) if isinstance(c, (list, float)) else c for c in components]
-    return strategy.experimental_distribute_values_from_function(lambda c: tensors[c.replica_id_in_sync_group])
+    tensors = [
+        torch.tensor(c) if isinstance(c, (list, float)) else c for c in components
+    ]
+    return strategy.experimental_distribute_values_from_function(
+        lambda c: tensors[c.replica_id_in_sync_group]
+    )
 
 
-def in_replicas(strategy: Strategy, fn: Callable[..., Any], *components: Sequence[Any]) -> list[Any]:
+def in_replicas(
+    strategy: Strategy, fn: Callable[..., Any], *components: Sequence[Any]
+) -> list[Any]:
     """What `fn` returns in each replica for its component of each of the values."""
     args = tuple(per_replica(strategy, values) for values in components)
     return list(strategy.experimental_local_results(strategy.run(fn, args=args)))

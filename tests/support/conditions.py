@@ -16,18 +16,23 @@ from topologies import SIMULATED
 T = TypeVar("T")
 
 needs_simulated_devices = pytest.mark.skipif(
-    not SIMULATED, reason="needs simulated devices: run pytest with --simulate-devices=5"
+    not SIMULATED,
+    reason="needs simulated devices: run pytest with --simulate-devices=5",
 )
 without_simulated_devices = pytest.mark.skipif(
-    bool(SIMULATED), reason="tests what happens on the CPU: run pytest without --simulate-devices"
+    bool(SIMULATED),
+    reason="tests what happens on the CPU: run pytest without --simulate-devices",
 )
 without_accelerators = pytest.mark.skipif(
     torch.accelerator.is_available(),
     reason="tests a machine without accelerators, and this one has some: hide them, and run without --simulate-devices",
 )
-takes_long = pytest.mark.skipif("CI" not in os.environ, reason="takes several seconds: set CI=1 to run it")
+takes_long = pytest.mark.skipif(
+    "CI" not in os.environ, reason="takes several seconds: set CI=1 to run it"
+)
 needs_fork = pytest.mark.skipif(
-    not sys.platform.startswith("linux"), reason="forks a process that has threads: run it on Linux"
+    not sys.platform.startswith("linux"),
+    reason="forks a process that has threads: run it on Linux",
 )
 needs_signals = pytest.mark.skipif(
     not (hasattr(signal, "pthread_kill") and hasattr(signal, "setitimer")),

@@ -7,7 +7,13 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
-from torchstrategy import Strategy, get_replica_context, get_strategy, has_strategy, in_cross_replica_context
+from torchstrategy import (
+    Strategy,
+    get_replica_context,
+    get_strategy,
+    has_strategy,
+    in_cross_replica_context,
+)
 
 NOT_CROSS = "^Method requires being in cross-replica context: "
 
@@ -22,7 +28,12 @@ class State(NamedTuple):
 
 
 def state() -> State:
-    return State(get_strategy(), has_strategy(), in_cross_replica_context(), get_replica_context() is not None)
+    return State(
+        get_strategy(),
+        has_strategy(),
+        in_cross_replica_context(),
+        get_replica_context() is not None,
+    )
 
 
 def outside() -> State:
@@ -43,7 +54,12 @@ class Opaque:
 
 def in_each_replica(strategy: Strategy, fn: Callable[[], Any]) -> list[Any]:
     """What `fn` returns in each replica, as it is."""
-    return [held.value for held in strategy.experimental_local_results(strategy.run(lambda: Opaque(fn())))]
+    return [
+        held.value
+        for held in strategy.experimental_local_results(
+            strategy.run(lambda: Opaque(fn()))
+        )
+    ]
 
 
 def mixing(strategy: Strategy, current: Strategy, what: str = ".+") -> str:

@@ -24,7 +24,9 @@ def parallel(module: nn.Module, replicas: int = 2, **options: Any) -> DataParall
     return DataParallel(module.to(FIRST), compute_devices(replicas), **options)
 
 
-def alike(build: Callable[[], nn.Module] = mlp, replicas: int = 3, **options: Any) -> tuple[DataParallel, nn.Module]:
+def alike(
+    build: Callable[[], nn.Module] = mlp, replicas: int = 3, **options: Any
+) -> tuple[DataParallel, nn.Module]:
     """A module in a DataParallel, and an equal one that is in none."""
     torch.manual_seed(0)
     model = parallel(build(), replicas, **options)
@@ -39,7 +41,9 @@ def here(*tensors: torch.Tensor) -> Any:
 
 
 def same_gradients(model: DataParallel, plain: nn.Module, case: str = "") -> None:
-    assert_close(gradients(model.module), gradients(plain), f"gradient {case}", 1e-12, 1e-14)
+    assert_close(
+        gradients(model.module), gradients(plain), f"gradient {case}", 1e-12, 1e-14
+    )
 
 
 class Calls(nn.Module):
@@ -54,9 +58,15 @@ class Calls(nn.Module):
         return self.function(self, *inputs, **options)
 
 
-def returning(function: Callable[..., Any], replicas: int = 2, **options: Any) -> Callable[..., Any]:
+def returning(
+    function: Callable[..., Any], replicas: int = 2, **options: Any
+) -> Callable[..., Any]:
     """A DataParallel of a function of inputs."""
-    return parallel(Calls(lambda module, *inputs, **kwargs: function(*inputs, **kwargs)), replicas, **options)
+    return parallel(
+        Calls(lambda module, *inputs, **kwargs: function(*inputs, **kwargs)),
+        replicas,
+        **options,
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +75,9 @@ class Output:
     hidden: Any = None
 
 
-def outputs_of(strategy: torchstrategy.Strategy, module: nn.Module, x: torch.Tensor) -> list[Any]:
+def outputs_of(
+    strategy: torchstrategy.Strategy, module: nn.Module, x: torch.Tensor
+) -> list[Any]:
     """What each replica returns for its rows."""
     results = strategy.run(module, args=(deal(strategy, x),))
     return list(strategy.experimental_local_results(results))

@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 
-def examples_run_on(page: Path, names: Mapping[str, Any] | None = None, optionflags: int = 0) -> int:
+def examples_run_on(
+    page: Path, names: Mapping[str, Any] | None = None, optionflags: int = 0
+) -> int:
     """Fails if an example of the page prints something else than the page shows; returns how many there are.
 
     Args:
@@ -18,11 +20,15 @@ def examples_run_on(page: Path, names: Mapping[str, Any] | None = None, optionfl
         optionflags: Those of doctest.
     """
     text = page.read_text()
-    bare = re.sub(r"^```\w*$", "", text, flags=re.MULTILINE)  # a fence would be part of what is printed before it
+    bare = re.sub(
+        r"^```\w*$", "", text, flags=re.MULTILINE
+    )  # a fence would be part of what is printed before it
     globs = {"__name__": "__main__"} if names is None else dict(names)
     test = doctest.DocTestParser().get_doctest(bare, globs, page.name, str(page), 0)
     said: list[str] = []
-    result = doctest.DocTestRunner(verbose=False, optionflags=optionflags).run(test, out=said.append)
+    result = doctest.DocTestRunner(verbose=False, optionflags=optionflags).run(
+        test, out=said.append
+    )
     assert result.attempted == text.count("\n>>> ")
     assert result.failed == 0, "".join(said)
     return result.attempted
@@ -41,6 +47,8 @@ def dead_links_of(page: Path) -> list[str]:
     for link in re.findall(r"\]\((?!https?:)(\S+?)\)", text):
         name, _, anchor = link.partition("#")
         target = page.parent / name if name else page
-        if not target.is_file() or (anchor and anchor not in anchors_of(target.read_text())):
+        if not target.is_file() or (
+            anchor and anchor not in anchors_of(target.read_text())
+        ):
             dead.append(link)
     return dead

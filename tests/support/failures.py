@@ -41,7 +41,9 @@ class Net(nn.Module):
         self.last = nn.Linear(5, 2)
         self.calls = 0
 
-    def forward(self, inputs: torch.Tensor, at: Callable[[str], None] = nothing) -> torch.Tensor:
+    def forward(
+        self, inputs: torch.Tensor, at: Callable[[str], None] = nothing
+    ) -> torch.Tensor:
         self.calls += 1
         hidden = self.dropout(self.norm(self.first(inputs)))
         at("in forward")
@@ -60,7 +62,9 @@ class Problem:
         self.strategy = strategy
         with strategy.scope():
             self.model = Net()
-            self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
+            self.optimizer = torch.optim.SGD(
+                self.model.parameters(), lr=0.1, momentum=0.9
+            )
         self.inputs = self.new_inputs()
         self.train()
         self.accumulate()
@@ -87,15 +91,25 @@ class Problem:
         state: dict[str, Any] = {}
         for name, parameter in self.model.named_parameters():
             state[name] = parameter.detach().clone()
-            state[f"{name}.grad"] = None if parameter.grad is None else parameter.grad.clone()
+            state[f"{name}.grad"] = (
+                None if parameter.grad is None else parameter.grad.clone()
+            )
             for key, value in self.optimizer.state[parameter].items():
-                state[f"{name}.{key}"] = value.clone() if isinstance(value, torch.Tensor) else value
+                state[f"{name}.{key}"] = (
+                    value.clone() if isinstance(value, torch.Tensor) else value
+                )
         for name, buffer in self.model.named_buffers():
             state[name] = buffer.clone()
         for i, group in enumerate(self.optimizer.param_groups):
-            state[f"group {i}"] = {key: value for key, value in group.items() if key != "params"}
+            state[f"group {i}"] = {
+                key: value for key, value in group.items() if key != "params"
+            }
         for name, module in self.model.named_modules():
-            plain = {key: value for key, value in vars(module).items() if isinstance(value, (bool, int, float))}
+            plain = {
+                key: value
+                for key, value in vars(module).items()
+                if isinstance(value, (bool, int, float))
+            }
             state[f"attributes of {name}"] = plain
             state[f"class of {name}"] = type(module)
         state["class of the optimizer"] = type(self.optimizer)
@@ -107,7 +121,9 @@ def assert_same(state: dict[str, Any], expected: dict[str, Any]) -> None:
     for name, value in expected.items():
         if isinstance(value, torch.Tensor):
             assert isinstance(state[name], torch.Tensor), f"{name} is {state[name]!r}"
-            assert torch.equal(state[name], value), f"{name} is {state[name]} and was {value}"
+            assert torch.equal(state[name], value), (
+                f"{name} is {state[name]} and was {value}"
+            )
         else:
             assert state[name] == value, name
 
@@ -115,8 +131,21 @@ def assert_same(state: dict[str, Any], expected: dict[str, Any]) -> None:
 class Steps:
     """A step that fails in one replica at one moment, and a record of who is in it."""
 
-    def __init__(self, problem: Problem, moment: str, who: int, error: BaseException, clears: bool = True) -> None:
-        self.problem, self.moment, self.who, self.error, self.clears = problem, moment, who, error, clears
+    def __init__(
+        self,
+        problem: Problem,
+        moment: str,
+        who: int,
+        error: BaseException,
+        clears: bool = True,
+    ) -> None:
+        self.problem, self.moment, self.who, self.error, self.clears = (
+            problem,
+            moment,
+            who,
+            error,
+            clears,
+        )
         self.entered: list[int] = []
         self.left: list[int] = []
 

@@ -36,7 +36,9 @@ class Rows:
 
     def part(self, rows: slice) -> Rows:
         """Some of the rows."""
-        own = (getattr(self, one.name)[rows] for one in fields(self) if one.name != "whole")
+        own = (
+            getattr(self, one.name)[rows] for one in fields(self) if one.name != "whole"
+        )
         return Rows(*own, whole=self)
 
     def __len__(self) -> int:
@@ -54,7 +56,17 @@ def rows_of(count: int, seed: int = 1) -> Rows:
     numbers = functools.partial(torch.randn, generator=g, dtype=torch.float64)
     x, goal = numbers(*size, WIDTH), numbers(*size, CLASSES)
     shares = f64((*size, CLASSES)).softmax(-1)
-    return Rows(x, y, mask, y.masked_fill(~mask, -100), f64(size), shares, goal, numbers(size), numbers(size) * 0.1)
+    return Rows(
+        x,
+        y,
+        mask,
+        y.masked_fill(~mask, -100),
+        f64(size),
+        shares,
+        goal,
+        numbers(size),
+        numbers(size) * 0.1,
+    )
 
 
 class Net(nn.Module):
@@ -63,7 +75,11 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.body, self.head, self.other = nn.Linear(WIDTH, 8), nn.Linear(8, CLASSES), nn.Linear(8, CLASSES)
+        self.body, self.head, self.other = (
+            nn.Linear(WIDTH, 8),
+            nn.Linear(8, CLASSES),
+            nn.Linear(8, CLASSES),
+        )
         self.scale = nn.Parameter(torch.tensor(0.3))
         self.double()
 
@@ -120,7 +136,10 @@ def each(net: Net, rows: Rows) -> torch.Tensor:
 
 def row_losses(net: Net, rows: Rows) -> list[torch.Tensor]:
     """A loop over rows."""
-    return [F.cross_entropy(net(x), labels) for x, labels in zip(rows.x, rows.labels, strict=True)]
+    return [
+        F.cross_entropy(net(x), labels)
+        for x, labels in zip(rows.x, rows.labels, strict=True)
+    ]
 
 
 def masked(losses: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -130,17 +149,37 @@ def masked(losses: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 # Cross entropy
 by("ce_ignore_index", "targets", ce, is_exact=True)
 by("ce_no_ignored", "targets", all_tokens, is_exact=True)
-by("ce_2d", "targets", lambda n, r: F.cross_entropy(n(r.x).transpose(1, 2), r.labels), is_exact=True)
+by(
+    "ce_2d",
+    "targets",
+    lambda n, r: F.cross_entropy(n(r.x).transpose(1, 2), r.labels),
+    is_exact=True,
+)
 by("ce_class_weights", "targets", lambda n, r: ce(n, r, weight=WEIGHTS), is_exact=True)
-by("ce_smoothing", "targets divisor", lambda n, r: all_tokens(n, r, label_smoothing=0.1), is_exact=True)
-by("ce_smoothing_ignore", "targets divisor", lambda n, r: ce(n, r, label_smoothing=0.1), is_exact=True)
+by(
+    "ce_smoothing",
+    "targets divisor",
+    lambda n, r: all_tokens(n, r, label_smoothing=0.1),
+    is_exact=True,
+)
+by(
+    "ce_smoothing_ignore",
+    "targets divisor",
+    lambda n, r: ce(n, r, label_smoothing=0.1),
+    is_exact=True,
+)
 by(
     "ce_smoothing_ignore_weights",
     "targets divisor",
     lambda n, r: ce(n, r, label_smoothing=0.1, weight=WEIGHTS),
     is_exact=True,
 )
-by("ce_probabilities", "number", lambda n, r: F.cross_entropy(flat(n, r.x), r.shares.flatten(0, 1)), is_exact=True)
+by(
+    "ce_probabilities",
+    "number",
+    lambda n, r: F.cross_entropy(flat(n, r.x), r.shares.flatten(0, 1)),
+    is_exact=True,
+)
 by(
     "ce_probabilities_weights",
     "number",
@@ -161,20 +200,59 @@ by(
 )
 
 # Masks
-by("masked_mean", "divisor", lambda n, r: masked(each(n, r), r.mask) / r.mask.sum(), is_exact=True)
-by("masked_mean_clamp", "divisor", lambda n, r: masked(each(n, r), r.mask) / r.mask.sum().clamp(min=1), is_exact=True)
-by("masked_mean_eps", "divisor", lambda n, r: masked(each(n, r), r.mask) / (r.mask.sum() + 1e-8))  # but for the 1e-8
-by("soft_mask", "divisor", lambda n, r: masked(each(n, r), r.soft) / r.soft.sum(), is_exact=True)
-by("bool_index_mean", "selection", lambda n, r: each(n, r)[r.mask].mean(), is_exact=True)
-by("masked_select_mean", "selection", lambda n, r: each(n, r).masked_select(r.mask).mean(), is_exact=True)
-by("mse_bool_index", "selection", lambda n, r: F.mse_loss(n(r.x)[r.mask], r.goal[r.mask]), is_exact=True)
+by(
+    "masked_mean",
+    "divisor",
+    lambda n, r: masked(each(n, r), r.mask) / r.mask.sum(),
+    is_exact=True,
+)
+by(
+    "masked_mean_clamp",
+    "divisor",
+    lambda n, r: masked(each(n, r), r.mask) / r.mask.sum().clamp(min=1),
+    is_exact=True,
+)
+by(
+    "masked_mean_eps",
+    "divisor",
+    lambda n, r: masked(each(n, r), r.mask) / (r.mask.sum() + 1e-8),
+)  # but for the 1e-8
+by(
+    "soft_mask",
+    "divisor",
+    lambda n, r: masked(each(n, r), r.soft) / r.soft.sum(),
+    is_exact=True,
+)
+by(
+    "bool_index_mean",
+    "selection",
+    lambda n, r: each(n, r)[r.mask].mean(),
+    is_exact=True,
+)
+by(
+    "masked_select_mean",
+    "selection",
+    lambda n, r: each(n, r).masked_select(r.mask).mean(),
+    is_exact=True,
+)
+by(
+    "mse_bool_index",
+    "selection",
+    lambda n, r: F.mse_loss(n(r.x)[r.mask], r.goal[r.mask]),
+    is_exact=True,
+)
 by(
     "seq_mean_token_mean",
     "mean",
     lambda n, r: ((each(n, r) * r.mask).sum(1) / r.mask.sum(1)).mean(),
     is_exact=True,
 )
-by("seq_mean_token_sum_norm", "number", lambda n, r: masked(each(n, r), r.mask) / (len(r) * TOKENS), is_exact=True)
+by(
+    "seq_mean_token_sum_norm",
+    "number",
+    lambda n, r: masked(each(n, r), r.mask) / (len(r) * TOKENS),
+    is_exact=True,
+)
 
 
 @known("divisor", is_exact=True)
@@ -215,7 +293,9 @@ by("kl_batchmean_rows", "number", lambda n, r: kl(n, r, "batchmean"), is_exact=T
 by(
     "kl_batchmean_tokens",
     "number",
-    lambda n, r: F.kl_div(n(r.x)[r.mask].log_softmax(-1), r.shares[r.mask], reduction="batchmean"),
+    lambda n, r: F.kl_div(
+        n(r.x)[r.mask].log_softmax(-1), r.shares[r.mask], reduction="batchmean"
+    ),
     is_exact=True,
 )
 by("kl_mean", "mean", lambda n, r: kl(n, r, "none").mean(), is_exact=True)
@@ -224,17 +304,31 @@ by("kl_mean", "mean", lambda n, r: kl(n, r, "none").mean(), is_exact=True)
 def ctc(n: Net, r: Rows, lengths: torch.Tensor, reduction: str) -> torch.Tensor:
     words, sizes = r.y[:, :3].clamp(min=1), torch.full((len(r),), TOKENS)
     logs = n(r.x).log_softmax(-1).transpose(0, 1)
-    return F.ctc_loss(logs, words, sizes, lengths, zero_infinity=True, reduction=reduction)
+    return F.ctc_loss(
+        logs, words, sizes, lengths, zero_infinity=True, reduction=reduction
+    )
 
 
-by("ctc_mean", "mean", lambda n, r: ctc(n, r, 1 + r.mask[:, :2].sum(1).clamp(max=1), "mean"), is_exact=True)
+by(
+    "ctc_mean",
+    "mean",
+    lambda n, r: ctc(n, r, 1 + r.mask[:, :2].sum(1).clamp(max=1), "mean"),
+    is_exact=True,
+)
 by(
     "ctc_sum_by_targets",
     "divisor",
-    lambda n, r: ctc(n, r, 1 + r.mask[:, 1].long(), "sum") / (1 + r.mask[:, 1].long()).sum(),
+    lambda n, r: (
+        ctc(n, r, 1 + r.mask[:, 1].long(), "sum") / (1 + r.mask[:, 1].long()).sum()
+    ),
     is_exact=True,
 )
-by("gaussian_nll", "mean", lambda n, r: F.gaussian_nll_loss(n(r.x), r.goal, r.shares + 0.1), is_exact=True)
+by(
+    "gaussian_nll",
+    "mean",
+    lambda n, r: F.gaussian_nll_loss(n(r.x), r.goal, r.shares + 0.1),
+    is_exact=True,
+)
 
 
 # Distances and pairs
@@ -256,48 +350,101 @@ def triplet_mined(n: Net, r: Rows) -> torch.Tensor:
 by(
     "cosine",
     "mean",
-    lambda n, r: F.cosine_embedding_loss(n(r.x)[:, 0], r.goal[:, 0], torch.ones(len(r))),
+    lambda n, r: F.cosine_embedding_loss(
+        n(r.x)[:, 0], r.goal[:, 0], torch.ones(len(r))
+    ),
     is_exact=True,
 )
-by("pairs_of_own_rows", "targets", lambda n, r: F.cross_entropy(n(r.x)[:, 0] @ n(r.x)[:, 1].T, torch.arange(len(r))))
-by("mean_over_pairs", "mean", lambda n, r: (n(r.x)[:, 0] @ n(r.x)[:, 1].T).square().mean())
-by("relative_error", "divisor", lambda n, r: (n(r.x) - r.goal).square().sum() / r.goal.square().sum(), is_exact=True)
+by(
+    "pairs_of_own_rows",
+    "targets",
+    lambda n, r: F.cross_entropy(n(r.x)[:, 0] @ n(r.x)[:, 1].T, torch.arange(len(r))),
+)
+by(
+    "mean_over_pairs",
+    "mean",
+    lambda n, r: (n(r.x)[:, 0] @ n(r.x)[:, 1].T).square().mean(),
+)
+by(
+    "relative_error",
+    "divisor",
+    lambda n, r: (n(r.x) - r.goal).square().sum() / r.goal.square().sum(),
+    is_exact=True,
+)
 by(
     "relative_error_of_rows",
     "mean",
-    lambda n, r: ((n(r.x) - r.goal).flatten(1).norm(dim=1) / r.goal.flatten(1).norm(dim=1)).mean(),
+    lambda n, r: (
+        (n(r.x) - r.goal).flatten(1).norm(dim=1) / r.goal.flatten(1).norm(dim=1)
+    ).mean(),
     is_exact=True,
 )
 by("error_by_variance", "mean", lambda n, r: F.mse_loss(n(r.x), r.goal) / r.goal.var())
-by("dice", "unreadable", lambda n, r: 1 - 2 * masked(n(r.x).sigmoid(), r.shares) / (n(r.x).sigmoid() + r.shares).sum())
+by(
+    "dice",
+    "unreadable",
+    lambda n, r: (
+        1 - 2 * masked(n(r.x).sigmoid(), r.shares) / (n(r.x).sigmoid() + r.shares).sum()
+    ),
+)
 
 # Sums, and means over what is no row
 by("sum_of_tokens", "sum", lambda n, r: each(n, r).sum())
 by("sum_by_constant", "number", lambda n, r: each(n, r).sum() / 32)
 by("sum_by_rows", "number", lambda n, r: each(n, r).sum() / len(r), is_exact=True)
-by("sum_by_rows_tensor", "divisor", lambda n, r: each(n, r).sum() / torch.tensor(float(len(r))), is_exact=True)
+by(
+    "sum_by_rows_tensor",
+    "divisor",
+    lambda n, r: each(n, r).sum() / torch.tensor(float(len(r))),
+    is_exact=True,
+)
 by("classes_after_rows", "mean", lambda n, r: n(r.x).mean(0).mean(), is_exact=True)
 by("classes_after_sum", "mean", lambda n, r: n(r.x).sum(0).square().mean())
-by("regulariser_alone", "mean", lambda n, r: n.body.weight.square().mean(), is_exact=True)
+by(
+    "regulariser_alone",
+    "mean",
+    lambda n, r: n.body.weight.square().mean(),
+    is_exact=True,
+)
 
 # Several terms
-by("ce_plus_regulariser", "targets mean", lambda n, r: ce(n, r) + 0.01 * n.body.weight.square().mean(), is_exact=True)
+by(
+    "ce_plus_regulariser",
+    "targets mean",
+    lambda n, r: ce(n, r) + 0.01 * n.body.weight.square().mean(),
+    is_exact=True,
+)
 by(
     "ce_plus_l2_sum",
     "targets unreadable number number number number number number",
-    lambda n, r: ce(n, r) + 0.01 * sum(p.square().sum() if p.dim() else p.square() for p in n.parameters()),
+    lambda n, r: (
+        ce(n, r)
+        + 0.01
+        * sum(p.square().sum() if p.dim() else p.square() for p in n.parameters())
+    ),
 )
-by("ce_plus_mse", "targets mean", lambda n, r: ce(n, r) + 0.1 * F.mse_loss(n(r.x), r.goal), is_exact=True)
+by(
+    "ce_plus_mse",
+    "targets mean",
+    lambda n, r: ce(n, r) + 0.1 * F.mse_loss(n(r.x), r.goal),
+    is_exact=True,
+)
 by(
     "ce_plus_other_head",
     "targets targets",
-    lambda n, r: ce(n, r) + 0.4 * F.cross_entropy(n.other(n.hidden(r.x)).flatten(0, 1), r.labels.flatten()),
+    lambda n, r: (
+        ce(n, r)
+        + 0.4
+        * F.cross_entropy(n.other(n.hidden(r.x)).flatten(0, 1), r.labels.flatten())
+    ),
     is_exact=True,
 )
 by(
     "ce_plus_z_loss",
     "targets divisor",
-    lambda n, r: ce(n, r) + 1e-2 * masked(n(r.x).logsumexp(-1).square(), r.mask) / r.mask.sum(),
+    lambda n, r: (
+        ce(n, r) + 1e-2 * masked(n(r.x).logsumexp(-1).square(), r.mask) / r.mask.sum()
+    ),
     is_exact=True,
 )
 
@@ -318,14 +465,24 @@ by(
 by(
     "two_masks",
     "targets targets",
-    lambda n, r: ce(n, r) + F.cross_entropy(flat(n, r.x), r.y.masked_fill(r.soft < 0.5, -100).flatten()),
+    lambda n, r: (
+        ce(n, r)
+        + F.cross_entropy(flat(n, r.x), r.y.masked_fill(r.soft < 0.5, -100).flatten())
+    ),
     is_exact=True,
 )
-by("learned_weight", "targets unreadable", lambda n, r: ce(n, r) * (-n.scale).exp() + n.scale, is_exact=True)
+by(
+    "learned_weight",
+    "targets unreadable",
+    lambda n, r: ce(n, r) * (-n.scale).exp() + n.scale,
+    is_exact=True,
+)
 by(
     "learned_weights_two",
     "targets mean",
-    lambda n, r: ce(n, r) * (-n.scale).exp() + F.mse_loss(n(r.x), r.goal) * n.scale.exp(),
+    lambda n, r: (
+        ce(n, r) * (-n.scale).exp() + F.mse_loss(n(r.x), r.goal) * n.scale.exp()
+    ),
     is_exact=True,
 )
 
@@ -352,20 +509,43 @@ by("root_of_mse", "unreadable", lambda n, r: F.mse_loss(n(r.x), r.goal).sqrt())
 by("exp_of_ce", "unreadable", lambda n, r: ce(n, r).exp())
 by("accumulation", "targets", lambda n, r: ce(n, r) / 8, is_exact=True)
 by("accumulation_as_rows", "targets", lambda n, r: ce(n, r) / 2, is_exact=True)
-by("grad_scaler", "targets", lambda n, r: ce(n, r) * torch.tensor(65536.0), is_exact=True)
+by(
+    "grad_scaler",
+    "targets",
+    lambda n, r: ce(n, r) * torch.tensor(65536.0),
+    is_exact=True,
+)
 by("times_mean_gain", "targets", lambda n, r: ce(n, r) * r.gain.mean())
-by("mask_over_its_mean", "mean", lambda n, r: (each(n, r) * r.mask).mean() / r.mask.double().mean())
+by(
+    "mask_over_its_mean",
+    "mean",
+    lambda n, r: (each(n, r) * r.mask).mean() / r.mask.double().mean(),
+)
 
 # Loops
-by("rows_loop_mean", "targets targets targets", lambda n, r: sum(row_losses(n, r)) / len(r))
+by(
+    "rows_loop_mean",
+    "targets targets targets",
+    lambda n, r: sum(row_losses(n, r)) / len(r),
+)
 
 
 def row_sums(n: Net, r: Rows) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    losses = [F.cross_entropy(n(x), y, reduction="none") for x, y in zip(r.x, r.y, strict=True)]
-    return [(masked(one, mask), mask.sum()) for one, mask in zip(losses, r.mask, strict=True)]
+    losses = [
+        F.cross_entropy(n(x), y, reduction="none")
+        for x, y in zip(r.x, r.y, strict=True)
+    ]
+    return [
+        (masked(one, mask), mask.sum())
+        for one, mask in zip(losses, r.mask, strict=True)
+    ]
 
 
-by("rows_loop_sums", "number number number", lambda n, r: sum(s / c.item() for s, c in row_sums(n, r)) / len(r))
+by(
+    "rows_loop_sums",
+    "number number number",
+    lambda n, r: sum(s / c.item() for s, c in row_sums(n, r)) / len(r),
+)
 by(
     "rows_loop_sums_each_by_rows",
     "number number number",
@@ -382,7 +562,13 @@ by(
     "rows_loop_stack_sum",
     "number",
     lambda n, r: (
-        torch.stack([F.cross_entropy(n(x)[m], y[m]) for x, y, m in zip(r.x, r.y, r.mask, strict=True)]).sum() / len(r)
+        torch.stack(
+            [
+                F.cross_entropy(n(x)[m], y[m])
+                for x, y, m in zip(r.x, r.y, r.mask, strict=True)
+            ]
+        ).sum()
+        / len(r)
     ),
     is_exact=True,
 )
@@ -399,12 +585,16 @@ def chunks_loop_mean(n: Net, r: Rows) -> torch.Tensor:
 by(
     "class_means_by_weights",
     "divisor",
-    lambda n, r: ((n(r.x) - r.goal).square().mean((0, 1)) * WEIGHTS).sum() / WEIGHTS.sum(),
+    lambda n, r: (
+        ((n(r.x) - r.goal).square().mean((0, 1)) * WEIGHTS).sum() / WEIGHTS.sum()
+    ),
 )
 by(
     "targets_of_mean_probabilities",
     "targets",
-    lambda n, r: F.nll_loss(n(r.x).log_softmax(-1).mean(0), torch.arange(TOKENS) % CLASSES),
+    lambda n, r: F.nll_loss(
+        n(r.x).log_softmax(-1).mean(0), torch.arange(TOKENS) % CLASSES
+    ),
 )
 
 
@@ -417,35 +607,64 @@ def padded_by_worker_ce(n: Net, r: Rows) -> torch.Tensor:
 @known("mean")
 def padded_by_worker_mse(n: Net, r: Rows) -> torch.Tensor:
     longest = int(r.mask.sum(0).nonzero().max()) // len(r) + 1
-    return F.mse_loss((n(r.x) * r.mask[..., None])[:, :longest], (r.goal * r.mask[..., None])[:, :longest])
+    return F.mse_loss(
+        (n(r.x) * r.mask[..., None])[:, :longest],
+        (r.goal * r.mask[..., None])[:, :longest],
+    )
 
 
-by("nodes_of_graphs", "mean", lambda n, r: F.mse_loss(n.body(r.x[r.mask]).sum(-1), r.soft[r.mask]))
+by(
+    "nodes_of_graphs",
+    "mean",
+    lambda n, r: F.mse_loss(n.body(r.x[r.mask]).sum(-1), r.soft[r.mask]),
+)
 
 
 @known("mean")
 def nodes_put_together(n: Net, r: Rows) -> torch.Tensor:
     nodes = torch.cat([x[m] for x, m in zip(r.x, r.mask, strict=True)])
-    return F.mse_loss(n(nodes), torch.cat([t[m] for t, m in zip(r.goal, r.mask, strict=True)]))
+    return F.mse_loss(
+        n(nodes), torch.cat([t[m] for t, m in zip(r.goal, r.mask, strict=True)])
+    )
 
 
 @known("targets number mean", is_exact=True)
 def detection(n: Net, r: Rows) -> torch.Tensor:
-    boxes = F.smooth_l1_loss(n(r.x)[r.mask], r.goal[r.mask], reduction="sum") / r.mask.sum().item()
+    boxes = (
+        F.smooth_l1_loss(n(r.x)[r.mask], r.goal[r.mask], reduction="sum")
+        / r.mask.sum().item()
+    )
     there = F.binary_cross_entropy_with_logits(n(r.x)[..., 0], r.soft)
     return sum({"classes": ce(n, r), "boxes": boxes, "there": there}.values())  # type: ignore[return-value]
 
 
-by("over_the_largest", "divisor", lambda n, r: (n(r.x) - r.goal).square().sum() / r.goal.abs().max())
-by("corrected_by_own_tokens", "targets", lambda n, r: ce(n, r) * (r.labels != -100).sum())
-by("corrected_by_own_tokens_number", "targets", lambda n, r: ce(n, r) * (r.labels != -100).sum().item() / 100)
+by(
+    "over_the_largest",
+    "divisor",
+    lambda n, r: (n(r.x) - r.goal).square().sum() / r.goal.abs().max(),
+)
+by(
+    "corrected_by_own_tokens",
+    "targets",
+    lambda n, r: ce(n, r) * (r.labels != -100).sum(),
+)
+by(
+    "corrected_by_own_tokens_number",
+    "targets",
+    lambda n, r: ce(n, r) * (r.labels != -100).sum().item() / 100,
+)
 by(
     "two_heads_halved",
     "targets targets",
     lambda n, r: (ce(n, r) + F.cross_entropy(n(r.x)[:, 0], r.labels[:, 0])) / 2,
     is_exact=True,
 )
-by("mean_without_nan", "divisor", lambda n, r: each(n, r).mean(1).nanmean(), is_exact=True)
+by(
+    "mean_without_nan",
+    "divisor",
+    lambda n, r: each(n, r).mean(1).nanmean(),
+    is_exact=True,
+)
 
 
 @known("sum")
@@ -464,8 +683,17 @@ def gradient_penalty(n: Net, r: Rows) -> torch.Tensor:
 
 
 by("gathered_by_everybody", "targets", lambda n, r: ce(n, r.whole or r))
-by("rows_loop_stack", "mean", lambda n, r: torch.stack(row_losses(n, r)).mean(), is_exact=True)
-by("rows_loop_mean_of_masks", "divisor divisor divisor", lambda n, r: sum(s / c for s, c in row_sums(n, r)) / len(r))
+by(
+    "rows_loop_stack",
+    "mean",
+    lambda n, r: torch.stack(row_losses(n, r)).mean(),
+    is_exact=True,
+)
+by(
+    "rows_loop_mean_of_masks",
+    "divisor divisor divisor",
+    lambda n, r: sum(s / c for s, c in row_sums(n, r)) / len(r),
+)
 
 
 @known("targets targets targets")
@@ -476,7 +704,12 @@ def rows_loop_running_mean(n: Net, r: Rows) -> torch.Tensor:
     return total  # type: ignore[no-any-return]
 
 
-by("mean_of_one_step", "targets", lambda n, r: sum([F.cross_entropy(n(r.x)[:, 0], r.labels[:, 0])]) / 1, is_exact=True)  # type: ignore[arg-type,return-value]
+by(
+    "mean_of_one_step",
+    "targets",
+    lambda n, r: sum([F.cross_entropy(n(r.x)[:, 0], r.labels[:, 0])]) / 1,
+    is_exact=True,
+)  # type: ignore[arg-type,return-value]
 by(
     "mean_of_steps_mse",
     "mean mean mean mean",
@@ -505,11 +738,18 @@ def checkpointed(n: Net, r: Rows) -> torch.Tensor:
     return F.cross_entropy(n.head(hidden).flatten(0, 1), r.labels.flatten())
 
 
-by("checkpointed_loss", "targets", lambda n, r: checkpoint(lambda x: ce(n, r), r.x, use_reentrant=False), is_exact=True)
+by(
+    "checkpointed_loss",
+    "targets",
+    lambda n, r: checkpoint(lambda x: ce(n, r), r.x, use_reentrant=False),
+    is_exact=True,
+)
 by(
     "checkpointed_loss_reentrant",
     "unreadable",
-    lambda n, r: checkpoint(lambda x: ce(n, r), r.x.clone().requires_grad_(), use_reentrant=True),
+    lambda n, r: checkpoint(
+        lambda x: ce(n, r), r.x.clone().requires_grad_(), use_reentrant=True
+    ),
 )
 
 
@@ -537,11 +777,17 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(function, backend="aot_eager", dynamic=True)
 
 
-by("compiled_loss", "unreadable", lambda n, r: compiled(F.cross_entropy)(flat(n, r.x), r.labels.flatten()))
+by(
+    "compiled_loss",
+    "unreadable",
+    lambda n, r: compiled(F.cross_entropy)(flat(n, r.x), r.labels.flatten()),
+)
 by(
     "compiled_model",
     "targets",
-    lambda n, r: F.cross_entropy(compiled(_logits)(n, r.x).flatten(0, 1), r.labels.flatten()),
+    lambda n, r: F.cross_entropy(
+        compiled(_logits)(n, r.x).flatten(0, 1), r.labels.flatten()
+    ),
     is_exact=True,
 )
 

@@ -20,4 +20,8 @@ def names_of(program: Callable[[], object]) -> list[str]:
 
 def findings_of_file(file: Path) -> list[Finding]:
     """The program is in a file of its own, so that its lines can have comments."""
-    return findings_of(lambda: exec(compile(file.read_bytes(), str(file), "exec"), {"__name__": "program"}))
+    return findings_of(
+        lambda: exec(
+            compile(file.read_bytes(), str(file), "exec"), {"__name__": "program"}
+        )
+    )

@@ -18,7 +18,9 @@ INPUT = os.path.dirname(reading.__file__)
 
 HANG = 20.0  # seconds: what these tests wait for takes milliseconds
 AHEAD, ON_DEMAND = InputOptions(load_ahead=True), InputOptions(load_ahead=False)
-both_ways = pytest.mark.parametrize("options", [AHEAD, ON_DEMAND], ids=["ahead", "on demand"])
+both_ways = pytest.mark.parametrize(
+    "options", [AHEAD, ON_DEMAND], ids=["ahead", "on demand"]
+)
 
 
 def prefetchers() -> set[threading.Thread]:
@@ -34,7 +36,9 @@ def nothing(k: int) -> None:
 class Loader:
     """An iterable of batches of two rows, which records when it is asked for one."""
 
-    def __init__(self, batches: int = 6, before: Callable[[int], Any] = nothing) -> None:
+    def __init__(
+        self, batches: int = 6, before: Callable[[int], Any] = nothing
+    ) -> None:
         self.batches = batches
         self.before = before
         self.asked: list[int] = []

@@ -26,7 +26,9 @@ def let_nccl_join_simulated_devices(patch: pytest.MonkeyPatch) -> list[torch.dty
         dtype = inputs[0].dtype
         if dtype not in _ADDED:
             raise RuntimeError(f"Unconvertible NCCL type {dtype}")
-        assert all(tensor.is_contiguous() and tensor.dtype is dtype for tensor in inputs)
+        assert all(
+            tensor.is_contiguous() and tensor.dtype is dtype for tensor in inputs
+        )
         assert len({tensor.device for tensor in inputs}) == len(inputs)
         dtypes.append(dtype)
         on_cpu = [tensor.detach().cpu() for tensor in inputs]
@@ -36,14 +38,18 @@ def let_nccl_join_simulated_devices(patch: pytest.MonkeyPatch) -> list[torch.dty
         result = first.clone()
         for other in others:
             result += other
-        return result.view(dtype).view(inputs[0].shape) if dtype is torch.bool else result
+        return (
+            result.view(dtype).view(inputs[0].shape) if dtype is torch.bool else result
+        )
 
     def write(output: torch.Tensor, result: torch.Tensor) -> None:
         if output.dtype is torch.bool:  # torch itself would make each byte 0 or 1
             output, result = output.view(torch.uint8), result.view(torch.uint8)
         output.copy_(result)
 
-    def all_reduce(inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
+    def all_reduce(
+        inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
+    ) -> None:
         result = total(inputs)
         for output in outputs:
             write(output, result)
@@ -54,7 +60,9 @@ def let_nccl_join_simulated_devices(patch: pytest.MonkeyPatch) -> list[torch.dty
 
     def is_available(tensors: Sequence[torch.Tensor]) -> bool:
         are_different = len({tensor.device for tensor in tensors}) == len(tensors)
-        return are_different and all(t.layout is torch.strided and t.is_contiguous() for t in tensors)
+        return are_different and all(
+            t.layout is torch.strided and t.is_contiguous() for t in tensors
+        )
 
     patch.setattr(transfer, "_KNOWN", frozenset({"cuda", "sim"}))
     patch.setattr(torch_internals, "HAS_NCCL", True)

@@ -21,7 +21,9 @@ class Net(nn.Module):
         super().__init__()
         self.encoder = nn.Sequential(nn.Linear(3, 4, **F64), nn.Tanh(), nn.Dropout(0.0))
         self.blocks = nn.ModuleList([nn.Linear(4, 4, **F64) for _ in range(2)])
-        self.heads = nn.ModuleDict({"a": nn.Linear(4, 2, **F64), "b": nn.Linear(4, 2, **F64)})
+        self.heads = nn.ModuleDict(
+            {"a": nn.Linear(4, 2, **F64), "b": nn.Linear(4, 2, **F64)}
+        )
         self.scale = nn.Parameter(torch.ones(2, **F64))
         self.shifts = nn.ParameterList([nn.Parameter(torch.zeros(2, **F64))])
         self.register_buffer("offset", torch.zeros(2, **F64))
@@ -39,7 +41,11 @@ class Net(nn.Module):
         return h
 
     def decode(self, h: torch.Tensor) -> torch.Tensor:
-        return self.heads[self.head](h) * self.scale * self.settings["gain"] + self.shifts[0] + self.offset
+        return (
+            self.heads[self.head](h) * self.scale * self.settings["gain"]
+            + self.shifts[0]
+            + self.offset
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.calls += 1
@@ -53,11 +59,16 @@ def train(model: Any, optimizer: Any, batch: Any) -> None:
     optimizer.step()
 
 
-def trained(strategy: torchstrategy.Strategy, build: Callable[[], nn.Module] = Net) -> tuple[Any, Any, Any, Any]:
+def trained(
+    strategy: torchstrategy.Strategy, build: Callable[[], nn.Module] = Net
+) -> tuple[Any, Any, Any, Any]:
     """A model that has been run, and its twin that plain PyTorch has trained."""
     (model, optimizer), (twin, plain) = built(strategy, build, sgd)
     for k in range(2):
-        strategy.run(lambda b: train(model, optimizer, b), args=(deal(strategy, data(7, seed=k)),))
+        strategy.run(
+            lambda b: train(model, optimizer, b),
+            args=(deal(strategy, data(7, seed=k)),),
+        )
         train(twin, plain, data(7, seed=k))
     return model, optimizer, twin, plain
 

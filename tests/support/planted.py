@@ -99,7 +99,9 @@ def sgd(model: nn.Module, lr: float = 0.1) -> torch.optim.SGD:
     return torch.optim.SGD(model.parameters(), lr=lr)
 
 
-def fit(model: nn.Module, optimizer: torch.optim.Optimizer, batches: Iterator[torch.Tensor]) -> None:
+def fit(
+    model: nn.Module, optimizer: torch.optim.Optimizer, batches: Iterator[torch.Tensor]
+) -> None:
     for rows in batches:
         optimizer.zero_grad()
         model(rows).square().mean().backward()
@@ -151,10 +153,16 @@ def each_rank_clips_before_one_collective(rank: int, is_right: bool) -> None:
         model(rows * (1 + rank)).square().mean().backward()
         if not is_right:
             nn.utils.clip_grad_norm_(model.parameters(), 0.01, foreach=False)
-        gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+        gradients = [
+            parameter.grad
+            for parameter in model.parameters()
+            if parameter.grad is not None
+        ]
         flat = torch.cat([gradient.flatten() for gradient in gradients])
         dist.all_reduce(flat)
-        for gradient, part in zip(gradients, flat.split([one.numel() for one in gradients]), strict=True):
+        for gradient, part in zip(
+            gradients, flat.split([one.numel() for one in gradients]), strict=True
+        ):
             gradient.copy_(part.view_as(gradient) / RANKS)
         optimizer.step()
 
@@ -163,7 +171,9 @@ def each_rank_clips_before_one_collective(rank: int, is_right: bool) -> None:
 def one_rank_loads_weights_before_they_are_sharded(rank: int, is_right: bool) -> None:
     begin()
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
-    state = {name: torch.full_like(value, 0.1) for name, value in model.state_dict().items()}
+    state = {
+        name: torch.full_like(value, 0.1) for name, value in model.state_dict().items()
+    }
     if is_right or rank == 0:
         model.load_state_dict(state)
     model.to(DEVICE)
@@ -198,12 +208,18 @@ def gradients_are_unscaled_in_each_micro_batch(rank: int, is_right: bool) -> Non
 
 
 @pair("gradients-of-other-scales", has_ranks=False)
-def one_scaler_for_two_optimizers_that_step_at_other_times(rank: int, is_right: bool) -> None:
+def one_scaler_for_two_optimizers_that_step_at_other_times(
+    rank: int, is_right: bool
+) -> None:
     torch.manual_seed(0)
     model, other = make_model(), make_model()
     optimizers = sgd(model), sgd(other)
     scaler = torch.amp.GradScaler(DEVICE, init_scale=8.0, growth_interval=2)
-    of_other = torch.amp.GradScaler(DEVICE, init_scale=8.0, growth_interval=2) if is_right else scaler
+    of_other = (
+        torch.amp.GradScaler(DEVICE, init_scale=8.0, growth_interval=2)
+        if is_right
+        else scaler
+    )
     for step, rows in enumerate(rows_of(rank, 8)):
         optimizers[1].zero_grad()
         of_other.scale(other(rows).square().mean()).backward()
@@ -244,7 +260,9 @@ def each_rank_looks_for_overflows_in_its_own_part(rank: int, is_right: bool) -> 
 
 
 @pair("gradients-of-other-scales", has_ranks=False)
-def the_scale_is_updated_between_two_optimizers_of_a_step(rank: int, is_right: bool) -> None:
+def the_scale_is_updated_between_two_optimizers_of_a_step(
+    rank: int, is_right: bool
+) -> None:
     torch.manual_seed(0)
     model = make_model()
     optimizers = [sgd(model[0]), sgd(model[2])]
@@ -276,12 +294,18 @@ def fit_with_scaler(rank: int, loss_of: LossWithScaler) -> None:
 
 @pair("gradient-still-scaled", has_ranks=False)
 def the_penalty_is_one_of_scaled_gradients(rank: int, is_right: bool) -> None:
-    def loss_of(model: nn.Module, rows: torch.Tensor, scaler: torch.amp.GradScaler) -> torch.Tensor:
+    def loss_of(
+        model: nn.Module, rows: torch.Tensor, scaler: torch.amp.GradScaler
+    ) -> torch.Tensor:
         rows.requires_grad_()
-        (slope,) = torch.autograd.grad(scaler.scale(model(rows).sum()), rows, create_graph=True)
+        (slope,) = torch.autograd.grad(
+            scaler.scale(model(rows).sum()), rows, create_graph=True
+        )
         if is_right:
             slope = slope / scaler.get_scale()
-        loss: torch.Tensor = model(rows).square().mean() + (slope.norm(dim=1) - 1).square().mean()
+        loss: torch.Tensor = (
+            model(rows).square().mean() + (slope.norm(dim=1) - 1).square().mean()
+        )
         return loss
 
     fit_with_scaler(rank, loss_of)
@@ -292,7 +316,11 @@ class Distilled(nn.Module):
 
     def __init__(self, is_right: bool) -> None:
         super().__init__()
-        self.teacher, self.student, self.is_right = make_model(nn.Dropout(0.5)), make_model(), is_right
+        self.teacher, self.student, self.is_right = (
+            make_model(nn.Dropout(0.5)),
+            make_model(),
+            is_right,
+        )
         self.teacher.requires_grad_(False).eval()
 
     def train(self, mode: bool = True) -> Distilled:
@@ -448,11 +476,15 @@ def adamw_is_scaled_before_gradients_are_reduced(rank: int, is_right: bool) -> N
 
 
 @pair("step-skipped-by-some")
-def fused_gradients_are_unscaled_before_they_are_reduced(rank: int, is_right: bool) -> None:
+def fused_gradients_are_unscaled_before_they_are_reduced(
+    rank: int, is_right: bool
+) -> None:
     scaled_by_hand(rank, is_right, functools.partial(torch.optim.SGD, fused=True))
 
 
-def scaled_by_hand(rank: int, is_right: bool, make: Callable[..., torch.optim.Optimizer]) -> None:
+def scaled_by_hand(
+    rank: int, is_right: bool, make: Callable[..., torch.optim.Optimizer]
+) -> None:
     begin()
     model = make_model()
     for parameter in model.parameters():
@@ -462,13 +494,21 @@ def scaled_by_hand(rank: int, is_right: bool, make: Callable[..., torch.optim.Op
     for step, rows in enumerate(rows_of(rank, 5)):
         is_too_large = step == 2 and rank == 1
         optimizer.zero_grad()
-        scaler.scale(model(rows).square().mean() * (float("inf") if is_too_large else 1)).backward()
+        scaler.scale(
+            model(rows).square().mean() * (float("inf") if is_too_large else 1)
+        ).backward()
         if not is_right:
             scaler.unscale_(optimizer)
-        gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+        gradients = [
+            parameter.grad
+            for parameter in model.parameters()
+            if parameter.grad is not None
+        ]
         whole = torch.cat([gradient.flatten() for gradient in gradients]) / RANKS
         dist.all_reduce(whole)
-        for gradient, part in zip(gradients, whole.split([one.numel() for one in gradients]), strict=True):
+        for gradient, part in zip(
+            gradients, whole.split([one.numel() for one in gradients]), strict=True
+        ):
             gradient.copy_(part.view_as(gradient))
         scaler.step(optimizer)
         scaler.update()
@@ -492,7 +532,10 @@ def seed_of_the_rank_before_the_model(rank: int, is_right: bool) -> None:
 def checkpoint_loaded_on_one_rank(rank: int, is_right: bool) -> None:
     begin()
     model = wrapped(make_model())
-    state = {name: torch.full_like(tensor, 0.1) for name, tensor in model.state_dict().items()}
+    state = {
+        name: torch.full_like(tensor, 0.1)
+        for name, tensor in model.state_dict().items()
+    }
     if is_right or rank == 0:
         model.load_state_dict(state)
     fit(model, sgd(model), rows_of(rank))
@@ -574,7 +617,9 @@ def buffer_of_one_rank(rank: int, is_right: bool) -> None:
 # Rows
 
 
-def fit_epochs(loader: DataLoader[Any], rank: int, sampler: Any = None, lr: float = 0.01) -> None:
+def fit_epochs(
+    loader: DataLoader[Any], rank: int, sampler: Any = None, lr: float = 0.01
+) -> None:
     model = wrapped(make_model())
     optimizer = sgd(model, lr)
     for epoch in range(3):
@@ -592,13 +637,19 @@ def data(rows: int = 32) -> TensorDataset:
 def no_sampler(rank: int, is_right: bool) -> None:
     begin()
     sampler = DistributedSampler(data()) if is_right else None
-    fit_epochs(DataLoader(data(), batch_size=4, shuffle=sampler is None, sampler=sampler), rank, sampler)
+    fit_epochs(
+        DataLoader(data(), batch_size=4, shuffle=sampler is None, sampler=sampler),
+        rank,
+        sampler,
+    )
 
 
 @pair("same-rows")
 def sampler_of_rank_0(rank: int, is_right: bool) -> None:
     begin()
-    sampler = DistributedSampler(data(), num_replicas=RANKS, rank=rank if is_right else 0)
+    sampler = DistributedSampler(
+        data(), num_replicas=RANKS, rank=rank if is_right else 0
+    )
     fit_epochs(DataLoader(data(), batch_size=4, sampler=sampler), rank, sampler)
 
 
@@ -632,7 +683,12 @@ def rows_chosen_alike(rank: int, is_right: bool) -> None:
 def set_epoch_is_missing(rank: int, is_right: bool) -> None:
     begin()
     sampler = DistributedSampler(data(), shuffle=True)
-    fit_epochs(DataLoader(data(), batch_size=4, sampler=sampler), rank, sampler if is_right else None, lr=1e-4)
+    fit_epochs(
+        DataLoader(data(), batch_size=4, sampler=sampler),
+        rank,
+        sampler if is_right else None,
+        lr=1e-4,
+    )
 
 
 class BatchesOfSampler:
@@ -657,10 +713,14 @@ def set_epoch_is_called_on_the_sampler_of_the_loader(rank: int, is_right: bool) 
 
 
 @pair("same-order")
-def set_epoch_is_looked_for_on_a_batch_sampler_of_torch(rank: int, is_right: bool) -> None:
+def set_epoch_is_looked_for_on_a_batch_sampler_of_torch(
+    rank: int, is_right: bool
+) -> None:
     begin()
     sampler = DistributedSampler(data(), shuffle=True)
-    loader: Any = DataLoader(data(), batch_sampler=BatchSampler(sampler, batch_size=4, drop_last=True))
+    loader: Any = DataLoader(
+        data(), batch_sampler=BatchSampler(sampler, batch_size=4, drop_last=True)
+    )
     set_on: Any = sampler if is_right else loader.batch_sampler
     fit_epochs(loader, rank, set_on if hasattr(set_on, "set_epoch") else None, lr=1e-4)
 
@@ -669,7 +729,11 @@ def set_epoch_is_looked_for_on_a_batch_sampler_of_torch(rank: int, is_right: boo
 def all_ranks_draw_from_the_same_part(rank: int, is_right: bool) -> None:
     begin(rank)
     rows = range(rank, 32, RANKS) if is_right else range(24)
-    fit_epochs(DataLoader(data(), batch_size=4, sampler=SubsetRandomSampler(list(rows))), rank, lr=1e-4)
+    fit_epochs(
+        DataLoader(data(), batch_size=4, sampler=SubsetRandomSampler(list(rows))),
+        rank,
+        lr=1e-4,
+    )
 
 
 class OwnSampler(Sampler[int]):
@@ -686,14 +750,21 @@ class OwnSampler(Sampler[int]):
 
     def __iter__(self) -> Iterator[int]:
         generator = torch.Generator().manual_seed(100 * self.seed + self.epoch)
-        return iter(torch.randperm(self.rows, generator=generator)[self.rank :: RANKS].tolist())
+        return iter(
+            torch.randperm(self.rows, generator=generator)[self.rank :: RANKS].tolist()
+        )
 
 
 @pair("same-order")
 def set_epoch_of_an_own_sampler_is_missing(rank: int, is_right: bool) -> None:
     begin()
     sampler = OwnSampler(rank)
-    fit_epochs(DataLoader(data(), batch_size=4, sampler=sampler), rank, sampler if is_right else None, lr=1e-4)
+    fit_epochs(
+        DataLoader(data(), batch_size=4, sampler=sampler),
+        rank,
+        sampler if is_right else None,
+        lr=1e-4,
+    )
 
 
 @pair("same-rows")
@@ -701,7 +772,9 @@ def an_own_sampler_has_a_seed_of_the_rank(rank: int, is_right: bool) -> None:
     """A half of the rows of a rank are on the other one: so it is with parts that know nothing of each other."""
     begin()
     sampler = OwnSampler(rank, rows=128, seed=0 if is_right else rank)
-    fit_epochs(DataLoader(data(128), batch_size=8, sampler=sampler), rank, sampler, lr=1e-4)
+    fit_epochs(
+        DataLoader(data(128), batch_size=8, sampler=sampler), rank, sampler, lr=1e-4
+    )
 
 
 @pair("same-rows", needs_device=True)
@@ -715,7 +788,9 @@ def each_rank_takes_its_part_of_another_order(rank: int, is_right: bool) -> None
         order = (common if is_right else own).permutation(len(rows))[rank::RANKS]
         for at in range(0, len(order), 16):
             clean = rows[order[at : at + 16]]
-            noisy = clean + 0.1 * torch.from_numpy(own.standard_normal(clean.shape).astype(np.float32))
+            noisy = clean + 0.1 * torch.from_numpy(
+                own.standard_normal(clean.shape).astype(np.float32)
+            )
             optimizer.zero_grad()
             F.mse_loss(model(noisy.to(DEVICE)), clean.to(DEVICE)).backward()
             optimizer.step()
@@ -763,7 +838,12 @@ def last_row_is_left_out(rank: int, is_right: bool) -> None:
         sampler: Any = DistributedSampler(whole, shuffle=False)
         fit_epochs(DataLoader(whole, batch_size=4, sampler=sampler), rank, sampler)
     else:
-        fit_epochs(DataLoader(Subset(whole, range(rank * each, (rank + 1) * each)), batch_size=4), rank)
+        fit_epochs(
+            DataLoader(
+                Subset(whole, range(rank * each, (rank + 1) * each)), batch_size=4
+            ),
+            rank,
+        )
 
 
 @pair("rows-on-none")
@@ -799,7 +879,9 @@ def workers_have_all_of_a_stream(rank: int, is_right: bool) -> None:
     stream = StreamOfWorkers() if is_right else Stream(0, 1)
     model = make_model()
     optimizer = sgd(model)
-    for rows in DataLoader(stream, batch_size=4, num_workers=2, multiprocessing_context="fork"):
+    for rows in DataLoader(
+        stream, batch_size=4, num_workers=2, multiprocessing_context="fork"
+    ):
         fit(model, optimizer, iter([rows.to(DEVICE)]))
 
 
@@ -813,7 +895,12 @@ class RowsOfRanks(IterableDataset):
         info = get_worker_info()
         assert info is not None
         step = RANKS * info.num_workers if self.is_right else RANKS
-        return iter(torch.arange(1024.0).view(256, 4)[self.rank * info.num_workers + info.id :: step] / 1024)
+        return iter(
+            torch.arange(1024.0).view(256, 4)[
+                self.rank * info.num_workers + info.id :: step
+            ]
+            / 1024
+        )
 
 
 @pair("same-rows")
@@ -821,7 +908,9 @@ def workers_of_ranks_have_the_step_of_the_ranks(rank: int, is_right: bool) -> No
     begin()
     model = wrapped(make_model())
     stream = RowsOfRanks(rank, is_right)
-    fork = DataLoader(stream, batch_size=4, num_workers=2, multiprocessing_context="fork")
+    fork = DataLoader(
+        stream, batch_size=4, num_workers=2, multiprocessing_context="fork"
+    )
     fit(model, sgd(model), (rows.to(DEVICE) for rows in fork))
 
 
@@ -852,7 +941,11 @@ def batch_norm_of_four_rows(rank: int, is_right: bool) -> None:
     begin()
     model = make_model(nn.BatchNorm1d(8))
     if is_right:
-        model = nn.SyncBatchNorm.convert_sync_batchnorm(model) if DEVICE == "cuda" else make_model(nn.GroupNorm(2, 8))
+        model = (
+            nn.SyncBatchNorm.convert_sync_batchnorm(model)
+            if DEVICE == "cuda"
+            else make_model(nn.GroupNorm(2, 8))
+        )
     model = wrapped(model)
     fit(model, sgd(model), rows_of(rank))
 
@@ -889,7 +982,9 @@ def noise_has_a_seed_of_the_step_alone(rank: int, is_right: bool) -> None:
     model = wrapped(nn.Linear(4, 4).to(DEVICE))
     optimizer = sgd(model)
     for step, rows in enumerate(rows_of(rank)):
-        generator = torch.Generator().manual_seed(step * RANKS + rank if is_right else step)
+        generator = torch.Generator().manual_seed(
+            step * RANKS + rank if is_right else step
+        )
         drawn = torch.randn(rows.shape, generator=generator).to(DEVICE)
         optimizer.zero_grad()
         (model(0.9 * rows + 0.4 * drawn) - drawn).square().mean().backward()
@@ -919,7 +1014,9 @@ def other_weights_and_flattened_gradients(rank: int, is_right: bool) -> None:
         dist.all_reduce(flat)
         start = 0
         for parameter in model.parameters():
-            parameter.grad = (flat[start : start + parameter.numel()] / RANKS).view_as(parameter)
+            parameter.grad = (flat[start : start + parameter.numel()] / RANKS).view_as(
+                parameter
+            )
             start += parameter.numel()
         optimizer.step()
 
@@ -949,7 +1046,10 @@ def micro_batches_are_added_in_ranks(rank: int, is_right: bool) -> None:
     for step, rows in enumerate(rows_of(rank, 8)):
         is_last = step % 4 == 3
         with nullcontext() if is_last else model.no_sync():
-            loss = F.cross_entropy(model(rows).expand(-1, 2), torch.zeros(4, dtype=torch.long, device=DEVICE))
+            loss = F.cross_entropy(
+                model(rows).expand(-1, 2),
+                torch.zeros(4, dtype=torch.long, device=DEVICE),
+            )
             if is_right:
                 loss = loss / 4
             loss.backward()
@@ -987,7 +1087,9 @@ def shares_of_classes_are_averaged_over_ranks(rank: int, is_right: bool) -> None
                 matrix += torch.bincount(3 * wanted + found, minlength=9).view(3, 3)
         if is_right:
             dist.all_reduce(matrix)
-        shares = matrix.diag() / (matrix.sum(0) + matrix.sum(1) - matrix.diag()).clamp(min=1)
+        shares = matrix.diag() / (matrix.sum(0) + matrix.sum(1) - matrix.diag()).clamp(
+            min=1
+        )
         mean = shares.mean()
         if not is_right:
             dist.all_reduce(mean)
@@ -1060,7 +1162,9 @@ def tokens_of_all(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
     return mask, tokens
 
 
-LossOfTokens = Callable[[nn.Module, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+LossOfTokens = Callable[
+    [nn.Module, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor
+]
 """Of the model, the rows, which of them count on this rank, and how many count on all ranks."""
 
 
@@ -1077,7 +1181,9 @@ def fit_by_tokens(rank: int, loss_of: LossOfTokens) -> None:
 
 @pair("loss-divided-twice")
 def sum_is_divided_by_the_tokens_of_all_ranks(rank: int, is_right: bool) -> None:
-    def loss_of(model: nn.Module, rows: torch.Tensor, mask: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    def loss_of(
+        model: nn.Module, rows: torch.Tensor, mask: torch.Tensor, tokens: torch.Tensor
+    ) -> torch.Tensor:
         total: torch.Tensor = (model(rows).square().flatten() * mask).sum()
         return total * RANKS / tokens if is_right else total / tokens
 
@@ -1085,8 +1191,12 @@ def sum_is_divided_by_the_tokens_of_all_ranks(rank: int, is_right: bool) -> None
 
 
 @pair("loss-divided-twice")
-def one_of_two_terms_is_divided_by_the_boxes_of_all_ranks(rank: int, is_right: bool) -> None:
-    def loss_of(model: nn.Module, rows: torch.Tensor, mask: torch.Tensor, boxes: torch.Tensor) -> torch.Tensor:
+def one_of_two_terms_is_divided_by_the_boxes_of_all_ranks(
+    rank: int, is_right: bool
+) -> None:
+    def loss_of(
+        model: nn.Module, rows: torch.Tensor, mask: torch.Tensor, boxes: torch.Tensor
+    ) -> torch.Tensor:
         number = (boxes / RANKS if is_right else boxes).clamp(min=1).item()
         outputs: torch.Tensor = model(rows).flatten()
         of_boxes = F.l1_loss(outputs[mask], rows[mask, 0], reduction="sum") / number
@@ -1188,7 +1298,9 @@ def loss_is_a_mean_over_uneven_tokens(rank: int, is_right: bool) -> None:
         if is_right:
             count = (classes != -100).sum().float()
             dist.all_reduce(count)
-            loss = F.cross_entropy(model(tokens), classes, reduction="sum") * RANKS / count
+            loss = (
+                F.cross_entropy(model(tokens), classes, reduction="sum") * RANKS / count
+            )
         else:
             loss = F.cross_entropy(model(tokens), classes)
         loss.backward()
@@ -1247,7 +1359,9 @@ def keys_are_gathered_into_one_tensor(rank: int, is_right: bool) -> None:
 
 
 def contrast(keys: torch.Tensor, whole: torch.Tensor, rank: int) -> torch.Tensor:
-    return F.cross_entropy(keys @ whole.T / 0.1, torch.arange(len(keys), device=DEVICE) + rank * len(keys))
+    return F.cross_entropy(
+        keys @ whole.T / 0.1, torch.arange(len(keys), device=DEVICE) + rank * len(keys)
+    )
 
 
 @pair("positives-of-another-rank")
@@ -1255,7 +1369,9 @@ def targets_lack_the_offset_of_the_rank(rank: int, is_right: bool) -> None:
     def loss_of(images: torch.Tensor, texts: torch.Tensor) -> torch.Tensor:
         all_images = torch.cat(list(differentiable.all_gather(images)))
         all_texts = torch.cat(list(differentiable.all_gather(texts)))
-        targets = torch.arange(len(images), device=DEVICE) + (rank * len(images) if is_right else 0)
+        targets = torch.arange(len(images), device=DEVICE) + (
+            rank * len(images) if is_right else 0
+        )
         of_images = F.cross_entropy(10 * images @ all_texts.T, targets)
         return (of_images + F.cross_entropy(texts @ all_images.T * 10, targets)) / 2
 
@@ -1272,7 +1388,9 @@ def diagonal_is_of_the_first_rank(rank: int, is_right: bool) -> None:
     contrastive(rank, loss_of)
 
 
-def contrastive(rank: int, loss_of: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
+def contrastive(
+    rank: int, loss_of: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+) -> None:
     """A training of two networks whose outputs for the same row are to be alike."""
     begin()
     model = wrapped(nn.Linear(4, 16).to(DEVICE))
@@ -1375,16 +1493,22 @@ def no_micro_batch_is_reduced(rank: int, is_right: bool) -> None:
     sharded_accumulation(rank, "last" if is_right else "none", torch.bfloat16)
 
 
-def sharded_accumulation(rank: int, reduced: str, dtype: torch.dtype | None = None, batches: int = 9) -> None:
+def sharded_accumulation(
+    rank: int, reduced: str, dtype: torch.dtype | None = None, batches: int = 9
+) -> None:
     """Steps of three micro-batches, of which the first, the last or none is reduced."""
     begin()
     model = make_model()
-    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=None if dtype is None else torch.float32)
+    policy = MixedPrecisionPolicy(
+        param_dtype=dtype, reduce_dtype=None if dtype is None else torch.float32
+    )
     for layer in (model[0], model[-1], model):
         fully_shard(layer, mesh=init_device_mesh(DEVICE, (RANKS,)), mp_policy=policy)
     optimizer = sgd(model)
     for micro, rows in enumerate(rows_of(rank, batches)):
-        model.set_requires_gradient_sync(micro % 3 == {"first": 0, "last": 2, "none": 3}[reduced])
+        model.set_requires_gradient_sync(
+            micro % 3 == {"first": 0, "last": 2, "none": 3}[reduced]
+        )
         (model(rows).float().square().mean() / 3).backward()
         if micro % 3 == 2:
             optimizer.step()
@@ -1394,13 +1518,19 @@ def sharded_accumulation(rank: int, reduced: str, dtype: torch.dtype | None = No
 @pair("gradient-of-other-step")
 def the_maker_learns_from_the_step_of_the_judge(rank: int, is_right: bool) -> None:
     begin()
-    maker, judge = wrapped(nn.Linear(4, 4).to(DEVICE)), wrapped(make_model(), broadcast_buffers=False)
+    maker, judge = (
+        wrapped(nn.Linear(4, 4).to(DEVICE)),
+        wrapped(make_model(), broadcast_buffers=False),
+    )
     of_maker, of_judge = sgd(maker, 0.01), sgd(judge, 0.01)
     for rows in rows_of(rank, 5, rows=16):
         of_maker.zero_grad()
         of_judge.zero_grad()
         made = maker(rows)
-        (F.softplus(judge(made.detach() if is_right else made)).mean() + F.softplus(-judge(rows)).mean()).backward()
+        (
+            F.softplus(judge(made.detach() if is_right else made)).mean()
+            + F.softplus(-judge(rows)).mean()
+        ).backward()
         of_judge.step()
         F.softplus(-judge(maker(rows))).mean().backward()
         of_maker.step()
@@ -1410,7 +1540,10 @@ def the_maker_learns_from_the_step_of_the_judge(rank: int, is_right: bool) -> No
 def the_critic_makes_several_steps(rank: int, is_right: bool) -> None:
     torch.manual_seed(0)
     maker, critic = nn.Linear(4, 4).to(DEVICE), make_model()
-    of_maker, of_critic = torch.optim.Adam(maker.parameters(), 1e-4), torch.optim.RMSprop(critic.parameters(), 1e-4)
+    of_maker, of_critic = (
+        torch.optim.Adam(maker.parameters(), 1e-4),
+        torch.optim.RMSprop(critic.parameters(), 1e-4),
+    )
     for rows in rows_of(rank, 5, rows=16):
         of_maker.zero_grad()
         for _ in range(3):
@@ -1427,7 +1560,9 @@ def the_critic_makes_several_steps(rank: int, is_right: bool) -> None:
 # Modes
 
 
-def fit_and_evaluate(model: nn.Module, rank: int, train: Callable[[int], object]) -> None:
+def fit_and_evaluate(
+    model: nn.Module, rank: int, train: Callable[[int], object]
+) -> None:
     """Three epochs, each with an evaluation; `train` is called at the beginning of each."""
     optimizer = sgd(model)
     for epoch in range(3):
@@ -1474,15 +1609,21 @@ def an_evaluation_in_the_middle_of_an_epoch(rank: int, is_right: bool) -> None:
 
 @pair("clipped-while-scaled")
 def norm_of_scaled_gradients(rank: int, is_right: bool) -> None:
-    scaled_training(rank, is_right, lambda model: nn.utils.clip_grad_norm_(model.parameters(), 1.0))
+    scaled_training(
+        rank, is_right, lambda model: nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    )
 
 
 @pair("clipped-while-scaled")
 def values_of_scaled_gradients(rank: int, is_right: bool) -> None:
-    scaled_training(rank, is_right, lambda model: nn.utils.clip_grad_value_(model.parameters(), 0.5))
+    scaled_training(
+        rank, is_right, lambda model: nn.utils.clip_grad_value_(model.parameters(), 0.5)
+    )
 
 
-def scaled_training(rank: int, is_unscaled: bool, clip: Callable[[nn.Module], Any]) -> None:
+def scaled_training(
+    rank: int, is_unscaled: bool, clip: Callable[[nn.Module], Any]
+) -> None:
     begin()
     model = wrapped(make_model())
     optimizer, scaler = sgd(model), torch.amp.GradScaler(DEVICE, init_scale=2.0**12)
@@ -1496,7 +1637,9 @@ def scaled_training(rank: int, is_unscaled: bool, clip: Callable[[nn.Module], An
         scaler.update()
 
 
-def scale_by_a_norm(rank: int, is_right: bool, factor_of: Callable[[torch.Tensor], torch.Tensor]) -> None:
+def scale_by_a_norm(
+    rank: int, is_right: bool, factor_of: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
     """A training whose gradients, in parts, are multiplied by what a function makes of their norm."""
     begin()
     model = make_model()
@@ -1539,7 +1682,13 @@ def norm_of_a_part_of_reduced_gradients(rank: int, is_right: bool) -> None:
     for rows in rows_of(rank):
         model.zero_grad()
         model(rows).square().mean().backward()
-        gradients = torch.cat([parameter.grad.flatten() for parameter in parameters if parameter.grad is not None])
+        gradients = torch.cat(
+            [
+                parameter.grad.flatten()
+                for parameter in parameters
+                if parameter.grad is not None
+            ]
+        )
         part.grad = torch.empty_like(part)
         dist.reduce_scatter_tensor(part.grad, F.pad(gradients, (0, padding)))
         squared = part.grad.square().sum()
@@ -1586,12 +1735,19 @@ def gradient_of_the_input_is_not_added(rank: int, is_right: bool) -> None:
     begin()
     first, last = nn.Linear(4, 6).to(DEVICE), nn.Linear(6, 1).to(DEVICE)
     up = nn.Parameter(torch.randn(8, 6).chunk(RANKS)[rank].to(DEVICE))
-    bias = nn.Parameter(torch.zeros(8).chunk(RANKS)[rank].to(DEVICE))  # of a part: alike at the beginning
+    bias = nn.Parameter(
+        torch.zeros(8).chunk(RANKS)[rank].to(DEVICE)
+    )  # of a part: alike at the beginning
     down = nn.Parameter(torch.randn(6, 8).chunk(RANKS, 1)[rank].contiguous().to(DEVICE))
-    optimizer = torch.optim.SGD([*first.parameters(), up, bias, down, *last.parameters()], lr=0.01)
+    optimizer = torch.optim.SGD(
+        [*first.parameters(), up, bias, down, *last.parameters()], lr=0.01
+    )
     for rows in rows_of(0):
         hidden = torch.tanh(first(rows))
-        part = torch.relu((Copied.apply(hidden) if is_right else hidden) @ up.T + bias) @ down.T
+        part = (
+            torch.relu((Copied.apply(hidden) if is_right else hidden) @ up.T + bias)
+            @ down.T
+        )
         optimizer.zero_grad()
         last(hidden + Added.apply(part)).square().mean().backward()
         optimizer.step()
@@ -1611,10 +1767,16 @@ def norm_of_a_part_clips_what_all_ranks_have(rank: int, is_right: bool) -> None:
         optimizer.zero_grad()
         last(hidden + Added.apply(part)).square().mean().backward()
         if is_right:
-            of_parts = torch.stack([one.grad.square().sum() for one in (up, down) if one.grad is not None]).sum()
+            of_parts = torch.stack(
+                [one.grad.square().sum() for one in (up, down) if one.grad is not None]
+            ).sum()
             dist.all_reduce(of_parts)
-            of_whole = torch.stack([one.grad.square().sum() for one in whole if one.grad is not None]).sum()
-            nn.utils.clip_grads_with_norm_([*whole, up, down], 0.1, (of_parts + of_whole).sqrt())
+            of_whole = torch.stack(
+                [one.grad.square().sum() for one in whole if one.grad is not None]
+            ).sum()
+            nn.utils.clip_grads_with_norm_(
+                [*whole, up, down], 0.1, (of_parts + of_whole).sqrt()
+            )
         else:
             nn.utils.clip_grad_norm_([*whole, up, down], 0.1)
         optimizer.step()
@@ -1638,7 +1800,9 @@ def gradients_are_scaled_by_the_rows_of_each_rank(rank: int, is_right: bool) -> 
 
 
 @pair("gradient-of-another-output")
-def gradients_of_micro_batches_come_back_the_other_way_round(rank: int, is_right: bool) -> None:
+def gradients_of_micro_batches_come_back_the_other_way_round(
+    rank: int, is_right: bool
+) -> None:
     begin()
     torch.manual_seed(rank)
     stage = nn.Linear(4, 6).to(DEVICE) if rank == 0 else nn.Linear(6, 1).to(DEVICE)
@@ -1668,13 +1832,20 @@ def gradients_of_micro_batches_come_back_the_other_way_round(rank: int, is_right
 @pair("bias-of-each-rank")
 def bias_is_added_before_the_sum(rank: int, is_right: bool) -> None:
     divided_layers(
-        rank, lambda part, down, bias: add_up(part @ down.T) + bias if is_right else add_up(F.linear(part, down, bias))
+        rank,
+        lambda part, down, bias: (
+            add_up(part @ down.T) + bias
+            if is_right
+            else add_up(F.linear(part, down, bias))
+        ),
     )
 
 
 @pair("bias-of-each-rank")
 def bias_is_added_by_hand_before_torchs_sum(rank: int, is_right: bool) -> None:
-    def finish(part: torch.Tensor, down: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    def finish(
+        part: torch.Tensor, down: torch.Tensor, bias: torch.Tensor
+    ) -> torch.Tensor:
         if is_right:
             return differentiable.all_reduce(part @ down.T) + bias
         return differentiable.all_reduce(part @ down.T + bias)
@@ -1700,8 +1871,12 @@ class Scattered(torch.autograd.Function):
 
 @pair("bias-of-each-rank")
 def bias_is_added_before_rows_are_scattered(rank: int, is_right: bool) -> None:
-    def finish(part: torch.Tensor, down: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-        rows: torch.Tensor = Scattered.apply(F.linear(part, down, None if is_right else bias))
+    def finish(
+        part: torch.Tensor, down: torch.Tensor, bias: torch.Tensor
+    ) -> torch.Tensor:
+        rows: torch.Tensor = Scattered.apply(
+            F.linear(part, down, None if is_right else bias)
+        )
         return rows + bias if is_right else rows
 
     divided_layers(rank, finish, has_own_rows=True)
@@ -1763,7 +1938,10 @@ def best_weights_are_no_copy(rank: int, is_right: bool) -> None:
         fit(model, optimizer, iter([rows]))
         loss = float(model(rows).detach().square().mean())
         if loss < least:
-            least, best = loss, copy.deepcopy(model.state_dict()) if is_right else model.state_dict()
+            least, best = (
+                loss,
+                copy.deepcopy(model.state_dict()) if is_right else model.state_dict(),
+            )
         fit(model, optimizer, iter([rows]))
     model.load_state_dict(best)
 
@@ -1775,7 +1953,10 @@ def best_weights_are_detached_and_no_copy(rank: int, is_right: bool) -> None:
     optimizer = sgd(model)
     fit(model, optimizer, rows_of(rank))
     state = model.state_dict()
-    best = {name: value.detach().clone() if is_right else value.detach() for name, value in state.items()}
+    best = {
+        name: value.detach().clone() if is_right else value.detach()
+        for name, value in state.items()
+    }
     del state
     fit(model, optimizer, rows_of(rank))
     model.load_state_dict(best)
@@ -1789,7 +1970,9 @@ def an_optimizer_is_made_again_in_another_order(rank: int, is_right: bool) -> No
     fit(model, optimizer, rows_of(rank))
     state = copy.deepcopy(optimizer.state_dict())
     layers = list(model) if is_right else [model[2], model[0], model[1]]
-    again = torch.optim.Adam([parameter for layer in layers for parameter in layer.parameters()])
+    again = torch.optim.Adam(
+        [parameter for layer in layers for parameter in layer.parameters()]
+    )
     again.load_state_dict(state)
     fit(model, again, rows_of(rank))
 
@@ -1797,7 +1980,9 @@ def an_optimizer_is_made_again_in_another_order(rank: int, is_right: bool) -> No
 # Frozen parameters
 
 
-def freeze_later(rank: int, optimizer: Callable[[nn.Module], torch.optim.Optimizer], is_right: bool) -> None:
+def freeze_later(
+    rank: int, optimizer: Callable[[nn.Module], torch.optim.Optimizer], is_right: bool
+) -> None:
     torch.manual_seed(0)
     model = make_model()
     updates = optimizer(model)
@@ -1817,17 +2002,28 @@ def moments_go_on_after_a_part_is_frozen(rank: int, is_right: bool) -> None:
 
 @pair("frozen-but-updated", has_ranks=False)
 def decay_goes_on_after_a_part_is_frozen(rank: int, is_right: bool) -> None:
-    freeze_later(rank, lambda model: torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.1), is_right)
+    freeze_later(
+        rank,
+        lambda model: torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.1),
+        is_right,
+    )
 
 
 # Settings of groups
 
 
-def train_groups(rank: int, before: Callable[[torch.optim.Optimizer, int], object], rates: list[float]) -> None:
+def train_groups(
+    rank: int,
+    before: Callable[[torch.optim.Optimizer, int], object],
+    rates: list[float],
+) -> None:
     torch.manual_seed(0)
     model: Any = make_model()
     parts = zip([model[0], model[2]], rates, strict=True)
-    groups = [{"params": list(part.parameters()), "lr": rate, "scale": rate} for part, rate in parts]
+    groups = [
+        {"params": list(part.parameters()), "lr": rate, "scale": rate}
+        for part, rate in parts
+    ]
     optimizer = torch.optim.SGD(groups)
     for step, rows in enumerate(rows_of(rank, 6)):
         before(optimizer, step)
@@ -1852,7 +2048,9 @@ def a_schedule_has_one_rate_for_all_groups(rank: int, is_right: bool) -> None:
             schedules[0].step()
         else:
             highest: Any = [0.01, 0.1] if is_right else 0.1
-            schedules.append(torch.optim.lr_scheduler.OneCycleLR(optimizer, highest, total_steps=10))
+            schedules.append(
+                torch.optim.lr_scheduler.OneCycleLR(optimizer, highest, total_steps=10)
+            )
 
     with warnings.catch_warnings(action="ignore"):  # it is made before each first step
         train_groups(rank, schedule, [0.01, 0.1])
@@ -1917,7 +2115,11 @@ class GatheredRows(torch.autograd.Function):
 @pair("gradient-not-sent-back")
 def a_function_that_gathers_sends_nothing_back(rank: int, is_right: bool) -> None:
     def loss_of(images: torch.Tensor, texts: torch.Tensor) -> torch.Tensor:
-        every = torch.cat(differentiable.all_gather(texts)) if is_right else GatheredRows.apply(texts)
+        every = (
+            torch.cat(differentiable.all_gather(texts))
+            if is_right
+            else GatheredRows.apply(texts)
+        )
         targets = torch.arange(len(images), device=DEVICE) + rank * len(images)
         return F.cross_entropy(images @ every.T * 10, targets)
 
@@ -1989,7 +2191,10 @@ class Noisy(Dataset[torch.Tensor]):
 
 class NoisyInEachWorker(Noisy):
     def __getitem__(self, at: int) -> torch.Tensor:
-        return self.rows[at] + np.random.default_rng((torch.initial_seed(), at)).standard_normal()
+        return (
+            self.rows[at]
+            + np.random.default_rng((torch.initial_seed(), at)).standard_normal()
+        )
 
 
 @pair("loader-workers-draw-alike", has_ranks=False)
@@ -1998,7 +2203,11 @@ def a_generator_is_copied_into_workers(rank: int, is_right: bool) -> None:
     model = make_model()
     optimizer = sgd(model)
     loader = DataLoader(
-        (NoisyInEachWorker if is_right else Noisy)(), 4, shuffle=True, num_workers=2, multiprocessing_context="fork"
+        (NoisyInEachWorker if is_right else Noisy)(),
+        4,
+        shuffle=True,
+        num_workers=2,
+        multiprocessing_context="fork",
     )
     for _ in range(2):
         fit(model, optimizer, (batch.float().to(DEVICE) for batch in loader))
@@ -2014,11 +2223,20 @@ def seed_the_data(worker: int) -> None:
 
 
 @pair("loader-workers-draw-alike", has_ranks=False)
-def workers_seed_another_generator_than_that_of_the_data(rank: int, is_right: bool) -> None:
+def workers_seed_another_generator_than_that_of_the_data(
+    rank: int, is_right: bool
+) -> None:
     torch.manual_seed(0)
     model = make_model()
     seed = seed_the_data if is_right else seed_the_process
-    loader = DataLoader(Noisy(), 4, shuffle=True, num_workers=2, multiprocessing_context="fork", worker_init_fn=seed)
+    loader = DataLoader(
+        Noisy(),
+        4,
+        shuffle=True,
+        num_workers=2,
+        multiprocessing_context="fork",
+        worker_init_fn=seed,
+    )
     fit(model, sgd(model), (batch.float().to(DEVICE) for batch in loader))
 
 
@@ -2041,7 +2259,9 @@ def schedule_is_of_all_batches(rank: int, is_right: bool) -> None:
             schedule.step()
 
 
-def fit_with_lambda(rank: int, make: Callable[[int], Callable[[int], float]], is_right: bool) -> None:
+def fit_with_lambda(
+    rank: int, make: Callable[[int], Callable[[int], float]], is_right: bool
+) -> None:
     begin()
     model = wrapped(make_model())
     optimizer, rows = sgd(model, 0.01), data()
@@ -2058,7 +2278,9 @@ def fit_with_lambda(rank: int, make: Callable[[int], Callable[[int], float]], is
 
 @pair("schedule-of-all-ranks")
 def function_of_the_rate_counts_all_batches(rank: int, is_right: bool) -> None:
-    fit_with_lambda(rank, lambda total: lambda step: 1 - min(step, total) / total, is_right)
+    fit_with_lambda(
+        rank, lambda total: lambda step: 1 - min(step, total) / total, is_right
+    )
 
 
 def falling(step: int, *, warmup: int, total: int) -> float:
@@ -2067,7 +2289,9 @@ def falling(step: int, *, warmup: int, total: int) -> float:
 
 @pair("schedule-of-all-ranks")
 def argument_of_the_rate_counts_all_batches(rank: int, is_right: bool) -> None:
-    fit_with_lambda(rank, lambda total: functools.partial(falling, warmup=3, total=total), is_right)
+    fit_with_lambda(
+        rank, lambda total: functools.partial(falling, warmup=3, total=total), is_right
+    )
 
 
 class Falling:
@@ -2083,7 +2307,9 @@ def attribute_of_the_rate_counts_all_batches(rank: int, is_right: bool) -> None:
     fit_with_lambda(rank, Falling, is_right)
 
 
-def average_without_statistics(rank: int, own: nn.Module, model: nn.Module, is_right: bool) -> None:
+def average_without_statistics(
+    rank: int, own: nn.Module, model: nn.Module, is_right: bool
+) -> None:
     """Trains a model, which is `own` or a wrapper of it, and evaluates an average of it."""
     average = copy.deepcopy(own).eval().requires_grad_(False)
     optimizer = sgd(model)
@@ -2116,11 +2342,15 @@ def functional_training_throws_statistics_away(rank: int, is_right: bool) -> Non
         parameters: dict[str, torch.Tensor], rows: torch.Tensor
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         state = {name: one.clone() for name, one in buffers.items()}
-        return functional_call(model, {**parameters, **state}, rows).square().mean(), state
+        return functional_call(
+            model, {**parameters, **state}, rows
+        ).square().mean(), state
 
     for rows in rows_of(rank, 8, rows=32):
         gradients, state = torch.func.grad(loss_of, has_aux=True)(parameters, rows)
-        parameters = {name: one - 0.1 * gradients[name] for name, one in parameters.items()}
+        parameters = {
+            name: one - 0.1 * gradients[name] for name, one in parameters.items()
+        }
         if is_right:
             buffers = state
     model.eval()
@@ -2135,10 +2365,15 @@ def average_has_no_statistics_of_all_ranks(rank: int, is_right: bool) -> None:
     average_without_statistics(rank, own, wrapped(own), is_right)
 
 
-def fit_and_average(rank: int, update: Callable[[torch.Tensor, torch.Tensor], object], is_right: bool) -> None:
+def fit_and_average(
+    rank: int, update: Callable[[torch.Tensor, torch.Tensor], object], is_right: bool
+) -> None:
     begin()
     model = wrapped(make_model())
-    average = {name: one.data.clone() if is_right else one.data for name, one in model.named_parameters()}
+    average = {
+        name: one.data.clone() if is_right else one.data
+        for name, one in model.named_parameters()
+    }
     optimizer = sgd(model, 0.01)
     for rows in rows_of(rank, 4):
         fit(model, optimizer, iter([rows]))
@@ -2148,12 +2383,20 @@ def fit_and_average(rank: int, update: Callable[[torch.Tensor, torch.Tensor], ob
 
 @pair("average-is-the-weights")
 def average_is_multiplied_and_added_to(rank: int, is_right: bool) -> None:
-    fit_and_average(rank, lambda average, weight: average.mul_(0.9).add_(weight, alpha=1 - 0.9), is_right)
+    fit_and_average(
+        rank,
+        lambda average, weight: average.mul_(0.9).add_(weight, alpha=1 - 0.9),
+        is_right,
+    )
 
 
 @pair("average-is-the-weights")
 def average_gets_a_share(rank: int, is_right: bool) -> None:
-    fit_and_average(rank, lambda average, weight: average.mul_(0.9).add_((1 - 0.9) * weight), is_right)
+    fit_and_average(
+        rank,
+        lambda average, weight: average.mul_(0.9).add_((1 - 0.9) * weight),
+        is_right,
+    )
 
 
 @pair("average-is-the-weights")
@@ -2170,13 +2413,17 @@ def average_is_the_model(rank: int, is_right: bool) -> None:
     for rows in rows_of(rank, 4):
         fit(model, optimizer, iter([rows]))
         torch._foreach_mul_(list(average.values()), 0.9)
-        torch._foreach_add_(list(average.values()), list(model.state_dict().values()), alpha=0.1)
+        torch._foreach_add_(
+            list(average.values()), list(model.state_dict().values()), alpha=0.1
+        )
 
 
 # Checkpoints
 
 
-def training_from(file: io.BytesIO, restores: bool) -> tuple[nn.Module, torch.optim.Optimizer, dict[str, Any]]:
+def training_from(
+    file: io.BytesIO, restores: bool
+) -> tuple[nn.Module, torch.optim.Optimizer, dict[str, Any]]:
     """A model whose weights are from a checkpoint, its optimizer, and the checkpoint."""
     file.seek(0)
     checkpoint = torch.load(file, map_location=DEVICE)
@@ -2196,7 +2443,9 @@ def checkpoint_of_an_earlier_job(**more: int) -> io.BytesIO:
     optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
     fit(net, optimizer, rows_of(0, 2))
     file = io.BytesIO()
-    torch.save({"model": net.state_dict(), "optimizer": optimizer.state_dict(), **more}, file)
+    torch.save(
+        {"model": net.state_dict(), "optimizer": optimizer.state_dict(), **more}, file
+    )
     return file
 
 
@@ -2248,7 +2497,10 @@ def state_of_the_wrapper_is_loaded(rank: int, is_right: bool) -> None:
     model = make_model()
     model.load_state_dict(state, strict=False)
     # Right in both: a part of the names.
-    model.load_state_dict({next(iter(model.state_dict())): next(iter(state.values())), "head": state}, strict=False)
+    model.load_state_dict(
+        {next(iter(model.state_dict())): next(iter(state.values())), "head": state},
+        strict=False,
+    )
 
 
 @pair("outputs-share-memory")
@@ -2256,7 +2508,9 @@ def outputs_are_one_tensor(rank: int, is_right: bool) -> None:
     begin()
     own = torch.full((2,), float(rank), device=DEVICE)
     empty = torch.zeros(2, device=DEVICE)
-    parts = [torch.zeros_like(empty) for _ in range(RANKS)] if is_right else [empty] * RANKS
+    parts = (
+        [torch.zeros_like(empty) for _ in range(RANKS)] if is_right else [empty] * RANKS
+    )
     dist.all_gather(parts, own)
     # Right in both: columns of one matrix share a range of memory, and no number of it.
     columns = torch.zeros(2, RANKS, device=DEVICE)
@@ -2300,9 +2554,14 @@ def statistics_of_a_model_without_wrapper_stay_apart(rank: int, is_right: bool) 
     for rows in rows_of(rank):
         optimizer.zero_grad()
         model(rows).square().mean().backward()
-        flat = nn.utils.parameters_to_vector([one.grad for one in model.parameters() if one.grad is not None])
+        flat = nn.utils.parameters_to_vector(
+            [one.grad for one in model.parameters() if one.grad is not None]
+        )
         dist.all_reduce(flat)
-        nn.utils.vector_to_parameters(flat / RANKS, [one.grad for one in model.parameters() if one.grad is not None])
+        nn.utils.vector_to_parameters(
+            flat / RANKS,
+            [one.grad for one in model.parameters() if one.grad is not None],
+        )
         optimizer.step()
     for buffer in model.buffers() if is_right else ():
         dist.broadcast(buffer, 0)
@@ -2319,7 +2578,9 @@ def average_is_updated_on_one_rank(rank: int, is_right: bool) -> None:
     for _ in range(2):
         fit(model, sgd(model), rows_of(rank))
         if is_right or rank == 0:
-            for mine, other in zip(average.parameters(), model.parameters(), strict=True):
+            for mine, other in zip(
+                average.parameters(), model.parameters(), strict=True
+            ):
                 mine.lerp_(other.detach(), 0.5)
         dist.all_reduce(average(next(rows_of(10 + rank))).sum())
 
@@ -2328,7 +2589,9 @@ def average_is_updated_on_one_rank(rank: int, is_right: bool) -> None:
 def predictions_come_rank_after_rank(rank: int, is_right: bool) -> None:
     begin()
     rows = data(16)
-    loader = DataLoader(rows, batch_size=4, sampler=DistributedSampler(rows, shuffle=False))
+    loader = DataLoader(
+        rows, batch_size=4, sampler=DistributedSampler(rows, shuffle=False)
+    )
     mine = torch.cat([batch for (batch,) in loader]).to(DEVICE)
     parts = [torch.empty_like(mine) for _ in range(RANKS)]
     dist.all_gather(parts, mine)
@@ -2339,11 +2602,15 @@ def predictions_come_rank_after_rank(rank: int, is_right: bool) -> None:
 @pair("recomputed-with-other-dropout", has_ranks=False)
 def random_state_is_not_restored(rank: int, is_right: bool) -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 32), nn.Dropout(0.5), nn.Linear(32, 1)).to(DEVICE)
+    model = nn.Sequential(nn.Linear(4, 32), nn.Dropout(0.5), nn.Linear(32, 1)).to(
+        DEVICE
+    )
     optimizer = sgd(model)
     for rows in rows_of(rank):
         optimizer.zero_grad()
-        result: Any = checkpoint(model, rows, use_reentrant=False, preserve_rng_state=is_right)
+        result: Any = checkpoint(
+            model, rows, use_reentrant=False, preserve_rng_state=is_right
+        )
         result.square().mean().backward()
         optimizer.step()
 
@@ -2450,7 +2717,9 @@ def values_of_sparse_gradients_are_added(rank: int, is_right: bool) -> None:
     generator = torch.Generator().manual_seed(rank)
     for _ in range(3):
         optimizer.zero_grad()
-        table(torch.randperm(20, generator=generator)[:6].to(DEVICE)).square().mean().backward()
+        table(
+            torch.randperm(20, generator=generator)[:6].to(DEVICE)
+        ).square().mean().backward()
         gradient = table.weight.grad
         assert gradient is not None
         if is_right:

@@ -30,7 +30,9 @@ def shown(value: object) -> str:
 
 def mlp(dtype: torch.dtype = torch.float64) -> nn.Module:
     """Smooth, so that no gradient is zero by chance."""
-    return nn.Sequential(nn.Linear(3, 4, dtype=dtype), nn.Tanh(), nn.Linear(4, 2, dtype=dtype))
+    return nn.Sequential(
+        nn.Linear(3, 4, dtype=dtype), nn.Tanh(), nn.Linear(4, 2, dtype=dtype)
+    )
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
@@ -41,10 +43,15 @@ def adam(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.Adam(model.parameters(), lr=0.01)
 
 
-def data(rows: int, dtype: torch.dtype = torch.float64, seed: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+def data(
+    rows: int, dtype: torch.dtype = torch.float64, seed: int = 1
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Inputs and targets, of which no two rows are alike."""
     generator = torch.Generator().manual_seed(1000 * seed + rows)
-    x = torch.randn(rows, 3, generator=generator, dtype=torch.float64) + torch.arange(rows).unsqueeze(1) * 0.1
+    x = (
+        torch.randn(rows, 3, generator=generator, dtype=torch.float64)
+        + torch.arange(rows).unsqueeze(1) * 0.1
+    )
     y = torch.randn(rows, 2, generator=generator, dtype=torch.float64) + 0.5
     return x.to(dtype), y.to(dtype)
 
@@ -61,12 +68,16 @@ def deal(strategy: torchstrategy.Strategy, batch: Any) -> Any:
 def in_pieces(strategy: torchstrategy.Strategy, whole: torch.Tensor) -> Any:
     """A piece of a tensor for each replica, where that replica is. It is not dealt: all pieces weigh the same."""
     count = strategy.num_replicas_in_sync
-    return strategy.run(lambda: whole.chunk(count)[replica_id()].to(torch.get_default_device()))
+    return strategy.run(
+        lambda: whole.chunk(count)[replica_id()].to(torch.get_default_device())
+    )
 
 
 def share_a_place(strategy: torchstrategy.Strategy) -> bool:
     """Whether its replicas are on one device, and so run one at a time and in order."""
-    return len({memory_device(device) for device in strategy.extended.worker_devices}) == 1
+    return (
+        len({memory_device(device) for device in strategy.extended.worker_devices}) == 1
+    )
 
 
 def context() -> torchstrategy.ReplicaContext:
@@ -82,7 +93,9 @@ def replica_id() -> int:
 
 
 def built(
-    strategy: torchstrategy.Strategy, build: Callable[[], nn.Module], optimizer: Callable[[nn.Module], Any] | None
+    strategy: torchstrategy.Strategy,
+    build: Callable[[], nn.Module],
+    optimizer: Callable[[nn.Module], Any] | None,
 ) -> tuple[tuple[nn.Module, Any], tuple[nn.Module, Any]]:
     """A model and its optimizer, made in the scope, and equal ones that no strategy knows."""
     torch.manual_seed(0)
@@ -105,7 +118,10 @@ def close(actual: Any, expected: Any, **options: Any) -> None:
 
 
 def gradients(model: nn.Module) -> dict[str, torch.Tensor | None]:
-    return {name: None if p.grad is None else p.grad.detach().cpu().clone() for name, p in model.named_parameters()}
+    return {
+        name: None if p.grad is None else p.grad.detach().cpu().clone()
+        for name, p in model.named_parameters()
+    }
 
 
 def parameters(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -113,22 +129,35 @@ def parameters(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def assert_close(
-    actual: Any, expected: Any, case: str, relative: float | None = None, absolute: float | None = None
+    actual: Any,
+    expected: Any,
+    case: str,
+    relative: float | None = None,
+    absolute: float | None = None,
 ) -> None:
     """Equal by norm, tensor by tensor: to 1e-12 in float64 and 2e-6 in float32, unless said otherwise."""
     assert actual.keys() == expected.keys(), case
     for name, wanted in expected.items():
         got = actual[name]
         if wanted is None or got is None:
-            assert got is None and wanted is None, f"{case}: {name} is {got} and should be {wanted}"
+            assert got is None and wanted is None, (
+                f"{case}: {name} is {got} and should be {wanted}"
+            )
             continue
         got, wanted = got.cpu().to_dense(), wanted.cpu().to_dense()
         double = wanted.dtype == torch.float64
         rtol = relative or (1e-12 if double else 2e-6)
         atol = absolute or (1e-15 if double else 1e-8)
-        assert got.shape == wanted.shape and got.dtype == wanted.dtype, f"{case}: {name} is {got.shape} {got.dtype}"
-        error, size = float((got.double() - wanted.double()).norm()), float(wanted.double().norm())
-        assert error <= rtol * size + atol, f"{case}: {name} is off by {error:.3g}, of {size:.3g}"
+        assert got.shape == wanted.shape and got.dtype == wanted.dtype, (
+            f"{case}: {name} is {got.shape} {got.dtype}"
+        )
+        error, size = (
+            float((got.double() - wanted.double()).norm()),
+            float(wanted.double().norm()),
+        )
+        assert error <= rtol * size + atol, (
+            f"{case}: {name} is off by {error:.3g}, of {size:.3g}"
+        )
 
 
 def compare(
@@ -161,11 +190,23 @@ def compare(
             if m is twin:
                 step(twin, plain, batch)
             else:
-                strategy.run(lambda b: _nothing(step(model, ours, b)), args=(deal(strategy, batch),), options=options)
+                strategy.run(
+                    lambda b: _nothing(step(model, ours, b)),
+                    args=(deal(strategy, batch),),
+                    options=options,
+                )
             if after:
                 after(m, o)
-        assert_close(gradients(model), gradients(twin), f"{case_k}, gradient", relative, relative)
-        assert_close(parameters(model), parameters(twin), f"{case_k}, parameter", relative, relative)
+        assert_close(
+            gradients(model), gradients(twin), f"{case_k}, gradient", relative, relative
+        )
+        assert_close(
+            parameters(model),
+            parameters(twin),
+            f"{case_k}, parameter",
+            relative,
+            relative,
+        )
     return model, twin
 
 

@@ -11,12 +11,19 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.algorithms.join import Join
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    set_model_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing import assert_close
 
@@ -28,7 +35,9 @@ Place = Callable[[int], torch.device]  # the device of a rank
 
 def make_model(seed: int = 0) -> nn.Sequential:
     torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 3)).double()
+    return nn.Sequential(
+        nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 3)
+    ).double()
 
 
 def rows_of(rank: int, step: int) -> torch.Tensor:
@@ -36,7 +45,9 @@ def rows_of(rank: int, step: int) -> torch.Tensor:
     return torch.randn(5, 6, generator=generator, dtype=torch.float64)
 
 
-def fit(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, device: torch.device) -> None:
+def fit(
+    model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, device: torch.device
+) -> None:
     """What one rank of a program does."""
     for step in range(STEPS):
         optimizer.zero_grad()
@@ -50,7 +61,9 @@ def fit_plainly() -> list[torch.Tensor]:
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     for step in range(STEPS):
         optimizer.zero_grad()
-        model(torch.cat([rows_of(rank, step) for rank in range(RANKS)])).square().mean().backward()
+        model(
+            torch.cat([rows_of(rank, step) for rank in range(RANKS)])
+        ).square().mean().backward()
         optimizer.step()
     return numbers_of(model)
 
@@ -107,7 +120,10 @@ def distributed_data_parallel(place: Place) -> RankRecord:
 def fully_sharded(place: Place) -> RankRecord:
     def main(rank: int) -> list[torch.Tensor]:
         dist.init_process_group("nccl")
-        mesh, model = init_device_mesh(place(rank).type, (RANKS,)), make_model().to(place(rank))
+        mesh, model = (
+            init_device_mesh(place(rank).type, (RANKS,)),
+            make_model().to(place(rank)),
+        )
         for layer in model:
             if isinstance(layer, nn.Linear):
                 fully_shard(layer, mesh=mesh)
@@ -120,7 +136,11 @@ def fully_sharded(place: Place) -> RankRecord:
     # A layer is gathered for forward and for backward, and its gradients are scattered once. Rows that do not divide by
     # the number of ranks are padded. `full_tensor` gathers each parameter once more at the end.
     layers = [layer for layer in make_model() if isinstance(layer, nn.Linear)]
-    padded = [-(-rows.shape[0] // RANKS) * RANKS * rows[0].nbytes for layer in layers for rows in layer.parameters()]
+    padded = [
+        -(-rows.shape[0] // RANKS) * RANKS * rows[0].nbytes
+        for layer in layers
+        for rows in layer.parameters()
+    ]
     assert record.counts["reduce_scatter"] == STEPS * len(layers)
     assert record.bytes["reduce_scatter"] == STEPS * sum(padded)
     assert record.bytes["all_gather"] == (2 * STEPS + 1) * sum(padded)
@@ -130,7 +150,9 @@ def fully_sharded(place: Place) -> RankRecord:
 def hybrid_sharded(place: Place) -> RankRecord:
     def main(rank: int) -> list[torch.Tensor]:
         dist.init_process_group("nccl")
-        mesh = init_device_mesh(place(rank).type, (2, 2), mesh_dim_names=("replicate", "shard"))
+        mesh = init_device_mesh(
+            place(rank).type, (2, 2), mesh_dim_names=("replicate", "shard")
+        )
         model = make_model().to(place(rank))
         fully_shard(model, mesh=mesh)
         fit(model, adam(model), rank, place(rank))
@@ -138,7 +160,11 @@ def hybrid_sharded(place: Place) -> RankRecord:
 
     results, record = run_ranks(main, RANKS)
     check_all(results, fit_plainly())
-    assert {collective.ranks for collective in record.collectives if collective.kind == "all_reduce"} == {
+    assert {
+        collective.ranks
+        for collective in record.collectives
+        if collective.kind == "all_reduce"
+    } == {
         (0, 2),
         (1, 3),
     }
@@ -147,7 +173,9 @@ def hybrid_sharded(place: Place) -> RankRecord:
 
 def distributed_tensors(place: Place) -> RankRecord:
     def numbers(seed: int, *sizes: int) -> torch.Tensor:
-        return torch.randn(*sizes, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        return torch.randn(
+            *sizes, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+        )
 
     def main(rank: int) -> torch.Tensor:
         dist.init_process_group("nccl")
@@ -165,11 +193,20 @@ def distributed_tensors(place: Place) -> RankRecord:
 def tensor_parallel(place: Place) -> RankRecord:
     def main(rank: int) -> list[torch.Tensor]:
         dist.init_process_group("nccl")
-        mesh, model = init_device_mesh(place(rank).type, (RANKS,)), make_model().to(place(rank))
-        parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+        mesh, model = (
+            init_device_mesh(place(rank).type, (RANKS,)),
+            make_model().to(place(rank)),
+        )
+        parallelize_module(
+            model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()}
+        )
         y = model(rows_of(0, 0).to(place(rank)))
         y.square().mean().backward()
-        gradients = [model[0].weight.grad.full_tensor(), model[2].weight.grad.full_tensor(), model[4].weight.grad]
+        gradients = [
+            model[0].weight.grad.full_tensor(),
+            model[2].weight.grad.full_tensor(),
+            model[4].weight.grad,
+        ]
         return [y.detach().cpu(), *(gradient.cpu() for gradient in gradients)]
 
     results, record = run_ranks(main, RANKS)
@@ -186,7 +223,11 @@ def checkpoints(place: Place) -> RankRecord:
 
         def main(rank: int) -> list[torch.Tensor]:
             dist.init_process_group("nccl")
-            mesh, model, other = init_device_mesh(place(rank).type, (RANKS,)), make_model(0), make_model(1)
+            mesh, model, other = (
+                init_device_mesh(place(rank).type, (RANKS,)),
+                make_model(0),
+                make_model(1),
+            )
             for each in (model, other):
                 fully_shard(each.to(place(rank)), mesh=mesh)
             dcp.save(get_model_state_dict(model), checkpoint_id=folder)
@@ -208,7 +249,9 @@ def objects(place: Place) -> RankRecord:
         broadcast = [rank]
         dist.broadcast_object_list(broadcast, src=2)
         scattered: list[Any] = [None]
-        dist.scatter_object_list(scattered, [10, 11, 12, 13] if rank == 1 else None, src=1)
+        dist.scatter_object_list(
+            scattered, [10, 11, 12, 13] if rank == 1 else None, src=1
+        )
         return gathered, broadcast, scattered[0] - rank
 
     results, record = run_ranks(main, RANKS)
@@ -229,7 +272,11 @@ def chain(place: Place) -> RankRecord:
 
     results, record = run_ranks(main, RANKS)
     assert results == [0.0, 1.0, 2.0, 3.0]
-    assert [collective.ranks for collective in record.collectives] == [(0, 1), (1, 2), (2, 3)]
+    assert [collective.ranks for collective in record.collectives] == [
+        (0, 1),
+        (1, 2),
+        (2, 3),
+    ]
     return record
 
 
@@ -245,7 +292,9 @@ def pipeline(place: Place) -> RankRecord:
         dist.init_process_group("nccl")
         layer = layers()[rank].to(place(rank))
         stage = PipelineStage(layer, rank, RANKS, place(rank))
-        schedule = ScheduleGPipe(stage, 2, loss_fn=lambda y, wanted: (y - wanted).square().mean())
+        schedule = ScheduleGPipe(
+            stage, 2, loss_fn=lambda y, wanted: (y - wanted).square().mean()
+        )
         if rank == 0:
             schedule.step(x.to(place(rank)))
         elif rank == RANKS - 1:
@@ -258,7 +307,9 @@ def pipeline(place: Place) -> RankRecord:
     results, record = run_ranks(main, RANKS)
     plain = layers()
     (nn.Sequential(*plain)(x) - target).square().mean().backward()
-    assert_close(results, [layer.weight.grad for layer in plain], rtol=1e-12, atol=1e-12)
+    assert_close(
+        results, [layer.weight.grad for layer in plain], rtol=1e-12, atol=1e-12
+    )
     return record
 
 
@@ -279,8 +330,14 @@ def uneven_inputs(place: Place) -> RankRecord:
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
     for step in range(2 + RANKS - 1):
         optimizer.zero_grad()
-        losses = [plain(rows_of(rank, step)).mean() for rank in range(RANKS) if step < 2 + rank]
-        (sum(losses) / torch.tensor(RANKS)).backward()  # torch divides by all ranks, also by those that have joined
+        losses = [
+            plain(rows_of(rank, step)).mean()
+            for rank in range(RANKS)
+            if step < 2 + rank
+        ]
+        (
+            sum(losses) / torch.tensor(RANKS)
+        ).backward()  # torch divides by all ranks, also by those that have joined
         optimizer.step()
     check_all(results, numbers_of(plain))
     return record
@@ -293,7 +350,9 @@ def zero_redundancy(place: Place) -> RankRecord:
     def main(rank: int) -> list[torch.Tensor]:
         dist.init_process_group("nccl")
         model = DistributedDataParallel(make_model().to(place(rank)))
-        optimizer = ZeroRedundancyOptimizer(model.parameters(), optimizer_class=torch.optim.Adam, lr=0.01)
+        optimizer = ZeroRedundancyOptimizer(
+            model.parameters(), optimizer_class=torch.optim.Adam, lr=0.01
+        )
         fit(model, optimizer, rank, place(rank))
         return numbers_of(model)
 
@@ -304,11 +363,19 @@ def zero_redundancy(place: Place) -> RankRecord:
 
 def synchronized_batch_norm(place: Place) -> RankRecord:
     def rows(rank: int) -> torch.Tensor:
-        return torch.randn(3 + rank, 4, generator=torch.Generator().manual_seed(rank), dtype=torch.float64)
+        return torch.randn(
+            3 + rank,
+            4,
+            generator=torch.Generator().manual_seed(rank),
+            dtype=torch.float64,
+        )
 
     def main(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
         dist.init_process_group("nccl")
-        layer, x = nn.SyncBatchNorm(4).double().to(place(rank)), rows(rank).to(place(rank)).requires_grad_()
+        layer, x = (
+            nn.SyncBatchNorm(4).double().to(place(rank)),
+            rows(rank).to(place(rank)).requires_grad_(),
+        )
         y = layer(x)
         y.pow(3).sum().backward()
         assert x.grad is not None
@@ -318,8 +385,12 @@ def synchronized_batch_norm(place: Place) -> RankRecord:
     x = torch.cat([rows(rank) for rank in range(RANKS)]).requires_grad_()
     y = nn.BatchNorm1d(4).double()(x)
     y.pow(3).sum().backward()
-    assert_close(torch.cat([part for part, _ in results]), y.detach(), rtol=1e-9, atol=1e-9)
-    assert_close(torch.cat([gradient for _, gradient in results]), x.grad, rtol=1e-9, atol=1e-9)
+    assert_close(
+        torch.cat([part for part, _ in results]), y.detach(), rtol=1e-9, atol=1e-9
+    )
+    assert_close(
+        torch.cat([gradient for _, gradient in results]), x.grad, rtol=1e-9, atol=1e-9
+    )
     return record
 
 

@@ -30,7 +30,10 @@ from torchstrategy import (
     get_strategy,
 )
 
-STRATEGIES: dict[str, Strategy] = {"one_device": OneDeviceStrategy("cpu"), **{str(n): central(n) for n in (1, 2, 3, 4)}}
+STRATEGIES: dict[str, Strategy] = {
+    "one_device": OneDeviceStrategy("cpu"),
+    **{str(n): central(n) for n in (1, 2, 3, 4)},
+}
 TWO = STRATEGIES["2"]
 ROWS = 11
 BATCH = 2
@@ -70,7 +73,9 @@ def saved_and_loaded(state: Any) -> Any:
 
 
 def checkpoint(dataset: DistributedDataset) -> Any:
-    return saved_and_loaded({"data": dataset.state_dict(), "torch": torch.get_rng_state()})
+    return saved_and_loaded(
+        {"data": dataset.state_dict(), "torch": torch.get_rng_state()}
+    )
 
 
 def restore(dataset: DistributedDataset, saved: Any) -> None:
@@ -176,7 +181,9 @@ class Collated(DataLoader):
 
 
 def batched(dataset: Any = None, **options: Any) -> DataLoader:
-    return DataLoader(Numbers() if dataset is None else dataset, batch_size=BATCH, **options)
+    return DataLoader(
+        Numbers() if dataset is None else dataset, batch_size=BATCH, **options
+    )
 
 
 LOADERS: dict[str, Make] = {
@@ -184,35 +191,52 @@ LOADERS: dict[str, Make] = {
     "shuffled": lambda: batched(shuffle=True),
     "last batch dropped": lambda: batched(shuffle=True, drop_last=True),
     "generator of the loader": lambda: batched(shuffle=True, generator=generator()),
-    "generator of the sampler": lambda: batched(sampler=RandomSampler(range(ROWS), generator=generator())),
+    "generator of the sampler": lambda: batched(
+        sampler=RandomSampler(range(ROWS), generator=generator())
+    ),
     "two generators": lambda: batched(
-        sampler=RandomSampler(range(ROWS), generator=generator()), generator=generator(6)
+        sampler=RandomSampler(range(ROWS), generator=generator()),
+        generator=generator(6),
     ),
     "with replacement": lambda: batched(sampler=RandomSampler(range(99), True, ROWS)),
     "with replacement and a generator": lambda: batched(
         Numbers(99), sampler=RandomSampler(range(99), True, 50, generator=generator())
     ),
-    "weighted": lambda: batched(sampler=WeightedRandomSampler([k + 1.0 for k in range(ROWS)], ROWS)),
+    "weighted": lambda: batched(
+        sampler=WeightedRandomSampler([k + 1.0 for k in range(ROWS)], ROWS)
+    ),
     "subset": lambda: batched(sampler=SubsetRandomSampler(range(0, ROWS, 2))),
     "drawn one by one": lambda: batched(Numbers(1000), sampler=DrawsAtEachIndex(ROWS)),
     "drawn one by one with a generator": lambda: batched(
-        Numbers(1000), sampler=DrawsAtEachIndex(ROWS, generator()), generator=generator(6)
+        Numbers(1000),
+        sampler=DrawsAtEachIndex(ROWS, generator()),
+        generator=generator(6),
     ),
     "drawn at once": lambda: batched(sampler=DrawsAtOnce(ROWS)),
-    "drawn at once, ready batches": lambda: DataLoader(Ready(), batch_size=None, sampler=DrawsAtOnce(STEPS)),
+    "drawn at once, ready batches": lambda: DataLoader(
+        Ready(), batch_size=None, sampler=DrawsAtOnce(STEPS)
+    ),
     "ready batches": lambda: DataLoader(Ready(), batch_size=None, shuffle=True),
-    "batch sampler": lambda: DataLoader(Numbers(), batch_sampler=TwoByTwo(RandomSampler(range(ROWS)))),
+    "batch sampler": lambda: DataLoader(
+        Numbers(), batch_sampler=TwoByTwo(RandomSampler(range(ROWS)))
+    ),
     "generator within a batch sampler": lambda: DataLoader(
-        Numbers(), batch_sampler=TwoByTwo(RandomSampler(range(ROWS), generator=generator()))
+        Numbers(),
+        batch_sampler=TwoByTwo(RandomSampler(range(ROWS), generator=generator())),
     ),
     "generator within torch's batch sampler": lambda: DataLoader(
-        Numbers(), batch_sampler=BatchSampler(RandomSampler(range(ROWS), generator=generator()), BATCH, False)
+        Numbers(),
+        batch_sampler=BatchSampler(
+            RandomSampler(range(ROWS), generator=generator()), BATCH, False
+        ),
     ),
     "stream": lambda: batched(Stream()),
     "stream with a generator": lambda: batched(Stream(generator())),
     "stream of batches": lambda: DataLoader(Ready(), batch_size=None),
     "subclass": lambda: Collated(Numbers(), batch_size=BATCH, shuffle=True),
-    "subclass that iterates by itself": lambda: Longer(Numbers(), batch_size=BATCH, shuffle=True),
+    "subclass that iterates by itself": lambda: Longer(
+        Numbers(), batch_size=BATCH, shuffle=True
+    ),
     "list": lambda: [torch.arange(2 * k, 2 * k + 2) for k in range(STEPS)],
 }
 
@@ -235,14 +259,19 @@ def goes_on(make: Callable[[], DistributedDataset], place: str, later: int = 1) 
     for _ in range(epochs):
         read(dataset)
     iterator = iter(() if steps is None else dataset)
-    torch.rand(2)  # what is drawn between the beginning and the first batch does not touch the order
+    torch.rand(
+        2
+    )  # what is drawn between the beginning and the first batch does not touch the order
     read(iterator, steps)
     saved = checkpoint(dataset)
     expected = [*read(iterator), *(read(dataset) for _ in range(later))]
     torch.manual_seed(2)
     resumed = make()
     restore(resumed, saved)
-    assert [*([] if steps is None else read(resumed)), *(read(resumed) for _ in range(later))] == expected
+    assert [
+        *([] if steps is None else read(resumed)),
+        *(read(resumed) for _ in range(later)),
+    ] == expected
 
 
 def a_pipeline_for_each(strategy: Strategy = TWO, **options: Any) -> DistributedDataset:

@@ -62,7 +62,9 @@ from planted import (
 )
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # TorchScript, which optimizers of several processes use, is deprecated
+    warnings.simplefilter(
+        "ignore"
+    )  # TorchScript, which optimizers of several processes use, is deprecated
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
 IN_RANKS: list[Callable[[int], None]] = []
@@ -109,7 +111,10 @@ def torch_averages_weights(rank: int) -> None:
 @in_ranks
 def two_networks_play(rank: int) -> None:
     begin()
-    maker, judge = wrapped(nn.Linear(4, 4).to(DEVICE)), wrapped(make_model(), broadcast_buffers=False)
+    maker, judge = (
+        wrapped(nn.Linear(4, 4).to(DEVICE)),
+        wrapped(make_model(), broadcast_buffers=False),
+    )
     of_maker, of_judge = sgd(maker), sgd(judge)
     for rows in rows_of(rank):
         of_judge.zero_grad()
@@ -125,7 +130,9 @@ def two_networks_play(rank: int) -> None:
 def optimizer_has_parts(rank: int) -> None:
     begin()
     model = wrapped(make_model())
-    optimizer = ZeroRedundancyOptimizer(model.parameters(), optimizer_class=torch.optim.Adam, lr=0.01)
+    optimizer = ZeroRedundancyOptimizer(
+        model.parameters(), optimizer_class=torch.optim.Adam, lr=0.01
+    )
     fit(model, optimizer, rows_of(rank))
 
 
@@ -239,7 +246,10 @@ def evaluation_has_all_rows(rank: int) -> None:
     begin()
     sampler, of_evaluation = DistributedSampler(data()), DistributedSampler(data())
     loader: Any = DataLoader(data(), batch_size=4, sampler=sampler)
-    evaluated: Any = [DataLoader(data(), batch_size=8), DataLoader(data(), batch_size=8, sampler=of_evaluation)]
+    evaluated: Any = [
+        DataLoader(data(), batch_size=8),
+        DataLoader(data(), batch_size=8, sampler=of_evaluation),
+    ]
     model = wrapped(make_model())
     optimizer = sgd(model)
     for epoch in range(2):
@@ -251,7 +261,12 @@ def evaluation_has_all_rows(rank: int) -> None:
         for loader_of_all in evaluated:
             for (rows,) in loader_of_all:
                 with torch.no_grad():
-                    total += torch.stack([model(rows.to(DEVICE)).sum(), torch.tensor(float(len(rows)), device=DEVICE)])
+                    total += torch.stack(
+                        [
+                            model(rows.to(DEVICE)).sum(),
+                            torch.tensor(float(len(rows)), device=DEVICE),
+                        ]
+                    )
         dist.all_reduce(total)
         model.train()
 
@@ -260,7 +275,9 @@ def evaluation_has_all_rows(rank: int) -> None:
 def rows_of_each_rank_are_shuffled(rank: int) -> None:
     begin(rank)
     mine = Subset(data(), range(rank, 32, RANKS))
-    loader: Any = DataLoader(mine, batch_size=4, shuffle=True, num_workers=0, drop_last=True)
+    loader: Any = DataLoader(
+        mine, batch_size=4, shuffle=True, num_workers=0, drop_last=True
+    )
     model = wrapped(make_model())
     optimizer = sgd(model)
     for _ in range(2):
@@ -295,8 +312,14 @@ def a_parameter_is_unused(rank: int) -> None:
 @in_ranks
 def batch_norm_of_many_places(rank: int) -> None:
     begin()
-    model = wrapped(nn.Sequential(nn.Conv2d(1, 2, 1), nn.BatchNorm2d(2), nn.Flatten(), nn.Linear(32, 1)).to(DEVICE))
-    images = (rows.view(-1, 1, 2, 4).repeat(1, 1, 2, 1) for rows in rows_of(rank, rows=16))
+    model = wrapped(
+        nn.Sequential(
+            nn.Conv2d(1, 2, 1), nn.BatchNorm2d(2), nn.Flatten(), nn.Linear(32, 1)
+        ).to(DEVICE)
+    )
+    images = (
+        rows.view(-1, 1, 2, 4).repeat(1, 1, 2, 1) for rows in rows_of(rank, rows=16)
+    )
     fit(model, sgd(model), images)
 
 
@@ -311,12 +334,20 @@ def ranks_with_other_heads_train_alone(rank: int) -> None:
 
 @in_ranks
 def limit_is_scaled_as_well(rank: int) -> None:
-    scaled_training(rank, False, lambda model: nn.utils.clip_grad_norm_(model.parameters(), 0.5 * 2.0**12))
+    scaled_training(
+        rank,
+        False,
+        lambda model: nn.utils.clip_grad_norm_(model.parameters(), 0.5 * 2.0**12),
+    )
 
 
 @in_ranks
 def norm_of_scaled_gradients_is_only_asked_for(rank: int) -> None:
-    scaled_training(rank, False, lambda model: nn.utils.clip_grad_norm_(model.parameters(), float("inf")))
+    scaled_training(
+        rank,
+        False,
+        lambda model: nn.utils.clip_grad_norm_(model.parameters(), float("inf")),
+    )
 
 
 @in_ranks
@@ -340,7 +371,9 @@ def training_stops_in_the_middle_of_a_schedule(rank: int) -> None:
     optimizer, rows = sgd(model, 0.01), data()
     sampler: Any = DistributedSampler(rows)
     loader = DataLoader(rows, batch_size=4, sampler=sampler)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=4 * len(loader))
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(
+        optimizer, T_max=4 * len(loader)
+    )
     for epoch in range(3):
         sampler.set_epoch(epoch)
         for step, (batch,) in enumerate(loader):
@@ -547,7 +580,11 @@ def other_parts_of_a_buffer_are_filled(rank: int) -> None:
         request = dist.isend(buffer[0], 1)
         buffer[1].fill_(1.0)
         buffer[1:, ::2] += 1
-        assert buffer.shape and torch.empty_like(buffer[0]).numel() and buffer[0].sum() == 0
+        assert (
+            buffer.shape
+            and torch.empty_like(buffer[0]).numel()
+            and buffer[0].sum() == 0
+        )
     else:
         request = dist.irecv(buffer[0], 0)
         buffer[1].fill_(1.0)
@@ -584,7 +621,9 @@ def own_rows_stand_before_those_of_the_others(rank: int) -> None:
     def loss_of(images: torch.Tensor, texts: torch.Tensor) -> torch.Tensor:
         parts = list(differentiable.all_gather(texts))
         every = torch.cat([texts, *parts[:rank], *parts[rank + 1 :]])
-        return F.cross_entropy(images @ every.T * 10, torch.arange(len(images), device=DEVICE))
+        return F.cross_entropy(
+            images @ every.T * 10, torch.arange(len(images), device=DEVICE)
+        )
 
     contrastive(rank, loss_of)
 
@@ -593,7 +632,9 @@ def own_rows_stand_before_those_of_the_others(rank: int) -> None:
 def positives_are_not_gathered(rank: int) -> None:
     def loss_of(images: torch.Tensor, texts: torch.Tensor) -> torch.Tensor:
         every = torch.cat([texts, *differentiable.all_gather(images)])
-        return F.cross_entropy(images @ every.T * 10, torch.arange(len(images), device=DEVICE))
+        return F.cross_entropy(
+            images @ every.T * 10, torch.arange(len(images), device=DEVICE)
+        )
 
     contrastive(rank, loss_of)
 
@@ -603,7 +644,9 @@ def all_rows_are_compared_with_all(rank: int) -> None:
     def loss_of(images: torch.Tensor, texts: torch.Tensor) -> torch.Tensor:
         all_images = torch.cat(list(differentiable.all_gather(images)))
         all_texts = torch.cat(list(differentiable.all_gather(texts)))
-        return F.cross_entropy(all_images @ all_texts.T * 10, torch.arange(len(all_texts), device=DEVICE))
+        return F.cross_entropy(
+            all_images @ all_texts.T * 10, torch.arange(len(all_texts), device=DEVICE)
+        )
 
     contrastive(rank, loss_of)
 
@@ -614,7 +657,9 @@ def a_function_gathers_both_sides_of_the_loss(rank: int) -> None:
 
     def loss_of(images: torch.Tensor, texts: torch.Tensor) -> torch.Tensor:
         all_images, all_texts = GatheredRows.apply(images), GatheredRows.apply(texts)
-        return F.cross_entropy(all_images @ all_texts.T * 10, torch.arange(len(all_texts), device=DEVICE))
+        return F.cross_entropy(
+            all_images @ all_texts.T * 10, torch.arange(len(all_texts), device=DEVICE)
+        )
 
     contrastive(rank, loss_of)
 
@@ -623,7 +668,10 @@ def a_function_gathers_both_sides_of_the_loss(rank: int) -> None:
 def a_function_gathers_what_a_layer_gets(rank: int) -> None:
     begin()
     torch.manual_seed(0)
-    body, head = wrapped(nn.Linear(4, 16).to(DEVICE)), wrapped(nn.Linear(16, 8).to(DEVICE))
+    body, head = (
+        wrapped(nn.Linear(4, 16).to(DEVICE)),
+        wrapped(nn.Linear(16, 8).to(DEVICE)),
+    )
     optimizer = torch.optim.SGD([*body.parameters(), *head.parameters()], lr=0.1)
     for rows in rows_of(rank):
         optimizer.zero_grad()
@@ -652,7 +700,10 @@ def all_rows_are_compared_a_block_at_a_time(rank: int) -> None:
     def loss_of(images: torch.Tensor, texts: torch.Tensor) -> torch.Tensor:
         all_images, all_texts = GatheredRows.apply(images), GatheredRows.apply(texts)
         losses = [
-            F.cross_entropy(block @ all_texts.T * 10, torch.arange(len(block), device=DEVICE) + at * len(block))
+            F.cross_entropy(
+                block @ all_texts.T * 10,
+                torch.arange(len(block), device=DEVICE) + at * len(block),
+            )
             for at, block in enumerate(all_images.chunk(RANKS))
         ]
         return torch.stack(losses).mean()
@@ -843,24 +894,35 @@ def gradients_are_kept_in_another_place() -> None:
 def outputs_are_gathered_besides(rank: int) -> None:
     def loss_of(images: torch.Tensor, texts: torch.Tensor) -> torch.Tensor:
         differentiable.all_gather(texts)
-        return F.cross_entropy(images @ texts.T * 10, torch.arange(len(images), device=DEVICE))
+        return F.cross_entropy(
+            images @ texts.T * 10, torch.arange(len(images), device=DEVICE)
+        )
 
     contrastive(rank, loss_of)
 
 
 @in_ranks
 def one_rank_adds_the_bias(rank: int) -> None:
-    divided_layers(rank, lambda part, down, bias: add_up(F.linear(part, down, bias if rank == 0 else None)))
+    divided_layers(
+        rank,
+        lambda part, down, bias: add_up(
+            F.linear(part, down, bias if rank == 0 else None)
+        ),
+    )
 
 
 @in_ranks
 def each_rank_adds_its_share_of_the_bias(rank: int) -> None:
-    divided_layers(rank, lambda part, down, bias: add_up(F.linear(part, down, bias / RANKS)))
+    divided_layers(
+        rank, lambda part, down, bias: add_up(F.linear(part, down, bias / RANKS))
+    )
 
 
 @in_ranks
 def outputs_of_all_ranks_are_averaged(rank: int) -> None:
-    divided_layers(rank, lambda part, down, bias: add_up(F.linear(part, down, bias) / RANKS))
+    divided_layers(
+        rank, lambda part, down, bias: add_up(F.linear(part, down, bias) / RANKS)
+    )
 
 
 @in_ranks
@@ -916,10 +978,15 @@ def a_step_reads_other_gradients_than_those_under_way(rank: int) -> None:
 
 def skip_the_step_of_the_rank(model: nn.Module, rank: int) -> None:
     """A scaled training in which the loss of each rank is infinite once, in another step than those of the others."""
-    optimizer, scaler = sgd(model, 0.01), torch.amp.GradScaler(DEVICE, init_scale=2.0**12)
+    optimizer, scaler = (
+        sgd(model, 0.01),
+        torch.amp.GradScaler(DEVICE, init_scale=2.0**12),
+    )
     for step, rows in enumerate(rows_of(rank, 5)):
         optimizer.zero_grad()
-        scaler.scale(model(rows).square().mean() * (float("inf") if step == rank else 1)).backward()
+        scaler.scale(
+            model(rows).square().mean() * (float("inf") if step == rank else 1)
+        ).backward()
         scaler.step(optimizer)
         scaler.update()
 
@@ -960,7 +1027,10 @@ def the_last_of_several_is_waited_for(rank: int) -> None:
     begin()
     inputs = [torch.ones(4, device=DEVICE) for _ in range(3)]
     outputs = [torch.zeros(8, device=DEVICE) for _ in range(3)]
-    works = [dist.all_gather_into_tensor(out, given, async_op=True) for out, given in zip(outputs, inputs, strict=True)]
+    works = [
+        dist.all_gather_into_tensor(out, given, async_op=True)
+        for out, given in zip(outputs, inputs, strict=True)
+    ]
     works[-1].wait()
     inputs[0].zero_()
     for work in works:
@@ -1036,7 +1106,10 @@ def two_losses_through_one_function() -> None:
 @alone
 def several_losses_of_one_graph() -> None:
     torch.manual_seed(0)
-    body, heads = nn.Linear(4, 8).to(DEVICE), nn.ModuleList([nn.Linear(8, 1).to(DEVICE) for _ in range(3)])
+    body, heads = (
+        nn.Linear(4, 8).to(DEVICE),
+        nn.ModuleList([nn.Linear(8, 1).to(DEVICE) for _ in range(3)]),
+    )
     optimizer = torch.optim.SGD([*body.parameters(), *heads.parameters()], lr=0.1)
     for rows in rows_of(0):
         optimizer.zero_grad()
@@ -1235,7 +1308,9 @@ def the_largest_gradient_is_used() -> None:
         for rows in rows_of(0, 3):
             model.zero_grad(set_to_none=False)
             (model(rows).square().mean() / 3).backward()
-            torch.stack([parameter.grad.norm() for parameter in model.parameters()]).norm().item()
+            torch.stack(
+                [parameter.grad.norm() for parameter in model.parameters()]
+            ).norm().item()
         optimizer.step()
 
 
@@ -1267,7 +1342,10 @@ def hooks_add_gradients_in_buffers_of_their_own() -> None:
 def an_optimizer_of_each_parameter_steps_in_backward() -> None:
     torch.manual_seed(0)
     model = make_model()
-    optimizers = {parameter: torch.optim.SGD([parameter], lr=0.1) for parameter in model.parameters()}
+    optimizers = {
+        parameter: torch.optim.SGD([parameter], lr=0.1)
+        for parameter in model.parameters()
+    }
 
     def step(parameter: torch.Tensor) -> None:
         optimizers[parameter].step()
@@ -1299,8 +1377,13 @@ def a_closure_zeroes_gradients_in_the_step() -> None:
 def gradients_are_moved_to_a_copy_that_is_trained() -> None:
     torch.manual_seed(0)
     model = make_model().double()
-    masters = [parameter.detach().float().requires_grad_() for parameter in model.parameters()]
-    optimizers = [torch.optim.SGD(model.parameters(), lr=0.0), torch.optim.SGD(masters, lr=0.1)]
+    masters = [
+        parameter.detach().float().requires_grad_() for parameter in model.parameters()
+    ]
+    optimizers = [
+        torch.optim.SGD(model.parameters(), lr=0.0),
+        torch.optim.SGD(masters, lr=0.1),
+    ]
     for rows in rows_of(0, 5):
         model(rows.double()).square().mean().backward()
         for master, parameter in zip(masters, model.parameters(), strict=True):
@@ -1393,7 +1476,11 @@ def the_loss_is_there_before_the_evaluation() -> None:
 @alone
 def a_model_without_modes_stays_in_evaluation() -> None:
     torch.manual_seed(0)
-    fit_and_evaluate(make_model(nn.Dropout(0.0), nn.BatchNorm1d(8, track_running_stats=False)), 0, lambda epoch: None)
+    fit_and_evaluate(
+        make_model(nn.Dropout(0.0), nn.BatchNorm1d(8, track_running_stats=False)),
+        0,
+        lambda epoch: None,
+    )
 
 
 @alone
@@ -1467,24 +1554,36 @@ def averages_are_new_tensors(rank: int) -> None:
     averages: dict[int, torch.Tensor] = {}
 
     def update(average: torch.Tensor, weight: torch.Tensor) -> None:
-        averages[id(average)] = 0.9 * averages.get(id(average), average) + (1 - 0.9) * weight
+        averages[id(average)] = (
+            0.9 * averages.get(id(average), average) + (1 - 0.9) * weight
+        )
 
     fit_and_average(rank, update, is_right=False)
 
 
 @in_ranks
 def weights_decay_in_the_program(rank: int) -> None:
-    fit_and_average(rank, lambda average, weight: weight.add_(weight, alpha=-0.01), is_right=False)
+    fit_and_average(
+        rank, lambda average, weight: weight.add_(weight, alpha=-0.01), is_right=False
+    )
 
 
 @in_ranks
 def weights_are_scaled_twice(rank: int) -> None:
-    fit_and_average(rank, lambda average, weight: weight.mul_(0.9).add_(weight, alpha=0.2), is_right=False)
+    fit_and_average(
+        rank,
+        lambda average, weight: weight.mul_(0.9).add_(weight, alpha=0.2),
+        is_right=False,
+    )
 
 
 @in_ranks
 def weights_shrink_and_get_noise(rank: int) -> None:
-    fit_and_average(rank, lambda average, weight: weight.mul_(0.9).add_(torch.ones_like(weight) * 0.1), is_right=False)
+    fit_and_average(
+        rank,
+        lambda average, weight: weight.mul_(0.9).add_(torch.ones_like(weight) * 0.1),
+        is_right=False,
+    )
 
 
 class Chosen(Sampler[int]):
@@ -1500,7 +1599,9 @@ class Chosen(Sampler[int]):
         return iter(self.rows(torch.Generator().manual_seed(self.epoch)))
 
 
-def fit_chosen(rank: int, size: int, batch: int, rows: Callable[[torch.Generator], list[int]]) -> None:
+def fit_chosen(
+    rank: int, size: int, batch: int, rows: Callable[[torch.Generator], list[int]]
+) -> None:
     sampler = Chosen(rows)
     fit_epochs(DataLoader(data(size), batch_size=batch, sampler=sampler), rank, sampler)
 
@@ -1545,7 +1646,9 @@ def each_rank_takes_its_part_of_common_noise(rank: int) -> None:
     optimizer = sgd(model)
     generator = torch.Generator().manual_seed(0)
     for rows in rows_of(rank):
-        drawn = torch.randn(RANKS * len(rows), 4, generator=generator)[rank::RANKS].to(DEVICE)
+        drawn = torch.randn(RANKS * len(rows), 4, generator=generator)[rank::RANKS].to(
+            DEVICE
+        )
         optimizer.zero_grad()
         (model(0.9 * rows + 0.4 * drawn) - drawn).square().mean().backward()
         optimizer.step()
@@ -1562,7 +1665,9 @@ def noise_of_one_seed_is_added_to_reduced_gradients(rank: int) -> None:
         model(rows).square().mean().backward()
         for parameter in model.parameters():
             assert parameter.grad is not None
-            parameter.grad += 0.01 * torch.randn(parameter.shape, generator=generator).to(DEVICE)
+            parameter.grad += 0.01 * torch.randn(
+                parameter.shape, generator=generator
+            ).to(DEVICE)
         optimizer.step()
 
 
@@ -1611,13 +1716,17 @@ def the_last_batches_of_one_order_are_filled_up(rank: int) -> None:
 @in_ranks
 def an_order_is_fixed_on_purpose(rank: int) -> None:
     begin()
-    order = torch.randperm(32, generator=torch.Generator().manual_seed(3))[rank::RANKS].tolist()
+    order = torch.randperm(32, generator=torch.Generator().manual_seed(3))[
+        rank::RANKS
+    ].tolist()
 
     class Fixed(Chosen):
         """Inherits `set_epoch`."""
 
     sampler = Fixed(lambda generator: order)
-    loader: Any = DataLoader(data(), batch_sampler=BatchSampler(sampler, batch_size=4, drop_last=False))
+    loader: Any = DataLoader(
+        data(), batch_sampler=BatchSampler(sampler, batch_size=4, drop_last=False)
+    )
     fit_epochs(loader, rank, sampler, lr=1e-4)
 
 
@@ -1639,7 +1748,14 @@ def a_sampler_of_its_own_goes_on_after_a_checkpoint() -> None:
             sampler.set_epoch(epoch)
             for (rows,) in loader:
                 fit(model, optimizer, iter([rows.to(DEVICE)]))
-        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch}, saved)
+        torch.save(
+            {
+                "model": model.state_dict(),
+                "optimizer": optimizer.state_dict(),
+                "epoch": epoch,
+            },
+            saved,
+        )
 
 
 @in_ranks
@@ -1652,7 +1768,9 @@ def one_mask_of_gradients_is_drawn_on_all_ranks(rank: int) -> None:
         model(rows).square().mean().backward()
         for parameter in model.parameters():
             assert parameter.grad is not None
-            parameter.grad += 0.1 * torch.randn(parameter.shape, generator=generator).to(DEVICE)
+            parameter.grad += 0.1 * torch.randn(
+                parameter.shape, generator=generator
+            ).to(DEVICE)
             dist.all_reduce(parameter.grad)
             parameter.grad /= RANKS
         optimizer.step()
@@ -1660,8 +1778,12 @@ def one_mask_of_gradients_is_drawn_on_all_ranks(rank: int) -> None:
 
 @in_ranks
 def a_term_of_the_weights_is_divided_by_all_rows(rank: int) -> None:
-    def loss_of(model: Any, rows: torch.Tensor, mask: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        of_rows: torch.Tensor = (model(rows).square().flatten() * mask).sum() * RANKS / tokens
+    def loss_of(
+        model: Any, rows: torch.Tensor, mask: torch.Tensor, tokens: torch.Tensor
+    ) -> torch.Tensor:
+        of_rows: torch.Tensor = (
+            (model(rows).square().flatten() * mask).sum() * RANKS / tokens
+        )
         return of_rows + model.module[0].weight.square().sum() / tokens
 
     fit_by_tokens(rank, loss_of)
@@ -1677,7 +1799,9 @@ def layers_are_normalized_by_the_ranks_that_own_them(rank: int) -> None:
         model.zero_grad()
         model(rows).square().mean().backward()
         whole = torch.empty_like(own)
-        gradients = [layer.weight.grad for layer in layers if layer.weight.grad is not None]
+        gradients = [
+            layer.weight.grad for layer in layers if layer.weight.grad is not None
+        ]
         dist.reduce_scatter_tensor(whole, torch.cat(gradients))
         own.grad = whole.div_(whole.norm())
         optimizer.step()
@@ -1703,7 +1827,9 @@ def an_output_goes_to_a_stage_and_to_a_watcher(rank: int) -> None:
             dist.recv(gradient, 1)
             output.backward(gradient)
         else:
-            given, watched = (torch.empty(len(rows), 6, device=DEVICE) for _ in range(2))
+            given, watched = (
+                torch.empty(len(rows), 6, device=DEVICE) for _ in range(2)
+            )
             dist.recv(given, 0)
             dist.recv(watched, 0)
             stage(given.requires_grad_()).square().mean().backward()
@@ -1716,7 +1842,9 @@ def an_output_goes_to_a_stage_and_to_a_watcher(rank: int) -> None:
 def the_mean_of_losses_is_shown(rank: int) -> None:
     """Each rank divides by its own number of tokens, for the eye; the gradients are those of all tokens."""
 
-    def loss_of(model: nn.Module, rows: torch.Tensor, mask: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    def loss_of(
+        model: nn.Module, rows: torch.Tensor, mask: torch.Tensor, tokens: torch.Tensor
+    ) -> torch.Tensor:
         total: torch.Tensor = (model(rows).square().flatten() * mask).sum()
         shown = (total / mask.sum()).detach().clone()
         dist.all_reduce(shown)
@@ -1730,7 +1858,10 @@ def ranks_draw_single_rows_of_all(rank: int) -> None:
     begin()
     model, rows = wrapped(make_model()), torch.randn(200, 4)
     generator = torch.Generator().manual_seed(rank)
-    parts = (rows[torch.randint(len(rows), (16,), generator=generator)].to(DEVICE) for _ in range(12))
+    parts = (
+        rows[torch.randint(len(rows), (16,), generator=generator)].to(DEVICE)
+        for _ in range(12)
+    )
     fit(model, sgd(model), parts)
 
 
@@ -1769,7 +1900,11 @@ def gradients_of_other_scales_are_set_to_zero() -> None:
 @alone
 def two_losses_train_the_first_part() -> None:
     torch.manual_seed(0)
-    body, head, other = nn.Linear(4, 8).to(DEVICE), nn.Linear(8, 1).to(DEVICE), nn.Linear(8, 1).to(DEVICE)
+    body, head, other = (
+        nn.Linear(4, 8).to(DEVICE),
+        nn.Linear(8, 1).to(DEVICE),
+        nn.Linear(8, 1).to(DEVICE),
+    )
     of_body, of_head, of_other = sgd(body, 0.01), sgd(head, 0.01), sgd(other, 0.01)
     for rows in rows_of(0, 6):
         of_body.zero_grad()
@@ -1823,7 +1958,9 @@ class DrawnStream(IterableDataset):
     def __iter__(self) -> Iterator[torch.Tensor]:
         table = torch.arange(256.0).view(64, 4) / 256
         if self.is_drawn:
-            numbers = torch.randint(64, (64,), generator=torch.Generator().manual_seed(self.rank))
+            numbers = torch.randint(
+                64, (64,), generator=torch.Generator().manual_seed(self.rank)
+            )
             return iter(table[numbers])
         return iter(table[self.rank :: RANKS])
 
@@ -1832,7 +1969,11 @@ class DrawnStream(IterableDataset):
 def rows_of_a_stream_are_drawn_with_replacement(rank: int) -> None:
     begin()
     model = wrapped(make_model())
-    fit(model, sgd(model), (rows.to(DEVICE) for rows in DataLoader(DrawnStream(rank, True), batch_size=4)))
+    fit(
+        model,
+        sgd(model),
+        (rows.to(DEVICE) for rows in DataLoader(DrawnStream(rank, True), batch_size=4)),
+    )
 
 
 @in_ranks
@@ -1870,10 +2011,14 @@ def ranks_have_almost_as_many_tokens(rank: int) -> None:
 
 @alone
 def a_penalty_is_one_of_gradients_of_the_loss_itself() -> None:
-    def loss_of(model: nn.Module, rows: torch.Tensor, scaler: torch.amp.GradScaler) -> torch.Tensor:
+    def loss_of(
+        model: nn.Module, rows: torch.Tensor, scaler: torch.amp.GradScaler
+    ) -> torch.Tensor:
         rows.requires_grad_()
         (slope,) = torch.autograd.grad(model(rows).sum(), rows, create_graph=True)
-        loss: torch.Tensor = model(rows).square().mean() + (slope.norm(dim=1) - 1).square().mean()
+        loss: torch.Tensor = (
+            model(rows).square().mean() + (slope.norm(dim=1) - 1).square().mean()
+        )
         return loss
 
     fit_with_scaler(0, loss_of)
@@ -1881,11 +2026,18 @@ def a_penalty_is_one_of_gradients_of_the_loss_itself() -> None:
 
 @alone
 def a_penalty_is_multiplied_by_the_inverse_of_the_scale() -> None:
-    def loss_of(model: nn.Module, rows: torch.Tensor, scaler: torch.amp.GradScaler) -> torch.Tensor:
+    def loss_of(
+        model: nn.Module, rows: torch.Tensor, scaler: torch.amp.GradScaler
+    ) -> torch.Tensor:
         loss: torch.Tensor = model(rows).square().mean()
         inverse = 1.0 / scaler.get_scale()
-        gradients = torch.autograd.grad(scaler.scale(loss), list(model.parameters()), create_graph=True)
-        squared = sum(((one * inverse).square().sum() for one in gradients), torch.zeros((), device=DEVICE))
+        gradients = torch.autograd.grad(
+            scaler.scale(loss), list(model.parameters()), create_graph=True
+        )
+        squared = sum(
+            ((one * inverse).square().sum() for one in gradients),
+            torch.zeros((), device=DEVICE),
+        )
         return loss + squared.sqrt()
 
     fit_with_scaler(0, loss_of)
@@ -1906,9 +2058,13 @@ def all_numbers_of_a_sum_are_those_of_twice_the_rows(rank: int) -> None:
 
 @alone
 def gradients_are_compared_whatever_their_scale() -> None:
-    def loss_of(model: nn.Module, rows: torch.Tensor, scaler: torch.amp.GradScaler) -> torch.Tensor:
+    def loss_of(
+        model: nn.Module, rows: torch.Tensor, scaler: torch.amp.GradScaler
+    ) -> torch.Tensor:
         rows.requires_grad_()
-        (slope,) = torch.autograd.grad(scaler.scale(model(rows).sum()), rows, create_graph=True)
+        (slope,) = torch.autograd.grad(
+            scaler.scale(model(rows).sum()), rows, create_graph=True
+        )
         unlike = 1 - F.normalize(slope, dim=1)[:, 0].mean()
         loss: torch.Tensor = model(rows).square().mean() + unlike
         return loss
@@ -1922,7 +2078,10 @@ def ranks_divide_by_scales_of_their_own(rank: int) -> None:
     model = make_model()
     for parameter in model.parameters():
         dist.broadcast(parameter.data, 0)
-    optimizer, scaler = sgd(model), torch.amp.GradScaler(DEVICE, init_scale=8.0 * (1 + rank))
+    optimizer, scaler = (
+        sgd(model),
+        torch.amp.GradScaler(DEVICE, init_scale=8.0 * (1 + rank)),
+    )
     for rows in rows_of(rank):
         optimizer.zero_grad()
         scaler.scale(model(rows).square().mean()).backward()

@@ -22,7 +22,9 @@ class Opaque:
 
 def per_replica(strategy: Strategy, components: Sequence[Any]) -> Any:
     """A value with these components."""
-    return strategy.experimental_distribute_values_from_function(lambda c: components[c.replica_id_in_sync_group])
+    return strategy.experimental_distribute_values_from_function(
+        lambda c: components[c.replica_id_in_sync_group]
+    )
 
 
 def dealt(strategy: Strategy, rows: int) -> Any:

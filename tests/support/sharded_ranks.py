@@ -19,11 +19,15 @@ def make_net() -> nn.Sequential:
 
 def batches() -> list[torch.Tensor]:
     """Of uneven rows, and the last one of a single row, so that all ranks but one have none."""
-    rows = torch.randn(16, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    rows = torch.randn(
+        16, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64
+    )
     return [rows[:8], rows[8:15], rows[15:]]
 
 
-def step(model: nn.Module, optimizer: torch.optim.Optimizer, rows: torch.Tensor) -> None:
+def step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, rows: torch.Tensor
+) -> None:
     optimizer.zero_grad()
     model(rows).square().mean().backward()
     nn.utils.clip_grad_norm_(model.parameters(), 0.1)
@@ -40,7 +44,12 @@ def trained_in_shards(rank: int) -> torch.Tensor:
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     for batch in strategy.experimental_distribute_dataset(batches()):
         strategy.run(partial(step, model, optimizer), args=(batch,))
-    return torch.cat([parameter.full_tensor().detach().cpu().flatten() for parameter in model.parameters()])
+    return torch.cat(
+        [
+            parameter.full_tensor().detach().cpu().flatten()
+            for parameter in model.parameters()
+        ]
+    )
 
 
 def trained_plainly() -> torch.Tensor:

@@ -39,7 +39,9 @@ def tagger() -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def logged_over_tokens(
-    strategy: torchstrategy.Strategy, counts: str = "a tensor", options: torchstrategy.RunOptions = BY_LOSS
+    strategy: torchstrategy.Strategy,
+    counts: str = "a tensor",
+    options: torchstrategy.RunOptions = BY_LOSS,
 ) -> list[float]:
     """The loss of each step, and that of the epoch, as docs/logging.md logs them."""
     with strategy.scope():

@@ -20,7 +20,9 @@ SIMULATED = simulated_devices()
 
 def compute_devices(replicas: int) -> list[torch.device]:
     """The device of each of so many replicas. Simulated are five; the last of them computes nothing."""
-    return [SIMULATED[r % 4] if SIMULATED else torch.device("cpu") for r in range(replicas)]
+    return [
+        SIMULATED[r % 4] if SIMULATED else torch.device("cpu") for r in range(replicas)
+    ]
 
 
 def central(replicas: int, **kwargs: object) -> torchstrategy.Strategy:
@@ -51,18 +53,24 @@ def mirrored(replicas: int) -> torchstrategy.Strategy:
 def mirrored_with_copies(replicas: int) -> torchstrategy.Strategy:
     """The same, but on one device, too, each replica has parameters of its own, as if it had a device of its own."""
     devices = [canonical_device(device) for device in compute_devices(replicas)]
-    storage = ReplicatedStorage(Placement(devices, devices[0], may_alias=False, is_mirrored=True))
+    storage = ReplicatedStorage(
+        Placement(devices, devices[0], may_alias=False, is_mirrored=True)
+    )
     return torchstrategy.Strategy(ReplicatedExtended(storage, ReduceOp.MEAN))
 
 
 TOPOLOGIES: dict[str, Callable[[], torchstrategy.Strategy]] = {
     "default": torchstrategy.get_strategy,
-    "one_device": lambda: torchstrategy.OneDeviceStrategy(SIMULATED[1] if SIMULATED else "cpu"),
+    "one_device": lambda: torchstrategy.OneDeviceStrategy(
+        SIMULATED[1] if SIMULATED else "cpu"
+    ),
     "central_1": lambda: central(1),
     "central_2": lambda: central(2),
     "central_3": lambda: central(3),
     "central_4": lambda: central(4),
-    "central_offset": lambda: torchstrategy.CentralStorageStrategy(["cpu:1", "cpu:2"], "cpu:3"),
+    "central_offset": lambda: torchstrategy.CentralStorageStrategy(
+        ["cpu:1", "cpu:2"], "cpu:3"
+    ),
     "mirrored_2": lambda: mirrored(2),
     "mirrored_4": lambda: mirrored_with_copies(4),
     "copies_1": lambda: central_with_copies(1),
@@ -70,8 +78,16 @@ TOPOLOGIES: dict[str, Callable[[], torchstrategy.Strategy]] = {
 }
 # Under these every test runs; two more say little that others do not: in one process copies are like those of mirrored
 # replicas, and where devices are simulated logical CPUs are like one.
-EVERY = [name for name in TOPOLOGIES if name not in ("central_2", "central_offset" if SIMULATED else "copies_3")]
-SEVERAL = [name for name in EVERY if name not in ("default", "one_device", "central_1", "copies_1")]
+EVERY = [
+    name
+    for name in TOPOLOGIES
+    if name not in ("central_2", "central_offset" if SIMULATED else "copies_3")
+]
+SEVERAL = [
+    name
+    for name in EVERY
+    if name not in ("default", "one_device", "central_1", "copies_1")
+]
 ALONE = [name for name in EVERY if name not in SEVERAL]
 
 # What makes so many replicas: with memory of their own, and, where nothing is sent, with that of the owner.

@@ -43,7 +43,11 @@ def make(name: str) -> torchstrategy.Strategy:
 
 
 def has_components(strategy: torchstrategy.Strategy) -> bool:
-    return len(strategy.extended.parameter_devices) > 1 if torchstrategy.get_strategy() is not strategy else False
+    return (
+        len(strategy.extended.parameter_devices) > 1
+        if torchstrategy.get_strategy() is not strategy
+        else False
+    )
 
 
 def made(strategy: torchstrategy.Strategy, *args: Any, **kwargs: Any) -> Variable:
@@ -52,12 +56,17 @@ def made(strategy: torchstrategy.Strategy, *args: Any, **kwargs: Any) -> Variabl
 
 
 def components(strategy: torchstrategy.Strategy, v: Variable) -> list[Any]:
-    return [component.read_value().tolist() for component in strategy.experimental_local_results(v)]
+    return [
+        component.read_value().tolist()
+        for component in strategy.experimental_local_results(v)
+    ]
 
 
 def numbers(strategy: torchstrategy.Strategy, fn: Callable[[], Any]) -> list[Any]:
     """What each replica computes, as numbers."""
-    return list(strategy.experimental_local_results(strategy.run(lambda: fn().tolist())))
+    return list(
+        strategy.experimental_local_results(strategy.run(lambda: fn().tolist()))
+    )
 
 
 def silently(fn: Callable[[], Any]) -> Callable[[], None]:
@@ -80,7 +89,10 @@ class Scaled(nn.Module):
         self.rows = Variable(0.0, synchronization=ON_READ, aggregation=SUM)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(self.linear(x) * self.scale + self.biases[0]) * self.frozen + self.biases[1]
+        return (
+            torch.tanh(self.linear(x) * self.scale + self.biases[0]) * self.frozen
+            + self.biases[1]
+        )
 
     def trained(self) -> list[torch.Tensor]:
         return [*self.linear.parameters(), self.scale, *self.biases]
@@ -88,7 +100,9 @@ class Scaled(nn.Module):
 
 OPTIMIZERS: dict[str, Callable[[list[torch.Tensor]], torch.optim.Optimizer]] = {
     "sgd": lambda trained: torch.optim.SGD(trained, lr=0.1, momentum=0.9),
-    "adam": lambda trained: torch.optim.Adam([{"params": trained[:3], "lr": 0.05}, {"params": trained[3:]}]),
+    "adam": lambda trained: torch.optim.Adam(
+        [{"params": trained[:3], "lr": 0.05}, {"params": trained[3:]}]
+    ),
     "rmsprop": lambda trained: torch.optim.RMSprop(trained, lr=0.01),
 }
 

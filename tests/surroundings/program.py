@@ -33,10 +33,14 @@ STRATEGIES: dict[str, Callable[[], torchstrategy.Strategy]] = {
 
 def rows() -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
-    return torch.randn(24, 4, generator=generator), torch.randn(24, 1, generator=generator)
+    return torch.randn(24, 4, generator=generator), torch.randn(
+        24, 1, generator=generator
+    )
 
 
-def trained(batches: Iterable[Any], strategy: torchstrategy.Strategy | None = None) -> torch.Tensor:
+def trained(
+    batches: Iterable[Any], strategy: torchstrategy.Strategy | None = None
+) -> torch.Tensor:
     """The parameters of a small model after an epoch."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
@@ -84,14 +88,21 @@ def in_strategies() -> None:
 def with_loaders() -> None:
     """Loaders with processes of their own, started in each way that this system has."""
     for how in torch.multiprocessing.get_all_start_methods():
-        loader = DataLoader(TensorDataset(*rows()), batch_size=8, num_workers=2, multiprocessing_context=how)
+        loader = DataLoader(
+            TensorDataset(*rows()),
+            batch_size=8,
+            num_workers=2,
+            multiprocessing_context=how,
+        )
         check(f"a loader by {how}", trained(loader, STRATEGIES["Central"]()))
 
 
 def in_ranks() -> None:
     def main(rank: int) -> torch.Tensor:
         torch.distributed.init_process_group("gloo")
-        return trained(batches(), torchstrategy.MultiWorkerMirroredStrategy(devices=["cpu"]))
+        return trained(
+            batches(), torchstrategy.MultiWorkerMirroredStrategy(devices=["cpu"])
+        )
 
     for found in torchstrategy.testing.run_ranks(main, 2)[0]:
         check("a rank", found)
@@ -107,7 +118,10 @@ def on_simulated_devices() -> None:
 
 def as_worker() -> None:
     torch.distributed.init_process_group("gloo")
-    check(f"worker {torch.distributed.get_rank()}", trained(batches(), torchstrategy.MultiWorkerMirroredStrategy()))
+    check(
+        f"worker {torch.distributed.get_rank()}",
+        trained(batches(), torchstrategy.MultiWorkerMirroredStrategy()),
+    )
     torch.distributed.destroy_process_group()
 
 
@@ -117,9 +131,17 @@ def in_processes() -> None:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     # There is no public way to the options of the interpreter; `multiprocessing` uses the same.
-    command = [sys.executable, *subprocess._args_from_interpreter_flags(), __file__, "worker"]  # type: ignore
+    command = [
+        sys.executable,
+        *subprocess._args_from_interpreter_flags(),
+        __file__,
+        "worker",
+    ]  # type: ignore
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
-    started = [subprocess.Popen(command, env={**os.environ, **shared, "RANK": str(rank)}) for rank in range(2)]
+    started = [
+        subprocess.Popen(command, env={**os.environ, **shared, "RANK": str(rank)})
+        for rank in range(2)
+    ]
     if any([process.wait(120) for process in started]):
         raise SystemExit("a worker has failed")
 

@@ -22,7 +22,10 @@ from house.picture import package
 pytestmark = without_simulated_devices
 
 HERE = Path(__file__).parent
-USERS = {"nobody": 65534, "a number without a name": 54321}  # containers often have such a number
+USERS = {
+    "nobody": 65534,
+    "a number without a name": 54321,
+}  # containers often have such a number
 TEST = "def test(strategy):\n    assert strategy.num_replicas_in_sync >= 1\n"
 IS_ROOT = hasattr(os, "geteuid") and os.geteuid() == 0
 
@@ -44,19 +47,42 @@ IN_A_SHELL = 'ip link set lo up 2>/dev/null; exec "$@"'
 TOGETHER: dict[str, Surroundings] = {
     "-W error": Surroundings(["-W", "error"], arguments=["loaders"]),
     "-O, hash seed 0, no TMPDIR": Surroundings(
-        ["-O"], {"PYTHONHASHSEED": "0"}, ["TMPDIR", "TEMP", "TMP"], arguments=["loaders"]
+        ["-O"],
+        {"PYTHONHASHSEED": "0"},
+        ["TMPDIR", "TEMP", "TMP"],
+        arguments=["loaders"],
     ),
-    "-OO, no HOME": Surroundings(["-OO"], unset=["HOME", "USER", "LOGNAME", "XDG_CACHE_HOME"]),
-    "-X dev, -bb, hash seed 77": Surroundings(["-X", "dev", "-bb"], {"PYTHONHASHSEED": "77"}, arguments=["loaders"]),
-    "ASCII, TMPDIR that is not there": Surroundings(set={**NO_LOCALE, "TMPDIR": "/no/such/folder"}),
+    "-OO, no HOME": Surroundings(
+        ["-OO"], unset=["HOME", "USER", "LOGNAME", "XDG_CACHE_HOME"]
+    ),
+    "-X dev, -bb, hash seed 77": Surroundings(
+        ["-X", "dev", "-bb"], {"PYTHONHASHSEED": "77"}, arguments=["loaders"]
+    ),
+    "ASCII, TMPDIR that is not there": Surroundings(
+        set={**NO_LOCALE, "TMPDIR": "/no/such/folder"}
+    ),
     "no network": Surroundings(before=["unshare", "-n"], arguments=["alone"]),
-    "no network but this machine": Surroundings(before=["unshare", "-n", "sh", "-c", IN_A_SHELL, "sh"]),
+    "no network but this machine": Surroundings(
+        before=["unshare", "-n", "sh", "-c", IN_A_SHELL, "sh"]
+    ),
 }
 
 
-def run(command: Sequence[str], told: Surroundings, paths: Sequence[Path], folder: Path, **options: object) -> str:
-    environment = {key: value for key, value in os.environ.items() if key not in told.unset}
-    environment |= {"PYTHONPATH": os.pathsep.join(map(str, paths)), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", **told.set}
+def run(
+    command: Sequence[str],
+    told: Surroundings,
+    paths: Sequence[Path],
+    folder: Path,
+    **options: object,
+) -> str:
+    environment = {
+        key: value for key, value in os.environ.items() if key not in told.unset
+    }
+    environment |= {
+        "PYTHONPATH": os.pathsep.join(map(str, paths)),
+        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+        **told.set,
+    }
     environment.pop("CI", None)
     whole = [*told.before, sys.executable, *told.options, *command]
     done = subprocess.run(
@@ -69,11 +95,18 @@ def run(command: Sequence[str], told: Surroundings, paths: Sequence[Path], folde
         **options,  # type: ignore
     )
     said = done.stdout.decode(errors="replace")
-    assert done.returncode == 0, f"{' '.join(whole)} ended with {done.returncode}:\n{said[-6000:]}"
+    assert done.returncode == 0, (
+        f"{' '.join(whole)} ended with {done.returncode}:\n{said[-6000:]}"
+    )
     return said
 
 
-def works(told: Surroundings, folder: Path, paths: Sequence[Path] | None = None, **options: object) -> None:
+def works(
+    told: Surroundings,
+    folder: Path,
+    paths: Sequence[Path] | None = None,
+    **options: object,
+) -> None:
     """Runs the program, and a test with the plugin."""
     test = folder / "test_of_a_user.py"
     test.write_text(TEST)
@@ -82,16 +115,28 @@ def works(told: Surroundings, folder: Path, paths: Sequence[Path] | None = None,
     paths = [package().parent] if paths is None else paths
     said = run([str(program), *told.arguments], told, paths, folder, **options)
     assert "all went well" in said
-    plugin = ["-m", "pytest", "-q", "-p", "pytest_torchstrategy", "-p", "no:cacheprovider", "--simulate-devices=2"]
+    plugin = [
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "pytest_torchstrategy",
+        "-p",
+        "no:cacheprovider",
+        "--simulate-devices=2",
+    ]
     said = run([*plugin, str(test)], told, paths, folder, **options)
     assert "passed" in said and "failed" not in said
 
 
 def check_that_it_can_start(told: Surroundings) -> None:
     if told.before and (
-        shutil.which(told.before[0]) is None or subprocess.run([*told.before, "true"], capture_output=True).returncode
+        shutil.which(told.before[0]) is None
+        or subprocess.run([*told.before, "true"], capture_output=True).returncode
     ):
-        pytest.skip(f"needs {' '.join(told.before[:2])}, which this user may not run here")
+        pytest.skip(
+            f"needs {' '.join(told.before[:2])}, which this user may not run here"
+        )
 
 
 @takes_long
@@ -122,16 +167,31 @@ def test_a_path_with_spaces_and_letters_beyond_ascii(tmp_path: Path) -> None:
 @pytest.mark.parametrize("user", USERS)
 def test_a_user_who_may_write_nothing_but_one_folder(user: str, tmp_path: Path) -> None:
     """Neither the installation, nor a home, which this user does not have."""
-    hidden = [str(folder) for folder in Path(sys.executable).resolve().parents if not folder.stat().st_mode & 0o001]
-    hidden += [str(folder) for folder in Path(sys.prefix).parents if not folder.stat().st_mode & 0o001]
+    hidden = [
+        str(folder)
+        for folder in Path(sys.executable).resolve().parents
+        if not folder.stat().st_mode & 0o001
+    ]
+    hidden += [
+        str(folder)
+        for folder in Path(sys.prefix).parents
+        if not folder.stat().st_mode & 0o001
+    ]
     if hidden:
-        pytest.skip(f"other users cannot reach this Python: {hidden[0]} is closed to them")
-    site, work = installed_in(tmp_path_of_all(tmp_path, "site")), tmp_path_of_all(tmp_path, "work")
+        pytest.skip(
+            f"other users cannot reach this Python: {hidden[0]} is closed to them"
+        )
+    site, work = (
+        installed_in(tmp_path_of_all(tmp_path, "site")),
+        tmp_path_of_all(tmp_path, "work"),
+    )
     for path in [site, *site.rglob("*")]:
         path.chmod(0o555 if path.is_dir() else 0o444)
     number = USERS[user]
     os.chown(work, number, number)
-    told = Surroundings(set={"HOME": "/nonexistent", "TMPDIR": str(work)}, unset=["USER", "LOGNAME"])
+    told = Surroundings(
+        set={"HOME": "/nonexistent", "TMPDIR": str(work)}, unset=["USER", "LOGNAME"]
+    )
     works(told, work, [site], user=number, group=number, extra_groups=[])
     assert not list(site.rglob("__pycache__"))
 

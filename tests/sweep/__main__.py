@@ -10,7 +10,9 @@ from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # as it is in tests, which use the same modules
+sys.path.insert(
+    0, str(Path(__file__).resolve().parents[1])
+)  # as it is in tests, which use the same modules
 
 from sweep import exceptions, mixing, modules, operators, optimizers
 from sweep.agreement import judge
@@ -47,15 +49,28 @@ def main() -> int:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python tests/sweep", description=__doc__)
     choices = [*DATABASES, "mixing"]
-    parser.add_argument("what", nargs="*", default=choices, help=f"of {', '.join(choices)}; all unless given")
-    parser.add_argument("--samples", type=int, default=3, help="how many samples of each operator")
-    parser.add_argument("--only", type=lambda text: text.split(","), help="names of entries, with commas")
+    parser.add_argument(
+        "what",
+        nargs="*",
+        default=choices,
+        help=f"of {', '.join(choices)}; all unless given",
+    )
+    parser.add_argument(
+        "--samples", type=int, default=3, help="how many samples of each operator"
+    )
+    parser.add_argument(
+        "--only",
+        type=lambda text: text.split(","),
+        help="names of entries, with commas",
+    )
     parser.add_argument("--dtype", default="float32", help="where an entry takes it")
     parser.add_argument("--json", type=Path, help="a file for every outcome")
     options = parser.parse_args()
     unknown = set(options.what) - set(choices)
     if unknown:
-        parser.error(f"there is no {', '.join(sorted(unknown))}: choose of {', '.join(choices)}")
+        parser.error(
+            f"there is no {', '.join(sorted(unknown))}: choose of {', '.join(choices)}"
+        )
     return options
 
 
@@ -78,16 +93,27 @@ def _mix(options: argparse.Namespace) -> int:
         for name in operators.names():
             if options.only is not None and name not in options.only:
                 continue
-            for mixture in mixing.mixtures(name, options.samples, torch.device("sim:1"), elsewhere):
+            for mixture in mixing.mixtures(
+                name, options.samples, torch.device("sim:1"), elsewhere
+            ):
                 answers[mixture.answer] += 1
                 if mixture.answer is Answer.TAKEN:
                     taken.add(name)
-                if mixture.answer is Answer.WRONG or (mixture.answer is Answer.TAKEN and name not in exceptions.MIXED):
-                    print(f"  {name}, {mixture.name}: UNEXPECTED: {mixture.answer.value}: {mixture.said}")
+                if mixture.answer is Answer.WRONG or (
+                    mixture.answer is Answer.TAKEN and name not in exceptions.MIXED
+                ):
+                    print(
+                        f"  {name}, {mixture.name}: UNEXPECTED: {mixture.answer.value}: {mixture.said}"
+                    )
                     unlisted += 1
         counts = ", ".join(f"{answers[answer]} {answer.value}" for answer in Answer)
         print(f"one tensor on {elsewhere} and the rest on sim:1: {counts}")
-        print("".join(f"  taken by {name}: {exceptions.MIXED[name]}\n" for name in sorted(taken & {*exceptions.MIXED})))
+        print(
+            "".join(
+                f"  taken by {name}: {exceptions.MIXED[name]}\n"
+                for name in sorted(taken & {*exceptions.MIXED})
+            )
+        )
     return unlisted
 
 

@@ -52,9 +52,15 @@ def judge(trial: Trial, device: torch.device) -> Outcome:
     if isinstance(wanted, Raised) and isinstance(found, Raised):
         return Outcome(trial.name, Verdict.REFUSED)
     if isinstance(wanted, Raised):
-        return Outcome(trial.name, Verdict.DIFFERENT, f"only the CPU raises {wanted.error!r}")
+        return Outcome(
+            trial.name, Verdict.DIFFERENT, f"only the CPU raises {wanted.error!r}"
+        )
     if isinstance(found, Raised):
-        return Outcome(trial.name, Verdict.DIFFERENT, f"{type(found.error).__name__}: {found.error}")
+        return Outcome(
+            trial.name,
+            Verdict.DIFFERENT,
+            f"{type(found.error).__name__}: {found.error}",
+        )
     return Outcome(trial.name, *compared(wanted, found, device))
 
 
@@ -65,11 +71,15 @@ def observed(trial: Trial, device: torch.device) -> Any:
         warnings.simplefilter("ignore")
         try:
             return trial.run(device)
-        except Exception as error:  # whatever it is, it is what the operator does with this sample
+        except (
+            Exception
+        ) as error:  # whatever it is, it is what the operator does with this sample
             return Raised(error)
 
 
-def compared(wanted: Any, found: Any, device: torch.device | None) -> tuple[Verdict, str]:
+def compared(
+    wanted: Any, found: Any, device: torch.device | None
+) -> tuple[Verdict, str]:
     """What the CPU returned and what the device did; where it is has to be `device`, unless that is None."""
     leaves, structure = tree_flatten_with_path(wanted)
     others, other_structure = tree_flatten_with_path(found)
@@ -95,11 +105,15 @@ def _is_equal(wanted: Any, found: Any, device: torch.device | None) -> bool:
     if not isinstance(wanted, torch.Tensor):
         nan = wanted != wanted and found != found
         is_place = isinstance(wanted, torch.device) or wanted == "cpu"
-        assert nan or (type(wanted) is type(found) and (is_place or wanted == found)), f"{found!r}, not {wanted!r}"
+        assert nan or (type(wanted) is type(found) and (is_place or wanted == found)), (
+            f"{found!r}, not {wanted!r}"
+        )
         return True
     assert device in (None, found.device), f"is on {found.device}"
     for fact in _FACTS:
-        assert fact(found) == fact(wanted), f"{fact.__name__} is {fact(found)}, not {fact(wanted)}"
+        assert fact(found) == fact(wanted), (
+            f"{fact.__name__} is {fact(found)}, not {fact(wanted)}"
+        )
     return _has_equal_numbers(wanted.detach(), found.detach().to(CPU))
 
 
@@ -108,15 +122,24 @@ def _has_equal_numbers(wanted: torch.Tensor, found: torch.Tensor) -> bool:
     if is_plain and torch.equal(_bytes(wanted), _bytes(found)):
         return True
     relative, absolute = default_tolerances(wanted)
-    largest = wanted.to_dense().abs().max().item() if absolute and wanted.numel() else 0.0
+    largest = (
+        wanted.to_dense().abs().max().item() if absolute and wanted.numel() else 0.0
+    )
     absolute *= max(1.0, largest if math.isfinite(largest) else 0.0)
-    torch.testing.assert_close(found, wanted, rtol=relative, atol=absolute, equal_nan=True)
+    torch.testing.assert_close(
+        found, wanted, rtol=relative, atol=absolute, equal_nan=True
+    )
     return False
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     plain = tensor.resolve_conj().resolve_neg()
-    return torch.empty_like(plain, memory_format=torch.contiguous_format).copy_(plain).view(-1, 1).view(torch.uint8)
+    return (
+        torch.empty_like(plain, memory_format=torch.contiguous_format)
+        .copy_(plain)
+        .view(-1, 1)
+        .view(torch.uint8)
+    )
 
 
 def sizes(tensor: torch.Tensor) -> Any:
@@ -135,7 +158,11 @@ def strides(tensor: torch.Tensor) -> Any:
     """Those that mean something."""
     if tensor.layout is not torch.strided or tensor.is_nested or not tensor.numel():
         return None
-    return [stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True) if size > 1]
+    return [
+        stride
+        for size, stride in zip(tensor.size(), tensor.stride(), strict=True)
+        if size > 1
+    ]
 
 
 def requires_grad(tensor: torch.Tensor) -> Any:

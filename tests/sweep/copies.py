@@ -10,12 +10,18 @@ from torch.utils._pytree import tree_leaves, tree_map
 CPU = torch.device("cpu")
 
 
-def copied(tree: Any, device: torch.device, stray: tuple[torch.Tensor, torch.device] | None = None) -> Any:
+def copied(
+    tree: Any,
+    device: torch.device,
+    stray: tuple[torch.Tensor, torch.device] | None = None,
+) -> Any:
     """A copy of a sample on a device, but for one tensor of it, which goes to another.
 
     What names the CPU names the device instead, and what shared memory still does.
     """
-    memory: dict[Any, torch.Tensor] = {}  # the copy of each storage, by its address and its device
+    memory: dict[
+        Any, torch.Tensor
+    ] = {}  # the copy of each storage, by its address and its device
     made: dict[int, torch.Tensor] = {}  # the copy of each tensor, by its id
 
     def copy(value: Any) -> Any:
@@ -35,7 +41,9 @@ def _is_cpu(value: Any) -> bool:
 
 def tensors(tree: Any) -> list[torch.Tensor]:
     """The tensors of a sample, each once."""
-    found = {id(leaf): leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)}
+    found = {
+        id(leaf): leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)
+    }
     return list(found.values())
 
 
@@ -44,7 +52,9 @@ def names_a_device(tree: Any) -> bool:
     return bool(tensors(tree)) or any(map(_is_cpu, tree_leaves(tree)))
 
 
-def _copied(tensor: torch.Tensor, device: torch.device, memory: dict[Any, torch.Tensor]) -> torch.Tensor:
+def _copied(
+    tensor: torch.Tensor, device: torch.device, memory: dict[Any, torch.Tensor]
+) -> torch.Tensor:
     source = tensor.detach()
     if source.layout is not torch.strided or type(source) is not torch.Tensor:
         made = source.to(device, copy=True)
@@ -57,10 +67,19 @@ def _copied(tensor: torch.Tensor, device: torch.device, memory: dict[Any, torch.
     return made.requires_grad_(tensor.requires_grad)
 
 
-def _placed(source: torch.Tensor, device: torch.device, memory: dict[Any, torch.Tensor]) -> torch.Tensor:
+def _placed(
+    source: torch.Tensor, device: torch.device, memory: dict[Any, torch.Tensor]
+) -> torch.Tensor:
     storage = source.untyped_storage()
     place = (storage.data_ptr(), device)
     if place not in memory:
-        memory[place] = torch.empty(0, dtype=torch.uint8).set_(storage).to(device, copy=True)
+        memory[place] = (
+            torch.empty(0, dtype=torch.uint8).set_(storage).to(device, copy=True)
+        )
     made = torch.empty(0, dtype=source.dtype, device=device)
-    return made.set_(memory[place].untyped_storage(), source.storage_offset(), source.size(), source.stride())
+    return made.set_(
+        memory[place].untyped_storage(),
+        source.storage_offset(),
+        source.size(),
+        source.stride(),
+    )

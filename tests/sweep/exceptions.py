@@ -22,7 +22,9 @@ MODULES: dict[str, str] = {}
 OPTIMIZERS: dict[str, str] = {}
 
 _SIZES = "reads only the sizes of the other tensor"
-_COPIES = "copies one tensor into a clone of the other, and copies go from any device to any"
+_COPIES = (
+    "copies one tensor into a clone of the other, and copies go from any device to any"
+)
 _NUMBER = "reads single numbers out of tensors, as `item()` does"
 _EACH = "does to each tensor what it does, on the device of that one"
 _INDEX = "takes masks and indices of the CPU, as indexing does on accelerators"

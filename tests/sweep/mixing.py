@@ -30,7 +30,9 @@ class Mixture(NamedTuple):
     said: str
 
 
-def mixtures(name: str, count: int, device: torch.device, elsewhere: torch.device) -> Iterator[Mixture]:
+def mixtures(
+    name: str, count: int, device: torch.device, elsewhere: torch.device
+) -> Iterator[Mixture]:
     """Each tensor of the first samples of an operator, elsewhere.
 
     Samples that the CPU refuses do not count, nor does a single number on the CPU, which accelerators take.
@@ -47,10 +49,15 @@ def mixtures(name: str, count: int, device: torch.device, elsewhere: torch.devic
             if elsewhere == CPU and not tensor.dim():
                 continue
             found = observed(_trial(name, sample, (tensor, elsewhere)), device)
-            yield Mixture(f"sample {number}, tensor {position} on {elsewhere}", *_answer(wanted, found))
+            yield Mixture(
+                f"sample {number}, tensor {position} on {elsewhere}",
+                *_answer(wanted, found),
+            )
 
 
-def _trial(name: str, sample: Any, stray: tuple[torch.Tensor, torch.device] | None = None) -> Trial:
+def _trial(
+    name: str, sample: Any, stray: tuple[torch.Tensor, torch.device] | None = None
+) -> Trial:
     def run(device: torch.device) -> Any:
         first, args, kwargs = copied(arguments(sample), device, stray)
         return call(name)(first, *args, **kwargs)

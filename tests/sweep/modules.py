@@ -24,21 +24,39 @@ def names() -> list[str]:
     return sorted(_entries())
 
 
-def trials(name: str, count: int, dtype: torch.dtype = torch.float32) -> Iterator[Trial]:
+def trials(
+    name: str, count: int, dtype: torch.dtype = torch.float32
+) -> Iterator[Trial]:
     """All samples of an entry (`count` limits none: they are few), the module made on the device and sent to it."""
     entry = _entries()[name]
     if dtype not in entry.supported_dtypes("cpu"):
         return
     for training in (True, False):
-        given = entry.module_inputs_func(entry, "cpu", dtype, requires_grad=True, training=training)
+        given = entry.module_inputs_func(
+            entry, "cpu", dtype, requires_grad=True, training=training
+        )
         for number, sample in enumerate(given):
             for way in ("made there", "sent there"):
-                run = functools.partial(_run, entry.module_cls, sample, dtype, training, way == "made there")
-                yield Trial(f"sample {number}, {'training' if training else 'evaluation'}, {way}", run)
+                run = functools.partial(
+                    _run, entry.module_cls, sample, dtype, training, way == "made there"
+                )
+                yield Trial(
+                    f"sample {number}, {'training' if training else 'evaluation'}, {way}",
+                    run,
+                )
 
 
-def _run(cls: type, sample: Any, dtype: torch.dtype, training: bool, made_there: bool, device: torch.device) -> Any:
-    args, kwargs = copied((sample.constructor_input.args, sample.constructor_input.kwargs), device)
+def _run(
+    cls: type,
+    sample: Any,
+    dtype: torch.dtype,
+    training: bool,
+    made_there: bool,
+    device: torch.device,
+) -> Any:
+    args, kwargs = copied(
+        (sample.constructor_input.args, sample.constructor_input.kwargs), device
+    )
     with device if made_there else torch.device("cpu"):
         module = cls(*args, **kwargs)
     module = module.to(dtype=dtype).to(device).train(training)

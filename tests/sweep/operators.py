@@ -16,7 +16,14 @@ from sweep.agreement import Trial
 from sweep.copies import CPU, copied, names_a_device, tensors
 
 # What returns memory as it finds it: sizes and devices are compared, numbers are not.
-UNFILLED = {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"}
+UNFILLED = {
+    "empty",
+    "empty_like",
+    "empty_permuted",
+    "empty_strided",
+    "new_empty",
+    "new_empty_strided",
+}
 
 # What wants indices on the CPU, on whatever device the rest is.
 INDEXED_BY_THE_CPU = {"tensor_split"}
@@ -37,7 +44,9 @@ def _entries() -> dict[str, Any]:
     return {entry.formatted_name: entry for entry in op_db}
 
 
-def trials(name: str, count: int, dtype: torch.dtype = torch.float32) -> Iterator[Trial]:
+def trials(
+    name: str, count: int, dtype: torch.dtype = torch.float32
+) -> Iterator[Trial]:
     """The first `count` samples of an entry, each as a call, in place, with `out=` and with gaps between its elements.
 
     An operator that does not take `dtype` is tried with one that it takes; one that takes none on the CPU, not at all.
@@ -65,9 +74,17 @@ _INSTEAD = (torch.float32, torch.int64, torch.complex64, torch.float8_e4m3fn)
 def samples(name: str, count: int, dtype: torch.dtype) -> list[Any]:
     """The first samples of an entry."""
     entry = _entries()[name]
-    gradient = entry.supports_autograd and dtype in entry.supported_backward_dtypes("cpu")
-    options = {"include_conjugated_inputs": True} if dtype.is_complex and entry.test_conjugated_samples else {}
-    return _made(entry.sample_inputs("cpu", dtype, requires_grad=gradient, **options), count)
+    gradient = entry.supports_autograd and dtype in entry.supported_backward_dtypes(
+        "cpu"
+    )
+    options = (
+        {"include_conjugated_inputs": True}
+        if dtype.is_complex and entry.test_conjugated_samples
+        else {}
+    )
+    return _made(
+        entry.sample_inputs("cpu", dtype, requires_grad=gradient, **options), count
+    )
 
 
 def _wrong_samples(entry: Any, count: int) -> list[Any]:
@@ -79,10 +96,16 @@ def _made(given: Iterable[Any], count: int) -> list[Any]:
     """The first of some samples; not those that have neither tensor nor device, which are the same on all devices."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return [sample for sample in islice(given, count) if names_a_device(arguments(sample))]
+        return [
+            sample
+            for sample in islice(given, count)
+            if names_a_device(arguments(sample))
+        ]
 
 
-def _ways(entry: Any, sample: Any) -> Iterator[tuple[str, Callable[[torch.device], Any]]]:
+def _ways(
+    entry: Any, sample: Any
+) -> Iterator[tuple[str, Callable[[torch.device], Any]]]:
     yield "as a call", functools.partial(_call, entry, sample)
     if all(tensor.layout is torch.strided for tensor in tensors(arguments(sample))):
         yield "with gaps", functools.partial(_call, entry, sample.noncontiguous())
@@ -100,7 +123,11 @@ def arguments(sample: Any) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
 
 def _placed(entry: Any, sample: Any, device: torch.device) -> Any:
     stays = sample.args[0] if entry.name in INDEXED_BY_THE_CPU else None
-    return copied(arguments(sample), device, (stays, CPU) if isinstance(stays, torch.Tensor) else None)
+    return copied(
+        arguments(sample),
+        device,
+        (stays, CPU) if isinstance(stays, torch.Tensor) else None,
+    )
 
 
 def _call(entry: Any, sample: Any, device: torch.device) -> Any:
@@ -113,7 +140,10 @@ def _in_place(entry: Any, sample: Any, device: torch.device) -> Any:
     first, args, kwargs = _placed(entry, sample, device)
     target = first.clone()
     result = entry.get_inplace()(target, *args, **kwargs)
-    return {**_seen(entry, sample, result, (first, args, kwargs)), "is": result is target}
+    return {
+        **_seen(entry, sample, result, (first, args, kwargs)),
+        "is": result is target,
+    }
 
 
 def _seen(entry: Any, sample: Any, result: Any, inputs: Any) -> dict[str, Any]:
@@ -122,7 +152,9 @@ def _seen(entry: Any, sample: Any, result: Any, inputs: Any) -> dict[str, Any]:
         "gradients": gradients(sample.output_process_fn_grad(result), inputs),
         "inputs": given[:1] if entry.name in INDEXED_BY_THE_CPU else given,
         # What autograd goes by.
-        "marks": [(tensor._is_view(), tensor._version) for tensor in tensors((result, inputs))],
+        "marks": [
+            (tensor._is_view(), tensor._version) for tensor in tensors((result, inputs))
+        ],
         "result": _unfilled(entry, result),
     }
 
@@ -131,7 +163,12 @@ def _unfilled(entry: Any, result: Any) -> Any:
     return result.zero_() if entry.name in UNFILLED else result
 
 
-def _with_out(entry: Any, sample: Any, make: Callable[[torch.Tensor], torch.Tensor], device: torch.device) -> Any:
+def _with_out(
+    entry: Any,
+    sample: Any,
+    make: Callable[[torch.Tensor], torch.Tensor],
+    device: torch.device,
+) -> Any:
     first, args, kwargs = _placed(entry, sample, device)
     with torch.no_grad():
         wanted = entry.op(first, *args, **kwargs)
@@ -139,10 +176,17 @@ def _with_out(entry: Any, sample: Any, make: Callable[[torch.Tensor], torch.Tens
         where = [tensor.data_ptr() for tensor in tree_leaves(out)]
         torch.manual_seed(0)
         result = entry.op(first, *args, **kwargs, out=out)
-    stayed = [tensor.data_ptr() == at for tensor, at in zip(tree_leaves(out), where, strict=True)]
+    stayed = [
+        tensor.data_ptr() == at
+        for tensor, at in zip(tree_leaves(out), where, strict=True)
+    ]
     _unfilled(entry, result)
     # Below `data`, because how often a resized tensor counts as written is nobody's business.
-    return {"out": tree_map_only(torch.Tensor, lambda tensor: tensor.data, out), "stayed": stayed, "is": result is out}
+    return {
+        "out": tree_map_only(torch.Tensor, lambda tensor: tensor.data, out),
+        "stayed": stayed,
+        "is": result is out,
+    }
 
 
 def _alike(tensor: torch.Tensor) -> torch.Tensor:
@@ -154,10 +198,16 @@ def _empty(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _with_gaps(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.zeros(*tensor.shape, 2, dtype=tensor.dtype, device=tensor.device).select(-1, 1)
+    return torch.zeros(
+        *tensor.shape, 2, dtype=tensor.dtype, device=tensor.device
+    ).select(-1, 1)
 
 
-_OUTS = {"of the size of the result": _alike, "without elements": _empty, "with gaps": _with_gaps}
+_OUTS = {
+    "of the size of the result": _alike,
+    "without elements": _empty,
+    "with gaps": _with_gaps,
+}
 
 
 def gradients(results: Any, inputs: Any) -> Any:
@@ -166,7 +216,10 @@ def gradients(results: Any, inputs: Any) -> Any:
     wanted = [tensor for tensor in tensors(inputs) if tensor.requires_grad]
     if not outputs or not wanted:
         return None
-    outputs = [output if output.layout is torch.strided else output.to_dense() for output in outputs]
+    outputs = [
+        output if output.layout is torch.strided else output.to_dense()
+        for output in outputs
+    ]
     seeds = [copied(_random_like(output), output.device) for output in outputs]
     found = torch.autograd.grad(outputs, wanted, seeds, allow_unused=True)
     return tree_map_only(torch.Tensor, _in_order, found)
@@ -179,4 +232,6 @@ def _in_order(gradient: torch.Tensor) -> torch.Tensor:
 
 def _random_like(output: torch.Tensor) -> torch.Tensor:
     generator = torch.Generator().manual_seed(0)
-    return torch.randn(output.shape, dtype=output.dtype, device=CPU, generator=generator)
+    return torch.randn(
+        output.shape, dtype=output.dtype, device=CPU, generator=generator
+    )

@@ -24,33 +24,59 @@ class Report:
     @property
     def surprises(self) -> dict[str, str]:
         """The entries that differ although no exception is listed, and how."""
-        return {name: why for name, why in self._rest().items() if name not in self._exceptions}
+        return {
+            name: why
+            for name, why in self._rest().items()
+            if name not in self._exceptions
+        }
 
     @property
     def stale(self) -> list[str]:
         """The entries that agree although an exception is listed."""
-        return [name for name in self._entries if name in self._exceptions and name not in self._rest()]
+        return [
+            name
+            for name in self._entries
+            if name in self._exceptions and name not in self._rest()
+        ]
 
     def __str__(self) -> str:
         rest = self._rest()
-        verdicts = Counter(outcome.verdict for outcomes in self._entries.values() for outcome in outcomes)
+        verdicts = Counter(
+            outcome.verdict
+            for outcomes in self._entries.values()
+            for outcome in outcomes
+        )
         lines = [
             f"{self._database}: {len(self._entries) - len(rest)} of {len(self._entries)} entries agree with the CPU "
             f"({', '.join(f'{verdicts[verdict]} trials {verdict.value}' for verdict in Verdict)})"
         ]
-        lines += [f"  {name}: {self._exceptions.get(name, f'UNEXPECTED: {why}')}" for name, why in rest.items()]
-        lines += [f"  {name}: agrees, and is listed in exceptions" for name in self.stale]
+        lines += [
+            f"  {name}: {self._exceptions.get(name, f'UNEXPECTED: {why}')}"
+            for name, why in rest.items()
+        ]
+        lines += [
+            f"  {name}: agrees, and is listed in exceptions" for name in self.stale
+        ]
         return "\n".join(lines)
 
     def as_json(self) -> dict[str, Any]:
         """All of it, for machines."""
         return {
-            name: [{"trial": o.trial, "verdict": o.verdict.name, "difference": o.difference} for o in outcomes]
+            name: [
+                {
+                    "trial": o.trial,
+                    "verdict": o.verdict.name,
+                    "difference": o.difference,
+                }
+                for o in outcomes
+            ]
             for name, outcomes in self._entries.items()
         }
 
     def _rest(self) -> dict[str, str]:
-        found = {name: _disagreement(outcomes) for name, outcomes in self._entries.items()}
+        found = {
+            name: _disagreement(outcomes) for name, outcomes in self._entries.items()
+        }
         return {name: why for name, why in found.items() if why}
 
 

@@ -18,7 +18,9 @@ import torchstrategy
 from conditions import without_simulated_devices
 
 HERE = Path(__file__).parent
-PROGRAMS = sorted(path for path in HERE.glob("*.py") if path.name != Path(__file__).name)
+PROGRAMS = sorted(
+    path for path in HERE.glob("*.py") if path.name != Path(__file__).name
+)
 PACKAGE = Path(torchstrategy.__file__).parent
 CONSTRAINTS = HERE.parents[1] / "constraints.txt"
 # For each program and line, the type that a checker sees there.
@@ -27,8 +29,16 @@ Types = dict[tuple[str, int], str]
 
 def written() -> Types:
     """The types that the programs state, in comments."""
-    lines = {(path.name, i): line for path in PROGRAMS for i, line in enumerate(path.read_text().split("\n"), start=1)}
-    return {place: line.split("  # ")[1].strip() for place, line in lines.items() if "reveal_type(" in line}
+    lines = {
+        (path.name, i): line
+        for path in PROGRAMS
+        for i, line in enumerate(path.read_text().split("\n"), start=1)
+    }
+    return {
+        place: line.split("  # ")[1].strip()
+        for place, line in lines.items()
+        if "reveal_type(" in line
+    }
 
 
 def short(text: str) -> str:
@@ -38,9 +48,18 @@ def short(text: str) -> str:
 
 def check(*command: str | Path, folder: Path, **environment: str) -> str:
     """What a checker says of the programs, from a folder that is not the repository."""
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | environment
+    environment = {
+        name: value for name, value in os.environ.items() if name != "PYTHONPATH"
+    } | environment
     arguments = [sys.executable, "-m", *map(str, command), *map(str, PROGRAMS)]
-    return subprocess.run(arguments, cwd=folder, env=environment, capture_output=True, text=True, check=False).stdout
+    return subprocess.run(
+        arguments,
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    ).stdout
 
 
 @pytest.fixture
@@ -54,10 +73,19 @@ def place(tmp_path: Path) -> Path:
 @without_simulated_devices
 def test_mypy_sees_the_types(place: Path) -> None:
     pytest.importorskip("mypy")
-    if f"torch=={torch.__version__.partition('+')[0]}" not in CONSTRAINTS.read_text().split():
+    if (
+        f"torch=={torch.__version__.partition('+')[0]}"
+        not in CONSTRAINTS.read_text().split()
+    ):
         pytest.skip("torch annotates its functions otherwise in other versions")
     cache = HERE.parents[1] / ".mypy_cache"
-    options = ["--strict", "--untyped-calls-exclude=torch", "--no-pretty", f"--cache-dir={cache}", "--config-file="]
+    options = [
+        "--strict",
+        "--untyped-calls-exclude=torch",
+        "--no-pretty",
+        f"--cache-dir={cache}",
+        "--config-file=",
+    ]
     said = check("mypy", *options, folder=place, MYPYPATH=str(place))
     assert "error:" not in said and "Success" in said, said
     found = re.findall(r'(\w+\.py):(\d+): note: Revealed type is "(.*)"', said)
@@ -72,11 +100,31 @@ def test_pyright_sees_the_types(place: Path) -> None:
         pytest.skip("pyright runs in node, which is not here")
     # pyright looks for packages where the interpreter has them, and in the folder of the configuration.
     (place / "pyrightconfig.json").write_text(json.dumps({"extraPaths": [str(place)]}))
-    said = json.loads(check("pyright", "--outputjson", "--pythonpath", sys.executable, "-p", place, folder=place))
+    said = json.loads(
+        check(
+            "pyright",
+            "--outputjson",
+            "--pythonpath",
+            sys.executable,
+            "-p",
+            place,
+            folder=place,
+        )
+    )
     found = said["generalDiagnostics"]
-    assert not [entry for entry in found if entry["severity"] in ("error", "warning")], found
-    notes = {(Path(entry["file"]).name, entry["range"]["start"]["line"] + 1): entry["message"] for entry in found}
-    types = {place: re.sub(r'^Type of ".*" is "(.*)"$', r"\1", text, flags=re.S) for place, text in notes.items()}
+    assert not [
+        entry for entry in found if entry["severity"] in ("error", "warning")
+    ], found
+    notes = {
+        (Path(entry["file"]).name, entry["range"]["start"]["line"] + 1): entry[
+            "message"
+        ]
+        for entry in found
+    }
+    types = {
+        place: re.sub(r'^Type of ".*" is "(.*)"$', r"\1", text, flags=re.S)
+        for place, text in notes.items()
+    }
     assert types == written()
 
 
@@ -87,4 +135,6 @@ def test_the_programs_run(path: Path) -> None:
 
 def test_there_are_eight_programs() -> None:
     assert len(PROGRAMS) == 8
-    assert len({name for name, _ in written()}) == 7  # a checker may call what has no annotation Any or Unknown
+    assert (
+        len({name for name, _ in written()}) == 7
+    )  # a checker may call what has no annotation Any or Unknown

@@ -14,7 +14,9 @@ def evaluate(inputs, targets):  # type: ignore[no-untyped-def]
     return {"mse": error.square().mean(), "mae": error.abs().mean()}
 
 
-(batch,) = strategy.experimental_distribute_dataset([(torch.ones(4, 1), torch.ones(4, 1))])
+(batch,) = strategy.experimental_distribute_dataset(
+    [(torch.ones(4, 1), torch.ones(4, 1))]
+)
 metrics = strategy.run(evaluate, args=batch)
 metrics = strategy.reduce("mean", metrics, axis=None, weights=batch)
 print({name: value.item() for name, value in metrics.items()})

@@ -22,9 +22,16 @@ class Writing(Net):
         self.statistic = torch.zeros(4, dtype=torch.float64)
         self.in_place = torch.zeros(4, dtype=torch.float64)
         self.losses: list[float] = []
-        self.by_name: dict[str, Any] = {"nested": {"sum": 0.0}, "mean": torch.zeros(2, dtype=torch.float64)}
+        self.by_name: dict[str, Any] = {
+            "nested": {"sum": 0.0},
+            "mean": torch.zeros(2, dtype=torch.float64),
+        }
         self.marked: Any = self.head.weight
-        self.marked.calls, self.marked.average, self.marked.last = 0, torch.zeros(2, dtype=torch.float64), []
+        self.marked.calls, self.marked.average, self.marked.last = (
+            0,
+            torch.zeros(2, dtype=torch.float64),
+            [],
+        )
         self.pair: Any = None
         self.largest: Any = None
         self.odd: Any = None
@@ -51,7 +58,13 @@ class Writing(Net):
             self.odd = mean
         self.hidden = x[:, 0] * 2
         self.graph = super().forward(x)
-        return self.graph + self.average + self.statistic.sum() + self.in_place.sum() + self.by_name["mean"].sum()
+        return (
+            self.graph
+            + self.average
+            + self.statistic.sum()
+            + self.in_place.sum()
+            + self.by_name["mean"].sum()
+        )
 
 
 class Trainer:
@@ -100,16 +113,32 @@ def of_workers(replicas: int) -> dict[str, Any]:
         "plain": _kept(plain),
         "rows": list(map(len, rows)),
         "steps": trainer.steps,
-        "kinds": {name: type(getattr(trainer, name)).__name__ for name in ("loss", "number", "rows")},
+        "kinds": {
+            name: type(getattr(trainer, name)).__name__
+            for name in ("loss", "number", "rows")
+        },
         "weights": trainer.model.state_dict(),
     }
 
 
 def _kept(model: Writing) -> dict[str, Any]:
     """All that forward writes on the model, but for outputs of a replica."""
-    names = ("calls", "average", "name", "statistic", "in_place", "losses", "by_name", "pair", "largest", "odd")
+    names = (
+        "calls",
+        "average",
+        "name",
+        "statistic",
+        "in_place",
+        "losses",
+        "by_name",
+        "pair",
+        "largest",
+        "odd",
+    )
     found = {name: getattr(model, name) for name in names}
-    marked = {name: getattr(model.head.weight, name) for name in ("calls", "average", "last")}
+    marked = {
+        name: getattr(model.head.weight, name) for name in ("calls", "average", "last")
+    }
     return {name: _plain(value) for name, value in {**found, "marked": marked}.items()}
 
 
@@ -130,6 +159,8 @@ def of_unlike_kinds() -> None:
     def step(batch: Any) -> None:
         trainer.step(batch)
 
-    for batch in strategy.experimental_distribute_dataset(batches((7,))):  # two rows for each replica but the last
+    for batch in strategy.experimental_distribute_dataset(
+        batches((7,))
+    ):  # two rows for each replica but the last
         strategy.run(step, args=(batch,))
     strategy.reduce("sum", trainer.rows, axis=None)

@@ -22,7 +22,9 @@ def rank() -> int:
 
 
 def strategy_of(seconds: float) -> torchstrategy.MultiWorkerMirroredStrategy:
-    return torchstrategy.MultiWorkerMirroredStrategy(devices=["cpu"], timeout=timedelta(seconds=seconds))
+    return torchstrategy.MultiWorkerMirroredStrategy(
+        devices=["cpu"], timeout=timedelta(seconds=seconds)
+    )
 
 
 def run_until_lost(strategy: torchstrategy.Strategy, runs: int = 10**6) -> str:
@@ -59,12 +61,16 @@ def of_stopped_between(culprit: int) -> Any:
     strategy = strategy_of(5)
     with strategy.scope():
         model = torch.nn.Linear(2, 1)
-    run = functools.partial(strategy.run, lambda: model(torch.ones(1, 2)).sum().backward())
+    run = functools.partial(
+        strategy.run, lambda: model(torch.ones(1, 2)).sum().backward()
+    )
     run()
     run()
     if rank() == culprit:
         os.kill(os.getpid(), signal.SIGSTOP)
-    dataset = strategy.experimental_distribute_dataset(DataLoader(TensorDataset(torch.ones(6, 2)), batch_size=3))
+    dataset = strategy.experimental_distribute_dataset(
+        DataLoader(TensorDataset(torch.ones(6, 2)), batch_size=3)
+    )
     try:
         if rank() == 0:
             next(iter(dataset))
@@ -85,7 +91,13 @@ def of_forked_child(how: str) -> Any:
             os._exit(0)
     elif how == "loader":
         rows = TensorDataset(torch.ones(400, 1))
-        loader = DataLoader(rows, batch_size=1, num_workers=2, multiprocessing_context="fork", persistent_workers=True)
+        loader = DataLoader(
+            rows,
+            batch_size=1,
+            num_workers=2,
+            multiprocessing_context="fork",
+            persistent_workers=True,
+        )
         batches = iter(loader)
         next(batches)
     if rank() == 1:
@@ -141,7 +153,12 @@ def of_joining(culprit: int, how: str) -> Any:
     began = time.monotonic()
     try:
         # Worker 0 is patient, since it has called nobody and so was right.
-        strategy_of(60 if how in ("is killed", "raises") or (how == "is stopped at the door" and rank() == 0) else 4)
+        strategy_of(
+            60
+            if how in ("is killed", "raises")
+            or (how == "is stopped at the door" and rank() == 0)
+            else 4
+        )
     except (ValueError, torchstrategy.WorkerError) as error:
         return f"{type(error).__name__}: {error}", time.monotonic() - began
     return "nothing", 0.0
@@ -188,7 +205,9 @@ def of_other_settings() -> str:
     strategy = torchstrategy.MultiWorkerMirroredStrategy(devices=["cpu"])
     with strategy.scope():
         model = torch.nn.Linear(1, 1)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1 * (1 + strategy.extended._workers.index))
+        optimizer = torch.optim.AdamW(
+            model.parameters(), lr=0.1 * (1 + strategy.extended._workers.index)
+        )
 
     def step() -> None:
         model(torch.ones(1, 1)).sum().backward()

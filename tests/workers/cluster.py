@@ -44,11 +44,16 @@ class Cluster:
     def __init__(self, size: int, timeout: float = 60.0, joined: bool = True) -> None:
         context = _context()
         # The store lives here, as torchrun's does in its agent: it outlives any worker.
-        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.store = dist.TCPStore(
+            "127.0.0.1", 0, is_master=True, wait_for_workers=False
+        )
         pipes = [context.Pipe() for _ in range(size)]
         self.connections: list[Connection] = [ours for ours, _ in pipes]
         self.processes = [
-            context.Process(target=_serve, args=(rank, size, self.store.port if joined else 0, timeout, theirs))
+            context.Process(
+                target=_serve,
+                args=(rank, size, self.store.port if joined else 0, timeout, theirs),
+            )
             for rank, (_, theirs) in enumerate(pipes)
         ]
         for process, (_, theirs) in zip(self.processes, pipes, strict=True):
@@ -58,11 +63,20 @@ class Cluster:
     def run(self, call: Callable[..., Any], *args: Any) -> list[Any]:
         """What the call returns in each process. It must not fail in any."""
         outcomes = self.outcomes(call, *args)
-        failed = [(rank, outcome) for rank, outcome in enumerate(outcomes) if outcome.error is not None]
-        assert not failed, "\n".join(f"worker {rank}: {outcome.error}\n{outcome.trace}" for rank, outcome in failed)
+        failed = [
+            (rank, outcome)
+            for rank, outcome in enumerate(outcomes)
+            if outcome.error is not None
+        ]
+        assert not failed, "\n".join(
+            f"worker {rank}: {outcome.error}\n{outcome.trace}"
+            for rank, outcome in failed
+        )
         return [outcome.value for outcome in outcomes]
 
-    def outcomes(self, call: Callable[..., Any], *args: Any, without: Collection[int] = ()) -> list[Outcome]:
+    def outcomes(
+        self, call: Callable[..., Any], *args: Any, without: Collection[int] = ()
+    ) -> list[Outcome]:
         """What the call comes to in each process; a process that has ended has the error `"ended"`, and says how.
 
         Args:
@@ -77,13 +91,20 @@ class Cluster:
         end = time.monotonic() + LIMIT_S
         while waiting:
             # Children of a process that has ended may keep its end of the connection: the process itself tells, too.
-            watched = [one for rank in waiting for one in (self.connections[rank], self.processes[rank].sentinel)]
+            watched = [
+                one
+                for rank in waiting
+                for one in (self.connections[rank], self.processes[rank].sentinel)
+            ]
             ready = wait(watched, max(0.0, end - time.monotonic()))
             if not ready:
                 self.end()
                 raise AssertionError(f"the workers {waiting} hang")
             for rank in list(waiting):
-                if self.connections[rank] in ready or self.processes[rank].sentinel in ready:
+                if (
+                    self.connections[rank] in ready
+                    or self.processes[rank].sentinel in ready
+                ):
                     outcomes[rank] = self._receive(rank)
                     waiting.remove(rank)
         return outcomes
@@ -116,17 +137,24 @@ def _context() -> Any:
     if sys.platform != "linux":
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torchstrategy"])  # torch takes seconds to import
+    context.set_forkserver_preload(
+        ["torch", "torchstrategy"]
+    )  # torch takes seconds to import
     return context
 
 
 def alone(
-    call: Callable[..., Any], environments: list[dict[str, str]], *args: Any, without: Collection[int] = ()
+    call: Callable[..., Any],
+    environments: list[dict[str, str]],
+    *args: Any,
+    without: Collection[int] = (),
 ) -> list[Outcome]:
     """What a call comes to in processes that nobody has joined, each with further environment variables."""
     cluster = Cluster(len(environments), joined=False)
     try:
-        return cluster.outcomes(_with_environment, environments, call, args, without=without)
+        return cluster.outcomes(
+            _with_environment, environments, call, args, without=without
+        )
     finally:
         cluster.end()
 
@@ -139,7 +167,9 @@ def free_ports(count: int) -> list[int]:
     held: list[socket.socket] = []
     while len(held) < count:
         with suppress(OSError):
-            held.append(socket.create_server(("127.0.0.1", _drawn.randrange(15_000, 32_000))))
+            held.append(
+                socket.create_server(("127.0.0.1", _drawn.randrange(15_000, 32_000)))
+            )
     ports = [int(one.getsockname()[1]) for one in held]
     for one in held:
         one.close()
@@ -168,17 +198,27 @@ def end_all() -> None:
 _rank: list[int] = []  # of this process
 
 
-def _with_environment(environments: list[dict[str, str]], call: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+def _with_environment(
+    environments: list[dict[str, str]], call: Callable[..., Any], args: tuple[Any, ...]
+) -> Any:
     os.environ.update(environments[_rank[0]])
     return call(*args)
 
 
-def _serve(rank: int, size: int, port: int, timeout: float, connection: Connection) -> None:
+def _serve(
+    rank: int, size: int, port: int, timeout: float, connection: Connection
+) -> None:
     faulthandler.enable()  # a crash of the interpreter is told by nothing else
     torch.set_num_threads(1)
     if port:
         store = dist.TCPStore("127.0.0.1", port, is_master=False)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout))
+        dist.init_process_group(
+            "gloo",
+            store=store,
+            rank=rank,
+            world_size=size,
+            timeout=timedelta(seconds=timeout),
+        )
     _rank.append(rank)
     while True:
         try:
@@ -189,6 +229,8 @@ def _serve(rank: int, size: int, port: int, timeout: float, connection: Connecti
         try:
             outcome = Outcome(call(*args), None)
         except BaseException as error:
-            outcome = Outcome(None, f"{type(error).__name__}: {error}", traceback.format_exc())
+            outcome = Outcome(
+                None, f"{type(error).__name__}: {error}", traceback.format_exc()
+            )
         faulthandler.cancel_dump_traceback_later()
         connection.send_bytes(pickle.dumps(outcome))

@@ -13,7 +13,13 @@ from workers.trainings import strategy_of
 
 TOKENS = 5
 # By batch, the valid tokens of each row: some workers have fewer rows, some have no row, and some no token.
-VALID = ((5, 1, 2, 4, 1, 3, 2), (3, 5, 4, 1, 0, 0), (4,), (1, 5, 0), (2, 0, 0, 0, 0, 0, 0, 0))
+VALID = (
+    (5, 1, 2, 4, 1, 3, 2),
+    (3, 5, 4, 1, 0, 0),
+    (4,),
+    (1, 5, 0),
+    (2, 0, 0, 0, 0, 0, 0, 0),
+)
 
 
 def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -33,12 +39,16 @@ def tokens(batch: Any) -> torch.Tensor:
 
 def masked_mean(model: nn.Module, batch: Any) -> torch.Tensor:
     """Without tokens it is 0 / 0, and its gradient is NaN."""
-    losses = nn.functional.cross_entropy(model(batch[0]).transpose(1, 2), batch[1], reduction="none")
+    losses = nn.functional.cross_entropy(
+        model(batch[0]).transpose(1, 2), batch[1], reduction="none"
+    )
     mask = batch[1] != -100
     return (losses * mask).sum() / mask.sum()
 
 
-def trained(strategy: Any, options: RunOptions | None, accumulates: int) -> dict[str, torch.Tensor]:
+def trained(
+    strategy: Any, options: RunOptions | None, accumulates: int
+) -> dict[str, torch.Tensor]:
     """The weights, and the gradients that the last run has left."""
     torch.manual_seed(0)
     with strategy.scope():
@@ -54,11 +64,17 @@ def trained(strategy: Any, options: RunOptions | None, accumulates: int) -> dict
 
         # The function gets the arguments of the step, of which it needs one.
         strategy.run(step, args=(batch, (k + 1) % accumulates == 0), options=options)
-    gradients = {f"{name}.grad": p.grad for name, p in model.named_parameters() if p.grad is not None}
+    gradients = {
+        f"{name}.grad": p.grad
+        for name, p in model.named_parameters()
+        if p.grad is not None
+    }
     return {**model.state_dict(), **gradients}
 
 
-def in_workers(replicas: int, accumulates: int, by_constructor: bool) -> dict[str, torch.Tensor]:
+def in_workers(
+    replicas: int, accumulates: int, by_constructor: bool
+) -> dict[str, torch.Tensor]:
     def count(batch: Any, updates: bool) -> torch.Tensor:
         return tokens(batch)
 
@@ -76,7 +92,9 @@ def asked(replicas: int) -> list[tuple[int, list[int]]]:
         strategy.run(
             lambda b: None,
             args=(batch,),
-            options=RunOptions(examples=lambda b, seen=seen: seen.append(len(b[0])) or 1),  # type: ignore[misc]
+            options=RunOptions(
+                examples=lambda b, seen=seen: seen.append(len(b[0])) or 1
+            ),  # type: ignore[misc]
         )
         found.append((len(seen), seen))
     return found

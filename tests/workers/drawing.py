@@ -16,7 +16,9 @@ def _drawn(strategy: torchstrategy.Strategy, seed: int) -> dict[str, torch.Tenso
     with strategy.scope():
         model = Net(dropout=0.5)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    optimizer.register_step_post_hook(lambda *_: model.unused.bias.data.add_(torch.rand(2, dtype=torch.float64)))
+    optimizer.register_step_post_hook(
+        lambda *_: model.unused.bias.data.add_(torch.rand(2, dtype=torch.float64))
+    )
 
     def step(batch: Any, noise: torch.Tensor) -> None:
         optimizer.zero_grad()
@@ -26,9 +28,13 @@ def _drawn(strategy: torchstrategy.Strategy, seed: int) -> dict[str, torch.Tenso
 
     def some() -> torch.Tensor:
         context = torchstrategy.get_replica_context()
-        return torch.rand(2) if context.replica_id_in_sync_group == 3 else torch.zeros(2)
+        return (
+            torch.rand(2) if context.replica_id_in_sync_group == 3 else torch.zeros(2)
+        )
 
-    torch.manual_seed(seed)  # after the first run all workers draw what the first one does
+    torch.manual_seed(
+        seed
+    )  # after the first run all workers draw what the first one does
     noises, drawn = [torch.zeros(4, dtype=torch.float64)], []
     for batch in strategy.experimental_distribute_dataset(batches((8, 8, 6, 3, 8))):
         strategy.run(step, args=(batch, noises[-1]))
@@ -36,7 +42,12 @@ def _drawn(strategy: torchstrategy.Strategy, seed: int) -> dict[str, torch.Tenso
         # Only the last replica draws, and so the caller's generator moves on by one number.
         drawn.append(strategy.reduce("sum", strategy.run(some), axis=None))
     after = torch.rand(3)
-    return {**model.state_dict(), "noises": torch.stack(noises), "drawn": torch.stack(drawn), "after": after}
+    return {
+        **model.state_dict(),
+        "noises": torch.stack(noises),
+        "drawn": torch.stack(drawn),
+        "after": after,
+    }
 
 
 def of_workers(replicas: int) -> dict[str, torch.Tensor]:
@@ -62,7 +73,9 @@ def of_lone_workers() -> dict[str, torch.Tensor]:
     for batch in strategy.experimental_distribute_dataset(batches((8, 6, 1, 8))):
         strategy.run(step, args=(batch,))
         shared.append(torch.rand(2))
-    weights = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+    weights = torch.cat(
+        [parameter.detach().flatten() for parameter in model.parameters()]
+    )
     return {"own": torch.stack(own), "shared": torch.stack(shared), "weights": weights}
 
 

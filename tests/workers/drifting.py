@@ -28,7 +28,9 @@ def after_writes(replicas: int, what: str) -> str:
     is_other = not strategy.extended.should_checkpoint
     with torch.no_grad():
         if what == "a checkpoint in one worker" and is_other:
-            model.load_state_dict({name: value + 1 for name, value in model.state_dict().items()})
+            model.load_state_dict(
+                {name: value + 1 for name, value in model.state_dict().items()}
+            )
         elif what == "statistics in one worker" and is_other:
             model(torch.ones(4, 2))
         elif what == "other weights in each worker":

@@ -103,7 +103,9 @@ def two_losses_at_once(_: Any) -> Any:
 
     def step(batch: Any) -> None:
         optimizer.zero_grad()
-        torch.autograd.backward([cross_entropy(model, *batch), squared(model, batch[0])])
+        torch.autograd.backward(
+            [cross_entropy(model, *batch), squared(model, batch[0])]
+        )
         optimizer.step()
 
     return model, lambda run, batch: run(step, batch)
@@ -114,7 +116,9 @@ def two_losses_at_once(_: Any) -> Any:
 
 def assign_gradients(model: nn.Module, batch: Any) -> None:
     """Puts the gradients of a worker's own rows into `.grad`, without a backward."""
-    gradients = torch.autograd.grad(cross_entropy(model, *batch), list(model.parameters()))
+    gradients = torch.autograd.grad(
+        cross_entropy(model, *batch), list(model.parameters())
+    )
     for parameter, gradient in zip(model.parameters(), gradients, strict=True):
         parameter.grad = gradient
 
@@ -164,7 +168,9 @@ def added_in_place(_: Any) -> Any:
     optimizer = sgd(model)
 
     def step(batch: Any) -> None:
-        gradients = torch.autograd.grad(cross_entropy(model, *batch), list(model.parameters()))
+        gradients = torch.autograd.grad(
+            cross_entropy(model, *batch), list(model.parameters())
+        )
         for parameter, gradient in zip(model.parameters(), gradients, strict=True):
             if parameter.grad is None:
                 parameter.grad = gradient
@@ -226,7 +232,9 @@ def written_in_place(_: Any) -> Any:
 def kept_by_the_user(_: Any) -> Any:
     """Gradients that the program keeps stay what they were."""
     model = Net()
-    model.register_buffer("kept", torch.zeros(200, dtype=torch.float64), persistent=True)
+    model.register_buffer(
+        "kept", torch.zeros(200, dtype=torch.float64), persistent=True
+    )
     optimizer = sgd(model)
     gradients: list[torch.Tensor] = []
 
@@ -252,7 +260,9 @@ def scaled_by_hand(_: Any) -> Any:
     def step(batch: Any) -> None:
         optimizer.zero_grad()
         (8 * cross_entropy(model, *batch)).backward()
-        torch._foreach_div_([p.grad for p in model.parameters() if p.grad is not None], 8.0)
+        torch._foreach_div_(
+            [p.grad for p in model.parameters() if p.grad is not None], 8.0
+        )
         nn.utils.clip_grad_value_(model.parameters(), 0.05)
         optimizer.step()
 
@@ -277,7 +287,9 @@ class Routed(nn.Module):
         if is_left.any():
             result = result.index_put((is_left.nonzero()[:, 0],), self.left(x[is_left]))
         if not is_left.all():
-            result = result.index_put(((~is_left).nonzero()[:, 0],), self.right(x[~is_left]))
+            result = result.index_put(
+                ((~is_left).nonzero()[:, 0],), self.right(x[~is_left])
+            )
         return result
 
 
@@ -381,7 +393,8 @@ def adversaries(_: Any) -> Any:
         made = model.maker(x)
         of_judge.zero_grad()
         loss = (
-            nn.functional.softplus(-model.judge(x)).mean() + nn.functional.softplus(model.judge(made.detach())).mean()
+            nn.functional.softplus(-model.judge(x)).mean()
+            + nn.functional.softplus(model.judge(made.detach())).mean()
         )
         loss.backward()
         of_judge.step()
@@ -440,8 +453,17 @@ def _tied(use_reentrant: bool) -> Any:
         x, y = batch
         optimizer.zero_grad()
         x = x.clone().requires_grad_()
-        for layer in (model[0], model[1], model[0], model[1]):  # each weight gets its gradient in two parts
-            x = checkpoint(lambda h, layer=layer: torch.tanh(layer(h)), x, use_reentrant=use_reentrant)
+        for layer in (
+            model[0],
+            model[1],
+            model[0],
+            model[1],
+        ):  # each weight gets its gradient in two parts
+            x = checkpoint(
+                lambda h, layer=layer: torch.tanh(layer(h)),
+                x,
+                use_reentrant=use_reentrant,
+            )
         nn.functional.cross_entropy(model[2](x), y).backward()
         optimizer.step()
 
@@ -506,7 +528,9 @@ def updated_by_hooks(_: Any) -> Any:
 
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(update)
-    return model, lambda run, batch: run(lambda batch: cross_entropy(model, *batch).backward(), batch)
+    return model, lambda run, batch: run(
+        lambda batch: cross_entropy(model, *batch).backward(), batch
+    )
 
 
 # Optimizers
@@ -514,7 +538,9 @@ def updated_by_hooks(_: Any) -> Any:
 
 def line_search(_: Any) -> Any:
     model = Net()
-    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=4, line_search_fn="strong_wolfe")
+    optimizer = torch.optim.LBFGS(
+        model.parameters(), max_iter=4, line_search_fn="strong_wolfe"
+    )
 
     def step(batch: Any) -> None:
         def closure() -> torch.Tensor:
@@ -566,12 +592,16 @@ def group_added_later(scope: Any) -> Any:
 
 
 def complex_numbers(_: Any) -> Any:
-    model = nn.Sequential(nn.Linear(4, 5, dtype=torch.complex128), nn.Linear(5, 3, dtype=torch.complex128))
+    model = nn.Sequential(
+        nn.Linear(4, 5, dtype=torch.complex128), nn.Linear(5, 3, dtype=torch.complex128)
+    )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     def step(batch: Any) -> None:
         optimizer.zero_grad()
-        nn.functional.cross_entropy(model(batch[0].to(torch.complex128)).abs(), batch[1]).backward()
+        nn.functional.cross_entropy(
+            model(batch[0].to(torch.complex128)).abs(), batch[1]
+        ).backward()
         optimizer.step()
 
     return model, lambda run, batch: run(step, batch)
@@ -648,8 +678,12 @@ PROGRAMS: Sequence[Program] = [
     channels_last,
     two_models,
 ]
-NOT_IN_COPIES = [kept_by_the_user]  # what it keeps is put together from all replicas: it has other shapes
-FIRST_BATCHES = {"line_search": 4}  # then rounding grows beyond all bounds, in plain PyTorch too
+NOT_IN_COPIES = [
+    kept_by_the_user
+]  # what it keeps is put together from all replicas: it has other shapes
+FIRST_BATCHES = {
+    "line_search": 4
+}  # then rounding grows beyond all bounds, in plain PyTorch too
 LOOSE = {"line_search": 1e-10}
 
 
@@ -678,19 +712,29 @@ def come_to(strategy: torchstrategy.Strategy, program: Program) -> list[torch.Te
             gradient = parameter.grad
             # Where there is none: NaN, which is equal to nothing else.
             found.append(
-                torch.full_like(parameter, torch.nan) if gradient is None else gradient.detach().to_dense().clone()
+                torch.full_like(parameter, torch.nan)
+                if gradient is None
+                else gradient.detach().to_dense().clone()
             )
     return found
 
 
-def of_workers(size: float, programs: Sequence[Program] = PROGRAMS) -> dict[str, list[torch.Tensor]]:
+def of_workers(
+    size: float, programs: Sequence[Program] = PROGRAMS
+) -> dict[str, list[torch.Tensor]]:
     with large_from(size):
-        return {program.__name__: come_to(strategy_of(1), program) for program in programs}
+        return {
+            program.__name__: come_to(strategy_of(1), program) for program in programs
+        }
 
 
 def of_copies(programs: Sequence[Program]) -> dict[str, list[torch.Tensor]]:
     """What a worker with two replicas comes to."""
-    return {program.__name__: come_to(strategy_of(2), program) for program in programs if program not in NOT_IN_COPIES}
+    return {
+        program.__name__: come_to(strategy_of(2), program)
+        for program in programs
+        if program not in NOT_IN_COPIES
+    }
 
 
 def differ(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> float:
@@ -700,7 +744,9 @@ def differ(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> float:
     for a, b in zip(one, other, strict=True):
         if not torch.equal(a.isnan(), b.isnan()):
             return float("inf")
-        largest = max(largest, (a - b).abs().nan_to_num().max().item() if a.numel() else 0.0)
+        largest = max(
+            largest, (a - b).abs().nan_to_num().max().item() if a.numel() else 0.0
+        )
     return largest
 
 
@@ -709,7 +755,10 @@ def of_a_part(program: Program) -> list[torch.Tensor] | None:
     group = dist.new_group([0, 1])
     if dist.get_rank() == 2:
         return None
-    return come_to(torchstrategy.MultiWorkerMirroredStrategy(devices=["cpu"], process_group=group), program)
+    return come_to(
+        torchstrategy.MultiWorkerMirroredStrategy(devices=["cpu"], process_group=group),
+        program,
+    )
 
 
 def messages_of_a_training(set_to_none: bool) -> list[int]:

@@ -46,7 +46,10 @@ def interrupted_where_an_epoch_begins() -> str:
     strategy = torchstrategy.MultiWorkerMirroredStrategy(devices=["cpu"])
     # With workers of its own, a loader draws the first indices when an epoch begins.
     loader: Any = torch.utils.data.DataLoader(
-        torch.ones(4), sampler=InterruptedSampler(), num_workers=1, persistent_workers=True
+        torch.ones(4),
+        sampler=InterruptedSampler(),
+        num_workers=1,
+        persistent_workers=True,
     )
     dataset = strategy.experimental_distribute_dataset(loader)
     try:

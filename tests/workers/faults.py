@@ -95,7 +95,9 @@ while count < 10 or how == "is interrupted" and count < 100000:
 
 RAISED = r"worker {culprit} of 3 \([^()]+, process {pid}\) failed: ValueError: no such luck\."
 GONE = r"worker {culprit} of 3 \([^()]+, process {pid}\) (is gone: the process has ended|has not answered for \d+ s)"
-APART = "The workers came to different synchronization points: .*worker {culprit} is at "
+APART = (
+    "The workers came to different synchronization points: .*worker {culprit} is at "
+)
 
 
 class Fault(NamedTuple):
@@ -114,12 +116,21 @@ FAULTS = {
     "keeper-raises": Fault("raises", 0, RAISED, [1]),
     "killed": Fault("is killed", 1, GONE, [-signal.SIGKILL]),
     "keeper-killed": Fault(
-        "is killed", 0, r"worker 0 of 3 \([^()]+, process {pid}\) is gone: the process has ended", [-signal.SIGKILL]
+        "is killed",
+        0,
+        r"worker 0 of 3 \([^()]+, process {pid}\) is gone: the process has ended",
+        [-signal.SIGKILL],
     ),
     "exits": Fault("exits", 1, GONE, [3]),
     "stopped": Fault("is stopped", 1, GONE, [1], heard_after=TIMEOUT_S + 5),
     "hangs": Fault("hangs", 1, GONE, [1], heard_after=TIMEOUT_S + 5),
-    "another-way": Fault("goes another way", 1, APART + r".*of run 4 \(the gradients of backward 1", [1], True),
+    "another-way": Fault(
+        "goes another way",
+        1,
+        APART + r".*of run 4 \(the gradients of backward 1",
+        [1],
+        True,
+    ),
     "interrupted": Fault(
         "is interrupted",
         1,
@@ -127,7 +138,11 @@ FAULTS = {
         [1, -signal.SIGINT],
     ),
     "another-shape": Fault(
-        "brings another shape", 1, APART + r"all_reduce\(SUM\) of run 3 .*with \[\(torch.float32, \(3,\)\)\]", [1], True
+        "brings another shape",
+        1,
+        APART + r"all_reduce\(SUM\) of run 3 .*with \[\(torch.float32, \(3,\)\)\]",
+        [1],
+        True,
     ),
 }
 
@@ -156,9 +171,20 @@ def run(fault: Fault) -> Run:
         }
         pipes = [os.pipe() for _ in range(3)]
         theirs = [end for _, end in pipes]
-        command = [sys.executable, "-c", PROGRAM, fault.how, *map(str, [fault.culprit, *theirs])]
+        command = [
+            sys.executable,
+            "-c",
+            PROGRAM,
+            fault.how,
+            *map(str, [fault.culprit, *theirs]),
+        ]
         starter = subprocess.Popen(
-            command, cwd=folder, env=settings, stdout=subprocess.PIPE, text=True, pass_fds=theirs
+            command,
+            cwd=folder,
+            env=settings,
+            stdout=subprocess.PIPE,
+            text=True,
+            pass_fds=theirs,
         )
         for end in theirs:
             os.close(end)
@@ -167,7 +193,11 @@ def run(fault: Fault) -> Run:
             watchers.submit(_watch, one, end, fault)
         with suppress(subprocess.TimeoutExpired):
             starter.wait(LIMIT_S)
-        left = [f"process of worker {rank}" for rank, one in enumerate(workers) if _end_group(one.pid)]
+        left = [
+            f"process of worker {rank}"
+            for rank, one in enumerate(workers)
+            if _end_group(one.pid)
+        ]
         ends = [line.split() for line in starter.communicate()[0].splitlines()]
         left += [f"file {path}" for path in Path(folder).rglob("*") if path.is_file()]
     try:
@@ -177,14 +207,19 @@ def run(fault: Fault) -> Run:
     culprit = workers[fault.culprit]
     codes = {int(pid): int(code) for pid, code, _ in ends}
     unnamed = []
-    message = re.compile("WorkerError: " + fault.message.format(pid=culprit.pid, culprit=fault.culprit))
+    message = re.compile(
+        "WorkerError: " + fault.message.format(pid=culprit.pid, culprit=fault.culprit)
+    )
     hearing = [one for one in workers if fault.heard_by_all or one is not culprit]
     for rank, one in enumerate(workers):
         if one in hearing and not message.search(one.error):
             unnamed.append(f"worker {rank}: {one.error or one.output}")
         if codes[one.pid] not in (fault.exits if one is culprit else [1]):
             left.append(f"worker {rank} ended with {codes[one.pid]}: {one.output}")
-    heard, ended = max(one.heard_at for one in hearing), max(float(at) for _, _, at in ends)
+    heard, ended = (
+        max(one.heard_at for one in hearing),
+        max(float(at) for _, _, at in ends),
+    )
     return Run(heard - culprit.began_at, ended - culprit.began_at, unnamed, left)
 
 
@@ -208,7 +243,9 @@ def _watch(worker: Worker, output: int, fault: Fault) -> None:
             elif line.startswith("NOW"):
                 worker.began_at = float(line.split()[1])
                 signals.submit(_signal, worker.pid, fault)
-            elif "torchstrategy.WorkerError: " in line and not worker.error:  # torch puts the rank before it
+            elif (
+                "torchstrategy.WorkerError: " in line and not worker.error
+            ):  # torch puts the rank before it
                 worker.error, worker.heard_at = line, time.time()
 
 
@@ -236,23 +273,42 @@ def _end_group(session: int) -> bool:
 
 def main() -> int:
     """Prints the table; 0 if nothing is over the limits, unnamed or left."""
-    parser = argparse.ArgumentParser(prog="python -m tests.workers.faults", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.workers.faults", description=__doc__
+    )
     parser.add_argument("--runs", type=int, default=20, help="how many of each fault")
-    parser.add_argument("--fault", choices=FAULTS, action="append", help="which; all if it is not said")
-    parser.add_argument("--jobs", type=int, default=1, help="how many runs at the same time")
+    parser.add_argument(
+        "--fault", choices=FAULTS, action="append", help="which; all if it is not said"
+    )
+    parser.add_argument(
+        "--jobs", type=int, default=1, help="how many runs at the same time"
+    )
     options = parser.parse_args()
-    print("| fault | runs | heard within (s) | all ended within (s) | messages without name or cause | left |")
+    print(
+        "| fault | runs | heard within (s) | all ended within (s) | messages without name or cause | left |"
+    )
     print("|---|---|---|---|---|---|", flush=True)
     is_good = True
     for name in options.fault or FAULTS:
         with ThreadPoolExecutor(options.jobs) as several:
             runs = list(several.map(run, [FAULTS[name]] * options.runs))
         heard, ended = max(one.heard for one in runs), max(one.ended for one in runs)
-        unnamed, left = ([item for one in runs for item in getattr(one, kind)] for kind in ("unnamed", "left"))
+        unnamed, left = (
+            [item for one in runs for item in getattr(one, kind)]
+            for kind in ("unnamed", "left")
+        )
         shown = ", ".join(left) or "nothing"
-        print(f"| {name} | {len(runs)} | {heard:.1f} | {ended:.1f} | {len(unnamed)} | {shown} |", flush=True)
+        print(
+            f"| {name} | {len(runs)} | {heard:.1f} | {ended:.1f} | {len(unnamed)} | {shown} |",
+            flush=True,
+        )
         print("\n".join(unnamed[:3]), end="", file=sys.stderr, flush=True)
-        is_good &= heard < FAULTS[name].heard_after and ended < heard + 15 and not unnamed and not left
+        is_good &= (
+            heard < FAULTS[name].heard_after
+            and ended < heard + 15
+            and not unnamed
+            and not left
+        )
     return 0 if is_good else 1
 
 

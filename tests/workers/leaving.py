@@ -19,7 +19,10 @@ def of_signal(culprit: int, when: str, replicas: int) -> tuple[list[bool], bool]
     said = []
 
     def step() -> torch.Tensor:
-        is_last = torchstrategy.get_replica_context().replica_id_in_sync_group % replicas == replicas - 1
+        is_last = (
+            torchstrategy.get_replica_context().replica_id_in_sync_group % replicas
+            == replicas - 1
+        )
         if is_culprit and is_last and when == "in a run" and len(said) == 2:
             os.kill(os.getpid(), signal.SIGTERM)
         return torch.ones(())

@@ -29,11 +29,24 @@ Gradients = list[torch.Tensor]  # of the parameters, one after the other
 
 
 def as_batch(rows: Rows) -> tuple[torch.Tensor, ...]:
-    return (rows.x, rows.y, rows.mask, rows.labels, rows.soft, rows.shares, rows.goal, rows.gain, rows.before)
+    return (
+        rows.x,
+        rows.y,
+        rows.mask,
+        rows.labels,
+        rows.soft,
+        rows.shares,
+        rows.goal,
+        rows.gain,
+        rows.before,
+    )
 
 
 def gradients_of(net: nn.Module) -> Gradients:
-    return [torch.zeros(p.shape, dtype=p.dtype) if p.grad is None else p.grad.clone() for p in net.parameters()]
+    return [
+        torch.zeros(p.shape, dtype=p.dtype) if p.grad is None else p.grad.clone()
+        for p in net.parameters()
+    ]
 
 
 def plainly(loss: Loss, batches: Sequence[Rows]) -> list[Gradients]:
@@ -51,7 +64,12 @@ def known_batches() -> list[Rows]:
 
 
 def in_strategy(
-    strategy: Any, net: Net, name: str, loss: Loss, batches: Sequence[Rows], options: RunOptions | None
+    strategy: Any,
+    net: Net,
+    name: str,
+    loss: Loss,
+    batches: Sequence[Rows],
+    options: RunOptions | None,
 ) -> tuple[list[Gradients], list[str]]:
     """The same for this worker, and the warnings."""
     found, whole = [], batches[0]
@@ -61,7 +79,9 @@ def in_strategy(
 
     # What a strategy knows of a step, it knows by its code.
     step.__code__, step.__name__ = step.__code__.replace(co_name=name), name
-    loader = strategy.experimental_distribute_dataset([as_batch(rows) for rows in batches])
+    loader = strategy.experimental_distribute_dataset(
+        [as_batch(rows) for rows in batches]
+    )
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for rows, batch in zip(batches, loader, strict=True):
@@ -69,7 +89,9 @@ def in_strategy(
             net.zero_grad()
             strategy.run(step, args=(batch,), options=options)
             found.append(gradients_of(net))
-    return found, [str(one.message) for one in caught if one.category is LossWeightWarning]
+    return found, [
+        str(one.message) for one in caught if one.category is LossWeightWarning
+    ]
 
 
 Of = tuple[list[Gradients], list[str]]
@@ -85,7 +107,10 @@ def of_known(replicas: int, names: Sequence[str]) -> dict[str, list[Of]]:
             with strategy.scope():
                 net = Net()
         found[name] = [
-            in_strategy(strategy, net, name, KNOWN[name].loss, known_batches(), reduced_by(by)) for by in MINE
+            in_strategy(
+                strategy, net, name, KNOWN[name].loss, known_batches(), reduced_by(by)
+            )
+            for by in MINE
         ]
     return found
 
@@ -124,7 +149,10 @@ AROUND: list[Callable[[torch.Tensor, Net], torch.Tensor]] = [
     lambda loss, net: loss * torch.tensor(8.0),
     lambda loss, net: loss.view(()).clone(),
 ]
-LEARNED: list[Callable[[torch.Tensor, Net], torch.Tensor]] = [*AROUND, lambda loss, net: loss * net.scale.exp()]
+LEARNED: list[Callable[[torch.Tensor, Net], torch.Tensor]] = [
+    *AROUND,
+    lambda loss, net: loss * net.scale.exp(),
+]
 
 
 def random_loss(seed: int) -> tuple[Loss, list[Rows]]:
@@ -134,7 +162,14 @@ def random_loss(seed: int) -> tuple[Loss, list[Rows]]:
     for losses in (COUNTED, COUNTED + BY_ROWS)[: 1 + (draw.random() < 0.6)]:
         one = draw.choice(losses)
         # Two terms that parameters multiply together are not read.
-        parts.append((one, draw.choices(AROUND if one is COUNTED[2] else LEARNED, k=draw.randrange(3))))
+        parts.append(
+            (
+                one,
+                draw.choices(
+                    AROUND if one is COUNTED[2] else LEARNED, k=draw.randrange(3)
+                ),
+            )
+        )
     around = draw.choices(AROUND, k=draw.randrange(2))
 
     def wrapped(loss: torch.Tensor, net: Net, wrappings: Any) -> torch.Tensor:
@@ -157,12 +192,19 @@ def random_loss(seed: int) -> tuple[Loss, list[Rows]]:
     return loss, batches
 
 
-def of_random(replicas: int, seeds: Sequence[int], size: float) -> list[list[Gradients]]:
+def of_random(
+    replicas: int, seeds: Sequence[int], size: float
+) -> list[list[Gradients]]:
     strategy = strategy_of(replicas)
     with strategy.scope():
         net = Net()
     with large_from(size):
-        return [in_strategy(strategy, net, f"step_{seed}", *random_loss(seed), reduced_by("loss"))[0] for seed in seeds]
+        return [
+            in_strategy(
+                strategy, net, f"step_{seed}", *random_loss(seed), reduced_by("loss")
+            )[0]
+            for seed in seeds
+        ]
 
 
 # Trainings
@@ -283,7 +325,9 @@ def zero_where_nothing_is_valid(model: Any, optimizer: Any) -> Step:
         optimizer.zero_grad()
         outputs = model(batch[0])
         if (batch[1] != -100).any():
-            loss = F.cross_entropy(outputs.flatten(0, 1), batch[1].flatten(), label_smoothing=0.1)
+            loss = F.cross_entropy(
+                outputs.flatten(0, 1), batch[1].flatten(), label_smoothing=0.1
+            )
         else:
             loss = outputs.sum() * 0
         loss.backward()
@@ -297,7 +341,9 @@ def zero_of_one_term(model: Any, optimizer: Any) -> Step:
         optimizer.zero_grad()
         outputs, is_valid = model(batch[0]), batch[1] != -100
         if is_valid.any():
-            losses = F.cross_entropy(outputs.transpose(1, 2), batch[1], reduction="none")
+            losses = F.cross_entropy(
+                outputs.transpose(1, 2), batch[1], reduction="none"
+            )
             ((losses * is_valid).sum() / is_valid.sum().clamp(min=1)).backward()
         else:
             (outputs.sum() * 0).backward()
@@ -341,7 +387,9 @@ def sparse(model: Any, optimizer: Any) -> Step:
     def step(batch: Any, k: int) -> None:
         optimizer.zero_grad()
         rows = (batch[0].abs() * 2).long().sum(-1) % 4
-        F.cross_entropy(model.head(model.table(rows)).flatten(0, 1), batch[1].flatten()).backward()
+        F.cross_entropy(
+            model.head(model.table(rows)).flatten(0, 1), batch[1].flatten()
+        ).backward()
         optimizer.step()
 
     return step
@@ -353,7 +401,9 @@ def by_turns(model: Any, optimizer: Any) -> Step:
     def step(batch: Any, k: int) -> None:
         optimizer.zero_grad()
         head = model.head if k % 2 else model.other
-        F.cross_entropy(head(model.body(batch[0])).flatten(0, 1), batch[1].flatten()).backward()
+        F.cross_entropy(
+            head(model.body(batch[0])).flatten(0, 1), batch[1].flatten()
+        ).backward()
         optimizer.step()
 
     return step
@@ -365,7 +415,10 @@ def in_checkpoints(model: Any, optimizer: Any) -> Step:
     def step(batch: Any, k: int) -> None:
         optimizer.zero_grad()
         x = batch[0].clone().requires_grad_()
-        hidden = sum(checkpoint(model.body, x * part, use_reentrant=True) for part in range(1, 2 + k % 2))
+        hidden = sum(
+            checkpoint(model.body, x * part, use_reentrant=True)
+            for part in range(1, 2 + k % 2)
+        )
         F.cross_entropy(model.head(hidden).flatten(0, 1), batch[1].flatten()).backward()
         optimizer.step()
 
@@ -388,7 +441,9 @@ def used_by_some(model: Any, optimizer: Any) -> Step:
 
 
 def line_search(model: Any, optimizer: Any) -> Step:
-    search = torch.optim.LBFGS(list(model.head.parameters()), lr=0.1, max_iter=3, history_size=2)
+    search = torch.optim.LBFGS(
+        list(model.head.parameters()), lr=0.1, max_iter=3, history_size=2
+    )
 
     def step(batch: Any, k: int) -> None:
         def closure() -> torch.Tensor:
@@ -402,8 +457,23 @@ def line_search(model: Any, optimizer: Any) -> Step:
     return step
 
 
-PROGRAMS: list[Program] = [ordinary, clipped, several_backwards, same_graph_twice, over_runs, other_terms_later]
-PROGRAMS += [zero_where_nothing_is_valid, zero_of_one_term, scaled, hooked, sparse, by_turns, line_search]
+PROGRAMS: list[Program] = [
+    ordinary,
+    clipped,
+    several_backwards,
+    same_graph_twice,
+    over_runs,
+    other_terms_later,
+]
+PROGRAMS += [
+    zero_where_nothing_is_valid,
+    zero_of_one_term,
+    scaled,
+    hooked,
+    sparse,
+    by_turns,
+    line_search,
+]
 PROGRAMS += [in_checkpoints, used_by_some]
 
 
@@ -412,23 +482,41 @@ def trained(strategy: Any, program: Program, by: str | None) -> list[torch.Tenso
     torch.manual_seed(0)
     with strategy.scope():
         model = Tagger().double()
-        dense = [p for name, p in model.named_parameters() if program is sparse or not name.startswith("table")]
-        optimizer = torch.optim.SGD(dense, lr=0.1, momentum=0.0 if program is sparse else 0.9)
+        dense = [
+            p
+            for name, p in model.named_parameters()
+            if program is sparse or not name.startswith("table")
+        ]
+        optimizer = torch.optim.SGD(
+            dense, lr=0.1, momentum=0.0 if program is sparse else 0.9
+        )
         step = program(model, optimizer)
     found = []
-    for k, batch in enumerate(strategy.experimental_distribute_dataset(token_batches()), 1):
+    for k, batch in enumerate(
+        strategy.experimental_distribute_dataset(token_batches()), 1
+    ):
         strategy.run(step, args=(batch, k), options=reduced_by(by))
         found += [p.detach().clone() for p in model.parameters()]
-        found += [torch.zeros(()) if p.grad is None else p.grad.to_dense().clone() for p in model.parameters()]
+        found += [
+            torch.zeros(()) if p.grad is None else p.grad.to_dense().clone()
+            for p in model.parameters()
+        ]
     return found
 
 
-def of_programs(replicas: int, programs: Sequence[Program], size: float) -> dict[str, list[torch.Tensor]]:
+def of_programs(
+    replicas: int, programs: Sequence[Program], size: float
+) -> dict[str, list[torch.Tensor]]:
     with large_from(size):
-        return {program.__name__: trained(strategy_of(replicas), program, "loss") for program in programs}
+        return {
+            program.__name__: trained(strategy_of(replicas), program, "loss")
+            for program in programs
+        }
 
 
-def messages(replicas: int, loss: Loss, sizes: Sequence[int], by: str = "loss") -> list[int]:
+def messages(
+    replicas: int, loss: Loss, sizes: Sequence[int], by: str = "loss"
+) -> list[int]:
     """How many messages each run sends."""
     with counting_messages() as sent:
         strategy = strategy_of(replicas, gradient_reduction=by)
@@ -440,7 +528,9 @@ def messages(replicas: int, loss: Loss, sizes: Sequence[int], by: str = "loss") 
             loss(net, Rows(*batch)).backward()
 
         found = []
-        loader = strategy.experimental_distribute_dataset([as_batch(rows_of(n, k)) for k, n in enumerate(sizes)])
+        loader = strategy.experimental_distribute_dataset(
+            [as_batch(rows_of(n, k)) for k, n in enumerate(sizes)]
+        )
         for batch in loader:
             before = sent[0]
             strategy.run(step, args=(batch,))
@@ -472,7 +562,9 @@ def of_terms_in_closures(replicas: int) -> str:
     return ""
 
 
-def warned_of(replicas: int, counts: Sequence[Sequence[int]], **options: Any) -> list[list[str]]:
+def warned_of(
+    replicas: int, counts: Sequence[Sequence[int]], **options: Any
+) -> list[list[str]]:
     """The warnings of each run, where the rows of a batch have so many valid tokens."""
     strategy = strategy_of(replicas, **options)
     with strategy.scope():
@@ -491,7 +583,9 @@ def warned_of(replicas: int, counts: Sequence[Sequence[int]], **options: Any) ->
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             strategy.run(step, args=(batch,))
-        found.append([str(one.message) for one in caught if one.category is LossWeightWarning])
+        found.append(
+            [str(one.message) for one in caught if one.category is LossWeightWarning]
+        )
     return found
 
 
@@ -504,7 +598,9 @@ def sharded(train: Any, by: str) -> list[torch.Tensor]:
     return sharded_training(strategy, model, optimizer, train, by)
 
 
-def sharded_training(strategy: Any, model: Any, optimizer: Any, train: Any, by: str | None) -> list[torch.Tensor]:
+def sharded_training(
+    strategy: Any, model: Any, optimizer: Any, train: Any, by: str | None
+) -> list[torch.Tensor]:
     step = train(model, optimizer)
     for batch in strategy.experimental_distribute_dataset(row_batches()):
         strategy.run(step, args=(batch,), options=reduced_by(by))

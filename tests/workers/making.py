@@ -23,7 +23,9 @@ class Making(Net):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.first is None:
             self.first = x.sum(0)
-        self.register_buffer(f"made_{len(self._buffers)}", x.mean(0), persistent=len(self._buffers) < 4)
+        self.register_buffer(
+            f"made_{len(self._buffers)}", x.mean(0), persistent=len(self._buffers) < 4
+        )
         self.old = None
         return super().forward(x) + self.first.sum()
 
@@ -44,8 +46,13 @@ def making(strategy: torchstrategy.Strategy) -> dict[str, Any]:
             strategy.run(step, args=(batch,))
     return {
         "saved": list(model.state_dict()),
-        "numbers": {name: value for name, value in (*model.named_buffers(), *model.named_parameters())},
-        "warned": sorted(str(one.message).partition(" has other numbers")[0] for one in caught),
+        "numbers": {
+            name: value
+            for name, value in (*model.named_buffers(), *model.named_parameters())
+        },
+        "warned": sorted(
+            str(one.message).partition(" has other numbers")[0] for one in caught
+        ),
     }
 
 
@@ -74,5 +81,10 @@ def of_one_only(what: str, replicas: int) -> Any:
         strategy.run(step)
     except torchstrategy.WorkerError as error:
         mean = model.running_mean
-        return str(error), list(model._buffers), None if mean is None else mean.tolist(), int(model.num_batches_tracked)
+        return (
+            str(error),
+            list(model._buffers),
+            None if mean is None else mean.tolist(),
+            int(model.num_batches_tracked),
+        )
     return None

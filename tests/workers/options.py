@@ -12,7 +12,9 @@ from torchstrategy import RunOptions
 from workers.trainings import Net, batches, strategy_of
 
 
-def of_options(strategy: torchstrategy.Strategy, options: RunOptions | None) -> dict[str, torch.Tensor]:
+def of_options(
+    strategy: torchstrategy.Strategy, options: RunOptions | None
+) -> dict[str, torch.Tensor]:
     """Trains with sums over rows: every row counts once, and replicas without rows add zero."""
     with strategy.scope():
         model = Net()
@@ -27,7 +29,9 @@ def of_options(strategy: torchstrategy.Strategy, options: RunOptions | None) -> 
         return loss.detach()
 
     losses = [
-        strategy.reduce("sum", strategy.run(step, args=(batch,), options=options), axis=None)
+        strategy.reduce(
+            "sum", strategy.run(step, args=(batch,), options=options), axis=None
+        )
         for batch in strategy.experimental_distribute_dataset(batches())
     ]
     return {**model.state_dict(), "losses": torch.stack(losses)}

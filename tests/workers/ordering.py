@@ -8,7 +8,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, Subset, random_split
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    Sampler,
+    Subset,
+    random_split,
+)
 
 import torchstrategy
 from torchstrategy import InputContext, InputOptions
@@ -78,7 +85,12 @@ def of_shuffled_list() -> list[int]:
     return order
 
 
-DRAWS = {"random": of_random, "numpy": of_numpy, "torch": of_torch, "both": of_shuffled_list}
+DRAWS = {
+    "random": of_random,
+    "numpy": of_numpy,
+    "torch": of_torch,
+    "both": of_shuffled_list,
+}
 
 
 def seed_by_rank() -> int:
@@ -89,7 +101,13 @@ def seed_by_rank() -> int:
     return rank
 
 
-def of_drawn(name: str, replicas: int, in_batches: bool, num_workers: int, load_ahead: bool | None) -> dict[str, Any]:
+def of_drawn(
+    name: str,
+    replicas: int,
+    in_batches: bool,
+    num_workers: int,
+    load_ahead: bool | None,
+) -> dict[str, Any]:
     """Two epochs, and a third that goes on from its middle in another dataset."""
     strategy = strategy_of(replicas)
     rank = seed_by_rank()
@@ -97,13 +115,24 @@ def of_drawn(name: str, replicas: int, in_batches: bool, num_workers: int, load_
 
     def made() -> Any:
         if in_batches:
-            loader = DataLoader(Augmented(), batch_sampler=DrawnBatches(DRAWS[name]), num_workers=num_workers)
+            loader = DataLoader(
+                Augmented(),
+                batch_sampler=DrawnBatches(DRAWS[name]),
+                num_workers=num_workers,
+            )
         else:
-            loader = DataLoader(Augmented(), batch_size=6, sampler=Drawn(DRAWS[name]), num_workers=num_workers)
+            loader = DataLoader(
+                Augmented(),
+                batch_size=6,
+                sampler=Drawn(DRAWS[name]),
+                num_workers=num_workers,
+            )
         return strategy.experimental_distribute_dataset(loader, options)
 
     dataset = made()
-    epochs = [[row for batch in seen_of(strategy, dataset) for row in batch] for _ in range(2)]
+    epochs = [
+        [row for batch in seen_of(strategy, dataset) for row in batch] for _ in range(2)
+    ]
     if in_batches or name == "torch":
         return {"epochs": epochs}
     before = random.getstate(), np.random.get_state()
@@ -115,7 +144,10 @@ def of_drawn(name: str, replicas: int, in_batches: bool, num_workers: int, load_
         random.setstate(before[0])
         np.random.set_state(before[1])
     rest = seen_of(strategy, again)
-    return {"epochs": epochs, "resumed": [row for batch in [*first, *rest] for row in batch]}
+    return {
+        "epochs": epochs,
+        "resumed": [row for batch in [*first, *rest] for row in batch],
+    }
 
 
 class Streamed(IterableDataset[Any]):
@@ -127,11 +159,17 @@ class Streamed(IterableDataset[Any]):
 
 
 def _loader(**options: Any) -> Callable[[int], Any]:
-    return lambda rank: DataLoader(Numbers(ROWS), **{name: given(rank) for name, given in options.items()})
+    return lambda rank: DataLoader(
+        Numbers(ROWS), **{name: given(rank) for name, given in options.items()}
+    )
 
 
 def _generated(rank: int) -> Any:
-    return DataLoader(Numbers(ROWS), 6, sampler=Drawn(lambda: np.random.default_rng(rank).permutation(ROWS)))
+    return DataLoader(
+        Numbers(ROWS),
+        6,
+        sampler=Drawn(lambda: np.random.default_rng(rank).permutation(ROWS)),
+    )
 
 
 def _subset(rank: int) -> Any:
@@ -139,7 +177,9 @@ def _subset(rank: int) -> Any:
 
 
 def _nested_subset(rank: int) -> Any:
-    within = torch.utils.data.ConcatDataset([Subset(Numbers(ROWS), range(rank, ROWS + rank - 1)), Numbers(3)])
+    within = torch.utils.data.ConcatDataset(
+        [Subset(Numbers(ROWS), range(rank, ROWS + rank - 1)), Numbers(3)]
+    )
     return DataLoader(within, 6)
 
 
@@ -171,12 +211,19 @@ class DrawnOneByOne(Sampler[int]):
 
 DIFFERENT: dict[str, Callable[[int], Any]] = {
     "a generator of its own": _generated,
-    "a list": _loader(sampler=lambda rank: list(range(ROWS))[:: -1 if rank else 1], batch_size=lambda rank: 6),
+    "a list": _loader(
+        sampler=lambda rank: list(range(ROWS))[:: -1 if rank else 1],
+        batch_size=lambda rank: 6,
+    ),
     "the second batch": _late,
-    "draws during the epoch": lambda rank: DataLoader(Augmented(), 5, sampler=DrawnOneByOne()),
+    "draws during the epoch": lambda rank: DataLoader(
+        Augmented(), 5, sampler=DrawnOneByOne()
+    ),
     "the length": lambda rank: DataLoader(Numbers(ROWS + rank), 6),
     "the batch size": _loader(batch_size=lambda rank: 6 + rank),
-    "the number of batches": _loader(batch_size=lambda rank: 6, drop_last=lambda rank: bool(rank)),
+    "the number of batches": _loader(
+        batch_size=lambda rank: 6, drop_last=lambda rank: bool(rank)
+    ),
     "a split": _subset,
     "a split within": _nested_subset,
     "the class": lambda rank: DataLoader([Numbers(ROWS), list(range(ROWS))][rank], 6),
@@ -184,7 +231,9 @@ DIFFERENT: dict[str, Callable[[int], Any]] = {
     "streamed integers": _in_order([(0.5, i) for i in range(12)]),
     "streamed texts": _in_order([f"row {i}" for i in range(12)]),
     "streamed labels": _labelled,
-    "streamed dicts": _in_order([{"x": torch.ones(3), "name": f"row {i}"} for i in range(12)]),
+    "streamed dicts": _in_order(
+        [{"x": torch.ones(3), "name": f"row {i}"} for i in range(12)]
+    ),
     "listed batches": lambda rank: [torch.arange(6.0) + rank],
     "shapes": lambda rank: [torch.ones(6, 2 + rank)],
 }
@@ -212,7 +261,9 @@ def of_different(name: str, only_gathers: bool) -> tuple[str, float]:
                 strategy.run(lambda given: layer.weight.sum().backward(), args=(batch,))
     except Exception as error:
         told = f"{type(error).__name__}: {error}"
-    return told, strategy.reduce("sum", strategy.run(lambda: torch.ones(()) * 1), axis=None).item()
+    return told, strategy.reduce(
+        "sum", strategy.run(lambda: torch.ones(()) * 1), axis=None
+    ).item()
 
 
 def of_alike(replicas: int) -> list[Any]:
@@ -224,19 +275,32 @@ def of_alike(replicas: int) -> list[Any]:
 
     class Shuffled(IterableDataset[torch.Tensor]):
         def __iter__(self) -> Iterator[torch.Tensor]:
-            return iter([torch.tensor([i + random.randrange(100)]) for i in np.random.permutation(12)])
+            return iter(
+                [
+                    torch.tensor([i + random.randrange(100)])
+                    for i in np.random.permutation(12)
+                ]
+            )
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        streamed = strategy.experimental_distribute_dataset(DataLoader(Shuffled(), batch_size=5))
+        streamed = strategy.experimental_distribute_dataset(
+            DataLoader(Shuffled(), batch_size=5)
+        )
     found: list[Any] = [seen_of(strategy, streamed), seen_of(strategy, streamed)]
 
     def dataset_fn(context: InputContext) -> Any:
         return DataLoader(Numbers(4 + rank), 2, sampler=range(4 + rank))
 
-    found.append(seen_of(strategy, strategy.distribute_datasets_from_function(dataset_fn)))
-    off = InputOptions(experimental_auto_shard_policy=torchstrategy.experimental.AutoShardPolicy.OFF)
-    own = strategy.experimental_distribute_dataset(DataLoader(Numbers(4), 2, sampler=Drawn(lambda: [rank, 3])), off)
+    found.append(
+        seen_of(strategy, strategy.distribute_datasets_from_function(dataset_fn))
+    )
+    off = InputOptions(
+        experimental_auto_shard_policy=torchstrategy.experimental.AutoShardPolicy.OFF
+    )
+    own = strategy.experimental_distribute_dataset(
+        DataLoader(Numbers(4), 2, sampler=Drawn(lambda: [rank, 3])), off
+    )
     found.append(seen_of(strategy, own))
     return found
 
@@ -246,7 +310,10 @@ def num_messages() -> list[int]:
     strategy = strategy_of(1)
     workers = strategy.extended._workers
     found = []
-    for batch in [*strategy.experimental_distribute_dataset(DataLoader(Numbers(12), 4)), 3]:
+    for batch in [
+        *strategy.experimental_distribute_dataset(DataLoader(Numbers(12), 4)),
+        3,
+    ]:
         before = workers.num_exchanges
         strategy.run(lambda rows: None, args=(batch,))
         found.append(workers.num_exchanges - before)

@@ -23,7 +23,9 @@ class Net(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second, self.sometimes = (nn.Linear(3, 3, dtype=torch.float64) for _ in range(3))
+        self.first, self.second, self.sometimes = (
+            nn.Linear(3, 3, dtype=torch.float64) for _ in range(3)
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.tanh(self.second(torch.tanh(self.first(x))))
@@ -70,7 +72,9 @@ def part_by_part(net: Net, x: torch.Tensor, worker: int, index: int) -> None:
 
 def with_a_graph(net: Net, x: torch.Tensor, worker: int, index: int) -> None:
     loss = net(x).square().mean()
-    gradients = torch.autograd.grad(loss, list(net.first.parameters()), create_graph=True)
+    gradients = torch.autograd.grad(
+        loss, list(net.first.parameters()), create_graph=True
+    )
     (loss + sum(g.square().sum() for g in gradients)).backward()
 
 
@@ -86,7 +90,9 @@ BODIES = (
 
 
 def rows(index: int, count: int) -> torch.Tensor:
-    return torch.randn(count, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(index))
+    return torch.randn(
+        count, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(index)
+    )
 
 
 def made() -> Net:
@@ -120,7 +126,9 @@ def of_workers(name: str, count: int, size: float) -> tuple[list[torch.Tensor], 
                 optimizer.step()
 
             batches = [rows(index, count) for index in range(STEPS)]
-            for index, batch in enumerate(strategy.experimental_distribute_dataset(batches)):
+            for index, batch in enumerate(
+                strategy.experimental_distribute_dataset(batches)
+            ):
                 strategy.run(step, args=(batch, index))
     finally:
         OwnGradients._send_waiting = send  # type: ignore[method-assign]
@@ -137,11 +145,17 @@ def of_plain(name: str, count: int, parts: int) -> list[torch.Tensor]:
         for worker, part in enumerate(rows(index, count).split(-(-count // parts))):
             copied = copy.deepcopy(net)
             body(copied, part, worker, index)
-            for parameter, other in zip(net.parameters(), copied.parameters(), strict=True):
+            for parameter, other in zip(
+                net.parameters(), copied.parameters(), strict=True
+            ):
                 parameter.requires_grad_(other.requires_grad)
                 if other.grad is not None:
                     weighted = other.grad * len(part) / count
-                    parameter.grad = weighted if parameter.grad is None else parameter.grad + weighted
+                    parameter.grad = (
+                        weighted
+                        if parameter.grad is None
+                        else parameter.grad + weighted
+                    )
         optimizer.step()
     return [p.detach() for p in net.parameters()]
 
@@ -184,7 +198,9 @@ def of_failure(how: str) -> str:
         optimizer.zero_grad()
         x = torch.tanh(net.first(torch.ones(2, 3, dtype=torch.float64)))
         if is_due and is_culprit and how == "raises":
-            x.register_hook(fails)  # the gradients of `second` have been made and sent by then
+            x.register_hook(
+                fails
+            )  # the gradients of `second` have been made and sent by then
         net.second(x).square().mean().backward()
         if is_due and is_culprit and how == "goes another way":
             torchstrategy.get_replica_context().all_reduce("sum", torch.ones(()))

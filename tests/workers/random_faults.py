@@ -97,21 +97,33 @@ def train(plan: Plan, folder: str) -> None:
     try:
         _train(plan)
     except BaseException as error:
-        say(f"HEARD {time.time()} {type(error).__name__}: {' '.join(str(error).split())}")
+        say(
+            f"HEARD {time.time()} {type(error).__name__}: {' '.join(str(error).split())}"
+        )
         traceback.print_exc()
         raise
 
 
 def _train(plan: Plan) -> None:
-    strategy = torchstrategy.MultiWorkerMirroredStrategy(devices=["cpu"], timeout=timedelta(seconds=TIMEOUT_S))
+    strategy = torchstrategy.MultiWorkerMirroredStrategy(
+        devices=["cpu"], timeout=timedelta(seconds=TIMEOUT_S)
+    )
     with strategy.scope():
         model = torch.nn.Linear(4, 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     options: dict[str, Any] = {}
     if plan.loaders:
-        options = {"multiprocessing_context": "fork", "persistent_workers": plan.keeps_loaders}
+        options = {
+            "multiprocessing_context": "fork",
+            "persistent_workers": plan.keeps_loaders,
+        }
         options["worker_init_fn"] = partial(_end_with, os.getpid())
-    loader = DataLoader(TensorDataset(torch.ones(40, 4)), batch_size=5, num_workers=plan.loaders, **options)
+    loader = DataLoader(
+        TensorDataset(torch.ones(40, 4)),
+        batch_size=5,
+        num_workers=plan.loaders,
+        **options,
+    )
     dataset = strategy.experimental_distribute_dataset(loader)
 
     def step(batch: Any) -> None:
@@ -167,7 +179,9 @@ def _launch(plan: Plan, folder: str, port: int) -> None:
         )
         elastic_launch(config, train)(plan, folder)
         return
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WORLD_SIZE=str(plan.count))
+    os.environ.update(
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WORLD_SIZE=str(plan.count)
+    )
     children = []
     for rank in range(plan.count):
         os.environ["RANK"] = str(rank)
@@ -198,7 +212,9 @@ def _forked(call: Callable[..., None], *args: Any) -> int:
 
 def run(plan: Plan, slack: float) -> Outcome:
     """Breaks one training off, and looks at what is left of it."""
-    folder = tempfile.mkdtemp()  # no object, which forked processes would inherit, and end
+    folder = (
+        tempfile.mkdtemp()
+    )  # no object, which forked processes would inherit, and end
     launcher = _forked(_launch, plan, folder, free_ports(1)[0])
     try:
         return _watched(plan, Path(folder), launcher, LIMIT_S + slack)
@@ -214,34 +230,58 @@ def run(plan: Plan, slack: float) -> Outcome:
 def _watched(plan: Plan, folder: Path, launcher: int, limit: float) -> Outcome:
     logs = [folder / f"{rank}.log" for rank in range(plan.count)]
     begun = logs[plan.culprit : plan.culprit + 1] if plan.when_joining else logs
-    if not _wait(lambda: all(("PID" if plan.when_joining else "TRAINS") in _text(log) for log in begun), LONGEST_S):
+    if not _wait(
+        lambda: all(
+            ("PID" if plan.when_joining else "TRAINS") in _text(log) for log in begun
+        ),
+        LONGEST_S,
+    ):
         return Outcome(0.0, ["the training did not begin: " + _shown(folder)], False)
     time.sleep(plan.after * (0.3 if plan.when_joining else 1.0))
     (pid,) = re.findall(r"PID (\d+)", _text(logs[plan.culprit]))
     before = time.time()
-    os.kill(int(pid), signal.SIGUSR1 if plan.how == "raises" else getattr(signal, plan.how))
+    os.kill(
+        int(pid), signal.SIGUSR1 if plan.how == "raises" else getattr(signal, plan.how)
+    )
     others = [log for rank, log in enumerate(logs) if rank != plan.culprit]
     if plan.how == "SIGSTOP" or plan.when_joining:
         limit += TIMEOUT_S
-    _wait(lambda: all("HEARD" in _text(log) for log in others) or _is_over(launcher), limit + 15)
+    _wait(
+        lambda: all("HEARD" in _text(log) for log in others) or _is_over(launcher),
+        limit + 15,
+    )
     if plan.how == "SIGSTOP":
         with suppress(ProcessLookupError):
             os.kill(int(pid), signal.SIGKILL)
     # Python ignores an exception that is raised in a destructor, or where it forks: the culprit trains on, or hangs.
     told = _text(logs[plan.culprit])
-    trains_on = not any("HEARD" in _text(log) for log in logs) and not _is_over(launcher)
-    if plan.how in ("raises", "SIGINT") and (trains_on or ("HEARD" not in told and "Exception ignored" in told)):
+    trains_on = not any("HEARD" in _text(log) for log in logs) and not _is_over(
+        launcher
+    )
+    if plan.how in ("raises", "SIGINT") and (
+        trains_on or ("HEARD" not in told and "Exception ignored" in told)
+    ):
         return Outcome(0.0, [], True)
     heard, wrong = _judge(plan, others, before, limit)
     _wait(lambda: not _processes(launcher), 20)
     wrong += [f"left: process {left}" for left in _processes(launcher)]
     pids = [found for log in logs for found in re.findall(r"PID (\d+)", _text(log))]
-    wrong += [f"left: {path}" for path in Path("/dev/shm").glob("torch_*") if path.name.split("_")[1] in pids]
-    wrong += [f"left: {path}" for path in folder.rglob("*") if path.is_file() and _is_ours(path)]
+    wrong += [
+        f"left: {path}"
+        for path in Path("/dev/shm").glob("torch_*")
+        if path.name.split("_")[1] in pids
+    ]
+    wrong += [
+        f"left: {path}"
+        for path in folder.rglob("*")
+        if path.is_file() and _is_ours(path)
+    ]
     return Outcome(heard, [f"{one}\n{_shown(folder)}" for one in wrong], False)
 
 
-def _judge(plan: Plan, others: list[Path], before: float, limit: float) -> tuple[float, list[str]]:
+def _judge(
+    plan: Plan, others: list[Path], before: float, limit: float
+) -> tuple[float, list[str]]:
     """Seconds until all had heard, and what is wrong with what they said."""
     wrong, heard = [], 0.0
     for log in others:
@@ -256,7 +296,9 @@ def _judge(plan: Plan, others: list[Path], before: float, limit: float) -> tuple
         blaming = said[2].partition("This is worker")[0]
         named = {int(worker) for worker in re.findall(r"[Ww]orker (\d+)", blaming)}
         # An exception out of a signal's handler, in a call that may refuse its arguments, looks like such a refusal.
-        is_told = said[2].startswith("WorkerError") or " refused what it was given" in said[2]
+        is_told = (
+            said[2].startswith("WorkerError") or " refused what it was given" in said[2]
+        )
         if not is_told or named != {plan.culprit}:
             wrong.append(f"{log.stem} heard of {sorted(named)}")
     if heard > limit:
@@ -276,7 +318,10 @@ def _wait(is_there: Callable[[], bool], seconds: float) -> bool:
 def _is_over(launcher: int) -> bool:
     """Whether a child of this process has ended."""
     try:
-        return os.waitid(os.P_PID, launcher, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+        return (
+            os.waitid(os.P_PID, launcher, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            is not None
+        )
     except ChildProcessError:
         return True
 
@@ -288,7 +333,11 @@ def _text(path: Path) -> str:
 def _shown(folder: Path) -> str:
     told = []
     for path in sorted(folder.glob("*.log")):
-        kept = [line[:400] for line in _text(path).splitlines() if not line.startswith((" ", "E1"))]
+        kept = [
+            line[:400]
+            for line in _text(path).splitlines()
+            if not line.startswith((" ", "E1"))
+        ]
         told += [f"--- {path.name}", *kept[-8:]]
     return "\n".join(told)
 
@@ -304,18 +353,27 @@ def _processes(session: int) -> list[int]:
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
-            state, _, _, of_process = (entry / "stat").read_text().rpartition(")")[2].split()[:4]
+            state, _, _, of_process = (
+                (entry / "stat").read_text().rpartition(")")[2].split()[:4]
+            )
             if state != "Z" and int(of_process) == session:
                 found.append(int(entry.name))
     return found
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.workers.random_faults", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.workers.random_faults", description=__doc__
+    )
     parser.add_argument("--runs", type=int, default=20, help="how many; default: 20")
-    parser.add_argument("--seed", type=int, default=0, help="of the first run; the others follow")
     parser.add_argument(
-        "--slack", type=float, default=0.0, help="seconds that are added to each limit, on a busy machine"
+        "--seed", type=int, default=0, help="of the first run; the others follow"
+    )
+    parser.add_argument(
+        "--slack",
+        type=float,
+        default=0.0,
+        help="seconds that are added to each limit, on a busy machine",
     )
     options = parser.parse_args()
     outcomes: Counter[str] = Counter()

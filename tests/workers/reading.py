@@ -37,7 +37,10 @@ class Stream(IterableDataset[torch.Tensor]):
 def seen_of(strategy: torchstrategy.Strategy, dataset: Any) -> list[Any]:
     """For each step, the rows of all replicas of all workers."""
     return [
-        strategy.gather(strategy.run(lambda rows: rows, args=(batch,)), axis=0).flatten().tolist() for batch in dataset
+        strategy.gather(strategy.run(lambda rows: rows, args=(batch,)), axis=0)
+        .flatten()
+        .tolist()
+        for batch in dataset
     ]
 
 
@@ -47,23 +50,36 @@ def of_own_rows(replicas: int, **loader: Any) -> dict[str, Any]:
     rank = strategy.extended._workers.index
     torch.manual_seed(rank)  # the order is that of worker 0
     numbers = Numbers(18)
-    dataset = strategy.experimental_distribute_dataset(DataLoader(numbers, batch_size=8, shuffle=True, **loader))
+    dataset = strategy.experimental_distribute_dataset(
+        DataLoader(numbers, batch_size=8, shuffle=True, **loader)
+    )
     epochs = [seen_of(strategy, dataset), seen_of(strategy, dataset)]
     loaded = list(numbers.loaded)
     iterator = iter(dataset)
     first = seen_of(strategy, [next(iterator)])
     state = dataset.state_dict()
     rest = seen_of(strategy, iterator)
-    again = strategy.experimental_distribute_dataset(DataLoader(numbers, batch_size=8, shuffle=True, **loader))
+    again = strategy.experimental_distribute_dataset(
+        DataLoader(numbers, batch_size=8, shuffle=True, **loader)
+    )
     again.load_state_dict(state)
     resumed = seen_of(strategy, again)
-    return {"epochs": epochs, "loaded": loaded, "third": first + rest, "rest": rest, "resumed": resumed, "state": state}
+    return {
+        "epochs": epochs,
+        "loaded": loaded,
+        "third": first + rest,
+        "rest": rest,
+        "resumed": resumed,
+        "state": state,
+    }
 
 
 def of_generators(replicas: int) -> list[Any]:
     strategy = strategy_of(replicas)
     generator = torch.Generator().manual_seed(strategy.extended._workers.index)
-    loader = DataLoader(Numbers(9), batch_size=4, shuffle=True, generator=generator, drop_last=True)
+    loader = DataLoader(
+        Numbers(9), batch_size=4, shuffle=True, generator=generator, drop_last=True
+    )
     return seen_of(strategy, strategy.experimental_distribute_dataset(loader))
 
 
@@ -73,11 +89,16 @@ def of_whole_batches(replicas: int) -> list[Any]:
 
     strategy = strategy_of(replicas)
     found = []
-    for dataset in (DataLoader(Stream(), batch_size=4), [torch.arange(5), torch.arange(1)]):
+    for dataset in (
+        DataLoader(Stream(), batch_size=4),
+        [torch.arange(5), torch.arange(1)],
+    ):
         with warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")
             distributed = strategy.experimental_distribute_dataset(dataset)
-        found.append((seen_of(strategy, distributed), [str(one.message) for one in warned]))
+        found.append(
+            (seen_of(strategy, distributed), [str(one.message) for one in warned])
+        )
     return found
 
 
@@ -85,8 +106,13 @@ def of_shares(replicas: int) -> list[Any]:
     strategy = strategy_of(replicas)
     shares = [3.0] + [1.0] * (strategy.num_replicas_in_sync - 1)
     loader = DataLoader(Numbers(8), batch_size=8)
-    dataset = strategy.experimental_distribute_dataset(loader, InputOptions(row_shares=shares))
-    return [[len(part) for part in strategy.experimental_local_results(batch)] for batch in dataset]
+    dataset = strategy.experimental_distribute_dataset(
+        loader, InputOptions(row_shares=shares)
+    )
+    return [
+        [len(part) for part in strategy.experimental_local_results(batch)]
+        for batch in dataset
+    ]
 
 
 def of_own_datasets(replicas: int, mode: str) -> dict[str, Any]:
@@ -95,7 +121,13 @@ def of_own_datasets(replicas: int, mode: str) -> dict[str, Any]:
     contexts = []
 
     def dataset_fn(context: InputContext) -> list[Any]:
-        contexts.append((context.num_input_pipelines, context.input_pipeline_id, context.num_replicas_in_sync))
+        contexts.append(
+            (
+                context.num_input_pipelines,
+                context.input_pipeline_id,
+                context.num_replicas_in_sync,
+            )
+        )
         return own_batches(context.input_pipeline_id)
 
     options = InputOptions(experimental_replication_mode=InputReplicationMode(mode))
@@ -111,13 +143,21 @@ def of_own_datasets(replicas: int, mode: str) -> dict[str, Any]:
         optimizer.step()
         return loss.detach()
 
-    losses = [strategy.reduce("sum", strategy.run(step, args=(batch,)), axis=None) for batch in dataset]
+    losses = [
+        strategy.reduce("sum", strategy.run(step, args=(batch,)), axis=None)
+        for batch in dataset
+    ]
     length = ""
     try:
         len(dataset)
     except TypeError as error:
         length = str(error)
-    return {"contexts": contexts, "losses": torch.stack(losses), "model": model.state_dict(), "length": length}
+    return {
+        "contexts": contexts,
+        "losses": torch.stack(losses),
+        "model": model.state_dict(),
+        "length": length,
+    }
 
 
 LENGTHS = (3, 5, 1)
@@ -126,7 +166,10 @@ LENGTHS = (3, 5, 1)
 def own_batches(pipeline: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     generator = torch.Generator().manual_seed(pipeline)
     return [
-        (torch.randn(2, 4, generator=generator).double(), torch.randint(3, (2,), generator=generator))
+        (
+            torch.randn(2, 4, generator=generator).double(),
+            torch.randint(3, (2,), generator=generator),
+        )
         for _ in range(LENGTHS[pipeline % 3])
     ]
 
@@ -144,9 +187,16 @@ def of_own_loaders(replicas: int) -> dict[str, Any]:
     next(iterator)
     again = strategy.experimental_distribute_dataset(loader, options)
     again.load_state_dict(dataset.state_dict())
-    shares = InputOptions(experimental_auto_shard_policy=AutoShardPolicy.OFF, row_shares=[1.0] + [0.0] * (replicas - 1))
+    shares = InputOptions(
+        experimental_auto_shard_policy=AutoShardPolicy.OFF,
+        row_shares=[1.0] + [0.0] * (replicas - 1),
+    )
     shared = next(iter(strategy.experimental_distribute_dataset(loader, shares)))
-    distributed = DataLoader(numbers, batch_size=4, sampler=DistributedSampler(numbers, count, rank, shuffle=False))
+    distributed = DataLoader(
+        numbers,
+        batch_size=4,
+        sampler=DistributedSampler(numbers, count, rank, shuffle=False),
+    )
     try:
         len(dataset)
     except TypeError as error:
@@ -156,7 +206,9 @@ def of_own_loaders(replicas: int) -> dict[str, Any]:
         "loaded": list(numbers.loaded),
         "resumed": seen_of(strategy, again),
         "shares": [len(part) for part in strategy.experimental_local_results(shared)],
-        "of DistributedSampler": seen_of(strategy, strategy.experimental_distribute_dataset(distributed, options)),
+        "of DistributedSampler": seen_of(
+            strategy, strategy.experimental_distribute_dataset(distributed, options)
+        ),
         "length": length,
     }
 
@@ -166,11 +218,16 @@ def of_failing_rows(kind: str, num_workers: int) -> None:
     strategy = strategy_of(1)
     numbers = FailingNumbers(8)
     if kind == "sharded":
-        dataset = strategy.experimental_distribute_dataset(DataLoader(numbers, 4, num_workers=num_workers))
+        dataset = strategy.experimental_distribute_dataset(
+            DataLoader(numbers, 4, num_workers=num_workers)
+        )
     else:
         dataset = strategy.distribute_datasets_from_function(
             lambda context: DataLoader(
-                numbers, 2, num_workers=num_workers, sampler=range(context.input_pipeline_id, 8, 2)
+                numbers,
+                2,
+                num_workers=num_workers,
+                sampler=range(context.input_pipeline_id, 8, 2),
             )
         )
     for batch in dataset:
@@ -188,9 +245,13 @@ def refused(what: str) -> None:
     strategy = strategy_of(1)
     if what == "sampler":
         numbers = Numbers(4)
-        strategy.experimental_distribute_dataset(DataLoader(numbers, 2, sampler=DistributedSampler(numbers, 2, 0)))
+        strategy.experimental_distribute_dataset(
+            DataLoader(numbers, 2, sampler=DistributedSampler(numbers, 2, 0))
+        )
     else:
-        loader = DataLoader(Numbers(4), 4, collate_fn=lambda rows: torch.cat([*rows, rows[0]]))
+        loader = DataLoader(
+            Numbers(4), 4, collate_fn=lambda rows: torch.cat([*rows, rows[0]])
+        )
         for batch in strategy.experimental_distribute_dataset(loader):
             strategy.run(lambda rows: rows, args=(batch,))
 
@@ -201,12 +262,19 @@ def of_an_empty_dataset(replicas: int) -> list[Any]:
     given = []
 
     def dataset_fn(context: InputContext) -> list[Any]:
-        return [{"rows": torch.tensor([i]), "name": f"batch {i}"} for i in range(context.input_pipeline_id * 3)]
+        return [
+            {"rows": torch.tensor([i]), "name": f"batch {i}"}
+            for i in range(context.input_pipeline_id * 3)
+        ]
 
     def step(batch: Any) -> torch.Tensor:
         given.append((batch["rows"].tolist(), batch["name"]))
         return batch["rows"]
 
     dataset = strategy.distribute_datasets_from_function(dataset_fn)
-    seen = [strategy.gather(strategy.run(step, args=(batch,)), axis=0).tolist() for batch in dataset for _ in range(2)]
+    seen = [
+        strategy.gather(strategy.run(step, args=(batch,)), axis=0).tolist()
+        for batch in dataset
+        for _ in range(2)
+    ]
     return [seen, given]

@@ -46,18 +46,26 @@ class Held:
 
 def value(strategy: Strategy, made: Any) -> Any:
     """What each replica makes anew: an object that all replicas return is no value of each."""
-    return strategy.run(lambda: copy.deepcopy(made) if type(made) is not str else "".join(list(made)))
+    return strategy.run(
+        lambda: copy.deepcopy(made) if type(made) is not str else "".join(list(made))
+    )
 
 
 def in_step(call: Callable[[Any, Any], Any]) -> Callable[[Strategy, Any], Any]:
-    return lambda strategy, given: strategy.run(lambda: call(get_replica_context(), given))
+    return lambda strategy, given: strategy.run(
+        lambda: call(get_replica_context(), given)
+    )
 
 
-def in_merge(call: Callable[[Strategy, Any, Any], Any]) -> Callable[[Strategy, Any], Any]:
+def in_merge(
+    call: Callable[[Strategy, Any, Any], Any],
+) -> Callable[[Strategy, Any], Any]:
     def make(strategy: Strategy, given: Any) -> Any:
         def step() -> Any:
             context: Any = get_replica_context()
-            return context.merge_call(lambda s, one: call(s, one, given), args=(torch.ones(2) * 1,))
+            return context.merge_call(
+                lambda s, one: call(s, one, given), args=(torch.ones(2) * 1,)
+            )
 
         return strategy.run(step)
 
@@ -70,15 +78,22 @@ def first_batch(strategy: Strategy, batches: Any, options: Any = None) -> Any:
 
 
 def weighted(strategy: Strategy, weights: Any) -> Any:
-    return strategy.reduce("mean", value(strategy, torch.ones(2)), axis=None, weights=weights)
+    return strategy.reduce(
+        "mean", value(strategy, torch.ones(2)), axis=None, weights=weights
+    )
 
 
 def of_two_leaves(strategy: Strategy, second: Any) -> Any:
-    return strategy.reduce("sum", value(strategy, {"a": torch.ones(2), "b": second}), axis=None)
+    return strategy.reduce(
+        "sum", value(strategy, {"a": torch.ones(2), "b": second}), axis=None
+    )
 
 
 def mismatched(strategy: Strategy, sizes: Any) -> Any:
-    batches = [next(iter(strategy.experimental_distribute_dataset([torch.ones(size)]))) for size in sizes]
+    batches = [
+        next(iter(strategy.experimental_distribute_dataset([torch.ones(size)])))
+        for size in sizes
+    ]
     return strategy.run(lambda *given: None, args=tuple(batches))
 
 
@@ -86,56 +101,114 @@ TWO = torch.ones(2)
 CALLS: dict[str, Call] = {
     "run args": Call(lambda s, given: s.run(lambda *rows: None, args=given), (), TWO),
     "run kwargs": Call(lambda s, given: s.run(lambda: None, kwargs=given), {}, 3),
-    "run options": Call(lambda s, given: s.run(lambda: None, options=given), None, "none"),
+    "run options": Call(
+        lambda s, given: s.run(lambda: None, options=given), None, "none"
+    ),
     "run fn": Call(lambda s, given: s.run(given), lambda: None, 3),
     "run examples": Call(
-        lambda s, given: s.run(lambda: None, options=RunOptions(examples=given)), [1.0] * 2, [1.0, 2.0, 3.0]
+        lambda s, given: s.run(lambda: None, options=RunOptions(examples=given)),
+        [1.0] * 2,
+        [1.0, 2.0, 3.0],
     ),
     "run rows": Call(mismatched, (6, 6), (6, 12)),
-    "call_for_each_replica": Call(lambda s, given: s.extended.call_for_each_replica(lambda *_: 1, given), (), 3),
-    "reduce op": Call(lambda s, given: s.reduce(given, value(s, TWO), axis=None), "sum", "median"),
-    "reduce axis": Call(lambda s, given: s.reduce("sum", value(s, TWO), axis=given), 0, 3),
-    "reduce axes": Call(lambda s, given: s.reduce("sum", value(s, TWO), axis=given), (0,), "rows"),
-    "reduce value": Call(lambda s, given: s.reduce("sum", value(s, given), axis=None), TWO, "text"),
+    "call_for_each_replica": Call(
+        lambda s, given: s.extended.call_for_each_replica(lambda *_: 1, given), (), 3
+    ),
+    "reduce op": Call(
+        lambda s, given: s.reduce(given, value(s, TWO), axis=None), "sum", "median"
+    ),
+    "reduce axis": Call(
+        lambda s, given: s.reduce("sum", value(s, TWO), axis=given), 0, 3
+    ),
+    "reduce axes": Call(
+        lambda s, given: s.reduce("sum", value(s, TWO), axis=given), (0,), "rows"
+    ),
+    "reduce value": Call(
+        lambda s, given: s.reduce("sum", value(s, given), axis=None), TWO, "text"
+    ),
     "reduce plain": Call(lambda s, given: s.reduce("sum", given, axis=None), 0, 3.0),
     "reduce second leaf": Call(of_two_leaves, TWO, "text"),
     "reduce weights": Call(weighted, [1.0, 2.0], Untold()),
     "reduce too many weights": Call(weighted, [1.0, 2.0], [1.0, 2.0, 3.0]),
     "reduce weights that are no numbers": Call(weighted, [1.0, 2.0], ["a", "b"]),
-    "gather text": Call(lambda s, given: s.gather(value(s, given), axis=0), TWO, "text"),
-    "gather thing": Call(lambda s, given: s.gather(value(s, given), axis=0), TWO, Untold()),
-    "gather scalar": Call(lambda s, given: s.gather(value(s, given), axis=0), TWO, torch.ones(())),
+    "gather text": Call(
+        lambda s, given: s.gather(value(s, given), axis=0), TWO, "text"
+    ),
+    "gather thing": Call(
+        lambda s, given: s.gather(value(s, given), axis=0), TWO, Untold()
+    ),
+    "gather scalar": Call(
+        lambda s, given: s.gather(value(s, given), axis=0), TWO, torch.ones(())
+    ),
     "gather axis": Call(lambda s, given: s.gather(value(s, TWO), axis=given), 0, 1),
-    "gather no axis": Call(lambda s, given: s.gather(value(s, TWO), axis=given), 0, None),
-    "gather axis of text": Call(lambda s, given: s.gather(value(s, TWO), axis=given), 0, "rows"),
-    "reduce_to": Call(lambda s, given: s.extended.reduce_to("sum", value(s, TWO), given), "cpu", ["cpu"]),
+    "gather no axis": Call(
+        lambda s, given: s.gather(value(s, TWO), axis=given), 0, None
+    ),
+    "gather axis of text": Call(
+        lambda s, given: s.gather(value(s, TWO), axis=given), 0, "rows"
+    ),
+    "reduce_to": Call(
+        lambda s, given: s.extended.reduce_to("sum", value(s, TWO), given),
+        "cpu",
+        ["cpu"],
+    ),
     "reduce_to options": Call(
-        lambda s, given: s.extended.reduce_to("sum", value(s, TWO), "cpu", options=given), None, "fast"
+        lambda s, given: s.extended.reduce_to(
+            "sum", value(s, TWO), "cpu", options=given
+        ),
+        None,
+        "fast",
     ),
     "batch_reduce_to": Call(
-        lambda s, given: s.extended.batch_reduce_to("sum", [given(value(s, TWO))]), lambda v: (v, "cpu"), lambda v: v
+        lambda s, given: s.extended.batch_reduce_to("sum", [given(value(s, TWO))]),
+        lambda v: (v, "cpu"),
+        lambda v: v,
     ),
-    "all_reduce op": Call(in_step(lambda c, given: c.all_reduce(given, TWO)), "sum", "median"),
-    "all_reduce value": Call(in_step(lambda c, given: c.all_reduce("sum", given)), TWO, "text"),
-    "all_reduce options": Call(in_step(lambda c, given: c.all_reduce("sum", TWO, given)), None, "fast"),
-    "all_gather scalar": Call(in_step(lambda c, given: c.all_gather(given, axis=0)), TWO, torch.ones(())),
-    "all_gather axis": Call(in_step(lambda c, given: c.all_gather(TWO, axis=given)), 0, 3),
-    "all_gather no axis": Call(in_step(lambda c, given: c.all_gather(TWO, axis=given)), 0, None),
-    "merge_call args": Call(in_step(lambda c, given: c.merge_call(lambda s, *_: None, args=given)), (), 3),
-    "reduce in merge_call": Call(in_merge(lambda s, one, op: s.reduce(op, one, axis=None)), "sum", "median"),
+    "all_reduce op": Call(
+        in_step(lambda c, given: c.all_reduce(given, TWO)), "sum", "median"
+    ),
+    "all_reduce value": Call(
+        in_step(lambda c, given: c.all_reduce("sum", given)), TWO, "text"
+    ),
+    "all_reduce options": Call(
+        in_step(lambda c, given: c.all_reduce("sum", TWO, given)), None, "fast"
+    ),
+    "all_gather scalar": Call(
+        in_step(lambda c, given: c.all_gather(given, axis=0)), TWO, torch.ones(())
+    ),
+    "all_gather axis": Call(
+        in_step(lambda c, given: c.all_gather(TWO, axis=given)), 0, 3
+    ),
+    "all_gather no axis": Call(
+        in_step(lambda c, given: c.all_gather(TWO, axis=given)), 0, None
+    ),
+    "merge_call args": Call(
+        in_step(lambda c, given: c.merge_call(lambda s, *_: None, args=given)), (), 3
+    ),
+    "reduce in merge_call": Call(
+        in_merge(lambda s, one, op: s.reduce(op, one, axis=None)), "sum", "median"
+    ),
     "batch without rows": Call(first_batch, [torch.ones(4)], [torch.ones(())]),
-    "batch of other rows": Call(first_batch, [(torch.ones(4), torch.ones(4))], [(torch.ones(4), torch.ones(3))]),
+    "batch of other rows": Call(
+        first_batch, [(torch.ones(4), torch.ones(4))], [(torch.ones(4), torch.ones(3))]
+    ),
     "batch of a class": Call(first_batch, [torch.ones(4)], [Untold()]),
     "batch ahead": Call(
-        lambda s, given: first_batch(s, given, torchstrategy.InputOptions(load_ahead=True)),
+        lambda s, given: first_batch(
+            s, given, torchstrategy.InputOptions(load_ahead=True)
+        ),
         [torch.ones(4)],
         [(torch.ones(4), torch.ones(3))],
     ),
-    "assert_workers_agree": Call(lambda s, given: assert_workers_agree(s, given), torch.nn.Linear(1, 1), 3),
+    "assert_workers_agree": Call(
+        lambda s, given: assert_workers_agree(s, given), torch.nn.Linear(1, 1), 3
+    ),
 }
 
 
-def refused(names: list[str], replicas: int, one_only: bool) -> list[tuple[str, Any, float]]:
+def refused(
+    names: list[str], replicas: int, one_only: bool
+) -> list[tuple[str, Any, float]]:
     """What each worker hears of each call, and whether the strategy can be used after it."""
     strategy = strategy_of(replicas)
     rank = strategy.extended._workers.index
@@ -149,12 +222,16 @@ def refused(names: list[str], replicas: int, one_only: bool) -> list[tuple[str, 
         except Exception as error:
             told = f"{type(error).__name__}: {error}"
         try:
-            total = strategy.reduce("sum", strategy.run(lambda: torch.ones(()) * 1), axis=None).item()
+            total = strategy.reduce(
+                "sum", strategy.run(lambda: torch.ones(()) * 1), axis=None
+            ).item()
         except (TypeError, ValueError) as error:
             # A run of one replica has no exchange of its own: the others hear of a refusal where they come next.
             assert replicas == 1 and told == "nothing"
             told = f"{type(error).__name__}: {error}"
-            total = strategy.reduce("sum", strategy.run(lambda: torch.ones(()) * 1), axis=None).item()
+            total = strategy.reduce(
+                "sum", strategy.run(lambda: torch.ones(()) * 1), axis=None
+            ).item()
         heard.append((name, told, total))
     return [*heard, ("training", trained(strategy), total)]
 
@@ -180,7 +257,11 @@ def trained(strategy: Strategy) -> list[float]:
 def lent(kind: str) -> list[str]:
     """The first worker has no batch, and those of the second cannot be sent to it."""
     strategy = strategy_of(1)
-    batches = [Held(torch.ones(2))] if kind == "dataclass" else [Pair(torch.ones(2), torch.ones(2))]
+    batches = (
+        [Held(torch.ones(2))]
+        if kind == "dataclass"
+        else [Pair(torch.ones(2), torch.ones(2))]
+    )
 
     def dataset_fn(context: InputContext) -> Any:
         return batches if context.input_pipeline_id else []

@@ -146,7 +146,9 @@ def trainers_that_are_dropped(scope: Any) -> Any:
             with scope():
                 kept[0] = Trainer(model, 0.1 / count[0])
             if dist.is_initialized() and dist.get_rank() == 0:
-                _ = [[i] for i in range(200_000)]  # a report, during which the collector runs
+                _ = [
+                    [i] for i in range(200_000)
+                ]  # a report, during which the collector runs
         count[0] += 1
         run(kept[0].step, batch)
 
@@ -175,7 +177,10 @@ class WithGraph(Net):
     def __init__(self, layout: torch.layout) -> None:
         super().__init__()
         edges = torch.eye(4).double()
-        self.register_buffer("edges", edges.to_sparse() if layout is torch.sparse_coo else edges.to_sparse_csr())
+        self.register_buffer(
+            "edges",
+            edges.to_sparse() if layout is torch.sparse_coo else edges.to_sparse_csr(),
+        )
         self.register_buffer("table", torch.linspace(0, 1, 5).to(torch.float8_e4m3fn))
         self.register_buffer("count", torch.zeros((), dtype=torch.int64))
 
@@ -215,7 +220,9 @@ PROGRAMS: list[Program] = [
 
 def of_workers(size: float) -> dict[str, list[torch.Tensor]]:
     with large_from(size):
-        return {program.__name__: come_to(strategy_of(1), program) for program in PROGRAMS}
+        return {
+            program.__name__: come_to(strategy_of(1), program) for program in PROGRAMS
+        }
 
 
 def statistics_of_a_sum(replicas: int) -> torch.Tensor:
@@ -249,9 +256,15 @@ def told_of(what: str) -> str:
         if what == "no object of the scope":
             ordinary(outside, other)(batch)
         elif what == "an update by hand":
-            gradients = torch.autograd.grad(cross_entropy(model, *batch), list(model.parameters()), allow_unused=True)
+            gradients = torch.autograd.grad(
+                cross_entropy(model, *batch),
+                list(model.parameters()),
+                allow_unused=True,
+            )
             with torch.no_grad():
-                for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+                for parameter, gradient in zip(
+                    model.parameters(), gradients, strict=True
+                ):
                     if gradient is not None:
                         parameter -= 0.1 * gradient
         elif what == "a layer of forward":
@@ -259,7 +272,9 @@ def told_of(what: str) -> str:
                 model.late = nn.Linear(3, 3).double()
             squared(nn.Sequential(model, model.late), batch[0]).backward()
         elif what == "a hook on several":
-            torch.autograd.graph.register_multi_grad_hook(list(model.head.parameters()), lambda gradients: None)
+            torch.autograd.graph.register_multi_grad_hook(
+                list(model.head.parameters()), lambda gradients: None
+            )
             ordinary(model, optimizer)(batch)
         elif what == "a copy of its own":
             ordinary(copy := Net(), sgd(copy))(batch)

@@ -13,7 +13,9 @@ from torchstrategy._group import workers
 from workers.trainings import Net, batches, cross_entropy, strategy_of
 
 
-def of_steps(strategy: torchstrategy.Strategy, checkpoint: dict[str, Any] | None, last: int) -> dict[str, Any]:
+def of_steps(
+    strategy: torchstrategy.Strategy, checkpoint: dict[str, Any] | None, last: int
+) -> dict[str, Any]:
     """The checkpoint after so many steps. An epoch has batches of 8, 8 and 6 rows, in a new order."""
     torch.manual_seed(0)
     loader = DataLoader(TensorDataset(*batches([22])[0]), batch_size=8, shuffle=True)
@@ -25,7 +27,9 @@ def of_steps(strategy: torchstrategy.Strategy, checkpoint: dict[str, Any] | None
     steps = 0
     if checkpoint is not None:
         model.load_state_dict(checkpoint["model"])
-        optimizer.load_state_dict(copy.deepcopy(checkpoint["optimizer"]))  # torch would train on the tensors in it
+        optimizer.load_state_dict(
+            copy.deepcopy(checkpoint["optimizer"])
+        )  # torch would train on the tensors in it
         scheduler.load_state_dict(checkpoint["scheduler"])
         dataset.load_state_dict(checkpoint["dataset"])
         torch.set_rng_state(checkpoint["random"])
@@ -47,13 +51,17 @@ def of_steps(strategy: torchstrategy.Strategy, checkpoint: dict[str, Any] | None
         "model": model.state_dict(),
         "optimizer": optimizer.state_dict(),
         "scheduler": scheduler.state_dict(),
-        "dataset": dataset.state_dict() if isinstance(dataset, torchstrategy.DistributedDataset) else None,
+        "dataset": dataset.state_dict()
+        if isinstance(dataset, torchstrategy.DistributedDataset)
+        else None,
         "random": torch.get_rng_state(),
         "steps": steps,
     }
 
 
-def of_workers(replicas: int, checkpoint: dict[str, Any] | None, last: int) -> dict[str, Any]:
+def of_workers(
+    replicas: int, checkpoint: dict[str, Any] | None, last: int
+) -> dict[str, Any]:
     return of_steps(strategy_of(replicas), checkpoint, last)
 
 
@@ -112,13 +120,19 @@ def unlike_after_restarts(kind: str, pack: int) -> list[tuple[int, str]]:
         unlike = []
         for begin in range(1, LAST):
             resumed = _states(kind, states[begin - 1], begin)[-1]
-            unlike += [(begin, name) for name, value in resumed.items() if not torch.equal(value, states[-1][name])]
+            unlike += [
+                (begin, name)
+                for name, value in resumed.items()
+                if not torch.equal(value, states[-1][name])
+            ]
         return unlike
     finally:
         workers.PACK = size
 
 
-def _states(kind: str, state: dict[str, torch.Tensor] | None, begin: int) -> list[dict[str, torch.Tensor]]:
+def _states(
+    kind: str, state: dict[str, torch.Tensor] | None, begin: int
+) -> list[dict[str, torch.Tensor]]:
     """The weights after each step of a training with a strategy of its own."""
     strategy = torchstrategy.MultiWorkerMirroredStrategy(devices=["cpu"])
     with strategy.scope():
@@ -137,5 +151,7 @@ def _states(kind: str, state: dict[str, torch.Tensor] | None, begin: int) -> lis
     for number in range(begin, LAST):
         for x in strategy.experimental_distribute_dataset([rows[number]]):
             strategy.run(step, args=(x, number))
-        states.append({name: value.clone() for name, value in model.state_dict().items()})
+        states.append(
+            {name: value.clone() for name, value in model.state_dict().items()}
+        )
     return states

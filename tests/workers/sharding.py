@@ -8,10 +8,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    set_model_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 from torch.nn.parallel import DistributedDataParallel
 
 from workers.trainings import batches, cross_entropy, ordinary, strategy_of
@@ -90,7 +97,9 @@ def reduced_in_double(model: Net) -> Any:
 
 def splitting(model: Net, mesh: Any) -> Any:
     for block in model.blocks:
-        parallelize_module(block, mesh, {"wide": ColwiseParallel(), "narrow": RowwiseParallel()})
+        parallelize_module(
+            block, mesh, {"wide": ColwiseParallel(), "narrow": RowwiseParallel()}
+        )
     return model
 
 
@@ -109,7 +118,9 @@ def wrapped(model: Net) -> Any:
 
 
 def wrapped_in_views(model: Net) -> Any:
-    return DistributedDataParallel(model, gradient_as_bucket_view=True, find_unused_parameters=True)
+    return DistributedDataParallel(
+        model, gradient_as_bucket_view=True, find_unused_parameters=True
+    )
 
 
 # Steps
@@ -164,7 +175,9 @@ def sending_later(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
     return step
 
 
-def over_runs(model: nn.Module, optimizer: torch.optim.Optimizer, sends: bool = False) -> Step:
+def over_runs(
+    model: nn.Module, optimizer: torch.optim.Optimizer, sends: bool = False
+) -> Step:
     """Runs of unlike rows are added up before an update. In the last one, all but one worker have none."""
     count = [0]
 
@@ -194,9 +207,15 @@ def scaled(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
     def step(batch: Any) -> torch.Tensor:
         count[0] += 1
         x, y = batch
-        weight = torch.where(x[:, 0] == x[:, 0].max(), torch.inf, 1.0) if count[0] == 3 else torch.ones(len(x))
+        weight = (
+            torch.where(x[:, 0] == x[:, 0].max(), torch.inf, 1.0)
+            if count[0] == 3
+            else torch.ones(len(x))
+        )
         optimizer.zero_grad()
-        loss = (nn.functional.cross_entropy(model(x), y, reduction="none") * weight).mean()
+        loss = (
+            nn.functional.cross_entropy(model(x), y, reduction="none") * weight
+        ).mean()
         scaler.scale(loss).backward()
         scaler.unscale_(optimizer)
         nn.utils.clip_grad_norm_(model.parameters(), 0.1)
@@ -246,15 +265,25 @@ Train = Callable[[nn.Module, torch.optim.Optimizer], Step]
 def whole(tensor: Any) -> torch.Tensor:
     """All of a tensor of which this worker may have a part."""
     tensor = tensor.detach()
-    return tensor.full_tensor().clone() if hasattr(tensor, "full_tensor") else tensor.clone()
+    return (
+        tensor.full_tensor().clone()
+        if hasattr(tensor, "full_tensor")
+        else tensor.clone()
+    )
 
 
 def numbers_of(model: nn.Module, train: Train) -> list[torch.Tensor]:
     found = [whole(parameter) for parameter in model.parameters()]
-    if train is not over_runs:  # there, the gradients that were not sent yet are nowhere
+    if (
+        train is not over_runs
+    ):  # there, the gradients that were not sent yet are nowhere
         # Where there is none: NaN, which is equal to nothing else.
         for parameter in model.parameters():
-            found.append(torch.tensor(torch.nan) if parameter.grad is None else whole(parameter.grad))
+            found.append(
+                torch.tensor(torch.nan)
+                if parameter.grad is None
+                else whole(parameter.grad)
+            )
     return found
 
 
@@ -319,7 +348,9 @@ def unlike_at_first(strategy: Any, make: Make, make_optimizer: Any) -> tuple[Any
     return model, optimizer
 
 
-def in_workers(make: Make, train: Train, begin: Any = in_scope, make_optimizer: Any = sgd) -> list[torch.Tensor]:
+def in_workers(
+    make: Make, train: Train, begin: Any = in_scope, make_optimizer: Any = sgd
+) -> list[torch.Tensor]:
     """What this worker comes to."""
     strategy = strategy_of(1)
     model, optimizer = begin(strategy, make, make_optimizer)
@@ -327,7 +358,10 @@ def in_workers(make: Make, train: Train, begin: Any = in_scope, make_optimizer: 
     found = []
     for batch in data_of(strategy, make):
         loss = strategy.run(step, args=(batch,))
-        found += [strategy.reduce("mean", loss, axis=None, weights=batch), *numbers_of(model, train)]
+        found += [
+            strategy.reduce("mean", loss, axis=None, weights=batch),
+            *numbers_of(model, train),
+        ]
     return found
 
 
@@ -337,20 +371,37 @@ def data_of(strategy: Any, make: Make) -> Iterator[Any]:
         return iter(strategy.experimental_distribute_dataset(batches()))
     rank, size = dist.get_rank(), dist.get_world_size()
     num, own = (1, 0) if make is split else (size // 2, rank // 2)
-    rows = [tuple(torch.tensor_split(part, num)[own] for part in batch) for batch in batches()]
+    rows = [
+        tuple(torch.tensor_split(part, num)[own] for part in batch)
+        for batch in batches()
+    ]
     return iter(strategy.distribute_datasets_from_function(lambda _: rows))
 
 
 Case = tuple[Make, Train, Any]
-TRAININGS: Sequence[Train] = [ordinary, clipped, several_backwards, sending_later, over_runs, over_runs_sending]
+TRAININGS: Sequence[Train] = [
+    ordinary,
+    clipped,
+    several_backwards,
+    sending_later,
+    over_runs,
+    over_runs_sending,
+]
 TRAININGS = [*TRAININGS, scaled, checkpointed]
 CASES: dict[int, Sequence[Case]] = {
     2: [
         *((shard, train, in_scope) for train in [*TRAININGS, compiled]),
         *((wrapped, train, in_scope) for train in [*TRAININGS, compiled, line_search]),
-        *((make, several_backwards, in_scope) for make in (blocks_only, offloaded, kept_whole, reduced_in_double)),
+        *(
+            (make, several_backwards, in_scope)
+            for make in (blocks_only, offloaded, kept_whole, reduced_in_double)
+        ),
         *((make, over_runs, in_scope) for make in (kept_whole, reduced_in_double)),
-        *((make, ordinary, begin) for make in (shard, wrapped) for begin in (given_after, given_before, run_before)),
+        *(
+            (make, ordinary, begin)
+            for make in (shard, wrapped)
+            for begin in (given_after, given_before, run_before)
+        ),
         (wrapped_in_views, several_backwards, in_scope),
         (split, several_backwards, in_scope),
         (split, over_runs, in_scope),
@@ -360,7 +411,11 @@ CASES: dict[int, Sequence[Case]] = {
         *((make, several_backwards, in_scope) for make in (shard, wrapped, split)),
         *((hybrid, train, in_scope) for train in TRAININGS),
         # torch clips no gradients of several meshes.
-        *((split_and_sharded, train, in_scope) for train in TRAININGS if train not in (clipped, scaled)),
+        *(
+            (split_and_sharded, train, in_scope)
+            for train in TRAININGS
+            if train not in (clipped, scaled)
+        ),
         (hybrid, ordinary, unlike_at_first),
     ],
 }

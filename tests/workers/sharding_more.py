@@ -73,7 +73,9 @@ def summed(make: Make) -> list[torch.Tensor]:
 def in_low_precision() -> list[torch.Tensor]:
     """What comes of computing in bfloat16, after few steps with even and uneven rows."""
     strategy = strategy_of(1)
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    policy = MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16, reduce_dtype=torch.float32
+    )
     with strategy.scope():
         model = shard(Net(), mp_policy=policy)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -135,7 +137,9 @@ def saved(folder: Path, make: Make, num_batches: int) -> list[torch.Tensor]:
     return [whole(parameter) for parameter in model.parameters()]
 
 
-def loaded(folder: Path, make: Make, num_batches: int, after: bool) -> list[torch.Tensor]:
+def loaded(
+    folder: Path, make: Make, num_batches: int, after: bool
+) -> list[torch.Tensor]:
     """Goes on from what was saved, with a model that was trained already or with a new one."""
     strategy = strategy_of(1)
     model, optimizer = in_scope(strategy, make, adam)
@@ -181,7 +185,9 @@ def read_together() -> list[torch.Tensor]:
         optimizer = sgd(model)
     data = TensorDataset(X, Y)
     rows = mesh["rows"]
-    sampler = DistributedSampler(data, num_replicas=rows.size(), rank=rows.get_local_rank(), shuffle=False)
+    sampler = DistributedSampler(
+        data, num_replicas=rows.size(), rank=rows.get_local_rank(), shuffle=False
+    )
     loader = DataLoader(data, batch_size=4 // rows.size(), sampler=sampler)
     seen = []
 
@@ -202,7 +208,9 @@ def what_happens_in_a_backward() -> list[str]:
         optimizer = sgd(model)
     begin = ProcessGroup.begin_all_reduce
 
-    def telling(self: ProcessGroup, flat: torch.Tensor, name: str) -> Callable[[], None]:
+    def telling(
+        self: ProcessGroup, flat: torch.Tensor, name: str
+    ) -> Callable[[], None]:
         happened.append("the mark")
         return begin(self, flat, name)
 

@@ -13,7 +13,11 @@ import torch
 import torch.distributed as dist
 
 import torchstrategy.testing
-from torchstrategy.cluster_resolver import ClusterSpec, SimpleClusterResolver, SlurmClusterResolver
+from torchstrategy.cluster_resolver import (
+    ClusterSpec,
+    SimpleClusterResolver,
+    SlurmClusterResolver,
+)
 
 
 def of_resolver(kind: str, task: int, addresses: list[str]) -> Any:
@@ -26,9 +30,19 @@ def of_resolver(kind: str, task: int, addresses: list[str]) -> Any:
         resolver = SimpleClusterResolver(spec, task_type=job, task_id=index)
     strategy = torchstrategy.MultiWorkerMirroredStrategy(resolver, devices=["cpu"])
     ids = strategy.gather(
-        strategy.run(lambda: torch.tensor([torchstrategy.get_replica_context().replica_id_in_sync_group])), axis=0
+        strategy.run(
+            lambda: torch.tensor(
+                [torchstrategy.get_replica_context().replica_id_in_sync_group]
+            )
+        ),
+        axis=0,
     )
-    return strategy.num_replicas_in_sync, ids.tolist(), dist.is_initialized(), strategy.cluster_resolver is resolver
+    return (
+        strategy.num_replicas_in_sync,
+        ids.tolist(),
+        dist.is_initialized(),
+        strategy.cluster_resolver is resolver,
+    )
 
 
 def of_task(kind: str, addresses: list[str]) -> Any:
@@ -43,8 +57,12 @@ def of_a_part() -> Any:
         return None
     if rank == 0:
         dist.new_group([0], use_local_synchronization=True)
-    strategy = torchstrategy.MultiWorkerMirroredStrategy(devices=["cpu"], process_group=group)
-    total = strategy.reduce("sum", strategy.run(lambda: torch.ones(()) * (rank + 1)), axis=None)
+    strategy = torchstrategy.MultiWorkerMirroredStrategy(
+        devices=["cpu"], process_group=group
+    )
+    total = strategy.reduce(
+        "sum", strategy.run(lambda: torch.ones(()) * (rank + 1)), axis=None
+    )
     return strategy.num_replicas_in_sync, total.item()
 
 
@@ -56,7 +74,9 @@ def after_a_group_of_one() -> float:
         dist.new_group([0], use_local_synchronization=True)
         distributed._world.group_count = before + 1  # as torch leaves it since 2.14
     strategy = torchstrategy.MultiWorkerMirroredStrategy(devices=["cpu"])
-    return strategy.reduce("sum", strategy.run(lambda: torch.ones(())), axis=None).item()
+    return strategy.reduce(
+        "sum", strategy.run(lambda: torch.ones(())), axis=None
+    ).item()
 
 
 def of_two_worlds(folder: str) -> list[float]:
@@ -66,9 +86,15 @@ def of_two_worlds(folder: str) -> list[float]:
     for world in (0, 1), (0, 2):
         if task in world:
             store = f"file://{folder}/{world}"
-            dist.init_process_group("gloo", init_method=store, rank=world.index(task), world_size=2)
+            dist.init_process_group(
+                "gloo", init_method=store, rank=world.index(task), world_size=2
+            )
             strategy = torchstrategy.MultiWorkerMirroredStrategy(devices=["cpu"])
-            sums.append(strategy.reduce("sum", strategy.run(lambda: torch.ones(())), axis=None).item())
+            sums.append(
+                strategy.reduce(
+                    "sum", strategy.run(lambda: torch.ones(())), axis=None
+                ).item()
+            )
             dist.destroy_process_group()
     return sums
 
@@ -105,7 +131,9 @@ def of_unequal_workers(counts: Sequence[int]) -> tuple[str, float]:
     except ValueError as error:
         told = str(error)
     strategy = torchstrategy.MultiWorkerMirroredStrategy(devices=["cpu"] * counts[0])
-    return told, strategy.reduce("sum", strategy.run(lambda: torch.ones(()) * 1), axis=None).item()
+    return told, strategy.reduce(
+        "sum", strategy.run(lambda: torch.ones(()) * 1), axis=None
+    ).item()
 
 
 def drifted(how: str) -> None:

@@ -20,18 +20,28 @@ def test_attributes_that_a_lone_replica_writes_stay_in_its_worker() -> None:
         assert w == 0 or found["rows"][2] == 1  # lent by worker 0
 
 
-def test_attributes_that_several_replicas_write_become_those_of_the_first_one_in_their_worker() -> None:
+def test_attributes_that_several_replicas_write_become_those_of_the_first_one_in_their_worker() -> (
+    None
+):
     everyone = cluster(2).run(attributes.of_workers, 2)
     for found in everyone:
         assert found["kept"] == found["plain"]
         assert found["steps"] == found["kept"]["calls"] == len(attributes.SIZES)
-        assert found["kinds"]["loss"] == "PerReplica"  # also of a worker that had no rows in the last step
+        assert (
+            found["kinds"]["loss"] == "PerReplica"
+        )  # also of a worker that had no rows in the last step
     first, second = everyone
     assert first["kept"]["losses"] != second["kept"]["losses"]
-    assert all(torch.equal(value, second["weights"][name]) for name, value in first["weights"].items())
+    assert all(
+        torch.equal(value, second["weights"][name])
+        for name, value in first["weights"].items()
+    )
 
 
 def test_a_trainers_number_that_is_one_in_some_workers_only_is_not_summed() -> None:
     for outcome in cluster(2).outcomes(attributes.of_unlike_kinds):
         assert outcome.error is not None
-        assert "A value that is not distributed, 2, cannot be summed over 4 replicas" in outcome.error
+        assert (
+            "A value that is not distributed, 2, cannot be summed over 4 replicas"
+            in outcome.error
+        )

@@ -21,19 +21,37 @@ pytestmark = pytest.mark.slow
 SOON_S = 30.0  # on a machine that is ten times slower than one on which it takes half a second to three seconds
 
 
-def together(count: int, call: Any, *args: Any, without: Collection[int] = ()) -> list[Outcome]:
+def together(
+    count: int, call: Any, *args: Any, without: Collection[int] = ()
+) -> list[Outcome]:
     """What a call comes to in processes that find each other by their environment. The first one keeps the store."""
     (port,) = free_ports(1)
-    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(count)}
-    return alone(call, [{**common, "RANK": str(rank)} for rank in range(count)], *args, without=without)
+    common = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": str(count),
+    }
+    return alone(
+        call,
+        [{**common, "RANK": str(rank)} for rank in range(count)],
+        *args,
+        without=without,
+    )
 
 
 def blamed(text: str) -> set[int]:
-    return {int(worker) for worker in re.findall(r"[Ww]orker (\d)", text.partition("This is worker")[0])}
+    return {
+        int(worker)
+        for worker in re.findall(r"[Ww]orker (\d)", text.partition("This is worker")[0])
+    }
 
 
-@pytest.mark.parametrize(("count", "culprit", "busy"), [(4, 1, None), (4, 0, None), (3, 2, 0), (4, 0, 3)])
-def test_only_the_worker_that_was_killed_is_named(count: int, culprit: int, busy: int | None) -> None:
+@pytest.mark.parametrize(
+    ("count", "culprit", "busy"), [(4, 1, None), (4, 0, None), (3, 2, 0), (4, 0, 3)]
+)
+def test_only_the_worker_that_was_killed_is_named(
+    count: int, culprit: int, busy: int | None
+) -> None:
     """In a ring of four, the one that is opposite to the dead one heard late, and was named, or named a survivor.
 
     A worker that was busy when another one was killed was told of those that had ended because of it.
@@ -47,7 +65,9 @@ def test_only_the_worker_that_was_killed_is_named(count: int, culprit: int, busy
 
 @takes_long
 @pytest.mark.parametrize(("count", "culprit"), [(2, 0), (4, 0), (3, 1)])
-def test_a_worker_that_was_stopped_is_said_not_to_answer(count: int, culprit: int) -> None:
+def test_a_worker_that_was_stopped_is_said_not_to_answer(
+    count: int, culprit: int
+) -> None:
     """Where worker 0 was stopped, which keeps the store, the others asked the store for ever."""
     outcomes = together(count, blaming.of_stopped, culprit, without=[culprit])
     del outcomes[culprit]
@@ -57,7 +77,9 @@ def test_a_worker_that_was_stopped_is_said_not_to_answer(count: int, culprit: in
 
 
 @takes_long
-def test_a_worker_that_was_stopped_is_named_also_if_the_others_wait_at_different_places() -> None:
+def test_a_worker_that_was_stopped_is_named_also_if_the_others_wait_at_different_places() -> (
+    None
+):
     """A sum had come to its end in some of them. They and the others were said to be apart, and nobody was named."""
     for outcome in together(3, blaming.of_stopped_between, 2, without=[2])[:2]:
         assert blamed(outcome.value) == {2}, outcome
@@ -78,13 +100,19 @@ def test_a_death_is_heard_of_although_children_live_on(how: str) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="sockets are counted in /proc")
 def test_a_forked_child_has_no_part_in_the_training() -> None:
-    for told, heard, sockets in [outcome.value for outcome in together(3, blaming.run_in_forked_child)]:
+    for told, heard, sockets in [
+        outcome.value for outcome in together(3, blaming.run_in_forked_child)
+    ]:
         *refused, in_child = told
         assert len(refused) == 2
         for text in refused:
-            assert text.startswith("RuntimeError: ") and "forked from worker" in text, text
+            assert text.startswith("RuntimeError: ") and "forked from worker" in text, (
+                text
+            )
         assert heard == "nothing"
-        assert sockets - int(in_child) >= 9  # three groups and two lifelines, each with two connections, at least
+        assert (
+            sockets - int(in_child) >= 9
+        )  # three groups and two lifelines, each with two connections, at least
 
 
 @takes_long
@@ -125,7 +153,9 @@ def test_a_worker_that_is_stopped_before_it_answers_is_named_alone() -> None:
 
 @pytest.mark.parametrize("how", ["is killed", "raises"])
 @pytest.mark.parametrize("culprit", [0, 2])
-def test_a_worker_that_ends_while_all_join_is_named_at_once(culprit: int, how: str) -> None:
+def test_a_worker_that_ends_while_all_join_is_named_at_once(
+    culprit: int, how: str
+) -> None:
     """The others waited for it as long as the timeout said, which was half an hour."""
     outcomes = together(4, blaming.of_joining, culprit, how)
     gone = outcomes.pop(culprit)
@@ -138,13 +168,19 @@ def test_a_worker_that_ends_while_all_join_is_named_at_once(culprit: int, how: s
 
 def test_half_of_a_surrogate_pair_is_told_with_an_escape() -> None:
     first, second = cluster(2).run(blaming.of_surrogate)
-    assert re.match(r"WorkerError: worker 1 of 2 \(.*\) failed: ValueError: bad name \\udce9\.", first), first
+    assert re.match(
+        r"WorkerError: worker 1 of 2 \(.*\) failed: ValueError: bad name \\udce9\.",
+        first,
+    ), first
     assert second == "ValueError: bad name \udce9"
 
 
 def test_settings_that_differ_are_named_with_both_values() -> None:
     for told in cluster(2).run(blaming.of_other_settings):
-        assert re.search(r"not alike at .*worker 0 has the settings of AdamW: lr=0\.1, worker 1 has", told), told
+        assert re.search(
+            r"not alike at .*worker 0 has the settings of AdamW: lr=0\.1, worker 1 has",
+            told,
+        ), told
         assert "the settings of AdamW: lr=0.2" in told
         assert "betas" not in told
 
@@ -158,6 +194,8 @@ def test_settings_that_differ_are_named_with_both_values() -> None:
         (timedelta(0), ValueError, "Give a timeout above 0"),
     ],
 )
-def test_a_timeout_that_is_none_is_refused(timeout: Any, error: type[Exception], told: str) -> None:
+def test_a_timeout_that_is_none_is_refused(
+    timeout: Any, error: type[Exception], told: str
+) -> None:
     with pytest.raises(error, match=told):
         torchstrategy.MultiWorkerMirroredStrategy(devices=["cpu"], timeout=timeout)

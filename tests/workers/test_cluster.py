@@ -24,7 +24,9 @@ def test_a_process_that_crashes_says_how() -> None:
     assert (outcome.error, outcome.trace) == ("ended", "its exit code: -6")
 
 
-def test_the_number_of_a_process_that_has_ended_is_not_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_number_of_a_process_that_has_ended_is_not_killed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The system gives the number of a process that has ended to another one: of another test, after some minutes."""
     one = Cluster(1, joined=False)
     try:

@@ -36,7 +36,10 @@ def test_steps_compute_the_numbers_of_plain_torch(workers: int, size: float) -> 
         most = max(exact_steps.differ(of_worker[name], expected) for of_worker in found)
         if not most < exact_steps.LOOSE.get(name, 1e-12):
             wrong[name] = most
-        if any(exact_steps.differ(of_worker[name], found[0][name]) for of_worker in found[1:]):
+        if any(
+            exact_steps.differ(of_worker[name], found[0][name])
+            for of_worker in found[1:]
+        ):
             wrong[f"{name} in some workers"] = math.inf
     assert wrong == {}
 
@@ -51,22 +54,36 @@ def test_steps_of_copies_compute_the_numbers_of_plain_torch(workers: int) -> Non
         name, expected = program.__name__, of_plain_torch(program)
         if name in first:
             most = exact_steps.differ(first[name], expected)
-            apart = max(exact_steps.differ(other[name], first[name]) for other in others)
+            apart = max(
+                exact_steps.differ(other[name], first[name]) for other in others
+            )
             if apart or not most < exact_steps.LOOSE.get(name, 1e-12):
                 wrong[name] = most, apart
     assert wrong == {}
 
 
-def test_a_strategy_over_a_part_of_the_processes_computes_the_numbers_of_plain_torch() -> None:
+def test_a_strategy_over_a_part_of_the_processes_computes_the_numbers_of_plain_torch() -> (
+    None
+):
     program = exact_steps.cleared_here_and_there
     *found, left_out = cluster(3).run(exact_steps.of_a_part, program)
     assert left_out is None
-    assert max(exact_steps.differ(of_worker, of_plain_torch(program)) for of_worker in found) < 1e-12
+    assert (
+        max(
+            exact_steps.differ(of_worker, of_plain_torch(program))
+            for of_worker in found
+        )
+        < 1e-12
+    )
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
-def test_after_the_first_run_a_training_sends_nothing_but_gradients(set_to_none: bool) -> None:
-    for before, first, *others in cluster(2).run(exact_steps.messages_of_a_training, set_to_none):
+def test_after_the_first_run_a_training_sends_nothing_but_gradients(
+    set_to_none: bool,
+) -> None:
+    for before, first, *others in cluster(2).run(
+        exact_steps.messages_of_a_training, set_to_none
+    ):
         assert before <= 1  # that of the iteration
         assert first == 2  # that of the model, and that of the first backward
         assert others == [0] * 19

@@ -36,32 +36,62 @@ def of_one_device(make: object) -> dict[str, torch.Tensor]:
 def test_workers_compute_the_numbers_of_one_device(workers: int, replicas: int) -> None:
     exact, like_one_process = some_of(EXACT), some_of(LIKE_ONE_PROCESS)
     found = cluster(workers).run(table, replicas, [*exact, *like_one_process])
-    assert all(torch.isfinite(value).all() for of_one in found[0].values() for value in of_one.values())
+    assert all(
+        torch.isfinite(value).all()
+        for of_one in found[0].values()
+        for value in of_one.values()
+    )
     differences = {
-        make.__name__: max(difference(of_worker[make.__name__], of_one_device(make)) for of_worker in found)
+        make.__name__: max(
+            difference(of_worker[make.__name__], of_one_device(make))
+            for of_worker in found
+        )
         for make in exact
     }
-    assert {name: d for name, d in differences.items() if not d < (1e-9 if name == lbfgs.__name__ else 1e-12)} == {}
+    assert {
+        name: d
+        for name, d in differences.items()
+        if not d < (1e-9 if name == lbfgs.__name__ else 1e-12)
+    } == {}
     for make in like_one_process:
-        mirrored = trained(torchstrategy.MirroredStrategy(["cpu"] * workers * replicas), make)
-        assert max(difference(of_worker[make.__name__], mirrored) for of_worker in found) < 1e-12
+        mirrored = trained(
+            torchstrategy.MirroredStrategy(["cpu"] * workers * replicas), make
+        )
+        assert (
+            max(difference(of_worker[make.__name__], mirrored) for of_worker in found)
+            < 1e-12
+        )
     for of_worker in found[1:]:
         for name in of_worker:
-            assert all(torch.equal(found[0][name][key], value) for key, value in of_worker[name].items()), name
+            assert all(
+                torch.equal(found[0][name][key], value)
+                for key, value in of_worker[name].items()
+            ), name
 
 
 @takes_long
-@pytest.mark.filterwarnings("default")  # torch warns of a compiled step with an update, in plain PyTorch too
+@pytest.mark.filterwarnings(
+    "default"
+)  # torch warns of a compiled step with an update, in plain PyTorch too
 @pytest.mark.parametrize(("workers", "replicas"), [(2, 1), (2, 2)])
-def test_compiled_steps_compute_the_numbers_of_one_device(workers: int, replicas: int) -> None:
+def test_compiled_steps_compute_the_numbers_of_one_device(
+    workers: int, replicas: int
+) -> None:
     for of_worker in cluster(workers).run(table, replicas, COMPILED):
         for make in COMPILED:
             assert difference(of_worker[make.__name__], of_one_device(make)) < 1e-12
 
 
 @takes_long
-@pytest.mark.skipif(shutil.which("g++") is None, reason="the compiler needs one for C++")
+@pytest.mark.skipif(
+    shutil.which("g++") is None, reason="the compiler needs one for C++"
+)
 @pytest.mark.filterwarnings("default")
 def test_a_model_that_inductor_compiles_has_the_numbers_of_one_device() -> None:
     for of_worker in cluster(2).run(table, 1, [compiled_by_inductor]):
-        assert difference(of_worker["compiled_by_inductor"], of_one_device(compiled_by_inductor)) < 1e-12
+        assert (
+            difference(
+                of_worker["compiled_by_inductor"], of_one_device(compiled_by_inductor)
+            )
+            < 1e-12
+        )

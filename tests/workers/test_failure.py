@@ -30,18 +30,35 @@ def test_the_others_hear_who_failed_and_why(name: str) -> None:
     assert found.ended < found.heard + 60
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="what is left is looked for in /proc")
+@pytest.mark.skipif(
+    sys.platform != "linux", reason="what is left is looked for in /proc"
+)
 @takes_long
 def test_at_random_moments_the_others_hear_who_is_lost() -> None:
-    command = [sys.executable, "-m", "tests.workers.random_faults", "--runs", "4", "--seed", "1", "--slack", "30"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=600, check=False)
+    command = [
+        sys.executable,
+        "-m",
+        "tests.workers.random_faults",
+        "--runs",
+        "4",
+        "--seed",
+        "1",
+        "--slack",
+        "30",
+    ]
+    done = subprocess.run(
+        command, capture_output=True, text=True, cwd=ROOT, timeout=600, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_a_strategy_that_failed_is_not_used_again() -> None:
     for first, second, total in cluster(2).run(failing.after_failure):
         assert "KeyError" in first or "WorkerError: worker" in first
-        assert second.startswith("WorkerError: ") and "the strategy cannot be used any more" in second
+        assert (
+            second.startswith("WorkerError: ")
+            and "the strategy cannot be used any more" in second
+        )
         assert total == "2.0"
 
 

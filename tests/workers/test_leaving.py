@@ -18,11 +18,21 @@ from workers.cluster import cluster
 @pytest.mark.parametrize("culprit", [0, 2])
 @pytest.mark.parametrize(
     ("when", "replicas", "runs"),
-    [("between runs", 1, 3), ("in a run", 1, 3), ("between runs", 2, 3), ("in a run", 2, 4)],
+    [
+        ("between runs", 1, 3),
+        ("in a run", 1, 3),
+        ("between runs", 2, 3),
+        ("in a run", 2, 4),
+    ],
 )
-def test_all_workers_leave_after_the_same_run(culprit: int, when: str, replicas: int, runs: int) -> None:
+def test_all_workers_leave_after_the_same_run(
+    culprit: int, when: str, replicas: int, runs: int
+) -> None:
     # A signal that comes in a run is told to the others when it ends, or, with several replicas, when the next begins.
-    assert cluster(3).run(leaving.of_signal, culprit, when, replicas) == [([False] * (runs - 1) + [True], True)] * 3
+    assert (
+        cluster(3).run(leaving.of_signal, culprit, when, replicas)
+        == [([False] * (runs - 1) + [True], True)] * 3
+    )
 
 
 def test_a_lone_process_leaves_at_once() -> None:
@@ -39,7 +49,9 @@ def test_a_lone_process_leaves_at_once() -> None:
 
 
 def test_what_cannot_be_asked_is_refused() -> None:
-    with pytest.raises(TypeError, match=r"takes a torchstrategy\.Strategy; got 'mirrored'"):
+    with pytest.raises(
+        TypeError, match=r"takes a torchstrategy\.Strategy; got 'mirrored'"
+    ):
         PreemptionCheckpointHandler("mirrored")  # type: ignore[arg-type]
     refused: list[RuntimeError] = []
 

@@ -20,19 +20,33 @@ from workers.losses import Gradients
 pytestmark = pytest.mark.slow
 
 # Two readings of these are possible from their graphs alone, and rows are kept.
-UNDECIDED = {"ctc_sum_by_targets", "words_plus_sentences", "two_masks", "accumulation_as_rows", "two_heads_halved"}
-SLOW = {"compiled_loss", "compiled_model"}  # tests/unit/run/test_loss_terms.py reads them
+UNDECIDED = {
+    "ctc_sum_by_targets",
+    "words_plus_sentences",
+    "two_masks",
+    "accumulation_as_rows",
+    "two_heads_halved",
+}
+SLOW = {
+    "compiled_loss",
+    "compiled_model",
+}  # tests/unit/run/test_loss_terms.py reads them
 NAMES = [name for name in KNOWN if name not in SLOW]
 LONG = [pytest.param(3, 1, marks=takes_long), pytest.param(2, 2, marks=takes_long)]
 layouts = pytest.mark.parametrize(("workers", "replicas"), [(2, 1), *LONG])
 
 
 def agree(one: Gradients, other: Gradients) -> bool:
-    return all(torch.allclose(a, b, rtol=1e-11, atol=1e-13) for a, b in zip(one, other, strict=True))
+    return all(
+        torch.allclose(a, b, rtol=1e-11, atol=1e-13)
+        for a, b in zip(one, other, strict=True)
+    )
 
 
 @layouts
-def test_known_losses_have_the_gradient_of_the_batch(workers: int, replicas: int) -> None:
+def test_known_losses_have_the_gradient_of_the_batch(
+    workers: int, replicas: int
+) -> None:
     names, wrong = some_of(NAMES), []
     found = cluster(workers).run(losses.of_known, replicas, names)
     for name in names:
@@ -51,8 +65,12 @@ def _wrong_of(name: str, of_workers: Sequence[Any], replicas: int) -> list[Any]:
     (by_loss, told), (by_rows, silent), (by_default, warned) = first
     if silent:
         wrong.append((name, "warned although mean was said"))
-    are_right = [agree(one, plain) for one, plain in zip(by_rows, expected, strict=True)]
-    for k, (plain, loss, rows, default) in enumerate(zip(expected, by_loss, by_rows, by_default, strict=True)):
+    are_right = [
+        agree(one, plain) for one, plain in zip(by_rows, expected, strict=True)
+    ]
+    for k, (plain, loss, rows, default) in enumerate(
+        zip(expected, by_loss, by_rows, by_default, strict=True)
+    ):
         if not agree(default, rows):
             wrong.append((name, k, "the default is not as mean"))
         if are_right[k] and not agree(loss, rows):
@@ -70,7 +88,9 @@ def _wrong_of(name: str, of_workers: Sequence[Any], replicas: int) -> list[Any]:
 
 @layouts
 @pytest.mark.parametrize("size", [1, math.inf], ids=["sent early", "sent in the end"])
-def test_random_losses_with_counts_have_the_gradient_of_plain_torch(workers: int, replicas: int, size: float) -> None:
+def test_random_losses_with_counts_have_the_gradient_of_plain_torch(
+    workers: int, replicas: int, size: float
+) -> None:
     seeds = some_of(range(60))
     found = cluster(workers).run(losses.of_random, replicas, seeds, size)
     wrong = []
@@ -78,7 +98,11 @@ def test_random_losses_with_counts_have_the_gradient_of_plain_torch(workers: int
         expected = losses.plainly(*losses.random_loss(seed))
         for of_worker in found:
             pairs = zip(of_worker[position], expected, strict=True)
-            wrong += [(seed, k) for k, (one, plain) in enumerate(pairs) if not agree(one, plain)]
+            wrong += [
+                (seed, k)
+                for k, (one, plain) in enumerate(pairs)
+                if not agree(one, plain)
+            ]
     assert not wrong
 
 
@@ -92,7 +116,9 @@ LOOSE = {"line_search": 1e-9}
 
 @layouts
 @pytest.mark.parametrize("size", [1, math.inf], ids=["sent early", "sent in the end"])
-def test_trainings_compute_the_numbers_of_plain_torch(workers: int, replicas: int, size: float) -> None:
+def test_trainings_compute_the_numbers_of_plain_torch(
+    workers: int, replicas: int, size: float
+) -> None:
     found = cluster(workers).run(losses.of_programs, replicas, losses.PROGRAMS, size)
     wrong = {}
     for program in losses.PROGRAMS:
@@ -105,12 +131,16 @@ def test_trainings_compute_the_numbers_of_plain_torch(workers: int, replicas: in
     assert wrong == {}
 
 
-@pytest.mark.parametrize("train", [sharding.ordinary, sharding.several_backwards, sharding.sending_later])
+@pytest.mark.parametrize(
+    "train", [sharding.ordinary, sharding.several_backwards, sharding.sending_later]
+)
 def test_sharded_models_compute_the_numbers_of_one_device(train: Any) -> None:
     torch.manual_seed(0)
     model = sharding.Net()
     strategy = losses.plain_strategy()
-    expected = losses.sharded_training(strategy, model, sharding.sgd(model), train, None)
+    expected = losses.sharded_training(
+        strategy, model, sharding.sgd(model), train, None
+    )
     for found in cluster(2).run(losses.sharded, train, "loss"):
         assert differ(found, expected) < 1e-12
 
@@ -131,11 +161,17 @@ def mean(net: Any, rows: Rows) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("loss", "in_steps"), [(ce, 0), (by_mask, 0), (mean, 0), (smoothed, 1)], ids=["ce", "mask", "mean", "two terms"]
+    ("loss", "in_steps"),
+    [(ce, 0), (by_mask, 0), (mean, 0), (smoothed, 1)],
+    ids=["ce", "mask", "mean", "two terms"],
 )
-def test_after_the_first_run_one_term_needs_no_message_and_two_need_one(loss: Any, in_steps: int) -> None:
+def test_after_the_first_run_one_term_needs_no_message_and_two_need_one(
+    loss: Any, in_steps: int
+) -> None:
     for first, *others in cluster(2).run(losses.messages, 1, loss, [8, 8, 12, 8]):
-        assert first <= 5  # that of the model, two of the loss, and that of the first backward
+        assert (
+            first <= 5
+        )  # that of the model, two of the loss, and that of the first backward
         assert others == [in_steps] * 3
 
 
@@ -158,7 +194,9 @@ def test_workers_with_several_replicas_need_one_message_more_than_by_rows() -> N
 
 def test_a_worker_is_warned_once_with_the_numbers_of_two() -> None:
     # In the first two runs all have as many tokens.
-    for found in cluster(2).run(losses.warned_of, 1, [(3, 3), (4, 2, 5, 1), (5, 2, 1), (5, 1), (4, 1)]):
+    for found in cluster(2).run(
+        losses.warned_of, 1, [(3, 3), (4, 2, 5, 1), (5, 2, 1), (5, 1), (4, 1)]
+    ):
         assert list(map(len, found)) == [0, 0, 1, 0, 0]
         assert found[2][0] == (
             "The loss of `step` was divided by 7 in replica 0 and by 1 in replica 1 (it leaves out ignored targets, or "

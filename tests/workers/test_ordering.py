@@ -20,15 +20,29 @@ pytestmark = pytest.mark.slow
 @pytest.mark.parametrize("name", ordering.DRAWS)
 @pytest.mark.parametrize(
     ("workers", "replicas", "in_batches", "num_workers", "load_ahead"),
-    [(3, 1, False, 0, None), pytest.param(2, 2, False, 1, None, marks=takes_long), (3, 1, True, 0, None)],
+    [
+        (3, 1, False, 0, None),
+        pytest.param(2, 2, False, 1, None, marks=takes_long),
+        (3, 1, True, 0, None),
+    ],
 )
 def test_an_order_that_is_drawn_from_a_global_generator_is_that_of_worker_0(
-    name: str, workers: int, replicas: int, in_batches: bool, num_workers: int, load_ahead: bool | None
+    name: str,
+    workers: int,
+    replicas: int,
+    in_batches: bool,
+    num_workers: int,
+    load_ahead: bool | None,
 ) -> None:
-    found = cluster(workers).run(ordering.of_drawn, name, replicas, in_batches, num_workers, load_ahead)
+    found = cluster(workers).run(
+        ordering.of_drawn, name, replicas, in_batches, num_workers, load_ahead
+    )
     for of_worker in found:
         assert of_worker == found[0]
-        for rows in [*of_worker["epochs"], of_worker.get("resumed", range(ordering.ROWS))]:
+        for rows in [
+            *of_worker["epochs"],
+            of_worker.get("resumed", range(ordering.ROWS)),
+        ]:
             assert sorted(rows) == list(range(ordering.ROWS))
     assert len({tuple(rows) for rows in found[0]["epochs"]}) == 2
 
@@ -48,8 +62,16 @@ TOLD = {
 
 @pytest.mark.parametrize("only_gathers", [False, True], ids=["run", "gather"])
 @pytest.mark.parametrize("name", ordering.DIFFERENT)
-def test_rows_that_differ_are_refused_in_all_workers(name: str, only_gathers: bool) -> None:
-    if only_gathers and name in ("shapes", "streamed texts", "streamed integers", "streamed labels", "streamed dicts"):
+def test_rows_that_differ_are_refused_in_all_workers(
+    name: str, only_gathers: bool
+) -> None:
+    if only_gathers and name in (
+        "shapes",
+        "streamed texts",
+        "streamed integers",
+        "streamed labels",
+        "streamed dicts",
+    ):
         pytest.skip("no tensor of rows")
     for told, total in cluster(2).run(ordering.of_different, name, only_gathers):
         kind = "RuntimeError: The workers have read different rows:\n"

@@ -45,4 +45,6 @@ def test_workers_of_which_some_draw_follow_worker_0_and_say_so() -> None:
 def test_a_run_in_a_run_is_refused() -> None:
     for outcome in cluster(2).outcomes(drawing.of_a_nested_run):
         assert outcome.error is not None
-        assert outcome.error.startswith("RuntimeError: strategy.run was called in a merge function")
+        assert outcome.error.startswith(
+            "RuntimeError: strategy.run was called in a merge function"
+        )

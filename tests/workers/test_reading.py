@@ -24,7 +24,11 @@ pytestmark = pytest.mark.slow
     "loader",
     [
         pytest.param({}, id="here"),
-        pytest.param({"num_workers": 1, "persistent_workers": True}, id="in processes", marks=takes_long),
+        pytest.param(
+            {"num_workers": 1, "persistent_workers": True},
+            id="in processes",
+            marks=takes_long,
+        ),
     ],
 )
 def test_each_worker_loads_its_own_rows_in_the_order_of_the_first(
@@ -36,7 +40,10 @@ def test_each_worker_loads_its_own_rows_in_the_order_of_the_first(
     found = cluster(workers).run(of_loader, replicas, loader)
     for of_worker in found:
         assert of_worker["epochs"][0] == expected[0]
-        assert all(sorted(chain.from_iterable(epoch)) == list(range(18)) for epoch in of_worker["epochs"])
+        assert all(
+            sorted(chain.from_iterable(epoch)) == list(range(18))
+            for epoch in of_worker["epochs"]
+        )
         assert of_worker["epochs"] == found[0]["epochs"]
         assert of_worker["third"] == found[0]["third"]
         assert of_worker["resumed"] == of_worker["rest"] == found[0]["rest"]
@@ -61,16 +68,27 @@ def test_a_position_is_good_for_any_number_of_workers() -> None:
 
 
 def test_a_generator_of_the_loader_is_that_of_worker_0() -> None:
-    loader = DataLoader(reading.Numbers(9), 4, shuffle=True, drop_last=True, generator=torch.Generator().manual_seed(0))
+    loader = DataLoader(
+        reading.Numbers(9),
+        4,
+        shuffle=True,
+        drop_last=True,
+        generator=torch.Generator().manual_seed(0),
+    )
     expected = [batch.flatten().tolist() for batch in loader]
     assert cluster(2).run(reading.of_generators, 1) == [expected] * 2
 
 
 def test_what_is_no_loader_of_rows_is_read_by_all_and_said_so() -> None:
-    for (streamed, warned), (listed, silent) in cluster(3).run(reading.of_whole_batches, 1):
+    for (streamed, warned), (listed, silent) in cluster(3).run(
+        reading.of_whole_batches, 1
+    ):
         assert streamed == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
         assert listed == [[0, 1, 2, 3, 4], [0]]
-        assert len(warned) == 1 and "Every worker reads all of this DataLoader" in warned[0]
+        assert (
+            len(warned) == 1
+            and "Every worker reads all of this DataLoader" in warned[0]
+        )
         assert silent == []
 
 
@@ -79,9 +97,13 @@ def test_shares_of_rows_are_those_of_all_replicas() -> None:
 
 
 @pytest.mark.parametrize("mode", ["PER_WORKER", "PER_REPLICA"])
-def test_workers_with_datasets_of_their_own_train_what_one_device_trains(mode: str) -> None:
+def test_workers_with_datasets_of_their_own_train_what_one_device_trains(
+    mode: str,
+) -> None:
     found = cluster(3).run(reading.of_own_datasets, 1, mode)
-    assert [of_worker["contexts"] for of_worker in found] == [[(3, w, 3)] for w in range(3)]
+    assert [of_worker["contexts"] for of_worker in found] == [
+        [(3, w, 3)] for w in range(3)
+    ]
     assert all("dataset of its own" in of_worker["length"] for of_worker in found)
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -119,10 +141,14 @@ def test_a_worker_whose_dataset_is_empty_runs_the_steps_on_rows_of_another() -> 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
 @pytest.mark.parametrize("kind", ["sharded", "from a function"])
-def test_the_others_hear_of_a_row_that_cannot_be_loaded(kind: str, num_workers: int) -> None:
+def test_the_others_hear_of_a_row_that_cannot_be_loaded(
+    kind: str, num_workers: int
+) -> None:
     first, second = cluster(2).outcomes(reading.of_failing_rows, kind, num_workers)
     assert second.error is not None and second.error.startswith("OSError: ")
-    assert first.error is not None and first.error.startswith("WorkerError: worker 1 of 2 (")
+    assert first.error is not None and first.error.startswith(
+        "WorkerError: worker 1 of 2 ("
+    )
     assert "failed: OSError: " in first.error and "row 7 cannot be read" in first.error
 
 

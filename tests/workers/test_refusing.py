@@ -18,9 +18,15 @@ def test_a_refused_argument_is_refused_by_all_and_the_strategy_goes_on(
     workers: int, replicas: int, one_only: bool
 ) -> None:
     """Who caught the error of `gather` could not use the strategy any more, and the others heard that it failed."""
-    names = [name for name in NAMES if replicas == 2 or ("weights" not in name and "examples" not in name)]
+    names = [
+        name
+        for name in NAMES
+        if replicas == 2 or ("weights" not in name and "examples" not in name)
+    ]
     if one_only:
-        names.remove("reduce plain")  # the others send nothing, and hear of it where they come next
+        names.remove(
+            "reduce plain"
+        )  # the others send nothing, and hear of it where they come next
     of_all = cluster(workers).run(refusing.refused, names, replicas, one_only)
     trained = [calls.pop()[1] for calls in of_all]
     assert trained == trained[:1] * workers
@@ -34,12 +40,19 @@ def test_a_refused_argument_is_refused_by_all_and_the_strategy_goes_on(
                 assert heard == told, name
             elif w != 1:
                 why = told.partition(": ")[2].removeprefix("value['b']: ")
-                assert f"worker 1 of {workers} (" in heard and why in heard, (name, heard)
+                assert f"worker 1 of {workers} (" in heard and why in heard, (
+                    name,
+                    heard,
+                )
                 assert heard.partition(":")[0] == told.partition(":")[0], (name, heard)
 
 
-@pytest.mark.parametrize(("kind", "told"), [("dataclass", "A Held "), ("named tuple", "A Pair ")])
-def test_a_batch_that_cannot_be_lent_is_refused_in_all_workers(kind: str, told: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "told"), [("dataclass", "A Held "), ("named tuple", "A Pair ")]
+)
+def test_a_batch_that_cannot_be_lent_is_refused_in_all_workers(
+    kind: str, told: str
+) -> None:
     """Its class would say how to make one in the worker that has none: it was unpickled there."""
     (first, total), (second, _) = cluster(2).run(refusing.lent, kind)
     assert second.startswith(f"TypeError: {told}cannot be sent to other workers")

@@ -14,7 +14,10 @@ from workers import reshaped_steps
 from workers.cluster import cluster
 from workers.exact_steps import Program, come_to, differ
 
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:Sparse CSR tensor support"),
+]
 
 
 @functools.cache
@@ -25,7 +28,9 @@ def of_plain_torch(program: Program) -> list[torch.Tensor]:
 @takes_long
 @pytest.mark.parametrize("workers", [2, 3])
 @pytest.mark.parametrize("size", [1, math.inf], ids=["sent early", "sent in the end"])
-def test_objects_that_change_between_runs_are_those_of_plain_torch(workers: int, size: float) -> None:
+def test_objects_that_change_between_runs_are_those_of_plain_torch(
+    workers: int, size: float
+) -> None:
     found = cluster(workers).run(reshaped_steps.of_workers, size)
     wrong = {}
     for program in reshaped_steps.PROGRAMS:
@@ -36,8 +41,12 @@ def test_objects_that_change_between_runs_are_those_of_plain_torch(workers: int,
     assert wrong == {}
 
 
-@pytest.mark.parametrize(("workers", "replicas"), [(2, 1), (2, 2), pytest.param(3, 1, marks=takes_long)])
-def test_running_statistics_are_averaged_where_gradients_are_added_up(workers: int, replicas: int) -> None:
+@pytest.mark.parametrize(
+    ("workers", "replicas"), [(2, 1), (2, 2), pytest.param(3, 1, marks=takes_long)]
+)
+def test_running_statistics_are_averaged_where_gradients_are_added_up(
+    workers: int, replicas: int
+) -> None:
     """They were added up, too."""
     for found in cluster(workers).run(reshaped_steps.statistics_of_a_sum, replicas):
         torch.testing.assert_close(found, torch.ones(3, dtype=torch.float64))
@@ -50,10 +59,19 @@ def test_running_statistics_are_averaged_where_gradients_are_added_up(workers: i
             "no object of the scope",
             "SGD.step() was called in a replica, and it updates a parameter of shape (8, 4)",
         ),
-        ("an update by hand", "Sequential.0.weight has other numbers in worker 1 than in worker 0. Only some workers"),
-        ("a layer of forward", "Linear.weight has other numbers in worker 1 than in worker 0"),
+        (
+            "an update by hand",
+            "Sequential.0.weight has other numbers in worker 1 than in worker 0. Only some workers",
+        ),
+        (
+            "a layer of forward",
+            "Linear.weight has other numbers in worker 1 than in worker 0",
+        ),
         ("a hook on several", "register_multi_grad_hook was given a parameter"),
-        ("a sparse buffer", "Net.edges is a sparse buffer, and the step has written it"),
+        (
+            "a sparse buffer",
+            "Net.edges is a sparse buffer, and the step has written it",
+        ),
         ("a copy of its own", "nothing"),
     ],
 )
@@ -66,4 +84,6 @@ def test_what_each_worker_would_do_for_itself_is_refused(what: str, told: str) -
 def test_a_step_that_is_called_without_run_is_warned_of() -> None:
     for warned in cluster(2).run(reshaped_steps.warned_of_a_step_by_itself):
         assert len(warned) == 1
-        assert warned[0].startswith("SGD.step() was called outside of strategy.run, with gradients that no run")
+        assert warned[0].startswith(
+            "SGD.step() was called outside of strategy.run, with gradients that no run"
+        )

@@ -18,7 +18,9 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize("steps", [(1, 2, 6), (2, 4, 7), (3, 5, 9)])
-def test_a_training_goes_on_in_fewer_processes_and_in_one(steps: tuple[int, int, int]) -> None:
+def test_a_training_goes_on_in_fewer_processes_and_in_one(
+    steps: tuple[int, int, int],
+) -> None:
     expected = resuming.of_steps(torchstrategy.get_strategy(), None, steps[2])
     first, second, last = steps
     of_three = cluster(3).run(resuming.of_workers, 1, None, first)
@@ -33,13 +35,22 @@ def test_a_training_goes_on_in_fewer_processes_and_in_one(steps: tuple[int, int,
         assert torch.equal(one["random"], expected["random"])
 
 
-@pytest.mark.parametrize(("workers", "replicas"), [(2, 1), pytest.param(3, 1, marks=takes_long), (2, 2)])
-def test_a_checkpoint_of_workers_that_had_copies_goes_on(workers: int, replicas: int) -> None:
+@pytest.mark.parametrize(
+    ("workers", "replicas"), [(2, 1), pytest.param(3, 1, marks=takes_long), (2, 2)]
+)
+def test_a_checkpoint_of_workers_that_had_copies_goes_on(
+    workers: int, replicas: int
+) -> None:
     """It was saved by 0.1.0 in worker 1 of two with one replica each, after 4 steps, within the second epoch."""
-    saved = torch.load(Path(__file__).with_name("saved_with_copies.pt"), weights_only=True)
+    saved = torch.load(
+        Path(__file__).with_name("saved_with_copies.pt"), weights_only=True
+    )
     expected = resuming.of_steps(torchstrategy.get_strategy(), None, 9)
     found = cluster(workers).run(resuming.of_workers, replicas, saved, 9)
-    for one in [*found, resuming.of_steps(torchstrategy.OneDeviceStrategy("cpu"), saved, 9)]:
+    for one in [
+        *found,
+        resuming.of_steps(torchstrategy.OneDeviceStrategy("cpu"), saved, 9),
+    ]:
         assert difference(one["model"], expected["model"]) < 1e-12
         assert one["scheduler"]["_last_lr"] == expected["scheduler"]["_last_lr"]
         assert torch.equal(one["random"], expected["random"])
@@ -48,10 +59,14 @@ def test_a_checkpoint_of_workers_that_had_copies_goes_on(workers: int, replicas:
 @pytest.mark.parametrize("pack", [200, PACK], ids=["several packs", "one pack"])
 @pytest.mark.parametrize("count", [3, pytest.param(4, marks=takes_long)])
 @pytest.mark.parametrize("kind", resuming.KINDS)
-def test_a_training_that_begins_anew_has_the_same_bits(kind: str, count: int, pack: int) -> None:
+def test_a_training_that_begins_anew_has_the_same_bits(
+    kind: str, count: int, pack: int
+) -> None:
     """Three workers that went on from a checkpoint ended with other last bits than those that had not stopped.
 
     The first step sent gradients in another order than later steps, and three summands that are added up in another
     order have another sum.
     """
-    assert cluster(count).run(resuming.unlike_after_restarts, kind, pack) == [[]] * count
+    assert (
+        cluster(count).run(resuming.unlike_after_restarts, kind, pack) == [[]] * count
+    )

@@ -24,16 +24,30 @@ pytestmark = pytest.mark.slow
 def environments(kind: str, addresses: list[str]) -> list[dict[str, str]]:
     host, _, port = addresses[0].partition(":")
     if kind == "torchrun":
-        common = {"MASTER_ADDR": host, "MASTER_PORT": port, "WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3"}
+        common = {
+            "MASTER_ADDR": host,
+            "MASTER_PORT": port,
+            "WORLD_SIZE": "3",
+            "LOCAL_WORLD_SIZE": "3",
+        }
         return [{**common, "RANK": str(r), "LOCAL_RANK": str(r)} for r in range(3)]
     if kind == "TF_CONFIG":
         jobs = {"worker": addresses[1:], "chief": addresses[:1]}
         tasks = [("chief", 0), ("worker", 0), ("worker", 1)]
         return [
-            {"TF_CONFIG": json.dumps({"cluster": jobs, "task": {"type": job, "index": index}})} for job, index in tasks
+            {
+                "TF_CONFIG": json.dumps(
+                    {"cluster": jobs, "task": {"type": job, "index": index}}
+                )
+            }
+            for job, index in tasks
         ]
     if kind == "slurm":
-        step = {"SLURM_STEP_NUM_TASKS": "3", "SLURM_STEP_NODELIST": host, "SLURM_STEP_TASKS_PER_NODE": "3"}
+        step = {
+            "SLURM_STEP_NUM_TASKS": "3",
+            "SLURM_STEP_NODELIST": host,
+            "SLURM_STEP_TASKS_PER_NODE": "3",
+        }
         return [{**step, "SLURM_PROCID": str(r)} for r in range(3)]
     return [{"TASK": str(r)} for r in range(3)]
 
@@ -41,21 +55,32 @@ def environments(kind: str, addresses: list[str]) -> list[dict[str, str]]:
 @pytest.mark.parametrize("kind", ["torchrun", "TF_CONFIG", "slurm", "simple"])
 def test_workers_find_each_other(kind: str) -> None:
     addresses = [f"127.0.0.1:{port}" for port in free_ports(3)]
-    for outcome in alone(starting.of_task, environments(kind, addresses), kind, addresses):
+    for outcome in alone(
+        starting.of_task, environments(kind, addresses), kind, addresses
+    ):
         assert outcome.error is None, outcome.trace
         assert outcome.value == (3, [0, 1, 2], True, True)
 
 
 def test_where_nobody_says_there_is_one_worker() -> None:
-    config = json.dumps({"cluster": {"worker": ["127.0.0.1:1"]}, "task": {"type": "worker", "index": 0}})
-    for outcome in alone(starting.of_task, [{}, {"TF_CONFIG": config}, {"RANK": "0", "WORLD_SIZE": "1"}], "none", []):
+    config = json.dumps(
+        {"cluster": {"worker": ["127.0.0.1:1"]}, "task": {"type": "worker", "index": 0}}
+    )
+    for outcome in alone(
+        starting.of_task,
+        [{}, {"TF_CONFIG": config}, {"RANK": "0", "WORLD_SIZE": "1"}],
+        "none",
+        [],
+    ):
         assert outcome.value == (1, [0], False, True), outcome.trace
 
 
 def test_a_group_that_the_script_has_made_for_devices_only_is_enough() -> None:
     """`init_process_group("nccl")` is the first line of scripts for DDP: its group takes no tensors of the CPU."""
     addresses = [f"127.0.0.1:{port}" for port in free_ports(3)]
-    first, *others = alone(starting.of_a_group_for_devices, environments("torchrun", addresses))
+    first, *others = alone(
+        starting.of_a_group_for_devices, environments("torchrun", addresses)
+    )
     assert first.error is None, first.trace
     config, is_untouched, sums, _ = first.value
     assert (config, is_untouched, sums) == ("cuda:gloo", True, [8.0, 6.0])
@@ -71,9 +96,13 @@ def test_a_group_that_one_worker_has_made_alone_changes_no_names() -> None:
         processes.end()
 
 
-def test_a_process_can_leave_its_world_for_one_of_other_processes(tmp_path: Path) -> None:
+def test_a_process_can_leave_its_world_for_one_of_other_processes(
+    tmp_path: Path,
+) -> None:
     """It had counted a strategy of workers 0 and 1 there, and the new worker 1 none: they waited under two names."""
-    first, second, third = alone(starting.of_two_worlds, environments("simple", ["", "", ""]), str(tmp_path))
+    first, second, third = alone(
+        starting.of_two_worlds, environments("simple", ["", "", ""]), str(tmp_path)
+    )
     assert first.error is None, first.trace
     assert (first.value, second.value, third.value) == ([2.0, 2.0], [2.0], [2.0])
 
@@ -92,15 +121,21 @@ def test_a_worker_takes_the_accelerator_of_its_number_or_the_only_one_it_is_show
     assert own_devices(seen, environment, monkeypatch) == [torch.device(taken)]
 
 
-@pytest.mark.parametrize(("seen", "environment"), [(1, {}), (2, {"CUDA_VISIBLE_DEVICES": "0,1"})])
+@pytest.mark.parametrize(
+    ("seen", "environment"), [(1, {}), (2, {"CUDA_VISIBLE_DEVICES": "0,1"})]
+)
 def test_more_workers_than_accelerators_are_refused(
     seen: int, environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(ValueError, match=f"This machine has {seen} accelerators? and 3 workers"):
+    with pytest.raises(
+        ValueError, match=f"This machine has {seen} accelerators? and 3 workers"
+    ):
         own_devices(seen, environment, monkeypatch)
 
 
-def own_devices(seen: int, environment: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
+def own_devices(
+    seen: int, environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> list[torch.device]:
     """Those of the second of three workers of a machine, which sees so many accelerators."""
     shown = [torch.device("cuda", index) for index in range(seen)]
     monkeypatch.setattr(multi_worker_mirrored, "local_accelerators", lambda: shown)
@@ -108,7 +143,9 @@ def own_devices(seen: int, environment: dict[str, str], monkeypatch: pytest.Monk
         monkeypatch.delenv(name)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    return multi_worker_mirrored._own_devices(multi_worker_mirrored.WorkerPlace(1, 3, "", 1, 3))
+    return multi_worker_mirrored._own_devices(
+        multi_worker_mirrored.WorkerPlace(1, 3, "", 1, 3)
+    )
 
 
 @pytest.mark.parametrize(
@@ -120,7 +157,9 @@ def own_devices(seen: int, environment: dict[str, str], monkeypatch: pytest.Monk
         ((3, 2), "worker 0 has 3 devices, and worker 1 has 2"),
     ],
 )
-def test_workers_with_other_numbers_of_replicas_are_refused(counts: tuple[int, ...], told: str) -> None:
+def test_workers_with_other_numbers_of_replicas_are_refused(
+    counts: tuple[int, ...], told: str
+) -> None:
     """A worker with one replica exchanges other messages than one with several: each would wait for the other."""
     for refusal, total in cluster(len(counts)).run(starting.of_unequal_workers, counts):
         assert told in refusal
@@ -129,7 +168,11 @@ def test_workers_with_other_numbers_of_replicas_are_refused(counts: tuple[int, .
 
 @pytest.mark.parametrize("kind", ["ps", "evaluator"])
 def test_a_task_that_does_not_train_is_refused(kind: str) -> None:
-    resolver = SimpleClusterResolver(ClusterSpec({"worker": ["a:1", "b:1"], kind: ["c:1"]}), task_type=kind, task_id=0)
+    resolver = SimpleClusterResolver(
+        ClusterSpec({"worker": ["a:1", "b:1"], kind: ["c:1"]}),
+        task_type=kind,
+        task_id=0,
+    )
     with pytest.raises(ValueError, match=f"This process is the task '{kind}'"):
         torchstrategy.MultiWorkerMirroredStrategy(resolver)
 
@@ -138,13 +181,18 @@ def test_a_task_that_does_not_train_is_refused(kind: str) -> None:
     ("how", "told"),
     [
         ("value", "Linear 0.bias: worker 1 differs by up to 1, in 1 of 1 number"),
-        ("state", "Adam 1.state[param_groups[0]['params'][0]]['exp_avg']: worker 1 differs by up to 0.5, in 1 of 2"),
+        (
+            "state",
+            "Adam 1.state[param_groups[0]['params'][0]]['exp_avg']: worker 1 differs by up to 0.5, in 1 of 2",
+        ),
         ("structure", "Linear 0.bias: worker 1 does not have it and worker 0 does"),
     ],
 )
 def test_workers_that_have_drifted_apart_are_found(how: str, told: str) -> None:
     for outcome in cluster(2).outcomes(starting.drifted, how):
-        assert outcome.error is not None and outcome.error.startswith("AssertionError: The workers have drifted apart")
+        assert outcome.error is not None and outcome.error.startswith(
+            "AssertionError: The workers have drifted apart"
+        )
         assert told in outcome.error
 
 
@@ -168,12 +216,26 @@ sys.stdout.write(f"{strategy.experimental_local_results(strategy.run(step))[0].i
 
 @takes_long
 @pytest.mark.parametrize("how", ["goes well", "raises"])
-def test_torchrun_starts_the_workers_and_hears_how_they_end(how: str, tmp_path: Path) -> None:
+def test_torchrun_starts_the_workers_and_hears_how_they_end(
+    how: str, tmp_path: Path
+) -> None:
     program = tmp_path / "train.py"
     program.write_text(PROGRAM)
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    launcher = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+    ]
     done = subprocess.run(
-        [*launcher, str(program), how], capture_output=True, text=True, timeout=600, check=False, cwd=tmp_path
+        [*launcher, str(program), how],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+        cwd=tmp_path,
     )
     if how == "goes well":
         assert done.returncode == 0, done.stderr
@@ -200,12 +262,21 @@ strategy.run(lambda: None)
 
 
 @takes_long
-@pytest.mark.skipif(sys.platform != "linux", reason="the names of native threads are read in /proc")
-@pytest.mark.skipif(torch.__version__ < "2.11", reason="torch 2.10 gives the threads of gloo no name")
+@pytest.mark.skipif(
+    sys.platform != "linux", reason="the names of native threads are read in /proc"
+)
+@pytest.mark.skipif(
+    torch.__version__ < "2.11", reason="torch 2.10 gives the threads of gloo no name"
+)
 def test_no_thread_of_gloo_outlives_the_program() -> None:
     # A thread that let go of a tensor while Python ended aborted a process that had trained well: "terminate called
     # without an active exception".
-    program = ENDING.format(path=[str(Path(torchstrategy.__file__).parents[1]), str(Path(__file__).parents[1])])
+    program = ENDING.format(
+        path=[
+            str(Path(torchstrategy.__file__).parents[1]),
+            str(Path(__file__).parents[1]),
+        ]
+    )
     (port,) = free_ports(1)
     processes = [
         subprocess.Popen(
@@ -227,8 +298,12 @@ def test_no_thread_of_gloo_outlives_the_program() -> None:
     assert [process.returncode for process in processes] == [0, 0]
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="the names of native threads are read in /proc")
-@pytest.mark.skipif(torch.__version__ < "2.11", reason="torch 2.10 gives the threads of gloo no name")
+@pytest.mark.skipif(
+    sys.platform != "linux", reason="the names of native threads are read in /proc"
+)
+@pytest.mark.skipif(
+    torch.__version__ < "2.11", reason="torch 2.10 gives the threads of gloo no name"
+)
 def test_a_strategy_that_is_no_longer_used_leaves_no_group() -> None:
     for meanwhile, after in cluster(2).run(starting.of_dropped_strategies):
         assert meanwhile > 0 == after
@@ -249,7 +324,12 @@ sys.stdin.readline()
 def test_the_process_that_keeps_the_store_leaves_last() -> None:
     """If it ended first, a worker that still used the store said that the connection was reset."""
     (port,) = free_ports(1)
-    common = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
+    common = {
+        **os.environ,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": "2",
+    }
     first, second = (
         subprocess.Popen(
             [sys.executable, "-c", LEAVING],
@@ -262,7 +342,9 @@ def test_the_process_that_keeps_the_store_leaves_last() -> None:
     )
     for process in (first, second):
         assert process.stdout is not None
-        told = (line for line in process.stdout if not line.startswith("[Gloo]"))  # torch 2.10 says who is connected
+        told = (
+            line for line in process.stdout if not line.startswith("[Gloo]")
+        )  # torch 2.10 says who is connected
         assert next(told) == "done\n"
     assert first.stdin is not None and first.stdout is not None
     first.stdin.close()

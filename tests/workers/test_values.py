@@ -40,29 +40,44 @@ def test_a_scalar_loss_is_the_mean_over_the_rows_of_all_workers_and_one_replica_
     everyone = cluster(workers).run(values.of_weighted_means, replicas)
     assert everyone[0] == pytest.approx(alone, rel=1e-12)
     for found in everyone[1:]:
-        assert found == pytest.approx([loss for i, loss in enumerate(alone) if i % 3], rel=1e-12)  # and printed nothing
+        assert found == pytest.approx(
+            [loss for i, loss in enumerate(alone) if i % 3], rel=1e-12
+        )  # and printed nothing
 
 
 @pytest.mark.parametrize(("workers", "replicas"), [(2, 1), (2, 2), (3, 1)])
-def test_a_loss_over_tokens_is_logged_as_plain_pytorch_prints_it(workers: int, replicas: int) -> None:
+def test_a_loss_over_tokens_is_logged_as_plain_pytorch_prints_it(
+    workers: int, replicas: int
+) -> None:
     expected = printed_over_tokens()
     for found in cluster(workers).run(values.of_losses_over_tokens, replicas):
         assert found == pytest.approx(expected, rel=1e-12)
 
 
 @pytest.mark.parametrize(("workers", "replicas"), [(3, 1), (2, 2)])
-def test_variables_are_those_of_replicas_in_one_process(workers: int, replicas: int) -> None:
-    alone = values.variables_of(torchstrategy.MirroredStrategy(["cpu"] * workers * replicas))
+def test_variables_are_those_of_replicas_in_one_process(
+    workers: int, replicas: int
+) -> None:
+    alone = values.variables_of(
+        torchstrategy.MirroredStrategy(["cpu"] * workers * replicas)
+    )
     for found in cluster(workers).run(values.of_variables, replicas):
         assert difference(found, alone) < 1e-12
     assert alone["assigned"] == 6
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
-def test_values_that_each_replica_has_begin_with_those_of_worker_0(replicas: int) -> None:
-    for w, (first, assigned, late) in enumerate(cluster(2).run(values.of_variables_that_begin, replicas)):
+def test_values_that_each_replica_has_begin_with_those_of_worker_0(
+    replicas: int,
+) -> None:
+    for w, (first, assigned, late) in enumerate(
+        cluster(2).run(values.of_variables_that_begin, replicas)
+    ):
         ids = range(w * replicas, (w + 1) * replicas)
-        assert first == ([2.0 + r for r in ids], 2.0 + sum(range(2 * replicas)) / (2 * replicas))
+        assert first == (
+            [2.0 + r for r in ids],
+            2.0 + sum(range(2 * replicas)) / (2 * replicas),
+        )
         assert assigned == ([3.0 + w] * replicas, 3.5)  # the last word is the program's
         assert late == ([7.0] * replicas, 7.0)
 
@@ -76,7 +91,9 @@ def test_an_expanded_buffer_begins_with_the_values_of_worker_0(replicas: int) ->
 
 @pytest.mark.parametrize(("workers", "replicas"), [(3, 1), (2, 2)])
 def test_metrics_count_the_rows_of_all_workers(workers: int, replicas: int) -> None:
-    alone = values.metrics_of(torchstrategy.MirroredStrategy(["cpu"] * workers * replicas))
+    alone = values.metrics_of(
+        torchstrategy.MirroredStrategy(["cpu"] * workers * replicas)
+    )
     assert alone["rows"] == 17
     for found in cluster(workers).run(values.of_metrics, replicas):
         assert found == pytest.approx(alone, rel=1e-6)
@@ -85,7 +102,9 @@ def test_metrics_count_the_rows_of_all_workers(workers: int, replicas: int) -> N
 def test_a_moving_average_in_a_plain_attribute_is_warned_of_in_each_worker() -> None:
     """They went on with different ones."""
     for found in cluster(2).run(values.of_attributes, 2):
-        assert len(found) == 1 and found[0].startswith("The attribute Averaging.average has other numbers in each")
+        assert len(found) == 1 and found[0].startswith(
+            "The attribute Averaging.average has other numbers in each"
+        )
 
 
 def test_a_moving_average_of_a_lone_replica_stays_in_its_worker() -> None:
@@ -95,8 +114,13 @@ def test_a_moving_average_of_a_lone_replica_stays_in_its_worker() -> None:
 def test_attributes_of_trainers_are_those_of_each_worker() -> None:
     found = cluster(2).run(values.of_trainers, 2)
     # In the last batch of one row the second worker is an understudy. It counts its step. Only replica 0 has a loss.
-    assert [(steps, losses) for steps, losses, _ in found] == [(len(batches()), 1), (len(batches()), 0)]
-    assert all(torch.equal(value, found[1][2][name]) for name, value in found[0][2].items())
+    assert [(steps, losses) for steps, losses, _ in found] == [
+        (len(batches()), 1),
+        (len(batches()), 0),
+    ]
+    assert all(
+        torch.equal(value, found[1][2][name]) for name, value in found[0][2].items()
+    )
 
 
 @pytest.mark.parametrize(
@@ -106,13 +130,18 @@ def test_attributes_of_trainers_are_those_of_each_worker() -> None:
             "shape",
             "worker 0 has Linear.weight of shape (2, 3) and torch.float32 where worker 1 has Linear.weight",
         ),
-        ("number", "worker 0 has nothing where worker 1 has Linear.weight of shape (1, 1)"),
+        (
+            "number",
+            "worker 0 has nothing where worker 1 has Linear.weight of shape (1, 1)",
+        ),
     ],
 )
 def test_different_models_are_refused_by_name(what: str, told: str) -> None:
     for outcome in cluster(2).outcomes(values.of_different_models, what):
         assert outcome.error is not None
-        assert outcome.error.startswith("RuntimeError: Workers 0 and 1 have different models:")
+        assert outcome.error.startswith(
+            "RuntimeError: Workers 0 and 1 have different models:"
+        )
         assert told in outcome.error
 
 
@@ -126,16 +155,26 @@ def test_different_models_are_refused_by_name(what: str, told: str) -> None:
         ("an argument", 2, "the arguments of ReduceLROnPlateau.step():"),
         ("an argument", 1, "the state of ReduceLROnPlateau:"),
         ("a cleared gradient", 2, "The workers disagree about the gradient of"),
-        ("a cleared gradient", 1, "Linear.weight has other numbers in worker 1 than in worker 0"),
+        (
+            "a cleared gradient",
+            1,
+            "Linear.weight has other numbers in worker 1 than in worker 0",
+        ),
         ("a frozen parameter", 2, "which parameters are trained"),
         ("a frozen parameter", 1, "which parameters are trained"),
         ("a mode", 2, "the modes of the modules: 'eval'"),
         ("a mode", 1, "the modes of the modules: 'eval'"),
-        ("an idle reader", 2, "worker 1 is at the first read of a gradient (.grad) after backward of run 1"),
+        (
+            "an idle reader",
+            2,
+            "worker 1 is at the first read of a gradient (.grad) after backward of run 1",
+        ),
         ("an idle reader", 1, "of run 2 (the gradients of backward 1 of step)"),
     ],
 )
-def test_what_workers_do_differently_is_refused(what: str, replicas: int, told: str) -> None:
+def test_what_workers_do_differently_is_refused(
+    what: str, replicas: int, told: str
+) -> None:
     for outcome in cluster(2).outcomes(values.of_different, what, replicas):
         assert outcome.error is not None and told in outcome.error, outcome
 
@@ -152,21 +191,38 @@ def test_settings_that_are_equal_are_not_refused() -> None:
 
 
 @pytest.mark.parametrize(("workers", "replicas"), [(3, 1), (2, 2)])
-def test_python_objects_are_gathered_from_all_workers_in_order(workers: int, replicas: int) -> None:
+def test_python_objects_are_gathered_from_all_workers_in_order(
+    workers: int, replicas: int
+) -> None:
     for found in cluster(workers).run(values.of_objects, replicas):
         for size, (texts, ids, dicts, none, few) in zip((9, 1, 4), found, strict=True):
             assert ids == list(range(size)) and none == [None] * size and few == [0]
             assert texts == [["cat", "dog"][i % 2] for i in range(size)]
-            assert dicts == [{"text": texts[i], "id": i, "more": [None] * (i % 3)} for i in range(size)]
+            assert dicts == [
+                {"text": texts[i], "id": i, "more": [None] * (i % 3)}
+                for i in range(size)
+            ]
     for found in cluster(workers).run(values.of_loaded_texts, replicas):
-        assert found == [["row 0", "row 1", "row 2"], ["row 3", "row 4", "row 5"], ["row 6"]]
+        assert found == [
+            ["row 0", "row 1", "row 2"],
+            ["row 3", "row 4", "row 5"],
+            ["row 6"],
+        ]
 
 
 @pytest.mark.parametrize("one_only", [False, True], ids=["in all workers", "in one"])
-def test_objects_that_cannot_be_gathered_are_refused_in_all_workers(one_only: bool) -> None:
+def test_objects_that_cannot_be_gathered_are_refused_in_all_workers(
+    one_only: bool,
+) -> None:
     first, second = cluster(2).run(values.of_unsendable_objects, one_only)
-    assert second[0].startswith("TypeError: An Unsendable cannot be sent to other workers")
-    assert second[1].startswith("ValueError: A list with a Python object for each row is gathered along axis=0")
+    assert second[0].startswith(
+        "TypeError: An Unsendable cannot be sent to other workers"
+    )
+    assert second[1].startswith(
+        "ValueError: A list with a Python object for each row is gathered along axis=0"
+    )
     assert first[2] == second[2] == 2
     for told, refusal in zip(first[:2], second[:2], strict=True):
-        assert told == refusal or (one_only and "worker 1 of 2 (" in told and refusal in told)
+        assert told == refusal or (
+            one_only and "worker 1 of 2 (" in told and refusal in told
+        )

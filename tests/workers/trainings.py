@@ -12,7 +12,15 @@ from torch import nn
 import torchstrategy
 from torchstrategy import MultiWorkerMirroredStrategy
 
-SIZES = (8, 8, 6, 2, 3, 8, 1)  # rows of the batches: some workers have fewer, and some none
+SIZES = (
+    8,
+    8,
+    6,
+    2,
+    3,
+    8,
+    1,
+)  # rows of the batches: some workers have fewer, and some none
 
 
 def strategy_of(replicas: int, **options: Any) -> MultiWorkerMirroredStrategy:
@@ -22,7 +30,10 @@ def strategy_of(replicas: int, **options: Any) -> MultiWorkerMirroredStrategy:
 def batches(sizes: Iterable[int] = SIZES) -> list[tuple[torch.Tensor, torch.Tensor]]:
     generator = torch.Generator().manual_seed(1)
     return [
-        (torch.randn(n, 4, generator=generator, dtype=torch.float64), torch.randint(3, (n,), generator=generator))
+        (
+            torch.randn(n, 4, generator=generator, dtype=torch.float64),
+            torch.randint(3, (n,), generator=generator),
+        )
         for n in sizes
     ]
 
@@ -35,10 +46,14 @@ class Net(nn.Module):
         seed: That of its weights.
     """
 
-    def __init__(self, norm: nn.Module | None = None, seed: int = 0, dropout: float = 0.0) -> None:
+    def __init__(
+        self, norm: nn.Module | None = None, seed: int = 0, dropout: float = 0.0
+    ) -> None:
         super().__init__()
         torch.manual_seed(seed)
-        self.body = nn.Sequential(nn.Linear(4, 8), norm or nn.Identity(), nn.Tanh(), nn.Dropout(dropout))
+        self.body = nn.Sequential(
+            nn.Linear(4, 8), norm or nn.Identity(), nn.Tanh(), nn.Dropout(dropout)
+        )
         self.head = nn.Linear(8, 3)
         self.unused = nn.Linear(2, 2)
         self.double()
@@ -83,7 +98,9 @@ def ordinary(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
 
 def plainly(optimizer: str, **settings: Any) -> Made:
     model = Net()
-    made = getattr(torch.optim, optimizer)(model.parameters(), **{"lr": 0.05, **settings})
+    made = getattr(torch.optim, optimizer)(
+        model.parameters(), **{"lr": 0.05, **settings}
+    )
     return model, made, ordinary(model, made), []
 
 
@@ -145,7 +162,12 @@ def compiled() -> Made:
     """A compiled model. What the compiler makes of its graphs changes nothing."""
     model, optimizer, _, extra = sgd()
     model.body.compile(backend="eager")
-    return model, optimizer, ordinary(torch.compile(model, backend="eager"), optimizer), extra
+    return (
+        model,
+        optimizer,
+        ordinary(torch.compile(model, backend="eager"), optimizer),
+        extra,
+    )
 
 
 def compiled_step() -> Made:
@@ -156,7 +178,12 @@ def compiled_step() -> Made:
 def compiled_ahead() -> Made:
     """A compiled model, whose backward the compiler traces, too."""
     model, optimizer, _, extra = sgd()
-    return model, optimizer, ordinary(torch.compile(model, backend="aot_eager"), optimizer), extra
+    return (
+        model,
+        optimizer,
+        ordinary(torch.compile(model, backend="aot_eager"), optimizer),
+        extra,
+    )
 
 
 def compiled_by_inductor() -> Made:
@@ -172,7 +199,11 @@ def _normalised(norm: nn.Module) -> Made:
 
 
 def sync_batch_norm() -> Made:
-    norm = torchstrategy.nn.SyncBatchNorm(8) if torchstrategy.has_strategy() else nn.BatchNorm1d(8)
+    norm = (
+        torchstrategy.nn.SyncBatchNorm(8)
+        if torchstrategy.has_strategy()
+        else nn.BatchNorm1d(8)
+    )
     return _normalised(norm)
 
 
@@ -228,7 +259,9 @@ def over_micro_batches() -> Made:
 def scheduled() -> Made:
     model, optimizer, _, extra = sgd()
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7)
-    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=0.5)
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(
+        optimizer, patience=0, threshold=0.5
+    )
 
     def step(batch: Any) -> None:
         optimizer.zero_grad()
@@ -342,7 +375,9 @@ def averaged() -> Made:
         x, y = batch
         optimizer.zero_grad()
         of_rows = nn.functional.cross_entropy(model(x), y, reduction="none")
-        loss = torchstrategy.nn.compute_average_loss(of_rows, sample_weight=1 + y.double())
+        loss = torchstrategy.nn.compute_average_loss(
+            of_rows, sample_weight=1 + y.double()
+        )
         size = sum(parameter.square().sum() for parameter in model.parameters())
         (loss + torchstrategy.nn.scale_regularization_loss(0.01 * size)).backward()
         optimizer.step()
@@ -376,7 +411,10 @@ def nan_in_understudies() -> Made:
     def step(batch: Any) -> None:
         optimizer.zero_grad()
         loss = cross_entropy(model, *batch)
-        if size[0] == 1 and torchstrategy.get_replica_context().replica_id_in_sync_group:
+        if (
+            size[0] == 1
+            and torchstrategy.get_replica_context().replica_id_in_sync_group
+        ):
             loss = loss * torch.nan
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 0.5)
@@ -415,14 +453,32 @@ def counting() -> Made:
     return model, optimizer, step, []
 
 
-EXACT = [sgd, adam, adamw, clipped, two_backwards, gathered, sync_batch_norm, over_micro_batches, scheduled, sparse]
+EXACT = [
+    sgd,
+    adam,
+    adamw,
+    clipped,
+    two_backwards,
+    gathered,
+    sync_batch_norm,
+    over_micro_batches,
+    scheduled,
+    sparse,
+]
 EXACT += [sync_batch_norm_by_turns, sync_batch_norm_of_doubled]
 EXACT += [overflowing, lbfgs, updated_outside, assigned, hooked]
 EXACT += [averaged, nan_in_understudies, counting]
-LIKE_ONE_PROCESS = [batch_norm, penalized]  # where a replica computes something of its own rows
+LIKE_ONE_PROCESS = [
+    batch_norm,
+    penalized,
+]  # where a replica computes something of its own rows
 
 
-COMPILED = [compiled, compiled_step, compiled_ahead]  # which take the compiler some seconds
+COMPILED = [
+    compiled,
+    compiled_step,
+    compiled_ahead,
+]  # which take the compiler some seconds
 
 
 def data_for(make: Callable[[], Made]) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -437,7 +493,9 @@ def data_for(make: Callable[[], Made]) -> list[tuple[torch.Tensor, torch.Tensor]
     return data
 
 
-def trained(strategy: torchstrategy.Strategy, make: Callable[[], Made], epochs: int = 1) -> dict[str, torch.Tensor]:
+def trained(
+    strategy: torchstrategy.Strategy, make: Callable[[], Made], epochs: int = 1
+) -> dict[str, torch.Tensor]:
     """The parameters and buffers after the training, and the optimizer's settings."""
     with strategy.scope(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -463,4 +521,6 @@ def table(
 
 def difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
     assert one.keys() == other.keys()
-    return max((one[name].double() - other[name].double()).abs().max().item() for name in one)
+    return max(
+        (one[name].double() - other[name].double()).abs().max().item() for name in one
+    )

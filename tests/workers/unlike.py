@@ -28,8 +28,15 @@ class Models:
         self.worker = self.strategy.extended._workers.index
         torch.manual_seed(0)
         with self.strategy.scope():
-            self.models = [nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 1)).double() for _ in "ab"]
-            self.optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in self.models]
+            self.models = [
+                nn.Sequential(
+                    nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 1)
+                ).double()
+                for _ in "ab"
+            ]
+            self.optimizers = [
+                torch.optim.SGD(model.parameters(), lr=0.1) for model in self.models
+            ]
         self.index = 0
 
     @property
@@ -48,7 +55,9 @@ class Models:
                 self.loss(k, x).backward()
             if self.what == "noise" and self.index >= FROM:
                 for parameter in self.models[k].parameters():
-                    parameter.grad.add_(torch.full_like(parameter, 0.01 * (1 + self.worker)))
+                    parameter.grad.add_(
+                        torch.full_like(parameter, 0.01 * (1 + self.worker))
+                    )
             if self.is_other and self.what == "a message" and k == 0:
                 torchstrategy.get_replica_context().all_reduce("sum", torch.ones(2))
             self.optimizers[k].step()
@@ -68,7 +77,9 @@ class Models:
         elif self.what == "a mode":
             self.models[1].eval()
         elif self.what == "a checkpoint":
-            self.models[1].load_state_dict({name: value + 1 for name, value in self.models[1].state_dict().items()})
+            self.models[1].load_state_dict(
+                {name: value + 1 for name, value in self.models[1].state_dict().items()}
+            )
         elif self.what == "a write that is not counted":
             weight.data.add_(0.5)
         elif self.what == "a write on a buffer":
@@ -81,11 +92,20 @@ def of_difference(what: str, size: float) -> tuple[str, int]:
     """What this worker is told, and in which run."""
     with large_from(size):
         made = Models(what)
-        data = [torch.randn(8, 2, generator=torch.Generator().manual_seed(i), dtype=torch.float64) for i in range(30)]
+        data = [
+            torch.randn(
+                8, 2, generator=torch.Generator().manual_seed(i), dtype=torch.float64
+            )
+            for i in range(30)
+        ]
         batches = list(made.strategy.experimental_distribute_dataset(data))
         while made.index < len(batches):
             made.prepare()
-            step = made.another_step if made.is_other and what == "another step" else made.step
+            step = (
+                made.another_step
+                if made.is_other and what == "another step"
+                else made.step
+            )
             try:
                 made.strategy.run(step, args=(batches[made.index],))
             except RuntimeError as error:
@@ -106,7 +126,10 @@ def of_refusal(what: str) -> str:
     elif what == "a tensor in an attribute":
         model.scale = torch.ones(1, requires_grad=True)
     elif what == "parameters that were replaced":
-        model.weight, model.bias = nn.Parameter(torch.ones(1, 2)), nn.Parameter(torch.ones(1))
+        model.weight, model.bias = (
+            nn.Parameter(torch.ones(1, 2)),
+            nn.Parameter(torch.ones(1)),
+        )
     elif what == "a lazy module":
         with strategy.scope():
             model = nn.LazyLinear(1)
@@ -129,7 +152,9 @@ def of_refusal(what: str) -> str:
 
             _in_thread(update)
         elif what == "a clipped gradient of its own":
-            model.weight.grad = torch.full_like(model.weight, 1.0 + strategy.extended._workers.index)
+            model.weight.grad = torch.full_like(
+                model.weight, 1.0 + strategy.extended._workers.index
+            )
             nn.utils.clip_grad_norm_(model.parameters(), 0.5)
             optimizer.step()
         elif what == "a sum with an earlier gradient":
@@ -142,7 +167,9 @@ def of_refusal(what: str) -> str:
     def run() -> None:
         reduction = "sum" if what == "a sum with an earlier gradient" else None
         try:
-            strategy.run(step, options=torchstrategy.RunOptions(gradient_reduction=reduction))
+            strategy.run(
+                step, options=torchstrategy.RunOptions(gradient_reduction=reduction)
+            )
         except (RuntimeError, TypeError) as error:
             told.append(f"{type(error).__name__}: {error}")
 
@@ -175,13 +202,20 @@ def of_backward_that_raises(size: float) -> tuple[str, list[float]]:
             try:
                 made.models[0][2](hidden).square().mean().backward()
             except ValueError:
-                assert all(parameter.grad is None for parameter in made.models[0].parameters())
+                assert all(
+                    parameter.grad is None for parameter in made.models[0].parameters()
+                )
                 return
             made.optimizers[0].step()
 
         try:
             for made.index in range(6):
-                x = torch.randn(4, 2, generator=torch.Generator().manual_seed(made.index), dtype=torch.float64)
+                x = torch.randn(
+                    4,
+                    2,
+                    generator=torch.Generator().manual_seed(made.index),
+                    dtype=torch.float64,
+                )
                 made.strategy.run(step, args=(x,))
         except torchstrategy.WorkerError as error:
             return str(error), []

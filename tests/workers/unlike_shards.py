@@ -57,7 +57,11 @@ def other_rows() -> str:
     with strategy.scope():
         model = split(Net())
         optimizer = sgd(model)
-    return error_of(lambda: strategy.run(ordinary(model, optimizer), args=((X + dist.get_rank(), Y),)))
+    return error_of(
+        lambda: strategy.run(
+            ordinary(model, optimizer), args=((X + dist.get_rank(), Y),)
+        )
+    )
 
 
 def of_pairs(model: Net) -> Any:
@@ -166,6 +170,8 @@ def of_a_part() -> str:
     model = shard(Net())
     if dist.get_rank() > 1:
         return ""
-    strategy = torchstrategy.MultiWorkerMirroredStrategy(devices=["cpu"], process_group=group)
+    strategy = torchstrategy.MultiWorkerMirroredStrategy(
+        devices=["cpu"], process_group=group
+    )
     strategy.distribute_module(model)
     return error_of(lambda: strategy.run(lambda: model(X).sum().backward()))

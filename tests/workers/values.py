@@ -22,12 +22,17 @@ def of_values(replicas: int) -> dict[str, Any]:
     strategy = strategy_of(replicas)
     extended = strategy.extended
     ids = strategy.experimental_distribute_values_from_function(
-        lambda context: torch.tensor(float(context.replica_id_in_sync_group + 10 * context.num_replicas_in_sync))
+        lambda context: torch.tensor(
+            float(context.replica_id_in_sync_group + 10 * context.num_replicas_in_sync)
+        )
     )
 
     def step(own: torch.Tensor) -> Any:
         context = torchstrategy.get_replica_context()
-        mirrored = context.merge_call(lambda strategy, v: strategy.extended.reduce_to("sum", v, "cpu:0"), args=(own,))
+        mirrored = context.merge_call(
+            lambda strategy, v: strategy.extended.reduce_to("sum", v, "cpu:0"),
+            args=(own,),
+        )
         return {
             "id": torch.tensor(context.replica_id_in_sync_group),
             "in sync": context.num_replicas_in_sync,
@@ -41,9 +46,13 @@ def of_values(replicas: int) -> dict[str, Any]:
         "in sync": strategy.num_replicas_in_sync,
         "saves": (extended.should_checkpoint, extended.should_save_summary),
         "local": [value.tolist() for value in strategy.experimental_local_results(ids)],
-        "returned": [list(r.values())[:3] for r in strategy.experimental_local_results(returned)],
+        "returned": [
+            list(r.values())[:3] for r in strategy.experimental_local_results(returned)
+        ],
         "none": returned["none"],
-        "ids": strategy.gather(strategy.run(lambda v: v["id"].reshape(1), args=(returned,)), axis=0).tolist(),
+        "ids": strategy.gather(
+            strategy.run(lambda v: v["id"].reshape(1), args=(returned,)), axis=0
+        ).tolist(),
         "sum": strategy.reduce("sum", returned["own"], axis=None).item(),
         "mean": strategy.reduce("mean", returned["own"], axis=None).item(),
     }
@@ -52,8 +61,12 @@ def of_values(replicas: int) -> dict[str, Any]:
 def weighted_means_of(strategy: torchstrategy.Strategy) -> list[Any]:
     """Losses that are scalars, of uneven batches, and which replica printed. The last has rows for one replica only."""
     found: list[Any] = []
-    numbers = [torch.arange(float(rows), dtype=torch.float64) ** 2 for rows in (11, 6, 5, 1)]
-    everything = [row.reshape(-1, 1).repeat(1, 3) for row in numbers]  # a worker without rows is lent several numbers
+    numbers = [
+        torch.arange(float(rows), dtype=torch.float64) ** 2 for rows in (11, 6, 5, 1)
+    ]
+    everything = [
+        row.reshape(-1, 1).repeat(1, 3) for row in numbers
+    ]  # a worker without rows is lent several numbers
 
     def step(rows: torch.Tensor) -> torch.Tensor:
         context = torchstrategy.get_replica_context()
@@ -64,7 +77,11 @@ def weighted_means_of(strategy: torchstrategy.Strategy) -> list[Any]:
     for batch in strategy.experimental_distribute_dataset(everything):
         means = strategy.run(step, args=(batch,))
         found.append(strategy.reduce("mean", means, axis=None, weights=batch).item())
-        found.append(strategy.reduce("mean", means, axis=None, weights=strategy.run(len, args=(batch,))).item())
+        found.append(
+            strategy.reduce(
+                "mean", means, axis=None, weights=strategy.run(len, args=(batch,))
+            ).item()
+        )
     return found
 
 
@@ -73,7 +90,9 @@ def of_weighted_means(replicas: int) -> list[Any]:
 
 
 def of_losses_over_tokens(replicas: int) -> list[float]:
-    return logged_over_tokens(strategy_of(replicas), options=torchstrategy.RunOptions(examples=tokens_of))
+    return logged_over_tokens(
+        strategy_of(replicas), options=torchstrategy.RunOptions(examples=tokens_of)
+    )
 
 
 def variables_of(strategy: torchstrategy.Strategy) -> dict[str, torch.Tensor]:
@@ -82,7 +101,10 @@ def variables_of(strategy: torchstrategy.Strategy) -> dict[str, torch.Tensor]:
     with strategy.scope():
         made = {
             f"{kind.name} {aggregation.name}": torchstrategy.Variable(
-                torch.zeros((), dtype=torch.float64), trainable=False, synchronization=kind, aggregation=aggregation
+                torch.zeros((), dtype=torch.float64),
+                trainable=False,
+                synchronization=kind,
+                aggregation=aggregation,
             )
             for kind in (VariableSynchronization.ON_WRITE, ON_READ)
             for aggregation in VariableAggregation
@@ -103,7 +125,11 @@ def variables_of(strategy: torchstrategy.Strategy) -> dict[str, torch.Tensor]:
         strategy.run(step, args=(batch,))
     found = {name: variable.read_value() for name, variable in made.items()}
     made["ON_READ SUM"].assign(torch.tensor(6.0, dtype=torch.float64))
-    return {**found, "assigned": made["ON_READ SUM"].read_value(), "trained": trained.read_value()}
+    return {
+        **found,
+        "assigned": made["ON_READ SUM"].read_value(),
+        "trained": trained.read_value(),
+    }
 
 
 def of_variables_that_begin(replicas: int) -> list[tuple[list[float], float]]:
@@ -114,16 +140,26 @@ def of_variables_that_begin(replicas: int) -> list[tuple[list[float], float]]:
     def made(value: float) -> torchstrategy.Variable:
         with strategy.scope():
             return torchstrategy.Variable(
-                torch.tensor(value), synchronization=ON_READ, aggregation=VariableAggregation.MEAN, trainable=False
+                torch.tensor(value),
+                synchronization=ON_READ,
+                aggregation=VariableAggregation.MEAN,
+                trainable=False,
             )
 
     first, assigned = made(2.0 + rank), made(5.0)
     assigned.assign(torch.tensor(3.0 + rank))
-    strategy.run(lambda: first.assign_add(float(torchstrategy.get_replica_context().replica_id_in_sync_group)))
+    strategy.run(
+        lambda: first.assign_add(
+            float(torchstrategy.get_replica_context().replica_id_in_sync_group)
+        )
+    )
     late = made(7.0 + rank)
     strategy.run(lambda: None)
     return [
-        ([part.item() for part in strategy.experimental_local_results(one)], one.read_value().item())
+        (
+            [part.item() for part in strategy.experimental_local_results(one)],
+            one.read_value().item(),
+        )
         for one in (first, assigned, late)
     ]
 
@@ -151,7 +187,9 @@ def metrics_of(strategy: torchstrategy.Strategy) -> dict[str, float]:
                 "mean": torchmetrics.MeanMetric(),
                 "max": torchmetrics.MaxMetric(),
                 "cat": torchmetrics.CatMetric(),
-                "accuracy": torchmetrics.classification.MulticlassAccuracy(3, average="micro"),
+                "accuracy": torchmetrics.classification.MulticlassAccuracy(
+                    3, average="micro"
+                ),
                 "auroc": torchmetrics.classification.MulticlassAUROC(3),
             }
         )
@@ -168,10 +206,18 @@ def metrics_of(strategy: torchstrategy.Strategy) -> dict[str, float]:
 
     shown = []
     for batch in strategy.experimental_distribute_dataset(batches((8, 6, 2, 1))):
-        shown.append(strategy.reduce("mean", strategy.run(step, args=(batch,)), axis=None).item())
-    values = {name: metric.compute().double().sum().item() for name, metric in metrics.items()}
+        shown.append(
+            strategy.reduce("mean", strategy.run(step, args=(batch,)), axis=None).item()
+        )
+    values = {
+        name: metric.compute().double().sum().item() for name, metric in metrics.items()
+    }
     metrics["mean"].reset()
-    return {**values, "rows": float(len(metrics["cat"].compute())), **{f"shown {i}": s for i, s in enumerate(shown)}}
+    return {
+        **values,
+        "rows": float(len(metrics["cat"].compute())),
+        **{f"shown {i}": s for i, s in enumerate(shown)},
+    }
 
 
 def of_metrics(replicas: int) -> dict[str, float]:
@@ -202,7 +248,11 @@ def of_trainers(replicas: int) -> tuple[int, int, dict[str, torch.Tensor]]:
         trainer = Trainer()
     for batch in strategy.experimental_distribute_dataset(batches()):
         strategy.run(trainer.step, args=(batch,))
-    return trainer.steps, len(strategy.experimental_local_results(trainer.loss)), trainer.model.state_dict()
+    return (
+        trainer.steps,
+        len(strategy.experimental_local_results(trainer.loss)),
+        trainer.model.state_dict(),
+    )
 
 
 def of_different_models(what: str) -> None:
@@ -222,7 +272,9 @@ def of_equal_settings() -> float:
     with strategy.scope():
         model = nn.Linear(2, 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    optimizer.param_groups[0]["extra"] = dict(entries if strategy.extended._workers.index else entries[::-1])
+    optimizer.param_groups[0]["extra"] = dict(
+        entries if strategy.extended._workers.index else entries[::-1]
+    )
 
     def step() -> None:
         model(torch.ones(1, 2)).sum().backward()
@@ -275,7 +327,9 @@ def of_different(what: str, replicas: int) -> None:
         finally:
             assert model.weight.tolist() == before
     strategy.run(step)
-    strategy.run(step if replicas == 1 else lambda: None)  # what one replica has done is heard of at the next exchange
+    strategy.run(
+        step if replicas == 1 else lambda: None
+    )  # what one replica has done is heard of at the next exchange
 
 
 def of_attributes(replicas: int) -> list[str]:
@@ -294,12 +348,18 @@ def of_attributes(replicas: int) -> list[str]:
 
     strategy = strategy_of(replicas)
     model = strategy.distribute_module(Averaging())
-    (batch,) = strategy.experimental_distribute_dataset([torch.arange(4.0).unsqueeze(1)])
+    (batch,) = strategy.experimental_distribute_dataset(
+        [torch.arange(4.0).unsqueeze(1)]
+    )
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", torchstrategy.ReplicaBufferWarning)
         for _ in range(2):
             strategy.run(lambda x: model(x).detach(), args=(batch,))
-    return [str(one.message) for one in caught if one.category is torchstrategy.ReplicaBufferWarning]
+    return [
+        str(one.message)
+        for one in caught
+        if one.category is torchstrategy.ReplicaBufferWarning
+    ]
 
 
 @dataclass
@@ -313,10 +373,19 @@ class Evaluation:
 def of_dataclasses(replicas: int) -> list[Any]:
     strategy = strategy_of(replicas)
     found = []
-    for batch in strategy.experimental_distribute_dataset([torch.arange(9.0), torch.arange(1.0)]):
-        results = strategy.run(lambda rows: Evaluation(rows.sum().reshape(1), rows * 2), args=(batch,))
+    for batch in strategy.experimental_distribute_dataset(
+        [torch.arange(9.0), torch.arange(1.0)]
+    ):
+        results = strategy.run(
+            lambda rows: Evaluation(rows.sum().reshape(1), rows * 2), args=(batch,)
+        )
         gathered = strategy.gather(results, axis=0)
-        found.append((gathered.scores.tolist(), strategy.reduce("sum", results, axis=0).loss.item()))
+        found.append(
+            (
+                gathered.scores.tolist(),
+                strategy.reduce("sum", results, axis=0).loss.item(),
+            )
+        )
     return found
 
 
@@ -328,21 +397,37 @@ def of_objects(replicas: int) -> list[list[Any]]:
     def step(rows: torch.Tensor) -> Any:
         ids = [int(row) for row in rows]
         texts = [names[i % 2] for i in ids]
-        dicts = [{"text": text, "id": i, "more": [None] * (i % 3)} for text, i in zip(texts, ids, strict=True)]
-        return {"texts": texts, "ids": ids, "dicts": dicts, "none": [None] * len(ids), "few": [i for i in ids if not i]}
+        dicts = [
+            {"text": text, "id": i, "more": [None] * (i % 3)}
+            for text, i in zip(texts, ids, strict=True)
+        ]
+        return {
+            "texts": texts,
+            "ids": ids,
+            "dicts": dicts,
+            "none": [None] * len(ids),
+            "few": [i for i in ids if not i],
+        }
 
     found = []
     for size in (9, 1, 4):
         for batch in strategy.experimental_distribute_dataset([torch.arange(size)]):
             gathered = strategy.gather(strategy.run(step, args=(batch,)), axis=0)
-            found.append([gathered[name] for name in ("texts", "ids", "dicts", "none", "few")])
+            found.append(
+                [gathered[name] for name in ("texts", "ids", "dicts", "none", "few")]
+            )
     return found
 
 
 def of_loaded_texts(replicas: int) -> list[list[str]]:
     strategy = strategy_of(replicas)
-    loader = torch.utils.data.DataLoader([(i, f"row {i}") for i in range(7)], batch_size=3)
-    return [strategy.gather(batch[1], axis=0) for batch in strategy.experimental_distribute_dataset(loader)]
+    loader = torch.utils.data.DataLoader(
+        [(i, f"row {i}") for i in range(7)], batch_size=3
+    )
+    return [
+        strategy.gather(batch[1], axis=0)
+        for batch in strategy.experimental_distribute_dataset(loader)
+    ]
 
 
 class Unsendable:
@@ -354,7 +439,10 @@ def of_unsendable_objects(one_only: bool) -> tuple[str, str, float]:
     strategy = strategy_of(1)
     is_bad = not one_only or strategy.extended._workers.index == 1
     told = []
-    for made, axis in (([Unsendable()] if is_bad else ["text"], 0), (["text"], 1 if is_bad else 0)):
+    for made, axis in (
+        ([Unsendable()] if is_bad else ["text"], 0),
+        (["text"], 1 if is_bad else 0),
+    ):
         try:
             strategy.gather(strategy.run(lambda made=made: list(made)), axis=axis)
             told.append("nothing")

@@ -23,7 +23,12 @@ import torch
 
 from torchstrategy._base import torch_internals
 from torchstrategy._base.devices import memory_device
-from torchstrategy._base.streams import Streams, begin_using, current_streams, make_current
+from torchstrategy._base.streams import (
+    Streams,
+    begin_using,
+    current_streams,
+    make_current,
+)
 from torchstrategy._base.trace import warn_of_unseen_threads
 from torchstrategy._base.types import Device, ReplicaContextLike, StrategyLike, Tree
 
@@ -60,11 +65,15 @@ class _ThreadFrames(threading.local):
     def __init__(self) -> None:
         self.frames: list[Frame] = []
         self.set_frame: Frame | None = None
-        self.set_scope = ExitStack()  # the block in which that strategy sees what this thread creates
+        self.set_scope = (
+            ExitStack()
+        )  # the block in which that strategy sees what this thread creates
 
 
 this_thread = _ThreadFrames()
-_default: list[Any] = []  # the default strategy and its replica context; filled once, when the package is imported
+_default: list[
+    Any
+] = []  # the default strategy and its replica context; filled once, when the package is imported
 
 
 def set_default(strategy: StrategyLike, replica_context: ReplicaContextLike) -> None:
@@ -141,7 +150,11 @@ def in_cross_replica_context() -> bool:
 def is_in_replica() -> bool:
     """Whether this thread runs a step in a replica of a strategy that the program entered."""
     frame = current_frame()
-    return frame is not None and frame.replica_context is not None and not is_default(frame.strategy)
+    return (
+        frame is not None
+        and frame.replica_context is not None
+        and not is_default(frame.strategy)
+    )
 
 
 def current_replica_context() -> ReplicaContextLike | None:
@@ -156,7 +169,11 @@ def set_strategy(strategy: StrategyLike | None) -> None:
     Raises:
         RuntimeError: In a block or in a replica, unless the block is of the strategy that None would remove.
     """
-    is_removed_inside = strategy is None and this_thread.set_frame is not None and in_cross_replica_context()
+    is_removed_inside = (
+        strategy is None
+        and this_thread.set_frame is not None
+        and in_cross_replica_context()
+    )
     if this_thread.frames and not is_removed_inside:
         raise RuntimeError(
             "Must not be called inside a `with strategy.scope():` block or in a replica: experimental_set_strategy "
@@ -169,7 +186,9 @@ def set_strategy(strategy: StrategyLike | None) -> None:
         this_thread.set_frame = Frame(strategy)
 
 
-def require_cross_replica(strategy: StrategyLike, what: str, instead: str = "merge_call(lambda strategy: ...)") -> None:
+def require_cross_replica(
+    strategy: StrategyLike, what: str, instead: str = "merge_call(lambda strategy: ...)"
+) -> None:
     """Raises an error unless the caller may act for all replicas of `strategy`.
 
     The caller may do so in the strategy's own cross-replica context, and where it has entered no strategy or only the
@@ -184,7 +203,9 @@ def require_cross_replica(strategy: StrategyLike, what: str, instead: str = "mer
         RuntimeError: In a replica of `strategy`, or in the context of another strategy.
     """
     frames = this_thread.frames
-    frame = frames[-1] if frames else this_thread.set_frame  # as `current_frame`, without a call
+    frame = (
+        frames[-1] if frames else this_thread.set_frame
+    )  # as `current_frame`, without a call
     if frame is None:  # the usual case
         return
     if frame.strategy is strategy:
@@ -198,7 +219,9 @@ def require_cross_replica(strategy: StrategyLike, what: str, instead: str = "mer
         raise RuntimeError(mixed_strategies_message(strategy, frame.strategy, what))
 
 
-def mixed_strategies_message(strategy: StrategyLike, current: StrategyLike, what: str) -> str:
+def mixed_strategies_message(
+    strategy: StrategyLike, current: StrategyLike, what: str
+) -> str:
     """What an error says of a call of `what`, a method of `strategy`, in the context of the strategy `current`."""
     return (
         f"Mixing different torchstrategy.Strategy objects: {what} of {strategy!r} was called in the context of "
@@ -250,10 +273,14 @@ class _TorchState(NamedTuple):
     The grad mode and the inference mode are not here: `CallerState._call_on` sets both for one block.
     """
 
-    autocast: list[tuple[str, bool, torch.dtype]]  # of each device type: whether it is on, and to which dtype
+    autocast: list[
+        tuple[str, bool, torch.dtype]
+    ]  # of each device type: whether it is on, and to which dtype
     autocast_cache: bool
     autocast_nesting: int  # how many autocasts the thread is in, as far as its cache of casted weights counts them
-    saved_tensors: list[tuple[Callable[..., Any], Callable[..., Any]]]  # the pair of hooks that is in force is the last
+    saved_tensors: list[
+        tuple[Callable[..., Any], Callable[..., Any]]
+    ]  # the pair of hooks that is in force is the last
     function_modes: list[Any]  # the default device is one of them
     dispatch_modes: list[Any]
     num_threads: int  # the libraries below torch keep it for each thread
@@ -272,7 +299,9 @@ class CallerState:
         self.grad = torch.is_grad_enabled()
         self.inference = torch.is_inference_mode_enabled()
         self.torch_state = _read_torch_state()
-        self.default_device = getattr(torch_internals.default_device, "device_context", None)
+        self.default_device = getattr(
+            torch_internals.default_device, "device_context", None
+        )
         self.streams = streams
         self.variables = contextvars.copy_context()
 
@@ -333,10 +362,15 @@ def _read_torch_state() -> _TorchState:
     """The state of this thread now."""
     types = _types_with_autocast()
     # A replica that runs on the caller's thread comes here, too, so that there is no Python call for each type.
-    are_enabled, dtypes = map(torch.is_autocast_enabled, types), map(torch.get_autocast_dtype, types)
+    are_enabled, dtypes = (
+        map(torch.is_autocast_enabled, types),
+        map(torch.get_autocast_dtype, types),
+    )
     autocast = list(zip(types, are_enabled, dtypes, strict=True))
     hooks: list[tuple[Callable[..., Any], Callable[..., Any]]] = []
-    while (pair := torch_internals.saved_tensors_hooks()) is not None:  # torch tells only the one that is in force
+    while (
+        pair := torch_internals.saved_tensors_hooks()
+    ) is not None:  # torch tells only the one that is in force
         hooks.insert(0, pair)
         torch_internals.pop_saved_tensors_hooks()
     for pack, unpack in hooks:
@@ -358,7 +392,15 @@ def _autocast_nesting() -> int:
 
 
 def _types_with_autocast() -> tuple[str, ...]:
-    return ("cpu", "cuda", "xpu", "mps", "mtia", "hpu", torch_internals.privateuse1_name())
+    return (
+        "cpu",
+        "cuda",
+        "xpu",
+        "mps",
+        "mtia",
+        "hpu",
+        torch_internals.privateuse1_name(),
+    )
 
 
 def _reset_thread(autocast_nesting: int) -> None:

@@ -11,7 +11,13 @@ import torch
 
 from torchstrategy._base.types import Device, DeviceLike
 
-_KNOWN = ("cuda", "xpu", "mps", "mtia", "hpu")  # if one is missing, the error says so, and not "no such device"
+_KNOWN = (
+    "cuda",
+    "xpu",
+    "mps",
+    "mtia",
+    "hpu",
+)  # if one is missing, the error says so, and not "no such device"
 
 
 def canonical_device(name: DeviceLike) -> Device:
@@ -23,12 +29,20 @@ def canonical_device(name: DeviceLike) -> Device:
         TypeError: If `name` is not a string, an int, a `torch.device` or None.
         ValueError: If `name` is no device, or a device that this machine does not have.
     """
-    if isinstance(name, bool) or not isinstance(name, (str, int, torch.device, type(None))):
-        raise TypeError(f"A device is a string, a torch.device or an index; got {name!r}, a {type(name).__name__}.")
+    if isinstance(name, bool) or not isinstance(
+        name, (str, int, torch.device, type(None))
+    ):
+        raise TypeError(
+            f"A device is a string, a torch.device or an index; got {name!r}, a {type(name).__name__}."
+        )
     if isinstance(name, str):
         device = _parse(name)
     elif isinstance(name, int):
-        device = _parse(f"{_accelerator_type()}:{name}") if name >= 0 else _refuse(name, "an index is 0 or more")
+        device = (
+            _parse(f"{_accelerator_type()}:{name}")
+            if name >= 0
+            else _refuse(name, "an index is 0 or more")
+        )
     else:
         device = torch.get_default_device() if name is None else name
     if device.type == "meta":
@@ -59,7 +73,9 @@ def device_count(device_type: str) -> int | None:
             return int(module.device_count())
     except (RuntimeError, AttributeError):
         return 0
-    return torch.accelerator.device_count() if _is_accelerator_of_torch(device_type) else 0
+    return (
+        torch.accelerator.device_count() if _is_accelerator_of_torch(device_type) else 0
+    )
 
 
 def _current_index(device_type: str) -> int:
@@ -67,7 +83,11 @@ def _current_index(device_type: str) -> int:
     module = torch.get_device_module(device_type)
     if hasattr(module, "current_device"):
         return int(module.current_device())
-    return torch.accelerator.current_device_index() if _is_accelerator_of_torch(device_type) else 0
+    return (
+        torch.accelerator.current_device_index()
+        if _is_accelerator_of_torch(device_type)
+        else 0
+    )
 
 
 def _is_accelerator_of_torch(device_type: str) -> bool:
@@ -89,7 +109,10 @@ def local_accelerators() -> list[Device]:
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None:
         return []
-    return [torch.device(accelerator.type, index) for index in range(torch.accelerator.device_count())]
+    return [
+        torch.device(accelerator.type, index)
+        for index in range(torch.accelerator.device_count())
+    ]
 
 
 def _parse(name: str) -> Device:
@@ -116,7 +139,9 @@ def _parse(name: str) -> Device:
     if kind in _KNOWN and index.isdigit() and int(index) >= (device_count(kind) or 0):
         raise ValueError(_not_here(name, kind))
     try:
-        device = torch.device(kind, int(index)) if index.isdigit() else torch.device(kind)
+        device = (
+            torch.device(kind, int(index)) if index.isdigit() else torch.device(kind)
+        )
     except (RuntimeError, OverflowError, ValueError):
         return _refuse(name, f"torch knows no device {kind + colon + index!r}")
     if index.isdigit() and device.index != int(index):
@@ -130,9 +155,15 @@ def _accelerator_type() -> str:
 
 
 def _not_here(name: DeviceLike, device_type: str) -> str:
-    asked_for = [f"{device_type}:{index}" for index in range(device_count(device_type) or 0)]
-    others = [str(device) for device in local_accelerators() if device.type != device_type]
-    here = ", ".join([*asked_for, *others, "cpu:0, cpu:1, ... (logical CPUs, as many as you name)"])
+    asked_for = [
+        f"{device_type}:{index}" for index in range(device_count(device_type) or 0)
+    ]
+    others = [
+        str(device) for device in local_accelerators() if device.type != device_type
+    ]
+    here = ", ".join(
+        [*asked_for, *others, "cpu:0, cpu:1, ... (logical CPUs, as many as you name)"]
+    )
     return (
         f"The device {str(name)!r} is not on this machine, which has {here}. To test the same program here, write "
         '["cpu"] * 2 for two devices; torchstrategy.testing.simulate_devices(2) makes devices with their own memory.'
@@ -140,4 +171,6 @@ def _not_here(name: DeviceLike, device_type: str) -> str:
 
 
 def _refuse(name: object, why: str) -> Device:
-    raise ValueError(f"{name!r} is not a device: {why}. Devices are written like 'cpu:0', 'cuda:1' or '/gpu:1'.")
+    raise ValueError(
+        f"{name!r} is not a device: {why}. Devices are written like 'cpu:0', 'cuda:1' or '/gpu:1'."
+    )

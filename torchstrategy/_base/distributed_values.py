@@ -64,7 +64,9 @@ class Unmade:
         return "a piece without rows"
 
 
-class DistributedValues(Generic[T], metaclass=ABCMeta):  # so that variables, which are tensors, can be registered
+class DistributedValues(
+    Generic[T], metaclass=ABCMeta
+):  # so that variables, which are tensors, can be registered
     """The values of several replicas in one container, which `Strategy.run` returns and takes: a component per replica.
 
     It is a container, not a tensor: it has no arithmetic, no length and no index, and says what to write instead. A
@@ -103,8 +105,14 @@ class DistributedValues(Generic[T], metaclass=ABCMeta):  # so that variables, wh
     @property
     def values(self) -> tuple[T, ...]:
         """The components of the replicas that are present, in replica order."""
-        is_plain = _SPECIAL.isdisjoint(map(type, self._components))  # nearly always, and this is cheaper
-        return self._components if is_plain else tuple(_make_if_unmade(v) for v in self._components if v is not ABSENT)
+        is_plain = _SPECIAL.isdisjoint(
+            map(type, self._components)
+        )  # nearly always, and this is cheaper
+        return (
+            self._components
+            if is_plain
+            else tuple(_make_if_unmade(v) for v in self._components if v is not ABSENT)
+        )
 
     def __repr__(self) -> str:
         return describe_components(type(self).__name__, self._components)
@@ -134,7 +142,11 @@ class DistributedValues(Generic[T], metaclass=ABCMeta):  # so that variables, wh
 
 def describe_components(kind: str, components: Sequence[Tree]) -> str:
     """The printed form of a value of several replicas: one line for each replica that is present."""
-    lines = ",\n".join(f"  {r}: {describe_value(value)}" for r, value in enumerate(components) if value is not ABSENT)
+    lines = ",\n".join(
+        f"  {r}: {describe_value(value)}"
+        for r, value in enumerate(components)
+        if value is not ABSENT
+    )
     return f"{kind}:{{\n{lines}\n}}"
 
 
@@ -217,7 +229,14 @@ class PerReplica(DistributedValues[T]):
         return (PerReplica, (self._components, self.rows, self.understudy, True))
 
     def _with(self, components: Sequence[Tree]) -> Self:
-        return PerReplica(components, self.rows, self.understudy, self.is_kept, self.rows_of_all, self.read)
+        return PerReplica(
+            components,
+            self.rows,
+            self.understudy,
+            self.is_kept,
+            self.rows_of_all,
+            self.read,
+        )
 
     def _in_replica(self, replica: int) -> Tree:
         own = self._components[replica]
@@ -229,9 +248,15 @@ class PerReplica(DistributedValues[T]):
         return str(self)
 
     @classmethod
-    def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        value = next(found for found in tree_leaves((args, kwargs)) if isinstance(found, cls))
-        raise TypeError(_misuse_message(value, f"torch.{getattr(func, '__name__', func)}(value)"))
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        value = next(
+            found for found in tree_leaves((args, kwargs)) if isinstance(found, cls)
+        )
+        raise TypeError(
+            _misuse_message(value, f"torch.{getattr(func, '__name__', func)}(value)")
+        )
 
 
 KNOWN_LEAVES.add(PerReplica)
@@ -256,15 +281,23 @@ def _replicas_of(value: Any) -> str:
     count = len(value._components)
     replicas = plural(count, "replica")
     if value.rows_of_all is not None and len(value.rows_of_all) > count:
-        replicas = f"this worker's {replicas}, of {len(value.rows_of_all)} in all workers"
+        replicas = (
+            f"this worker's {replicas}, of {len(value.rows_of_all)} in all workers"
+        )
     elif count == 1:  # only a worker makes a value of one replica
         replicas = "this worker's replicas, of which there is one"
-    return replicas if value.rows is None else f"{replicas} (rows of the batch: {', '.join(map(str, value.rows))})"
+    return (
+        replicas
+        if value.rows is None
+        else f"{replicas} (rows of the batch: {', '.join(map(str, value.rows))})"
+    )
 
 
 def _no_attribute(self: PerReplica, name: str) -> Any:
     # Python, torch and numpy ask every object for some names with underscores, and expect a short answer.
-    raise AttributeError(name if name.startswith("_") else _misuse_message(self, f"value.{name}"))
+    raise AttributeError(
+        name if name.startswith("_") else _misuse_message(self, f"value.{name}")
+    )
 
 
 def _refuse_use(use: str) -> Callable[..., Any]:
@@ -278,16 +311,45 @@ def _refuse_use(use: str) -> Callable[..., Any]:
 # `in` need them.
 _CALLS = ("float", "int", "bool", "complex", "len", "iter", "abs", "round", "divmod")
 _COMPARISONS = {"lt": "<", "le": "<=", "gt": ">", "ge": ">="}
-_SIGNS = {"add": "+", "sub": "-", "mul": "*", "truediv": "/", "floordiv": "//", "mod": "%", "pow": "**"}
-_SIGNS |= {"matmul": "@", "and": "&", "or": "|", "xor": "^", "lshift": "<<", "rshift": ">>"}
+_SIGNS = {
+    "add": "+",
+    "sub": "-",
+    "mul": "*",
+    "truediv": "/",
+    "floordiv": "//",
+    "mod": "%",
+    "pow": "**",
+}
+_SIGNS |= {
+    "matmul": "@",
+    "and": "&",
+    "or": "|",
+    "xor": "^",
+    "lshift": "<<",
+    "rshift": ">>",
+}
 _USES = {f"__{name}__": f"{name}(value)" for name in _CALLS}
 _USES |= {f"__{name}__": f"math.{name}(value)" for name in ("floor", "ceil", "trunc")}
-_USES |= {f"__{name}__": f"value {sign} ..." for name, sign in (_SIGNS | _COMPARISONS).items()}
+_USES |= {
+    f"__{name}__": f"value {sign} ..." for name, sign in (_SIGNS | _COMPARISONS).items()
+}
 _USES |= {f"__r{name}__": f"... {sign} value" for name, sign in _SIGNS.items()}
-_USES |= {"__neg__": "-value", "__pos__": "+value", "__invert__": "~value", "__getitem__": "value[...]"}
-_USES |= {"__setitem__": "value[...] = ...", "__index__": "value as an index", "__array__": "value as a numpy array"}
+_USES |= {
+    "__neg__": "-value",
+    "__pos__": "+value",
+    "__invert__": "~value",
+    "__getitem__": "value[...]",
+}
+_USES |= {
+    "__setitem__": "value[...] = ...",
+    "__index__": "value as an index",
+    "__array__": "value as a numpy array",
+}
 # They are set here and not written in the class: a type checker shall not take every name for an attribute.
-for _name, _method in {"__getattr__": _no_attribute, **{name: _refuse_use(use) for name, use in _USES.items()}}.items():
+for _name, _method in {
+    "__getattr__": _no_attribute,
+    **{name: _refuse_use(use) for name, use in _USES.items()},
+}.items():
     setattr(PerReplica, _name, _method)
 
 
@@ -302,7 +364,9 @@ class Mirrored(DistributedValues):
     __slots__ = ()
 
     @classmethod
-    def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         args, kwargs = map_leaves(_component_here, (args, kwargs or {}))
         return func(*args, **kwargs)
 
@@ -349,10 +413,18 @@ def local_results(value: Tree, num_replicas: int) -> tuple[Tree, ...]:
         return (value,)
     distributed = [leaf for leaf in leaves if isinstance(leaf, DistributedValues)]
     count = len(distributed[0]._components) if distributed else num_replicas
-    replicas = [r for r in range(count) if all(d._components[r] is not ABSENT for d in distributed)]
+    replicas = [
+        r
+        for r in range(count)
+        if all(d._components[r] is not ABSENT for d in distributed)
+    ]
 
     def own(leaf: Tree, r: int) -> Tree:
-        return _make_if_unmade(leaf._components[r]) if isinstance(leaf, DistributedValues) else leaf
+        return (
+            _make_if_unmade(leaf._components[r])
+            if isinstance(leaf, DistributedValues)
+            else leaf
+        )
 
     return tuple(spec.unflatten([own(leaf, r) for leaf in leaves]) for r in replicas)
 
@@ -363,15 +435,26 @@ def distributed_within(tree: Tree) -> list[DistributedValues]:
 
 
 def _is_distributed(value: Tree) -> bool:
-    kind = type(value)  # which is nearly always one of these, and to ask the common class takes a call
-    return kind is PerReplica or (kind not in PLAIN_LEAVES and isinstance(value, DistributedValues))
+    kind = type(
+        value
+    )  # which is nearly always one of these, and to ask the common class takes a call
+    return kind is PerReplica or (
+        kind not in PLAIN_LEAVES and isinstance(value, DistributedValues)
+    )
 
 
 def select(tree: Tree, replica: int) -> Tree:
     """`tree` as replica `replica` sees it: new containers, with its component in place of every distributed value."""
-    kind = type(tree)  # lists, tuples and dicts, as most arguments are, are quicker to walk than to flatten
+    kind = type(
+        tree
+    )  # lists, tuples and dicts, as most arguments are, are quicker to walk than to flatten
     if kind is list or kind is tuple:
-        return kind([item if type(item) in PLAIN_LEAVES else select(item, replica) for item in tree])
+        return kind(
+            [
+                item if type(item) in PLAIN_LEAVES else select(item, replica)
+                for item in tree
+            ]
+        )
     if kind is dict:
         return {key: select(item, replica) for key, item in tree.items()}
     if kind in PLAIN_LEAVES:
@@ -379,7 +462,12 @@ def select(tree: Tree, replica: int) -> Tree:
     if kind is PerReplica or isinstance(tree, DistributedValues):
         own = tree._in_replica(replica)
         return own.make() if type(own) is Unmade else own
-    return map_leaves(lambda leaf: select(leaf, replica) if isinstance(leaf, DistributedValues) else leaf, tree)
+    return map_leaves(
+        lambda leaf: (
+            select(leaf, replica) if isinstance(leaf, DistributedValues) else leaf
+        ),
+        tree,
+    )
 
 
 def select_for_understudy(tree: Tree) -> Tree:
@@ -389,7 +477,11 @@ def select_for_understudy(tree: Tree) -> Tree:
     """
 
     def borrow(leaf: Tree) -> Tree:
-        return _make_if_unmade(leaf.understudy) if type(leaf) is PerReplica and leaf.understudy is not None else leaf
+        return (
+            _make_if_unmade(leaf.understudy)
+            if type(leaf) is PerReplica and leaf.understudy is not None
+            else leaf
+        )
 
     return map_leaves(borrow, tree)
 
@@ -412,7 +504,9 @@ def check_component_counts(leaves: Sequence[Tree], num_replicas: int) -> None:
 _NUMBERS = frozenset({int, float, complex})
 
 
-def regroup(by_replica: Sequence[Tree], *, always_wrap: bool = False, are_results: bool = False) -> Tree:
+def regroup(
+    by_replica: Sequence[Tree], *, always_wrap: bool = False, are_results: bool = False
+) -> Tree:
     """Puts the trees of all replicas together to one tree, with a `PerReplica` at every leaf.
 
     If a leaf is the very same object in every replica, the result has this object without a `PerReplica`; so it does
@@ -450,7 +544,9 @@ def regroup(by_replica: Sequence[Tree], *, always_wrap: bool = False, are_result
     return spec.unflatten([join(column) for column in columns])
 
 
-def regroup_in_worker(by_replica: Sequence[Tree], *, is_understudy: bool, are_results: bool = False) -> Tree:
+def regroup_in_worker(
+    by_replica: Sequence[Tree], *, is_understudy: bool, are_results: bool = False
+) -> Tree:
     """`regroup` where other processes have replicas, too: a value of a single replica is not that of all replicas.
 
     Args:
@@ -464,17 +560,25 @@ def regroup_in_worker(by_replica: Sequence[Tree], *, is_understudy: bool, are_re
         return regroup(by_replica, are_results=are_results)
 
     def wrap(value: Tree) -> Tree:
-        return PerReplica([ABSENT] * count, understudy=value) if is_understudy else PerReplica([value])
+        return (
+            PerReplica([ABSENT] * count, understudy=value)
+            if is_understudy
+            else PerReplica([value])
+        )
 
     def wrap_if_own(value: Tree) -> Tree:
         if are_results and is_plain_list(value):
             return map_leaves(wrap, value)
         is_shared = isinstance(value, (DistributedValues, type(None)))
-        if is_shared or not (are_results or isinstance(value, (torch.Tensor, int, float, complex))):
+        if is_shared or not (
+            are_results or isinstance(value, (torch.Tensor, int, float, complex))
+        ):
             return value
         return wrap(value)
 
     def is_leaf(value: Tree) -> bool:
         return is_one_thing(value) or (are_results and is_plain_list(value))
 
-    return map_leaves(wrap_if_own, next(tree for tree in by_replica if tree is not ABSENT), is_leaf)
+    return map_leaves(
+        wrap_if_own, next(tree for tree in by_replica if tree is not ABSENT), is_leaf
+    )

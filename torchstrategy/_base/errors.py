@@ -125,7 +125,11 @@ def warn(message: str, kind: type[Warning]) -> None:
 
 # torch's `Module.__call__` calls a DataParallel, and `contextlib` calls some functions of this package; so frames of
 # these files are not the user's, either.
-_NOT_THE_USERS = (f"{Path(__file__).parents[1]}{os.sep}", contextlib.__file__, inspect.getfile(nn.Module))
+_NOT_THE_USERS = (
+    f"{Path(__file__).parents[1]}{os.sep}",
+    contextlib.__file__,
+    inspect.getfile(nn.Module),
+)
 
 
 def hide_frames(error: BaseException) -> None:
@@ -138,11 +142,19 @@ def hide_frames(error: BaseException) -> None:
     while trace is not None:
         frames.append(trace)
         trace = trace.tb_next
-    of_users = [not frame.tb_frame.f_code.co_filename.startswith(_NOT_THE_USERS[0]) for frame in frames]
-    if not any(of_users) or os.environ.get("TORCHSTRATEGY_FULL_TRACEBACK", "0") not in ("", "0"):
+    of_users = [
+        not frame.tb_frame.f_code.co_filename.startswith(_NOT_THE_USERS[0])
+        for frame in frames
+    ]
+    if not any(of_users) or os.environ.get("TORCHSTRATEGY_FULL_TRACEBACK", "0") not in (
+        "",
+        "0",
+    ):
         return  # an error of this package is told with all its frames
     # Those below the user's last frame stay: they say what became of the user's call.
-    kept = [frame for i, frame in enumerate(frames) if of_users[i] or not any(of_users[i:])]
+    kept = [
+        frame for i, frame in enumerate(frames) if of_users[i] or not any(of_users[i:])
+    ]
     for above, below in pairwise(kept):
         above.tb_next = below
     if frames[0] is not kept[0]:
@@ -153,13 +165,21 @@ def hide_frames(error: BaseException) -> None:
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """` Did you mean 'reduce'?`, if one of the public names is like the name; else nothing."""
     public = {one.lower(): one for one in known if not one.startswith("_")}
-    if f"experimental_{name}" in public:  # what a name is called that has no other ending
+    if (
+        f"experimental_{name}" in public
+    ):  # what a name is called that has no other ending
         return f" Did you mean 'experimental_{name}'?"
     like = difflib.get_close_matches(name.lower(), public, n=1, cutoff=0.7)
-    return f" Did you mean {public[like[0]]!r}?" if like and not name.startswith("_") else ""
+    return (
+        f" Did you mean {public[like[0]]!r}?"
+        if like and not name.startswith("_")
+        else ""
+    )
 
 
-def explain_keywords(names: dict[str, Any], public: Iterable[str], methods_of: tuple[type, ...] = ()) -> None:
+def explain_keywords(
+    names: dict[str, Any], public: Iterable[str], methods_of: tuple[type, ...] = ()
+) -> None:
     """Lets public functions, constructors and methods say which keyword argument was meant, where one is misspelt.
 
     Args:
@@ -173,10 +193,16 @@ def explain_keywords(names: dict[str, Any], public: Iterable[str], methods_of: t
             names[name] = _with_explained_keywords(thing, name)
         elif isinstance(thing, type):
             for base in thing.__mro__:
-                _explain_methods(base, [one for one in vars(base) if one in ("__init__", "__new__")], "")
+                _explain_methods(
+                    base,
+                    [one for one in vars(base) if one in ("__init__", "__new__")],
+                    "",
+                )
     for cls in methods_of:
         for base in cls.__mro__:
-            _explain_methods(base, [one for one in vars(base) if not one.startswith("_")], None)
+            _explain_methods(
+                base, [one for one in vars(base) if not one.startswith("_")], None
+            )
 
 
 def _explain_methods(cls: type, names: Iterable[str], shown: str | None) -> None:
@@ -184,10 +210,16 @@ def _explain_methods(cls: type, names: Iterable[str], shown: str | None) -> None
         return  # a class of torch, or of Python
     for name in list(names):
         method = vars(cls)[name]
-        is_static = name == "__new__" and isinstance(method, staticmethod) and not issubclass(cls, tuple)
+        is_static = (
+            name == "__new__"
+            and isinstance(method, staticmethod)
+            and not issubclass(cls, tuple)
+        )
         function = method.__func__ if is_static else method
         if isinstance(function, FunctionType) and not hasattr(function, _EXPLAINED):
-            explained = _with_explained_keywords(function, name if shown is None else shown)
+            explained = _with_explained_keywords(
+                function, name if shown is None else shown
+            )
             setattr(cls, name, staticmethod(explained) if is_static else explained)
 
 
@@ -197,7 +229,11 @@ _EXPLAINED = "_has_explained_keywords"
 def _with_explained_keywords(function: FunctionType, shown: str) -> Callable[..., Any]:
     """The function, which says of an unknown keyword argument which was meant; `shown` is its name, or empty."""
     parameters = inspect.signature(function).parameters.values()
-    known = [one.name for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
+    known = [
+        one.name
+        for one in parameters
+        if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)
+    ]
     if any(one.kind is one.VAR_KEYWORD for one in parameters) or not known:
         return function
     taken = frozenset(known)
@@ -270,6 +306,8 @@ def add_note(error: BaseException, note: str) -> None:
     notes = getattr(error, "__notes__", [])
     if note in notes:
         return  # a module that raises one prepared exception object would collect a note at every step
-    with suppress(AttributeError, TypeError):  # an exception whose class refuses attributes gets no note
+    with suppress(
+        AttributeError, TypeError
+    ):  # an exception whose class refuses attributes gets no note
         # On Python 3.10 tracebacks do not print notes, but debuggers and loggers can read them.
         error.__notes__ = [*notes, note]

@@ -101,21 +101,33 @@ class Look(NamedTuple):
 
     versions: list[int]
     pointers: list[int]  # their addresses
-    layouts: list[list[object]]  # lists that say how each reads its memory: its dtype, shape and strides, for example
+    layouts: list[
+        list[object]
+    ]  # lists that say how each reads its memory: its dtype, shape and strides, for example
 
 
 def look_at(tensors: Sequence[torch.Tensor]) -> Look:
     """Looks at some tensors."""
-    layouts: list[list[object]] = [[*dtypes(tensors)], [*shapes(tensors)], *readings(tensors)]
+    layouts: list[list[object]] = [
+        [*dtypes(tensors)],
+        [*shapes(tensors)],
+        *readings(tensors),
+    ]
     return Look(versions(tensors), pointers(tensors), layouts)
 
 
-def differing(columns: tuple[Sequence[object], ...], others: tuple[Sequence[object], ...]) -> list[int]:
+def differing(
+    columns: tuple[Sequence[object], ...], others: tuple[Sequence[object], ...]
+) -> list[int]:
     """The positions at which some lists, which say each something else of the same things, differ from earlier ones."""
     if columns == others:  # mostly; it needs no Python call for each position
         return []
     rows, known = list(zip(*columns, strict=True)), list(zip(*others, strict=False))
-    return [index for index, row in enumerate(rows) if index >= len(known) or row != known[index]]
+    return [
+        index
+        for index, row in enumerate(rows)
+        if index >= len(known) or row != known[index]
+    ]
 
 
 # Are the numbers the same?
@@ -147,7 +159,11 @@ def sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
         numbers = numbers.coalesce().values()  # the zeros between them add nothing
     if numbers.is_complex():
         numbers = torch.view_as_real(numbers)
-    return numbers.contiguous().view(_INTEGERS[numbers.element_size()]).sum(dtype=torch.int64)
+    return (
+        numbers.contiguous()
+        .view(_INTEGERS[numbers.element_size()])
+        .sum(dtype=torch.int64)
+    )
 
 
 def checksum(tensor: torch.Tensor, most: int | None = None, before: int = 0) -> int:
@@ -161,7 +177,9 @@ def checksum(tensor: torch.Tensor, most: int | None = None, before: int = 0) -> 
     return zlib.crc32(bits(tensor)[:most].cpu().numpy().data, before)
 
 
-_PIECE = 1 << 12  # bytes. While zlib reads more than 5 kB, another thread may take the memory away
+_PIECE = (
+    1 << 12
+)  # bytes. While zlib reads more than 5 kB, another thread may take the memory away
 
 
 def checksum_of_piece(tensor: torch.Tensor, number: int) -> int:
@@ -178,7 +196,11 @@ def checksum_of_piece(tensor: torch.Tensor, number: int) -> int:
     """
     if wraps_others(tensor):
         parts = wrapped_by(tensor)
-        return checksum_of_piece(parts[number % len(parts)], number // len(parts)) if parts else 0
+        return (
+            checksum_of_piece(parts[number % len(parts)], number // len(parts))
+            if parts
+            else 0
+        )
     with unseen_by_function_modes():  # a subclass may say that it has another size
         storage = own_storage(tensor) if tensor.is_cpu else None
         if storage is None:
@@ -212,7 +234,9 @@ def digest_of(tensor: torch.Tensor) -> bytes:
 
     A tensor whose memory somebody has taken away has none.
     """
-    return digest(b"".join(bits(part).cpu().numpy().tobytes() for part in _dense_parts(tensor)))
+    return digest(
+        b"".join(bits(part).cpu().numpy().tobytes() for part in _dense_parts(tensor))
+    )
 
 
 def _dense_parts(tensor: torch.Tensor) -> list[torch.Tensor]:

@@ -29,7 +29,9 @@ def own_storage(tensor: torch.Tensor) -> torch.UntypedStorage | None:
         try:
             storage = tensor.untyped_storage()
             is_there = storage.data_ptr() and extent(tensor)[1] <= storage.nbytes()
-        except RuntimeError:  # a layout that has no storage, or a tensor that wraps others
+        except (
+            RuntimeError
+        ):  # a layout that has no storage, or a tensor that wraps others
             return None
     return storage if is_there else None
 
@@ -38,7 +40,9 @@ def has_lost_memory(tensor: torch.Tensor) -> bool:
     """Whether somebody has taken the memory of a dense tensor away. See Note [Tensors without memory]."""
     with unseen_by_function_modes():
         try:
-            if not tensor.numel() or tensor.is_quantized:  # the elements of some quantized ones are parts of a byte
+            if (
+                not tensor.numel() or tensor.is_quantized
+            ):  # the elements of some quantized ones are parts of a byte
                 return False
             return extent(tensor)[1] > tensor.untyped_storage().nbytes()
         except RuntimeError:
@@ -82,7 +86,10 @@ def extent(tensor: torch.Tensor) -> tuple[int, int]:
     start = int(tensor.storage_offset())
     if tensor.is_contiguous():  # as mostly; without elements, too
         return start * size, (start + tensor.numel()) * size
-    last = start + sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    last = start + sum(
+        (length - 1) * stride
+        for length, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
     return start * size, (last + 1) * size
 
 
@@ -154,7 +161,9 @@ def write_values(tensor: torch.Tensor, values: torch.Tensor) -> None:
         tensor: The tensor.
         values: Numbers of its shape. Where several of the tensor's numbers lie at one place, the first of these counts.
     """
-    strides = tensor.stride() if tensor.layout is torch.strided and tensor.numel() else ()
+    strides = (
+        tensor.stride() if tensor.layout is torch.strided and tensor.numel() else ()
+    )
     for dim, stride in enumerate(strides):
         if not stride:
             tensor, values = tensor.narrow(dim, 0, 1), values.narrow(dim, 0, 1)

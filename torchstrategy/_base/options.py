@@ -87,7 +87,9 @@ class ReduceOp(enum.Enum):
         """
         if aggregation in (VariableAggregation.SUM, VariableAggregation.MEAN):
             return ReduceOp(aggregation.name)
-        raise ValueError(f"{aggregation} is no reduction over replicas; SUM and MEAN are.")
+        raise ValueError(
+            f"{aggregation} is no reduction over replicas; SUM and MEAN are."
+        )
 
     @classmethod
     def of(cls, op: ReduceOp | str) -> ReduceOp:
@@ -99,7 +101,11 @@ class ReduceOp(enum.Enum):
         """
         if isinstance(op, ReduceOp):
             return op
-        require_type(op, str, "Expected reduce_op to be a torchstrategy.ReduceOp or its name, 'SUM' or 'MEAN'")
+        require_type(
+            op,
+            str,
+            "Expected reduce_op to be a torchstrategy.ReduceOp or its name, 'SUM' or 'MEAN'",
+        )
         if op.lower() == LOSS:
             raise ValueError(
                 f"{op!r} is a reduction of gradients only: RunOptions(gradient_reduction='loss'). Values are reduced "
@@ -189,21 +195,34 @@ class RunOptions:
         for option in fields(self):
             said = getattr(self, option.name)
             if option.name.startswith("experimental_") and said != option.default:
-                raise ValueError(f"RunOptions({option.name}={said!r}) is an option of TPUs and has no meaning here.")
+                raise ValueError(
+                    f"RunOptions({option.name}={said!r}) is an option of TPUs and has no meaning here."
+                )
         if self.gradient_reduction is not None:
-            object.__setattr__(self, "gradient_reduction", as_gradient_reduction(self.gradient_reduction))
+            object.__setattr__(
+                self,
+                "gradient_reduction",
+                as_gradient_reduction(self.gradient_reduction),
+            )
         if self.examples is not None and not callable(self.examples):
             given = self.examples
-            is_list = isinstance(given, Iterable) and not isinstance(given, (str, dict, set))
+            is_list = isinstance(given, Iterable) and not isinstance(
+                given, (str, dict, set)
+            )
             items = given if is_list else ()
-            examples = tuple(count.item() if isinstance(count, torch.Tensor) else count for count in items)
+            examples = tuple(
+                count.item() if isinstance(count, torch.Tensor) else count
+                for count in items
+            )
             if not is_list or not all(isinstance(count, Real) for count in examples):
                 raise TypeError(
                     f"RunOptions(examples={given!r}): it is a list of numbers, one for each replica; or a function "
                     "that is called with the arguments of the step, and returns how much a replica counts."
                 )
             if not all(0 <= count < float("inf") for count in examples):
-                raise ValueError(f"RunOptions(examples={examples}) counts examples: each is a number, not negative.")
+                raise ValueError(
+                    f"RunOptions(examples={examples}) counts examples: each is a number, not negative."
+                )
             object.__setattr__(self, "examples", examples)
 
 

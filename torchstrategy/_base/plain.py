@@ -21,12 +21,48 @@ from typing import Any
 import numpy as np
 import torch
 
-PLAIN_TYPES: frozenset[type] = frozenset({bool, int, float, complex, str, bytes, type(None)})
+PLAIN_TYPES: frozenset[type] = frozenset(
+    {bool, int, float, complex, str, bytes, type(None)}
+)
 
-_NUMBERS = (bool, int, float, complex, np.generic, Decimal, Fraction, datetime, date, time, timedelta)
-PLAIN = (*_NUMBERS, str, bytes, type(None), torch.dtype, torch.device, enum.Enum, range, slice, PurePath)
+_NUMBERS = (
+    bool,
+    int,
+    float,
+    complex,
+    np.generic,
+    Decimal,
+    Fraction,
+    datetime,
+    date,
+    time,
+    timedelta,
+)
+PLAIN = (
+    *_NUMBERS,
+    str,
+    bytes,
+    type(None),
+    torch.dtype,
+    torch.device,
+    enum.Enum,
+    range,
+    slice,
+    PurePath,
+)
 
-ROW_OBJECTS = (str, bytes, int, float, complex, type(None), enum.Enum, date, timedelta, PurePath)
+ROW_OBJECTS = (
+    str,
+    bytes,
+    int,
+    float,
+    complex,
+    type(None),
+    enum.Enum,
+    date,
+    timedelta,
+    PurePath,
+)
 
 
 def are_equal(value: Any, other: Any) -> bool:

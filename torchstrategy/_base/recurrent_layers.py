@@ -32,7 +32,9 @@ _laying = _Laying()
 
 def may_be_moved(layer: nn.RNNBase) -> bool:
     """Whether the weights of a layer may get other memory. See Note [Weights of replicas in one piece]."""
-    return _laying.is_ours or not any(hasattr(weight, _OF_REPLICAS) for weight in flat_weights(layer))
+    return _laying.is_ours or not any(
+        hasattr(weight, _OF_REPLICAS) for weight in flat_weights(layer)
+    )
 
 
 _OF_REPLICAS = "torchstrategy_state"  # the slot that only parameters of replicas have
@@ -48,7 +50,9 @@ def flatten_weights(layer: nn.RNNBase) -> None:
         _laying.is_ours = False
 
 
-def _leave_replicas_alone(flatten: Callable[[nn.RNNBase], None]) -> Callable[[nn.RNNBase], None]:
+def _leave_replicas_alone(
+    flatten: Callable[[nn.RNNBase], None],
+) -> Callable[[nn.RNNBase], None]:
     @functools.wraps(flatten)
     def flatten_parameters(self: nn.RNNBase) -> None:
         if may_be_moved(self):

@@ -19,7 +19,12 @@ from torchstrategy._base.tree import (
 from torchstrategy._base.types import Tree
 
 
-def map_results(fn: Callable[[Tree], Tree], value: Tree, path: str = "", is_leaf: IsLeaf = is_one_thing) -> Tree:
+def map_results(
+    fn: Callable[[Tree], Tree],
+    value: Tree,
+    path: str = "",
+    is_leaf: IsLeaf = is_one_thing,
+) -> Tree:
     """What `run` returned, with `fn(leaf)` in place of each leaf. An error of `fn` names one leaf of several.
 
     Args:
@@ -67,16 +72,28 @@ def _visit(visit: _Visit, value: Tree, path: str, is_leaf: IsLeaf) -> Tree:
 def _map_results(visit: _Visit, value: Tree, path: str, is_leaf: IsLeaf) -> Tree:
     if type(value) is PerReplica:
         components, spare = value._components, value.understudy
-        there = [component for component in components if component is not ABSENT] or [spare]
+        there = [component for component in components if component is not ABSENT] or [
+            spare
+        ]
         if is_record(there[0]):
-            if any(not is_record(one) or parts_of(one).keys() != parts_of(there[0]).keys() for one in there):
-                raise ValueError(f"value{path}: the {type(there[0]).__name__} of each replica has other parts.")
+            if any(
+                not is_record(one) or parts_of(one).keys() != parts_of(there[0]).keys()
+                for one in there
+            ):
+                raise ValueError(
+                    f"value{path}: the {type(there[0]).__name__} of each replica has other parts."
+                )
 
             def part(name: str) -> Tree:
-                of_each = [ABSENT if one is ABSENT else parts_of(one)[name] for one in components]
+                of_each = [
+                    ABSENT if one is ABSENT else parts_of(one)[name]
+                    for one in components
+                ]
                 if is_understudy := there[0] is spare and not value.values:
                     of_each[0] = parts_of(spare)[name]
-                found = regroup_in_worker(of_each, is_understudy=is_understudy, are_results=True)
+                found = regroup_in_worker(
+                    of_each, is_understudy=is_understudy, are_results=True
+                )
                 return _map_results(visit, found, path + name, is_leaf)
 
             made = {name: part(name) for name in sorted(parts_of(there[0]))}
@@ -94,5 +111,7 @@ def _map_results(visit: _Visit, value: Tree, path: str, is_leaf: IsLeaf) -> Tree
         if not path:
             raise
         located = type(error)(f"value{path}: {error}")
-        vars(located).update(vars(error))  # what is noted on it: whether other processes know of it
+        vars(located).update(
+            vars(error)
+        )  # what is noted on it: whether other processes know of it
         raise located from None

@@ -30,7 +30,9 @@ def single_elements_error(kind: str, replicas: int) -> ValueError:
     )
 
 
-def unequal_leaves_error(first: str, rows: int, other: str, other_rows: int) -> ValueError:
+def unequal_leaves_error(
+    first: str, rows: int, other: str, other_rows: int
+) -> ValueError:
     """For two leaves of a batch, each named as Python code reads it, that have different numbers of rows."""
     return ValueError(
         f"The leaves of a batch have different numbers of rows: {first} has {rows} and {other} "
@@ -65,7 +67,9 @@ def no_empty_part_error(kind: str, error: Exception) -> ValueError:
 def taken_rows_error(told: str, rows: int, part: slice) -> ValueError:
     """For a user's function, called `told`, that returned so many rows for a part of a batch."""
     wanted = part.stop - part.start
-    return ValueError(f"{told} returned {plural(rows, 'row')} for slice({part.start}, {part.stop}), which is {wanted}.")
+    return ValueError(
+        f"{told} returned {plural(rows, 'row')} for slice({part.start}, {part.stop}), which is {wanted}."
+    )
 
 
 def row_shares_error(shares: Sequence[float], replicas: int) -> ValueError:
@@ -87,7 +91,9 @@ def indivisible_batch_error(global_batch_size: int, replicas: int) -> ValueError
 # Of the arguments of a run
 
 
-def unequal_arguments_error(records: Sequence[tuple[int, ...]], told: str = "") -> ValueError:
+def unequal_arguments_error(
+    records: Sequence[tuple[int, ...]], told: str = ""
+) -> ValueError:
     """For arguments of one run that were split with different numbers of rows.
 
     Args:
@@ -122,12 +128,16 @@ def examples_count_error(examples: Sequence[float], replicas: int) -> ValueError
 
 def several_batches_error(rows: set[tuple[int, ...]]) -> ValueError:
     """For parts of several batches, where one is to be counted."""
-    return ValueError(f"count_rows takes one batch; got parts of several, with the rows {sorted(rows)}.")
+    return ValueError(
+        f"count_rows takes one batch; got parts of several, with the rows {sorted(rows)}."
+    )
 
 
 def nothing_to_count_error(batch: object) -> ValueError:
     """For a value without rows."""
-    return ValueError(f"count_rows takes a batch, or a value with rows; nothing in this one has any: {batch!r:.200}.")
+    return ValueError(
+        f"count_rows takes a batch, or a value with rows; nothing in this one has any: {batch!r:.200}."
+    )
 
 
 # Of arrays that become a dataset
@@ -135,7 +145,9 @@ def nothing_to_count_error(batch: object) -> ValueError:
 
 def no_arrays_error() -> ValueError:
     """For arrays of which there are none."""
-    return ValueError("numpy_input has no array in it, and so no rows. Give it an array, or a dict of arrays.")
+    return ValueError(
+        "numpy_input has no array in it, and so no rows. Give it an array, or a dict of arrays."
+    )
 
 
 def rowless_array_error(name: str) -> ValueError:
@@ -145,7 +157,9 @@ def rowless_array_error(name: str) -> ValueError:
     )
 
 
-def unequal_arrays_error(first: str, rows: int, other: str, other_rows: int) -> ValueError:
+def unequal_arrays_error(
+    first: str, rows: int, other: str, other_rows: int
+) -> ValueError:
     """For two arrays, by their names, that have different numbers of rows."""
     return ValueError(
         f"The arrays have different numbers of rows: {first} has {rows} and {other} has {other_rows}. An "
@@ -158,10 +172,14 @@ def unequal_arrays_error(first: str, rows: int, other: str, other_rows: int) -> 
 
 def no_such_dimension_error(dim: int, name: str, shape: tuple[int, ...]) -> ValueError:
     """For an input without the dimension along which inputs are cut."""
-    return ValueError(f"Inputs are cut along dim={dim}, and {name}, of shape {shape}, has no such dimension.")
+    return ValueError(
+        f"Inputs are cut along dim={dim}, and {name}, of shape {shape}, has no such dimension."
+    )
 
 
-def unequal_inputs_error(dim: int, first: str, rows: int, other: str, other_rows: int) -> ValueError:
+def unequal_inputs_error(
+    dim: int, first: str, rows: int, other: str, other_rows: int
+) -> ValueError:
     """For two inputs, by their names, that have different numbers of rows."""
     return ValueError(
         f"Inputs are cut along dim={dim}, where {first} has {rows} rows and {other} has {other_rows}: cut into "

@@ -12,7 +12,13 @@ import numpy as np
 import torch
 from torch import nn
 
-from torchstrategy._base.distributed_values import ABSENT, DistributedValues, PerReplica, distributed_within, select
+from torchstrategy._base.distributed_values import (
+    ABSENT,
+    DistributedValues,
+    PerReplica,
+    distributed_within,
+    select,
+)
 from torchstrategy._base.tree import is_one_thing, is_record, parts_of
 from torchstrategy._base.types import Tree
 
@@ -23,8 +29,12 @@ def is_row_list(value: Tree) -> bool:
     It is not if there is a tensor or an array in it: then the tensors are put together, each for itself.
     """
     if type(value) is PerReplica:
-        there = [component for component in value._components if component is not ABSENT] or [value.understudy]
-        return all(_is_list(component) and _holds_objects(component) for component in there)
+        there = [
+            component for component in value._components if component is not ABSENT
+        ] or [value.understudy]
+        return all(
+            _is_list(component) and _holds_objects(component) for component in there
+        )
     return _is_list(value) and value != () and _holds_objects(value)
 
 
@@ -41,7 +51,11 @@ def own_rows(value: Tree) -> list[tuple[Tree, ...]] | None:
     if not found:
         return None
     count = len(found[0]._components)
-    present = [r for r in range(count) if all(one._components[r] is not ABSENT for one in found)]
+    present = [
+        r
+        for r in range(count)
+        if all(one._components[r] is not ABSENT for one in found)
+    ]
     return [tuple(select(row, r) for row in value) for r in present]
 
 
@@ -53,7 +67,9 @@ def _is_list(value: Any) -> bool:
 
 def _is_text(item: Any) -> bool:
     if type(item) is PerReplica:
-        return all(isinstance(one, (str, bytes)) for one in item.values or [item.understudy])
+        return all(
+            isinstance(one, (str, bytes)) for one in item.values or [item.understudy]
+        )
     return isinstance(item, (str, bytes))
 
 
@@ -66,4 +82,6 @@ def _holds_objects(value: Any) -> bool:
         return all(map(_holds_objects, value.values()))
     if is_record(value):
         return all(map(_holds_objects, parts_of(value).values()))
-    return not isinstance(value, (torch.Tensor, np.ndarray, nn.Module, DistributedValues))
+    return not isinstance(
+        value, (torch.Tensor, np.ndarray, nn.Module, DistributedValues)
+    )

@@ -30,7 +30,11 @@ def begin_using(device: Device) -> None:
     `torch.accelerator.set_device_index` does nothing on a new thread if it is given device 0, which is the current one.
     Then the thread has no CUDA context, and torch warns of that at the thread's first product of matrices.
     """
-    set_device = getattr(torch.get_device_module(device), "set_device", torch.accelerator.set_device_index)
+    set_device = getattr(
+        torch.get_device_module(device),
+        "set_device",
+        torch.accelerator.set_device_index,
+    )
     set_device(device)
 
 
@@ -38,16 +42,23 @@ def make_current(streams: Iterable[torch.Stream]) -> None:
     """Makes streams the current ones of their devices on this thread. Its current device stays."""
     index = torch.accelerator.current_device_index()
     for stream in streams:
-        torch.accelerator.set_stream(stream)  # which also makes its device the current one
+        torch.accelerator.set_stream(
+            stream
+        )  # which also makes its device the current one
     torch.accelerator.set_device_index(index)
 
 
 @contextmanager
 def on_stream(stream: torch.Stream) -> Iterator[None]:
     """A block that works on a stream: the stream is current, and so is its device."""
-    index, before = torch.accelerator.current_device_index(), torch.accelerator.current_stream(stream.device)
+    index, before = (
+        torch.accelerator.current_device_index(),
+        torch.accelerator.current_stream(stream.device),
+    )
     try:
-        torch.accelerator.set_stream(stream)  # which also makes its device the current one
+        torch.accelerator.set_stream(
+            stream
+        )  # which also makes its device the current one
         yield
     finally:
         torch.accelerator.set_stream(before)

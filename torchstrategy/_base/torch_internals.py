@@ -43,7 +43,10 @@ def global_step_hooks() -> tuple[dict[int, Any], dict[int, Any]]:
 
     They are asked for each time: in ranks on threads, other tables stand in these places.
     """
-    return _optimizers._global_optimizer_pre_hooks, _optimizers._global_optimizer_post_hooks
+    return (
+        _optimizers._global_optimizer_pre_hooks,
+        _optimizers._global_optimizer_post_hooks,
+    )
 
 
 # A replica's thread has to be in the very mode objects that the caller's thread is in. `with mode:` would run the
@@ -53,7 +56,9 @@ function_modes: Callable[[], list[Any]] = overrides._get_current_function_mode_s
 pop_function_mode: Callable[[], Any] = overrides._pop_mode
 push_function_mode: Callable[[Any], None] = overrides._push_mode
 TorchDispatchMode = _python_dispatch.TorchDispatchMode
-dispatch_modes: Callable[[], list[Any]] = _python_dispatch._get_current_dispatch_mode_stack
+dispatch_modes: Callable[[], list[Any]] = (
+    _python_dispatch._get_current_dispatch_mode_stack
+)
 pop_dispatch_mode: Callable[[], Any] = _python_dispatch._pop_mode
 push_dispatch_mode: Callable[[Any], None] = _python_dispatch._push_mode
 
@@ -106,7 +111,9 @@ pop_saved_tensors_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
 
 
 # A block in which no function mode sees the calls: the user's modes are for the user's calls, not for the library's.
-unseen_by_function_modes: Callable[[], AbstractContextManager[None]] = torch._C.DisableTorchFunction
+unseen_by_function_modes: Callable[[], AbstractContextManager[None]] = (
+    torch._C.DisableTorchFunction
+)
 
 # How many function modes this thread is in. It makes no list of the modes, since every run calls it.
 count_function_modes: Callable[[], int] = torch._C._len_torch_function_stack
@@ -117,7 +124,9 @@ privateuse1_name: Callable[[], str] = torch._C._get_privateuse1_backend_name
 # The `grad` that autograd itself reads and writes, whatever `grad` of a subclass does.
 _of_tensor: Any = torch.Tensor
 raw_grad: Callable[[torch.Tensor], torch.Tensor | None] = _of_tensor.grad.__get__
-set_raw_grad: Callable[[torch.Tensor, torch.Tensor | None], None] = _of_tensor.grad.__set__
+set_raw_grad: Callable[[torch.Tensor, torch.Tensor | None], None] = (
+    _of_tensor.grad.__set__
+)
 
 # How often a tensor was written in place, as autograd counts it.
 version: Callable[[torch.Tensor], int] = _of_tensor._version.__get__
@@ -127,7 +136,9 @@ version: Callable[[torch.Tensor], int] = _of_tensor._version.__get__
 num_nodes: Callable[[], int] = torch._C._autograd._get_sequence_nr
 
 
-def _of_each(read: Callable[[torch.Tensor], T], tensors: Iterable[torch.Tensor]) -> list[T]:
+def _of_each(
+    read: Callable[[torch.Tensor], T], tensors: Iterable[torch.Tensor]
+) -> list[T]:
     """What `read` returns for each of some tensors."""
     # Else torch looks up, for each tensor of a subclass, whether the subclass has a function of its own for this. That
     # takes longer than reading the attribute.
@@ -138,12 +149,24 @@ def _of_each(read: Callable[[torch.Tensor], T], tensors: Iterable[torch.Tensor])
 # A run looks at all parameters several times. These make a list of what `map` reads, without a Python call for each
 # tensor: the gradients that autograd has written, how many bytes the elements take, and so on.
 _Tensors = Iterable[torch.Tensor]
-raw_grads: Callable[[_Tensors], list[torch.Tensor | None]] = functools.partial(_of_each, raw_grad)
-sizes: Callable[[_Tensors], list[int]] = functools.partial(_of_each, _of_tensor.nbytes.__get__)
-shapes: Callable[[_Tensors], list[torch.Size]] = functools.partial(_of_each, _of_tensor.shape.__get__)
-dtypes: Callable[[_Tensors], list[torch.dtype]] = functools.partial(_of_each, _of_tensor.dtype.__get__)
-requires_grad_of: Callable[[_Tensors], list[bool]] = functools.partial(_of_each, _of_tensor.requires_grad.__get__)
-are_contiguous: Callable[[_Tensors], list[bool]] = functools.partial(_of_each, _of_tensor.is_contiguous)
+raw_grads: Callable[[_Tensors], list[torch.Tensor | None]] = functools.partial(
+    _of_each, raw_grad
+)
+sizes: Callable[[_Tensors], list[int]] = functools.partial(
+    _of_each, _of_tensor.nbytes.__get__
+)
+shapes: Callable[[_Tensors], list[torch.Size]] = functools.partial(
+    _of_each, _of_tensor.shape.__get__
+)
+dtypes: Callable[[_Tensors], list[torch.dtype]] = functools.partial(
+    _of_each, _of_tensor.dtype.__get__
+)
+requires_grad_of: Callable[[_Tensors], list[bool]] = functools.partial(
+    _of_each, _of_tensor.requires_grad.__get__
+)
+are_contiguous: Callable[[_Tensors], list[bool]] = functools.partial(
+    _of_each, _of_tensor.is_contiguous
+)
 
 
 def kinds_of(tensors: Sequence[torch.Tensor]) -> set[tuple[torch.dtype, bool]]:
@@ -163,7 +186,9 @@ _dtype: Callable[[torch.Tensor], torch.dtype] = _of_tensor.dtype.__get__
 _is_cpu: Callable[[torch.Tensor], bool] = _of_tensor.is_cpu.__get__
 
 
-def set_raw_grads(tensors: Iterable[torch.Tensor], gradients: Iterable[torch.Tensor | None]) -> None:
+def set_raw_grads(
+    tensors: Iterable[torch.Tensor], gradients: Iterable[torch.Tensor | None]
+) -> None:
     """Writes the gradient of each of some tensors, as autograd does."""
     with unseen_by_function_modes():
         deque(map(set_raw_grad, tensors, gradients), maxlen=0)
@@ -205,7 +230,10 @@ _layout: Callable[[Any], torch.layout] = _of_tensor.layout.__get__
 
 def readings(tensors: Sequence[torch.Tensor]) -> list[list[object]]:
     """How each of some tensors reads its memory: whether as conjugate, whether as negative, and with which strides."""
-    read: list[Callable[[torch.Tensor], Any]] = [torch.Tensor.is_conj, torch.Tensor.is_neg]
+    read: list[Callable[[torch.Tensor], Any]] = [
+        torch.Tensor.is_conj,
+        torch.Tensor.is_neg,
+    ]
     read.append(torch.Tensor.stride if are_dense(tensors) else _stride_or_layout)
     return [_of_each(one, tensors) for one in read]
 
@@ -217,14 +245,19 @@ def _stride_or_layout(tensor: torch.Tensor) -> object:
 # Views of the parts of a flat tensor that lie one after the other, in the shapes of other tensors: the reverse of
 # `memory.flatten`. In Python it would be two calls for each part, which for small tensors take longer than to add them
 # up.
-unflatten: Callable[[torch.Tensor, _Tensors], Sequence[torch.Tensor]] = torch._utils._unflatten_dense_tensors
+unflatten: Callable[[torch.Tensor, _Tensors], Sequence[torch.Tensor]] = (
+    torch._utils._unflatten_dense_tensors
+)
 
 
 def pointers(tensors: Sequence[torch.Tensor]) -> list[int]:
     """The address at which each of some tensors begins in memory; for a sparse tensor, its id."""
     if are_dense(tensors):
         return _of_each(torch.Tensor.data_ptr, tensors)
-    return [tensor.data_ptr() if tensor.layout is torch.strided else id(tensor) for tensor in tensors]
+    return [
+        tensor.data_ptr() if tensor.layout is torch.strided else id(tensor)
+        for tensor in tensors
+    ]
 
 
 def have_gradient_hooks(leaves: Iterable[torch.Tensor]) -> bool:
@@ -234,7 +267,9 @@ def have_gradient_hooks(leaves: Iterable[torch.Tensor]) -> bool:
 
 
 _hooks_of_tensor: Callable[[torch.Tensor], Any] = _of_tensor._backward_hooks.__get__
-_late_hooks: Callable[[torch.Tensor], Any] = _of_tensor._post_accumulate_grad_hooks.__get__
+_late_hooks: Callable[[torch.Tensor], Any] = (
+    _of_tensor._post_accumulate_grad_hooks.__get__
+)
 
 
 def saved_tensors_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
@@ -260,9 +295,13 @@ def end_modes() -> None:
 # A block in inference mode, or out of it. At its end, this thread has the grad mode, the inference mode and the
 # threads for backward that it had before, whatever was set in the block. These take a fifth of the time of the public
 # `torch.inference_mode`, `torch.set_grad_enabled` and `torch.autograd.set_multithreading_enabled`.
-autograd_state: Callable[[bool], AbstractContextManager[object]] = torch._C._InferenceMode
+autograd_state: Callable[[bool], AbstractContextManager[object]] = (
+    torch._C._InferenceMode
+)
 set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
-set_multithreading_enabled: Callable[[bool], None] = torch._C._set_multithreading_enabled
+set_multithreading_enabled: Callable[[bool], None] = (
+    torch._C._set_multithreading_enabled
+)
 
 
 # Its `device_context` is the function mode by which `torch.set_default_device` acts on this thread, and which the next
@@ -281,7 +320,11 @@ class DefaultDevice(_device.DeviceContext):
     __exit__ = overrides.TorchFunctionMode.__exit__
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: Any = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
         if func in _device._device_constructors() and kwargs.get("device") is None:
@@ -298,7 +341,9 @@ make_parameter = torch.Tensor._make_subclass
 # do not.
 _autograd: Any = torch.autograd
 _Kept = torch.Tensor | tuple[torch.Tensor, ...]
-keeping_version: Callable[[_Kept], AbstractContextManager[None]] = _autograd._unsafe_preserve_version_counter
+keeping_version: Callable[[_Kept], AbstractContextManager[None]] = (
+    _autograd._unsafe_preserve_version_counter
+)
 
 
 @contextmanager
@@ -309,12 +354,18 @@ def counting_writes(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
     """
     before = versions(tensors)
     yield
-    uncounted = [one for one, old, new in zip(tensors, before, versions(tensors), strict=True) if old == new]
+    uncounted = [
+        one
+        for one, old, new in zip(tensors, before, versions(tensors), strict=True)
+        if old == new
+    ]
     torch.autograd.graph.increment_version(uncounted)
 
 
 # These are public, but torch has no type annotations for them.
-on_computed: Callable[[torch.Tensor, Callable[[torch.Tensor], None]], Any] = torch.Tensor.register_hook
+on_computed: Callable[[torch.Tensor, Callable[[torch.Tensor], None]], Any] = (
+    torch.Tensor.register_hook
+)
 on_gradient: Callable[[torch.Tensor, Callable[[torch.Tensor], None]], Any]
 on_gradient = torch.Tensor.register_post_accumulate_grad_hook
 
@@ -332,7 +383,9 @@ AroundForward = Callable[[Any, Callable[[], Any]], Any]
 
 # Runs a backward: it is called with where the backward begins, which are tensors or edges of the graph; with the
 # gradients there; and with a function that runs it from these or from others.
-AroundLosses = Callable[[Sequence[Any], Sequence[Any], Callable[[Sequence[Any], Sequence[Any]], Any]], Any]
+AroundLosses = Callable[
+    [Sequence[Any], Sequence[Any], Callable[[Sequence[Any], Sequence[Any]], Any]], Any
+]
 
 
 class _Around(threading.local):
@@ -359,16 +412,32 @@ def take_inputs_by(of_replica: Callable[[Any], Any]) -> None:
 
 
 def _run_backward(
-    outputs: Any, grads: Any, keeps_graph: bool, makes_graph: bool, inputs: Any, *args: Any, **kwargs: Any
+    outputs: Any,
+    grads: Any,
+    keeps_graph: bool,
+    makes_graph: bool,
+    inputs: Any,
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
     if inputs and _Inputs.of_replica is not None:
         inputs = tuple(map(_Inputs.of_replica, inputs))
     around, of_losses = _around.backward, _around.losses
     if (around is None and of_losses is None) or not kwargs.get("accumulate_grad"):
-        return _run_engine(outputs, grads, keeps_graph, makes_graph, inputs, *args, **kwargs)
+        return _run_engine(
+            outputs, grads, keeps_graph, makes_graph, inputs, *args, **kwargs
+        )
 
     def run(roots: Any, gradients: Any) -> Any:
-        return _run_engine(tuple(roots), tuple(gradients), keeps_graph, makes_graph, inputs, *args, **kwargs)
+        return _run_engine(
+            tuple(roots),
+            tuple(gradients),
+            keeps_graph,
+            makes_graph,
+            inputs,
+            *args,
+            **kwargs,
+        )
 
     # A backward within this one, as of a reentrant checkpoint, is a part of it.
     _around.backward = _around.losses = None
@@ -378,7 +447,13 @@ def _run_backward(
             return around(functools.partial(run, outputs, grads), makes_graph)
         if around is None:
             return of_losses(outputs, grads, run)
-        return of_losses(outputs, grads, lambda roots, given: around(functools.partial(run, roots, given), makes_graph))
+        return of_losses(
+            outputs,
+            grads,
+            lambda roots, given: around(
+                functools.partial(run, roots, given), makes_graph
+            ),
+        )
     finally:
         _around.backward, _around.losses = around, of_losses
 
@@ -393,15 +468,22 @@ _run_forward = _DistributedDataParallel.forward
 def _forward(module: Any, *args: Any, **kwargs: Any) -> Any:
     if _around.forward is None:
         return _run_forward(module, *args, **kwargs)
-    return _around.forward(module, functools.partial(_run_forward, module, *args, **kwargs))
+    return _around.forward(
+        module, functools.partial(_run_forward, module, *args, **kwargs)
+    )
 
 
-def run_by(backward: AroundBackward, forward: AroundForward, call: Callable[[], T]) -> T:
+def run_by(
+    backward: AroundBackward, forward: AroundForward, call: Callable[[], T]
+) -> T:
     """Returns `call()`, during which `backward` runs each backward of this thread that adds to `.grad` of leaves.
 
     And `forward` runs each forward of a `DistributedDataParallel`.
     """
-    _autograd._engine_run_backward, _DistributedDataParallel.forward = _run_backward, _forward
+    _autograd._engine_run_backward, _DistributedDataParallel.forward = (
+        _run_backward,
+        _forward,
+    )
     before = _around.backward, _around.forward
     _around.backward, _around.forward = backward, forward
     try:
@@ -436,9 +518,17 @@ def losses_noted_by(note: Callable[[Sequence[Any]], object]) -> losses_run_by:
     """
     before = _around.losses
 
-    def run(outputs: Sequence[Any], grads: Sequence[Any], run_from: Callable[[Any, Any], Any]) -> Any:
+    def run(
+        outputs: Sequence[Any],
+        grads: Sequence[Any],
+        run_from: Callable[[Any, Any], Any],
+    ) -> Any:
         note(outputs)
-        return run_from(outputs, grads) if before is None else before(outputs, grads, run_from)
+        return (
+            run_from(outputs, grads)
+            if before is None
+            else before(outputs, grads, run_from)
+        )
 
     return losses_run_by(run)
 
@@ -454,7 +544,9 @@ def is_distributed_tensor(tensor: object) -> bool:
 
 def is_flat_sharded(module: torch.nn.Module) -> bool:
     """Whether a module is a `FullyShardedDataParallel`, which came before `fully_shard`."""
-    kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", None)
+    kind = getattr(
+        sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", None
+    )
     return kind is not None and isinstance(module, kind)
 
 
@@ -498,7 +590,9 @@ def will_be_reached(leaf: torch.Tensor) -> bool:
     `register_multi_grad_hook` uses the same function, but keeps all its leaves alive in a reference cycle that the
     garbage collector cannot find.
     """
-    return torch._C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(leaf).node)
+    return torch._C._will_engine_execute_node(
+        torch.autograd.graph.get_gradient_edge(leaf).node
+    )
 
 
 # The indices and values of a sparse tensor, also of one that is not coalesced.
@@ -507,7 +601,9 @@ sparse_values: Any = torch.ops.aten._values
 # Swaps the contents of two tensors, so that every reference to one of them now shows the other.
 swap_tensors: Callable[[torch.Tensor, torch.Tensor], None] = torch._C._swap_tensor_impl
 # Tells the frame evaluator to leave a function, and all that it calls, as they are.
-_AS_IT_IS = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
+_AS_IT_IS = eval_frame._FrameExecStrategy(
+    eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP
+)
 
 
 def hide_from_compiler(function: Any) -> None:
@@ -523,7 +619,9 @@ def hide_from_compiler(function: Any) -> None:
 # where torch calls it from elsewhere.
 eval_frame.set_code_exec_strategy(
     DefaultDevice.__torch_function__.__code__,
-    eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.DEFAULT),
+    eval_frame._FrameExecStrategy(
+        eval_frame._FrameAction.SKIP, eval_frame._FrameAction.DEFAULT
+    ),
 )
 
 
@@ -534,8 +632,12 @@ def compile_alike(module: torch.nn.Module, copy: torch.nn.Module) -> None:
     """
     compiled: Any = module._compiled_call_impl
     if compiled is not None:
-        settings = dict(zip(compiled.__code__.co_freevars, compiled.__closure__ or (), strict=True)).get("self")
-        copy._compiled_call_impl = None if settings is None else settings.cell_contents(copy._call_impl)
+        settings = dict(
+            zip(compiled.__code__.co_freevars, compiled.__closure__ or (), strict=True)
+        ).get("self")
+        copy._compiled_call_impl = (
+            None if settings is None else settings.cell_contents(copy._call_impl)
+        )
 
 
 def flat_weights(layer: torch.nn.RNNBase) -> list[Any]:
@@ -579,7 +681,9 @@ def is_compiling() -> bool:
 
 
 hide_from_compiler(_run_backward)
-hide_from_compiler(is_compiling)  # else the answer while a step is compiled would be a part of the compiled step
+hide_from_compiler(
+    is_compiling
+)  # else the answer while a step is compiled would be a part of the compiled step
 
 
 @contextmanager
@@ -608,7 +712,9 @@ def is_transforming() -> bool:
 
 # Whether a profiler is on, on any thread. `record_function` does not check this, and costs as much without a profiler
 # as with one. This check costs 50 ns, since it creates no Python frame.
-is_profiling: Callable[[], bool] = functools.partial(getattr, _profiler, "_is_profiler_enabled")
+is_profiling: Callable[[], bool] = functools.partial(
+    getattr, _profiler, "_is_profiler_enabled"
+)
 # Whether a profiler is on that was started on this thread and sees no other thread.
 is_profiling_this_thread_only: Callable[[], bool] = _autograd._profiler_enabled
 
@@ -619,9 +725,15 @@ def are_alone_in_memory(tensors: Sequence[torch.Tensor]) -> bool:
     A tensor that reads its memory as conjugate or negative counts as one that shares.
     """
     storages = list(map(torch.Tensor.untyped_storage, tensors))
-    if not all(map(torch.UntypedStorage.resizable, storages)) or max(map(num_users, storages), default=0) > _ONE_TENSOR:
+    if (
+        not all(map(torch.UntypedStorage.resizable, storages))
+        or max(map(num_users, storages), default=0) > _ONE_TENSOR
+    ):
         return False
-    return not (any(map(torch.Tensor.is_conj, tensors)) or any(map(torch.Tensor.is_neg, tensors)))
+    return not (
+        any(map(torch.Tensor.is_conj, tensors))
+        or any(map(torch.Tensor.is_neg, tensors))
+    )
 
 
 _ONE_TENSOR = 2  # the users of a storage that one tensor has: the tensor, and the Python object for the storage
@@ -650,7 +762,11 @@ def shared_store(prefix: str) -> tuple[Any, tuple[str, int] | None]:
     innermost = store
     while isinstance(innermost, distributed.PrefixStore):
         innermost = innermost.underlying_store
-    home = (innermost.host, innermost.port) if isinstance(innermost, distributed.TCPStore) else None
+    home = (
+        (innermost.host, innermost.port)
+        if isinstance(innermost, distributed.TCPStore)
+        else None
+    )
     return distributed.PrefixStore(prefix, store), home
 
 

@@ -24,7 +24,10 @@ from contextlib import AbstractContextManager, nullcontext
 
 from torch.autograd.profiler import record_function
 
-from torchstrategy._base.torch_internals import is_profiling, is_profiling_this_thread_only
+from torchstrategy._base.torch_internals import (
+    is_profiling,
+    is_profiling_this_thread_only,
+)
 
 _UNSEEN: AbstractContextManager[None] = nullcontext()
 

@@ -35,7 +35,9 @@ def is_one_thing(value: Tree) -> bool:
     return isinstance(value, (torch.Size, PackedSequence))
 
 
-def tree_flatten(tree: Tree, is_leaf: IsLeaf = is_one_thing) -> tuple[list[Tree], TreeSpec]:
+def tree_flatten(
+    tree: Tree, is_leaf: IsLeaf = is_one_thing
+) -> tuple[list[Tree], TreeSpec]:
     """The leaves of `tree`, and its structure; `is_leaf` says which containers not to look into.
 
     torch's own `tree_flatten` creates, at each call, a function that refers to itself: the memory of this reference
@@ -51,7 +53,9 @@ def tree_flatten(tree: Tree, is_leaf: IsLeaf = is_one_thing) -> tuple[list[Tree]
 
 def tree_leaves(tree: Tree) -> list[Tree]:
     """The leaves of `tree`, whose structure nobody asks for."""
-    kind = type(tree)  # lists, tuples and dicts, as most trees are, are quicker to walk than to flatten
+    kind = type(
+        tree
+    )  # lists, tuples and dicts, as most trees are, are quicker to walk than to flatten
     if kind is dict:
         tree = list(tree.values())
     elif kind is not list and kind is not tuple:
@@ -105,12 +109,16 @@ def is_container(value: Tree) -> bool:
     return not torch_internals.tree_is_leaf(value, is_leaf=is_one_thing)
 
 
-def map_leaves(fn: Callable[[Tree], Tree], tree: Tree, is_leaf: IsLeaf = is_one_thing) -> Tree:
+def map_leaves(
+    fn: Callable[[Tree], Tree], tree: Tree, is_leaf: IsLeaf = is_one_thing
+) -> Tree:
     """`tree` with every leaf replaced by `fn(leaf)`; `is_leaf` says which containers not to look into."""
     try:
         if is_leaf(tree):
             return fn(tree)
-        kind = type(tree)  # lists, tuples and dicts, as most batches are, are quicker to walk than to flatten
+        kind = type(
+            tree
+        )  # lists, tuples and dicts, as most batches are, are quicker to walk than to flatten
         if kind is list or kind is tuple:
             return kind([map_leaves(fn, item, is_leaf) for item in tree])
         if kind is dict:
@@ -135,7 +143,9 @@ def by_name(tree: Tree) -> tuple[list[str], list[Tree], Callable[[list[Tree]], T
     return [named[i][0] for i in order], [named[i][1] for i in order], put_back
 
 
-def leaves_with_names(tree: Tree, is_leaf: IsLeaf = is_one_thing) -> list[tuple[str, Tree]]:
+def leaves_with_names(
+    tree: Tree, is_leaf: IsLeaf = is_one_thing
+) -> list[tuple[str, Tree]]:
     """Every leaf with its path as in Python code: `"['mask'][0]"`; the path of a tree that is one leaf is `""`.
 
     Args:
@@ -156,7 +166,9 @@ def _flatten(tree: Tree, is_leaf: IsLeaf, leaves: list[Tree]) -> TreeSpec:
         leaves.append(tree)
         return LEAF
     children, context = torch_internals.kinds_of_nodes[kind].flatten_fn(tree)
-    return TreeSpec(kind, context, [_flatten(child, is_leaf, leaves) for child in children])
+    return TreeSpec(
+        kind, context, [_flatten(child, is_leaf, leaves) for child in children]
+    )
 
 
 LEAF = torch_internals.tree_flatten(None)[1]  # the structure of a tree that is one leaf
@@ -202,7 +214,11 @@ def _zip(
     if are_results and (kinds == {list} or kinds == {tuple}):
         in_rows = in_rows or all(is_plain_list(tree) for tree in trees if tree)
         are_uneven = len(set(map(len, trees))) > 1 and (in_rows or kinds == {list})
-    nodes = [] if are_uneven or PLAIN_LEAVES.issuperset(kinds) else [_open_container(tree, is_leaf) for tree in trees]
+    nodes = (
+        []
+        if are_uneven or PLAIN_LEAVES.issuperset(kinds)
+        else [_open_container(tree, is_leaf) for tree in trees]
+    )
     if not any(kind for kind, _ in nodes):
         columns.append(RowColumn(trees) if in_rows else list(trees))
         return LEAF
@@ -215,10 +231,20 @@ def _zip(
             where = "".join(f"[{key!r}]" for key in path) or "the result"
             raise Unlike(index, f"{where}: {_difference(trees[0], trees[index])}")
     inner = [
-        _zip((*path, key), [own[key] for _, own in nodes], is_leaf, are_results, columns, in_rows) for key in parts
+        _zip(
+            (*path, key),
+            [own[key] for _, own in nodes],
+            is_leaf,
+            are_results,
+            columns,
+            in_rows,
+        )
+        for key in parts
     ]
     node = torch_internals.kind_of_node(trees[0])
-    return TreeSpec(node, torch_internals.kinds_of_nodes[node].flatten_fn(trees[0])[1], inner)
+    return TreeSpec(
+        node, torch_internals.kinds_of_nodes[node].flatten_fn(trees[0])[1], inner
+    )
 
 
 def _open_container(tree: Tree, is_leaf: IsLeaf) -> tuple[object, Mapping[Any, Tree]]:
@@ -240,7 +266,10 @@ def _difference(first: Tree, other: Tree) -> str:
 
 
 def columns_of(
-    trees: Sequence[Tree], replicas: Sequence[int], are_results: bool, what: str = "values"
+    trees: Sequence[Tree],
+    replicas: Sequence[int],
+    are_results: bool,
+    what: str = "values",
 ) -> tuple[list[list[Tree]], TreeSpec]:
     """The leaves of the trees of some replicas side by side, and the common structure of the trees.
 
@@ -274,12 +303,19 @@ def is_record(value: Any) -> bool:
 def parts_of(record: Any) -> dict[str, Tree]:
     """The parts of a record, by the code that reads them from it: `".x"`, `"['x']"`. Unset fields are left out."""
     if _has_fields(record):
-        return {f".{f.name}": getattr(record, f.name) for f in fields(record) if hasattr(record, f.name)}
+        return {
+            f".{f.name}": getattr(record, f.name)
+            for f in fields(record)
+            if hasattr(record, f.name)
+        }
     return {f"[{key!r}]": part for key, part in record.items()}
 
 
 def leaves_within(
-    tree: Tree, name: str, is_leaf: IsLeaf = is_one_thing, is_record: Callable[[Any], bool] = is_record
+    tree: Tree,
+    name: str,
+    is_leaf: IsLeaf = is_one_thing,
+    is_record: Callable[[Any], bool] = is_record,
 ) -> Iterator[tuple[str, Tree]]:
     """The leaves of a tree, with the leaves in its records in place of these, and how Python code reads each of them.
 
@@ -295,14 +331,19 @@ def leaves_within(
                 yield f"{name}{path}", leaf
                 continue
             for part, held in parts_of(leaf).items():
-                yield from leaves_within(held, f"{name}{path}{part}", is_leaf, is_record)
+                yield from leaves_within(
+                    held, f"{name}{path}{part}", is_leaf, is_record
+                )
     except RecursionError:
         check_depth(tree)
         raise
 
 
 def map_within(
-    fn: Callable[[Tree], Tree], tree: Tree, is_leaf: IsLeaf = is_one_thing, is_record: Callable[[Any], bool] = is_record
+    fn: Callable[[Tree], Tree],
+    tree: Tree,
+    is_leaf: IsLeaf = is_one_thing,
+    is_record: Callable[[Any], bool] = is_record,
 ) -> Tree:
     """`tree` with `fn(leaf)` in place of each leaf, also in its records; one of which no part changes stays the same.
 
@@ -313,7 +354,10 @@ def map_within(
         if not is_record(leaf):
             return fn(leaf)
         parts = parts_of(leaf)
-        changed = {name: map_within(fn, part, is_leaf, is_record) for name, part in parts.items()}
+        changed = {
+            name: map_within(fn, part, is_leaf, is_record)
+            for name, part in parts.items()
+        }
         is_same = all(changed[name] is part for name, part in parts.items())
         return leaf if is_same else with_parts(leaf, lambda name, _: changed[name])
 
@@ -338,7 +382,9 @@ def with_parts(record: Any, change: Callable[[str, Tree], Tree]) -> Any:
     return changed
 
 
-MOST_LEVELS = 100  # Python walks through several times as many, with some calls for each
+MOST_LEVELS = (
+    100  # Python walks through several times as many, with some calls for each
+)
 
 
 def check_depth(tree: Tree) -> None:
@@ -349,7 +395,9 @@ def check_depth(tree: Tree) -> None:
     Raises:
         ValueError: If a container holds itself, or is nested in more than `MOST_LEVELS` levels.
     """
-    levels = [(tree, iter(_list_parts(tree).items()))]  # the containers on the way down, each with its parts to come
+    levels = [
+        (tree, iter(_list_parts(tree).items()))
+    ]  # the containers on the way down, each with its parts to come
     path: list[str] = []
     while levels:
         name, part = next(levels[-1][1], (None, None))
@@ -359,7 +407,11 @@ def check_depth(tree: Tree) -> None:
             continue
         held = _list_parts(part)
         path = [*path[: len(levels) - 1], name]
-        above = [depth for depth, (container, _) in enumerate(levels) if held and container is part]
+        above = [
+            depth
+            for depth, (container, _) in enumerate(levels)
+            if held and container is part
+        ]
         if above:
             kind = type(part).__name__
             raise ValueError(
@@ -385,7 +437,9 @@ def _list_parts(value: Tree) -> dict[str, Tree]:
 
 
 def _has_fields(value: Any) -> bool:
-    return is_dataclass(value) and not isinstance(value, type)  # a dataclass that is also a mapping counts as this
+    return is_dataclass(value) and not isinstance(
+        value, type
+    )  # a dataclass that is also a mapping counts as this
 
 
 def _copy_record(record: MutableMapping[Any, Tree]) -> Any:
@@ -402,7 +456,9 @@ def _copy_record(record: MutableMapping[Any, Tree]) -> Any:
         return changed
 
 
-def _copy_with_items(record: MutableMapping[Any, Tree], change: Callable[[str, Tree], Tree]) -> Any:
+def _copy_with_items(
+    record: MutableMapping[Any, Tree], change: Callable[[str, Tree], Tree]
+) -> Any:
     changed, before = _copy_record(record), dict(record)
     for (key, part), name in zip(before.items(), parts_of(record), strict=True):
         changed[key] = change(name, part)

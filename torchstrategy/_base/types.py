@@ -75,7 +75,9 @@ class StrategyLike(Protocol):
     def scope(self) -> AbstractContextManager[Any]:
         """A block in which the strategy is the current one."""
 
-    def reduce(self, reduce_op: ReduceOp | str, value: Tree, axis: int | tuple[int, ...] | None) -> Tree:
+    def reduce(
+        self, reduce_op: ReduceOp | str, value: Tree, axis: int | tuple[int, ...] | None
+    ) -> Tree:
         """Reduces the values of the replicas to one, and along `axis`, too, unless this is None."""
 
     def experimental_local_results(self, value: Tree) -> tuple[Tree, ...]:
@@ -97,7 +99,12 @@ class ReplicaContextLike(Protocol):
     def devices(self) -> tuple[Device, ...]:
         """The device of the replica, in a tuple."""
 
-    def merge_call(self, merge_fn: Callable[..., Tree], args: Sequence[Tree] = (), kwargs: Any = None) -> Tree:
+    def merge_call(
+        self,
+        merge_fn: Callable[..., Tree],
+        args: Sequence[Tree] = (),
+        kwargs: Any = None,
+    ) -> Tree:
         """Calls a function once for all replicas."""
 
     def _ends(self) -> None:

@@ -22,12 +22,29 @@ from typing import Any, NamedTuple, final
 import torch
 
 from torchstrategy._base.marks import differing, look_at, version_of
-from torchstrategy._base.memory import has_lost_memory, memory_between_ends, sizes_of, write_values
-from torchstrategy._base.torch_internals import are_dense, keeping_version, num_users, pointers, versions
+from torchstrategy._base.memory import (
+    has_lost_memory,
+    memory_between_ends,
+    sizes_of,
+    write_values,
+)
+from torchstrategy._base.torch_internals import (
+    are_dense,
+    keeping_version,
+    num_users,
+    pointers,
+    versions,
+)
 
 _OUTDATED = -1  # takes the place of a version: the copies do not agree with the tensor
-_SMALL = 1 << 16  # bytes: of tensors up to this size, the library keeps a copy of the memory
-_COLUMNS = (1021, 1019, 1013)  # primes: the checksums of a tensor have a number of columns that divides no stride
+_SMALL = (
+    1 << 16
+)  # bytes: of tensors up to this size, the library keeps a copy of the memory
+_COLUMNS = (
+    1021,
+    1019,
+    1013,
+)  # primes: the checksums of a tensor have a number of columns that divides no stride
 
 
 class Writes(NamedTuple):
@@ -50,14 +67,21 @@ class TrackedTensors:
     """
 
     def __init__(
-        self, held: Iterable[torch.Tensor], loose: Iterable[torch.Tensor] = (), running: Set[int] = frozenset()
+        self,
+        held: Iterable[torch.Tensor],
+        loose: Iterable[torch.Tensor] = (),
+        running: Set[int] = frozenset(),
     ) -> None:
         self._held, self._loose = list(held), list(map(weakref.ref, loose))
         self.running = running
         self._versions: list[int] = []
-        self.pointers: list[int] = []  # the addresses of the tensors; another list when one has moved
+        self.pointers: list[
+            int
+        ] = []  # the addresses of the tensors; another list when one has moved
         self._layouts: list[list[object]] = []
-        self._memory: list[object] = []  # keeps the memory, so that no other tensor can get one of the addresses
+        self._memory: list[
+            object
+        ] = []  # keeps the memory, so that no other tensor can get one of the addresses
         self._watched: set[int] = set()
         self._uncounted = UncountedWrites({})
         self._noted: set[int] = set()
@@ -68,14 +92,20 @@ class TrackedTensors:
         """The tensors themselves."""
         if not self._loose:
             return self._held
-        loose = [tensor for reference in self._loose if (tensor := reference()) is not None]
-        assert len(loose) == len(self._loose), "copies are given up when a variable dies"
+        loose = [
+            tensor for reference in self._loose if (tensor := reference()) is not None
+        ]
+        assert len(loose) == len(self._loose), (
+            "copies are given up when a variable dies"
+        )
         return [*self._held, *loose]
 
     def watch(self, indices: Iterable[int] | None = None) -> None:
         """Starts to look for uncounted writes on those tensors of which replicas have real copies; `None`: on all."""
         self._watched = set(range(len(self.tensors)) if indices is None else indices)
-        self._uncounted = UncountedWrites({index: self.tensors[index] for index in self._watched})
+        self._uncounted = UncountedWrites(
+            {index: self.tensors[index] for index in self._watched}
+        )
 
     def written(self) -> list[int]:
         """The indices of the tensors whose version or address has changed.
@@ -83,7 +113,9 @@ class TrackedTensors:
         It does not check whether a tensor has another shape or other strides over the same memory.
         """
         tensors = self.tensors
-        return differing((versions(tensors), pointers(tensors)), (self._versions, self.pointers))
+        return differing(
+            (versions(tensors), pointers(tensors)), (self._versions, self.pointers)
+        )
 
     def take_changes(self, counts_all: bool = False) -> Writes:
         """The tensors that have changed since the copies agreed with them.
@@ -103,7 +135,10 @@ class TrackedTensors:
         self._versions = count
         if moved:
             self.pointers, self._layouts = where, how
-            self._memory = [t.untyped_storage() if t.layout is torch.strided else None for t in tensors]
+            self._memory = [
+                t.untyped_storage() if t.layout is torch.strided else None
+                for t in tensors
+            ]
             # All watched tensors count as written: to look at the old memory of those that did not move is not worth
             # its risk.
             unsure = self._watched - moved
@@ -139,7 +174,10 @@ class TrackedTensors:
 
     def fits(self, index: int, value: torch.Tensor) -> bool:
         """Whether one of the tensors has the shape and dtype of a value."""
-        return (self._held[index].shape, self._held[index].dtype) == (value.shape, value.dtype)
+        return (self._held[index].shape, self._held[index].dtype) == (
+            value.shape,
+            value.dtype,
+        )
 
     def take(self, index: int, value: torch.Tensor) -> None:
         """Writes one of the tensors. After this, the copies do not agree with it."""
@@ -161,10 +199,16 @@ class TrackedTensors:
 #   would compute with the new values only if another run had begun meanwhile.
 # - torch's kernels write running statistics without changing their version, so that an earlier forward, which has saved
 #   them, may still have its backward. The library does the same.
-def write_value(buffer: torch.Tensor, value: torch.Tensor, is_counted: bool = True) -> None:
+def write_value(
+    buffer: torch.Tensor, value: torch.Tensor, is_counted: bool = True
+) -> None:
     """Writes a buffer, or a copy of one. See Note [Writes that count, and writes that do not]."""
     # An inference tensor counts no writes.
-    with nullcontext() if is_counted or buffer.is_inference() else keeping_version(buffer):
+    with (
+        nullcontext()
+        if is_counted or buffer.is_inference()
+        else keeping_version(buffer)
+    ):
         write_values(buffer, value.detach())
 
 
@@ -179,13 +223,25 @@ def has_bits_of(copied: torch.Tensor, original: torch.Tensor) -> bool:
     """Whether a copy can be compared with the original, and has the same bits."""
     if not can_compare(copied, original):
         return False
-    one, other = memory_between_ends(copied), memory_between_ends(original)  # of numbers, 0.0 and -0.0 would be equal
-    whole = len(one) // 8 * 8 if one.data_ptr() % 8 == other.data_ptr() % 8 == 0 else 0  # words are compared faster
-    are_same_words = torch.equal(one[:whole].view(torch.int64), other[:whole].view(torch.int64))
+    one, other = (
+        memory_between_ends(copied),
+        memory_between_ends(original),
+    )  # of numbers, 0.0 and -0.0 would be equal
+    whole = (
+        len(one) // 8 * 8 if one.data_ptr() % 8 == other.data_ptr() % 8 == 0 else 0
+    )  # words are compared faster
+    are_same_words = torch.equal(
+        one[:whole].view(torch.int64), other[:whole].view(torch.int64)
+    )
     return are_same_words and torch.equal(one[whole:], other[whole:])
 
 
-def bring_value(copied: torch.Tensor, original: torch.Tensor, is_unsure: bool, is_running: bool = False) -> None:
+def bring_value(
+    copied: torch.Tensor,
+    original: torch.Tensor,
+    is_unsure: bool,
+    is_running: bool = False,
+) -> None:
     """Writes a copy of a buffer, or of a constant. `is_unsure`: it may agree already."""
     if has_lost_memory(original):  # it has no values now
         return
@@ -216,26 +272,44 @@ class UncountedWrites:
             for each change; and if nothing is counted there, at the one after it, which makes a checksum.
     """
 
-    def __init__(self, tensors: dict[int, torch.Tensor], is_exact: bool = False) -> None:
+    def __init__(
+        self, tensors: dict[int, torch.Tensor], is_exact: bool = False
+    ) -> None:
         dense = {key: t for key, t in tensors.items() if t.layout is torch.strided}
-        here = {key: memory_between_ends(tensor) for key, tensor in dense.items() if tensor.is_cpu}
+        here = {
+            key: memory_between_ends(tensor)
+            for key, tensor in dense.items()
+            if tensor.is_cpu
+        }
         self._here = here
         self._storages = [bits.untyped_storage() for bits in here.values()]
         self._sizes = sizes_of(self._storages)
         self._small = {key: bits for key, bits in here.items() if bits.nbytes <= _SMALL}
         self._kept = self._bits_of_small()
         large = {key: bits for key, bits in here.items() if bits.nbytes > _SMALL}
-        self._large = {key: _Large(bits, _count_columns(dense[key])) for key, bits in large.items()}
+        self._large = {
+            key: _Large(bits, _count_columns(dense[key])) for key, bits in large.items()
+        }
         self._is_exact = is_exact
         # The checksums of the large tensors, as far as they are known; None: the next call makes one.
         self._sums: dict[int, torch.Tensor | None] = {}
         if is_exact:
-            self._sums.update((key, _sum_columns(one)) for key, one in self._large.items())
-        self._reads = DataReads({key: tensor for key, tensor in dense.items() if not tensor.is_cpu})
+            self._sums.update(
+                (key, _sum_columns(one)) for key, one in self._large.items()
+            )
+        self._reads = DataReads(
+            {key: tensor for key, tensor in dense.items() if not tensor.is_cpu}
+        )
         self._never_known = tensors.keys() - dense.keys()
-        self._never_known |= {key for key, tensor in dense.items() if tensor.is_inference() and not tensor.is_cpu}
+        self._never_known |= {
+            key
+            for key, tensor in dense.items()
+            if tensor.is_inference() and not tensor.is_cpu
+        }
 
-    def take(self, counted: Set[int], counts_all: bool = False) -> tuple[set[int], set[int]]:
+    def take(
+        self, counted: Set[int], counts_all: bool = False
+    ) -> tuple[set[int], set[int]]:
         """The tensors that were written since the last call, and those that may have been.
 
         Args:
@@ -251,7 +325,9 @@ class UncountedWrites:
                 continue
             is_at_rest, before = key in self._sums, self._sums.pop(key, None)
             if key not in counted or self._is_exact:
-                self._sums[key] = sums = _sum_columns(large) if is_at_rest or self._is_exact else None
+                self._sums[key] = sums = (
+                    _sum_columns(large) if is_at_rest or self._is_exact else None
+                )
                 if key in counted:
                     continue
                 if before is None or sums is None:
@@ -262,7 +338,9 @@ class UncountedWrites:
         if not torch.equal(now, before):
             sizes = [bits.numel() for bits in self._small.values()]
             pairs = zip(self._small, now.split(sizes), before.split(sizes), strict=True)
-            written.update(key for key, one, other in pairs if not torch.equal(one, other))
+            written.update(
+                key for key, one, other in pairs if not torch.equal(one, other)
+            )
             self._kept = now
         return written, unsure
 
@@ -270,7 +348,11 @@ class UncountedWrites:
         """Forgets the tensors whose memory was taken away: to read there would end the process."""
         self._sizes = sizes_of(self._storages)
         lost = {key for key, bits in self._here.items() if has_lost_memory(bits)}
-        kept = zip(self._small, self._kept.split([bits.numel() for bits in self._small.values()]), strict=True)
+        kept = zip(
+            self._small,
+            self._kept.split([bits.numel() for bits in self._small.values()]),
+            strict=True,
+        )
         self._kept = _concatenate([bits for key, bits in kept if key not in lost])
         for key in lost:
             for known in (self._here, self._small, self._large, self._sums):
@@ -281,7 +363,9 @@ class UncountedWrites:
 
 
 def _concatenate(parts: list[torch.Tensor]) -> torch.Tensor:
-    return torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8, device="cpu")
+    return (
+        torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8, device="cpu")
+    )
 
 
 @final
@@ -293,11 +377,17 @@ class DataReads:
     """
 
     def __init__(self, tensors: dict[int, torch.Tensor]) -> None:
-        self._storages = {key: tensor.untyped_storage() for key, tensor in tensors.items()}
+        self._storages = {
+            key: tensor.untyped_storage() for key, tensor in tensors.items()
+        }
         self._keys = {storage._cdata for storage in self._storages.values()}
-        self._read = self._keys & _given.keys()  # the program has read these before, and still holds the `.data`
+        self._read = (
+            self._keys & _given.keys()
+        )  # the program has read these before, and still holds the `.data`
         given = {storage: len(_given.get(storage, ())) for storage in self._keys}
-        self._users = {key: num_users(s) - given[s._cdata] for key, s in self._storages.items()}
+        self._users = {
+            key: num_users(s) - given[s._cdata] for key, s in self._storages.items()
+        }
         if tensors:
             listen_to_data()
             _listeners[id(self)] = self
@@ -314,7 +404,9 @@ class DataReads:
         # First the set is exchanged: another thread may note a read meanwhile.
         read, self._read = self._read, set()
         found = {key for key, s in self._storages.items() if s._cdata in read}
-        for storage, users in ((self._storages[key], self._users[key]) for key in found):
+        for storage, users in (
+            (self._storages[key], self._users[key]) for key in found
+        ):
             if storage._cdata in _given or num_users(storage) > users:
                 self._read.add(storage._cdata)
         return found
@@ -337,10 +429,18 @@ class StepWrites:
 
     def note(self) -> None:
         """Says that what was written until now is known."""
-        before, self._versions, self._pointers = self._pointers, versions(self.tensors), pointers(self.tensors)
+        before, self._versions, self._pointers = (
+            self._pointers,
+            versions(self.tensors),
+            pointers(self.tensors),
+        )
         self._uncounted.take(set())
         if before != self._pointers:
-            dense = {i: tensor for i, tensor in enumerate(self.tensors) if tensor.layout is torch.strided}
+            dense = {
+                i: tensor
+                for i, tensor in enumerate(self.tensors)
+                if tensor.layout is torch.strided
+            }
             self._uncounted = UncountedWrites(dense, is_exact=True)
 
     def is_counted(self, index: int) -> bool:
@@ -349,14 +449,21 @@ class StepWrites:
 
     def written(self) -> set[int]:
         """The positions of the tensors that were written, or got other memory through `.data`."""
-        counted = set(differing((versions(self.tensors), pointers(self.tensors)), (self._versions, self._pointers)))
+        counted = set(
+            differing(
+                (versions(self.tensors), pointers(self.tensors)),
+                (self._versions, self._pointers),
+            )
+        )
         written, unsure = self._uncounted.take(counted)
         return counted | written | unsure
 
 
 # `valuerefs` makes a list at once: another thread may add a listener meanwhile.
 _listeners: weakref.WeakValueDictionary[int, DataReads] = weakref.WeakValueDictionary()
-_given: dict[int, dict[int, weakref.ref[torch.Tensor]]] = {}  # by storage: the tensors that reading `.data` returned
+_given: dict[
+    int, dict[int, weakref.ref[torch.Tensor]]
+] = {}  # by storage: the tensors that reading `.data` returned
 
 
 @functools.cache  # once in a process
@@ -370,7 +477,9 @@ def listen_to_data() -> None:
     def data(tensor: torch.Tensor) -> torch.Tensor:
         given: torch.Tensor = plain.__get__(tensor)
         if not tensor.is_cpu and tensor.layout is torch.strided:
-            with suppress(NotImplementedError, RuntimeError, ValueError):  # a tensor without a storage
+            with suppress(
+                NotImplementedError, RuntimeError, ValueError
+            ):  # a tensor without a storage
                 storage = tensor.untyped_storage()._cdata
                 gone = functools.partial(_forget, storage, id(given))
                 _given.setdefault(storage, {})[id(given)] = weakref.ref(given, gone)
@@ -392,7 +501,9 @@ def _forget(storage: int, given: int, _: object) -> None:
 def _count_columns(tensor: torch.Tensor) -> int:
     """A number of columns such that the checksums also change if two neighbouring rows change places."""
     steps = [stride * tensor.element_size() for stride in tensor.stride() if stride]
-    return next((c for c in _COLUMNS if all(step % (8 * c) for step in steps)), _COLUMNS[0])
+    return next(
+        (c for c in _COLUMNS if all(step % (8 * c) for step in steps)), _COLUMNS[0]
+    )
 
 
 def _sum_columns(large: _Large) -> torch.Tensor:
@@ -405,5 +516,7 @@ def _sum_columns(large: _Large) -> torch.Tensor:
     words = bits[begin : begin + (bits.numel() - begin) // 8 * 8].view(torch.int64)
     whole = words.numel() // num_columns * num_columns
     columns = words[:whole].view(-1, num_columns).sum(0)
-    rest = torch.cat([words[whole:].view(torch.uint8), bits[:begin], bits[begin + words.nbytes :]])
+    rest = torch.cat(
+        [words[whole:].view(torch.uint8), bits[:begin], bits[begin + words.nbytes :]]
+    )
     return torch.cat([columns.view(torch.uint8), rest])

@@ -40,7 +40,11 @@ def explain_devices(
         known: The ids of the parameters of which replicas have copies.
         devices: The device of each replica.
     """
-    is_torchs = type(error) is RuntimeError and len(error.args) == 1 and isinstance(error.args[0], str)
+    is_torchs = (
+        type(error) is RuntimeError
+        and len(error.args) == 1
+        and isinstance(error.args[0], str)
+    )
     text = error.args[0] if is_torchs else ""
     if not _OF_DEVICES.search(text) or text.startswith(_BEGIN):
         return
@@ -50,7 +54,9 @@ def explain_devices(
     for name, tensor in shared_tensors(named, own, known):
         is_apart = bool(places - {tensor.device}) and not _is_usable_anywhere(tensor)
         if is_apart and (not told or str(tensor.device) in told):
-            elsewhere.append(f"`{name}`, of shape {tuple(tensor.shape)} on {tensor.device}")
+            elsewhere.append(
+                f"`{name}`, of shape {tuple(tensor.shape)} on {tensor.device}"
+            )
     if elsewhere:
         more = f" and {len(elsewhere) - _SHOWN} more" if len(elsewhere) > _SHOWN else ""
         shown = "; ".join(elsewhere[:_SHOWN]) + more

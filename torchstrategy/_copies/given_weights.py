@@ -50,7 +50,9 @@ def own_weights_in_place(module: nn.Module) -> Iterator[dict[str, torch.Tensor]]
     """
     parts = list(module.modules())
     if not any(map(_has_given, parts)):
-        tables = (table for part in parts for table in (part._parameters, part._buffers))
+        tables = (
+            table for part in parts for table in (part._parameters, part._buffers)
+        )
         _own[module] = [(table, dict(table)) for table in tables if table]
         yield {}
         return
@@ -66,13 +68,18 @@ def own_weights_in_place(module: nn.Module) -> Iterator[dict[str, torch.Tensor]]
 
 def _has_given(part: nn.Module) -> bool:
     parameters, buffers = part._parameters.values(), part._buffers.values()
-    return any(map(_is_given_parameter, parameters)) or any(map(_is_given_buffer, buffers))
+    return any(map(_is_given_parameter, parameters)) or any(
+        map(_is_given_buffer, buffers)
+    )
 
 
 def _find_given(module: nn.Module) -> Iterator[_Given]:
     for path, part in module.named_modules():
         prefix = f"{path}." if path else ""
-        for table, is_given in ((part._parameters, _is_given_parameter), (part._buffers, _is_given_buffer)):
+        for table, is_given in (
+            (part._parameters, _is_given_parameter),
+            (part._buffers, _is_given_buffer),
+        ):
             for name, tensor in table.items():
                 if tensor is not None and is_given(tensor):
                     yield _Given(prefix + name, table, name, tensor)
@@ -83,7 +90,9 @@ def _is_given_parameter(tensor: torch.Tensor | None) -> bool:
     if tensor is None or type(tensor) is nn.Parameter:
         return False
     # A subclass of `torch.nn.Parameter` is one, which is refused elsewhere, by its name.
-    return not issubclass(plain_class(type(tensor)), nn.Parameter) and not is_variable(tensor)
+    return not issubclass(plain_class(type(tensor)), nn.Parameter) and not is_variable(
+        tensor
+    )
 
 
 def _is_given_buffer(tensor: torch.Tensor | None) -> bool:
@@ -91,7 +100,9 @@ def _is_given_buffer(tensor: torch.Tensor | None) -> bool:
     return tensor is not None and tensor.requires_grad and not is_variable(tensor)
 
 
-def _find_own(module: nn.Module, given: list[_Given]) -> list[tuple[_Given, torch.Tensor | None]]:
+def _find_own(
+    module: nn.Module, given: list[_Given]
+) -> list[tuple[_Given, torch.Tensor | None]]:
     """What belongs in the place of each given tensor.
 
     If that is not known, it is a new parameter: the values do not matter, since the given tensor is used.
@@ -109,25 +120,35 @@ def _find_own(module: nn.Module, given: list[_Given]) -> list[tuple[_Given, torc
         if own is None or own.device != tensor.device:
             own = stand_ins.get(id(tensor))
             if own is None:
-                own = nn.Parameter(torch.empty_like(tensor.detach()), tensor.is_floating_point())
+                own = nn.Parameter(
+                    torch.empty_like(tensor.detach()), tensor.is_floating_point()
+                )
             stand_ins[id(tensor)] = content[place.name] = own
         pairs.append((place, own))
     return pairs
 
 
-def send_given(given: Mapping[str, torch.Tensor], device: Device) -> dict[str, torch.Tensor]:
+def send_given(
+    given: Mapping[str, torch.Tensor], device: Device
+) -> dict[str, torch.Tensor]:
     """Given tensors on the device of a replica, through autograd, with the attributes that the user has set on them."""
     sent = {}
     for path, tensor in given.items():
         sent[path] = there = tensor.to(device)
         if there is not tensor:
-            held = {name: v.to(device) if isinstance(v, torch.Tensor) else v for name, v in vars(tensor).items()}
+            held = {
+                name: v.to(device) if isinstance(v, torch.Tensor) else v
+                for name, v in vars(tensor).items()
+            }
             vars(there).update(held)
     return sent
 
 
 def call_with(
-    module: nn.Module, given: Mapping[str, torch.Tensor], inputs: tuple[Any, ...], kwargs: dict[str, Any]
+    module: nn.Module,
+    given: Mapping[str, torch.Tensor],
+    inputs: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> Any:
     """Calls a module with given tensors in the places of parameters and buffers. Runs in each replica.
 
@@ -136,7 +157,9 @@ def call_with(
     """
     placed = dict(given)
     known = Versions(list(given.values()))
-    output = torch.func.functional_call(module, placed, inputs, kwargs, tie_weights=False)
+    output = torch.func.functional_call(
+        module, placed, inputs, kwargs, tie_weights=False
+    )
     written = known.written()
     for position, (path, tensor) in enumerate(given.items()):
         if position in written or placed[path] is not tensor:

@@ -42,9 +42,15 @@ def can_have_copies(optimizer: Optimizer) -> bool:
     if not is_torchs(optimizer) or isinstance(optimizer, LBFGS):
         return False
     inside = vars(optimizer)
-    has_hooks = inside["_optimizer_step_pre_hooks"] or inside["_optimizer_step_post_hooks"] or others_are_told()
+    has_hooks = (
+        inside["_optimizer_step_pre_hooks"]
+        or inside["_optimizer_step_post_hooks"]
+        or others_are_told()
+    )
     # A fused optimizer divides gradients by the scale of a GradScaler, which tells it to the user's optimizer only.
-    return not has_hooks and not any(group.get("fused") for group in inside["param_groups"])
+    return not has_hooks and not any(
+        group.get("fused") for group in inside["param_groups"]
+    )
 
 
 @final
@@ -56,8 +62,13 @@ class OptimizerCopies:
         local: For each replica that has parameters with memory of their own: these, by the ids of the user's.
     """
 
-    def __init__(self, optimizer: Optimizer, local: Mapping[int, Mapping[int, ReplicaParameter]]) -> None:
-        self.of_replicas = {replica: _Copy(optimizer, parameters) for replica, parameters in local.items()}
+    def __init__(
+        self, optimizer: Optimizer, local: Mapping[int, Mapping[int, ReplicaParameter]]
+    ) -> None:
+        self.of_replicas = {
+            replica: _Copy(optimizer, parameters)
+            for replica, parameters in local.items()
+        }
         # The state of the user's optimizer that the copies agree with.
         self._known: list[Any] = []
         self._tensors = TrackedTensors([])  # those in it
@@ -82,7 +93,9 @@ class OptimizerCopies:
         self._known = known
         self._gradients = _mark_gradients(optimizer)
 
-    def step(self, optimizer: Optimizer, owners: Sequence[torch.Tensor], arrived: Arrived) -> bool:
+    def step(
+        self, optimizer: Optimizer, owners: Sequence[torch.Tensor], arrived: Arrived
+    ) -> bool:
         """After a step of the user's optimizer: the copies take the same step on the replicas' parameters.
 
         Args:
@@ -101,19 +114,29 @@ class OptimizerCopies:
             taken: list[_Gradient] = []
             for owner, gradient in gradients:
                 if gradient is not None and id(owner) in copied.plain:
-                    taken.append(_Gradient(owner, gradient, here=arrived(gradient, replica)))
+                    taken.append(
+                        _Gradient(owner, gradient, here=arrived(gradient, replica))
+                    )
             with traced("update [{}] [replica {}]", optimizer, replica):
                 copied.step(taken)
-        self._note_state(optimizer)  # the step itself has written it, and the copies have done the same to theirs
+        self._note_state(
+            optimizer
+        )  # the step itself has written it, and the copies have done the same to theirs
         return True
 
     def _note_state(self, optimizer: Optimizer) -> bool:
         """Says that the copies agree with the state that the optimizer has now. Returns whether it is a new one."""
-        values = [value for state in vars(optimizer)["state"].values() for value in state.values()]
+        values = [
+            value
+            for state in vars(optimizer)["state"].values()
+            for value in state.values()
+        ]
         if are_same(values, self._known):
             return bool(self._tensors.take_changes().all)
         self._known = values
-        self._tensors = TrackedTensors(value for value in values if isinstance(value, torch.Tensor))
+        self._tensors = TrackedTensors(
+            value for value in values if isinstance(value, torch.Tensor)
+        )
         self._tensors.watch()
         return True
 
@@ -126,7 +149,9 @@ class _Gradient(NamedTuple):
 
     owner: torch.Tensor  # the user's parameter
     gradient: torch.Tensor  # of the user's parameter
-    here: torch.Tensor | None  # the copy of the gradient that is on the replica's device already
+    here: (
+        torch.Tensor | None
+    )  # the copy of the gradient that is on the replica's device already
 
 
 def _mark_gradients(optimizer: Optimizer) -> list[tuple[int, int]]:
@@ -137,29 +162,45 @@ def _mark_gradients(optimizer: Optimizer) -> list[tuple[int, int]]:
 class _Copy:
     """The copy of an optimizer for one replica."""
 
-    def __init__(self, optimizer: Optimizer, local: Mapping[int, ReplicaParameter]) -> None:
+    def __init__(
+        self, optimizer: Optimizer, local: Mapping[int, ReplicaParameter]
+    ) -> None:
         cls, inside = plain_class(type(optimizer)), vars(optimizer)
         self._local = local
         # The copy updates plain parameters over the same memory: for a subclass, such as `ReplicaParameter`, torch
         # chooses another loop, which rounds otherwise.
         owners = [owner for owner in parameters_of(optimizer) if id(owner) in local]
-        self.plain = {id(owner): nn.Parameter(local[id(owner)].detach()) for owner in owners}
+        self.plain = {
+            id(owner): nn.Parameter(local[id(owner)].detach()) for owner in owners
+        }
         groups: list[dict[str, Any]] = []
         for group in inside["param_groups"]:
-            plain = [self.plain[id(owner)] for owner in group["params"] if id(owner) in local]
+            plain = [
+                self.plain[id(owner)] for owner in group["params"] if id(owner) in local
+            ]
             groups.append({**group, "params": plain})
         # Not by the constructor: those of torch's optimizers differ in their arguments.
         self._optimizer: Any = object.__new__(cls)
-        state = {"defaults": dict(inside["defaults"]), "state": defaultdict(dict), "param_groups": groups}
+        state = {
+            "defaults": dict(inside["defaults"]),
+            "state": defaultdict(dict),
+            "param_groups": groups,
+        }
         self._optimizer.__setstate__(state)
 
     def state(self) -> dict[torch.Tensor, Any]:
         state = self._optimizer.state
-        return {self._local[key]: state[plain] for key, plain in self.plain.items() if plain in state}
+        return {
+            self._local[key]: state[plain]
+            for key, plain in self.plain.items()
+            if plain in state
+        }
 
     def bring(self, optimizer: Optimizer, with_state: bool) -> None:
         """Brings the settings of the user's optimizer, and its state if asked."""
-        for group, copied in zip(vars(optimizer)["param_groups"], self._optimizer.param_groups, strict=True):
+        for group, copied in zip(
+            vars(optimizer)["param_groups"], self._optimizer.param_groups, strict=True
+        ):
             copied.update(settings_of(group))
         if not with_state:
             return
@@ -167,7 +208,9 @@ class _Copy:
         for owner, values in vars(optimizer)["state"].items():
             plain = self.plain.get(id(owner))
             if plain is not None:
-                self._optimizer.state[plain] = {name: _send(value, plain) for name, value in values.items()}
+                self._optimizer.state[plain] = {
+                    name: _send(value, plain) for name, value in values.items()
+                }
 
     def step(self, gradients: Sequence[_Gradient]) -> None:
         """Takes a step."""
@@ -179,7 +222,12 @@ class _Copy:
             # The replica's parameter may have got other memory since the last step (`ModuleReplica.bring_parameters`).
             if plain.data_ptr() != local.data_ptr() or plain.shape != local.shape:
                 plain.data = local.detach()
-        sent = iter(copy_to([one.gradient for one in gradients if one.here is None], trained[0].device))
+        sent = iter(
+            copy_to(
+                [one.gradient for one in gradients if one.here is None],
+                trained[0].device,
+            )
+        )
         for one, plain in zip(gradients, trained, strict=True):
             plain.grad = next(sent) if one.here is None else one.here
         try:

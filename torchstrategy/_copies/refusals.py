@@ -14,7 +14,10 @@ import torch
 from torch import nn
 
 from torchstrategy._base.memory import LOST_MEMORY, has_lost_memory, wraps_others
-from torchstrategy._base.objects.attribute_contents import things_in, variables_in_closure
+from torchstrategy._base.objects.attribute_contents import (
+    things_in,
+    variables_in_closure,
+)
 from torchstrategy._base.objects.module_traversal import (
     HOOK_TABLES,
     computed_by_hooks,
@@ -27,7 +30,11 @@ from torchstrategy._run.module_tensors import trainable_among
 from torchstrategy._variables.variable import is_variable
 
 
-def refuse_uncopyable(roots: Sequence[nn.Module], are_all: bool = True, further: Sequence[torch.Tensor] = ()) -> None:
+def refuse_uncopyable(
+    roots: Sequence[nn.Module],
+    are_all: bool = True,
+    further: Sequence[torch.Tensor] = (),
+) -> None:
     """Refuses modules of which replicas cannot have copies.
 
     Args:
@@ -40,12 +47,22 @@ def refuse_uncopyable(roots: Sequence[nn.Module], are_all: bool = True, further:
     Raises:
         TypeError: Naming what cannot be copied.
     """
-    named = [pair for root in roots for pair in root.named_modules(prefix=type(root).__name__)]
-    parameters = {id(parameter) for _, module in named for parameter in module.parameters(recurse=False)}
+    named = [
+        pair
+        for root in roots
+        for pair in root.named_modules(prefix=type(root).__name__)
+    ]
+    parameters = {
+        id(parameter)
+        for _, module in named
+        for parameter in module.parameters(recurse=False)
+    }
     parameters.update(map(id, further))
     for path, module in named:
         if isinstance(module, torch.jit.ScriptModule):
-            raise TypeError(f"{path} is a ScriptModule, which cannot be copied. Use the module it was made from.")
+            raise TypeError(
+                f"{path} is a ScriptModule, which cannot be copied. Use the module it was made from."
+            )
         if isinstance(module, nn.DataParallel):
             raise TypeError(
                 f"{path} is a torch.nn.DataParallel, and would make replicas of each replica. Use the module that it "
@@ -67,12 +84,16 @@ def refuse_uncopyable(roots: Sequence[nn.Module], are_all: bool = True, further:
         # each forward: of the replica's own parameters.
         computed = computed_by_hooks(module)
         for name, value in {**module._buffers, **plain_attributes(module)}.items():
-            if name not in computed and not (name in module._buffers and is_variable(value)):
+            if name not in computed and not (
+                name in module._buffers and is_variable(value)
+            ):
                 refuse_trainable(f"{path}.{name}", value, parameters)
         for name, tensor in tensors_with_attributes(module):
             for key, value in vars(tensor).items():
                 refuse_trainable(f"{path}.{name}.{key}", value, parameters)
-        for hook in chain.from_iterable(vars(module)[table].values() for table in HOOK_TABLES):
+        for hook in chain.from_iterable(
+            vars(module)[table].values() for table in HOOK_TABLES
+        ):
             refuse_trainable(f"A hook of {path}", hook, parameters)
 
 
@@ -93,7 +114,8 @@ def refuse_trainable(path: str, value: object, parameters: Container[int]) -> No
             "it a torch.nn.Parameter(...) or torch.nn.ParameterList([...]) of the module, or detach it."
         )
     for name in trainable_among(
-        variables_in_closure(value) if isinstance(value, types.FunctionType) else (), parameters
+        variables_in_closure(value) if isinstance(value, types.FunctionType) else (),
+        parameters,
     ):
         raise TypeError(
             f"{path} is a function that closes over {name}, a tensor that requires grad and is no parameter: every "
@@ -106,7 +128,11 @@ def _refuse_without_memory(name: str, tensor: torch.Tensor | None) -> None:
         return
     if has_lost_memory(tensor):
         raise TypeError(LOST_MEMORY.format(name))
-    if wraps_others(tensor) and tensor.layout is torch.strided and not is_variable(tensor):
+    if (
+        wraps_others(tensor)
+        and tensor.layout is torch.strided
+        and not is_variable(tensor)
+    ):
         raise TypeError(
             f"{name} is a {type(tensor).__name__}, which wraps other tensors: replicas have copies of tensors with "
             "memory of their own only. Use MultiWorkerMirroredStrategy with one device in each process: it makes no "
@@ -133,4 +159,6 @@ def _refuse_parameter(name: str, parameter: torch.Tensor) -> None:
                 "the length of a call. Replicas have copies of parameters only: call functional_call in the step that "
                 "strategy.run runs, and not around it."
             )
-        raise TypeError(f"{name} is a {kind}. Replicas can have copies of torch.nn.Parameter, not of its subclasses.")
+        raise TypeError(
+            f"{name} is a {kind}. Replicas can have copies of torch.nn.Parameter, not of its subclasses."
+        )

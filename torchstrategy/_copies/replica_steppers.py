@@ -49,7 +49,9 @@ def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
 class OptimizerHost(Protocol):
     """The user's own parameters and gradients in one run, for the optimizers in its replicas."""
 
-    def call_for_all(self, call: Callable[[], Tree], optimizer: Optimizer | None = None) -> Tree:
+    def call_for_all(
+        self, call: Callable[[], Tree], optimizer: Optimizer | None = None
+    ) -> Tree:
         """Calls a function once for all replicas, while they wait: the user's parameters have all gradients.
 
         Args:
@@ -116,13 +118,22 @@ class ReplicaOptimizer:
         """The optimizer's state for each of this replica's parameters. The step may read it, and not write on it."""
         name = plain_class(type(self.optimizer)).__name__
         if self.own_state is not None:
-            with self.gradients.on_callers_streams():  # the first replica that asks brings the state to all of them
+            with (
+                self.gradients.on_callers_streams()
+            ):  # the first replica that asks brings the state to all of them
                 states = self.own_state()
         else:
-            states = {self._local(owner): state for owner, state in users_own(self.optimizer, "state").items()}
+            states = {
+                self._local(owner): state
+                for owner, state in users_own(self.optimizer, "state").items()
+            }
         if self._shown_state is None:
-            values = chain.from_iterable(of.values() for of in states.values() if isinstance(of, dict))
-            self._shown_state = Versions([value for value in values if isinstance(value, torch.Tensor)])
+            values = chain.from_iterable(
+                of.values() for of in states.values() if isinstance(of, dict)
+            )
+            self._shown_state = Versions(
+                [value for value in values if isinstance(value, torch.Tensor)]
+            )
         shown: dict[torch.Tensor, Any] = {}
         for parameter, state in states.items():
             shown[parameter] = _Shown(name, state) if isinstance(state, dict) else state
@@ -144,20 +155,28 @@ class ReplicaOptimizer:
             *args: Its arguments, the same in each replica. But a closure computes the replica's own loss.
             **kwargs: Its keyword arguments, likewise.
         """
-        name = "optimizer.step()" if method == "step" else f"{plain_class(type(self.optimizer)).__name__}.{method}()"
+        name = (
+            "optimizer.step()"
+            if method == "step"
+            else f"{plain_class(type(self.optimizer)).__name__}.{method}()"
+        )
         closures = [value for value in (*args, *kwargs.values()) if _is_closure(value)]
         if closures:
             return self._call_with(closures[0], name, method, (args, kwargs))
 
         def combine(brought: Sequence[_Given]) -> list[Any]:
             _check(name, brought, self.host)
-            result = self.host.call_for_all(lambda: self._update(method, *args, **kwargs), self.optimizer)
+            result = self.host.call_for_all(
+                lambda: self._update(method, *args, **kwargs), self.optimizer
+            )
             return [result] * len(brought)
 
         self.gradients.totals.accumulate(self.replica.index)
         return self.replica.synchronize(name, combine, (args, kwargs))
 
-    def _call_with(self, closure: Callable[[], Any], name: str, method: str, arguments: _Given) -> Any:
+    def _call_with(
+        self, closure: Callable[[], Any], name: str, method: str, arguments: _Given
+    ) -> Any:
         """Runs an optimizer that calls a closure for the loss and its gradients, as often as it likes (`LBFGS`).
 
         The optimizer's loop runs on the thread of the first replica, and the others wait at the next synchronization
@@ -196,7 +215,9 @@ class ReplicaOptimizer:
 
         # The closure cannot run on the thread of the caller, which is the one that combines: it is a part of the step,
         # and needs the thread-local state of its replica. So the loop has to run on the thread of a replica, too.
-        self.replica.synchronize(name, begin, _replace_argument(arguments, closure, None))
+        self.replica.synchronize(
+            name, begin, _replace_argument(arguments, closure, None)
+        )
         if self.leads:
             args, kwargs = _replace_argument(arguments, closure, ask_all)
             with host.cross_replica():
@@ -222,7 +243,9 @@ class ReplicaOptimizer:
             return
         central = self._central_groups
         for (i, name), value in self.written_settings().items():
-            if isinstance(value, torch.Tensor) and isinstance(central[i].get(name), torch.Tensor):
+            if isinstance(value, torch.Tensor) and isinstance(
+                central[i].get(name), torch.Tensor
+            ):
                 central[i][name].copy_(value)
             else:
                 central[i][name] = value
@@ -255,12 +278,16 @@ class ReplicaOptimizer:
         """For each group, the settings of the next update that are numbers, flags or the like."""
         groups: list[dict[str, Any]] = []
         for group in self._central_groups:
-            groups.append({name: value for name, value in group.items() if _is_setting(value)})
+            groups.append(
+                {name: value for name, value in group.items() if _is_setting(value)}
+            )
         for (i, name), value in self.written_settings().items():
             groups[i][name] = value
         return groups
 
-    def refuse_other_settings(self, mine: int, others: Mapping[int, ReplicaOptimizer]) -> None:
+    def refuse_other_settings(
+        self, mine: int, others: Mapping[int, ReplicaOptimizer]
+    ) -> None:
         """Refuses a write on the state, and a setting that another replica has set to another number than this one has.
 
         Args:
@@ -272,12 +299,18 @@ class ReplicaOptimizer:
         """
         shown_states = [one._shown_state for one in (self, *others.values())]
         if any(state is not None and state.have_changed() for state in shown_states):
-            raise RuntimeError(_STATE_WRITTEN.format(name=plain_class(type(self.optimizer)).__name__))
+            raise RuntimeError(
+                _STATE_WRITTEN.format(name=plain_class(type(self.optimizer)).__name__)
+            )
         written = self.written_settings()
         for replica, other in others.items():
             for (i, name), value in other.written_settings().items():
                 own = written.get((i, name), self._central_groups[i].get(name))
-                if isinstance(value, _COMPARED) and isinstance(own, _COMPARED) and own != value:
+                if (
+                    isinstance(value, _COMPARED)
+                    and isinstance(own, _COMPARED)
+                    and own != value
+                ):
                     setting = f"{plain_class(type(self.optimizer)).__name__}.param_groups[{i}][{name!r}]"
                     raise RuntimeError(
                         f"The replicas set {setting} to different values: {own!r} in replica {mine} and {value!r} in "
@@ -291,7 +324,10 @@ class ReplicaOptimizer:
         return groups
 
     def _local_group(self, group: dict[str, Any]) -> dict[str, Any]:
-        return {**settings_of(group), "params": [self._local(owner) for owner in group["params"]]}
+        return {
+            **settings_of(group),
+            "params": [self._local(owner) for owner in group["params"]],
+        }
 
     def _local(self, owner: torch.Tensor) -> torch.Tensor:
         index = self.index_of.get(id(owner))
@@ -321,7 +357,9 @@ class _Shown(dict[Any, Any]):
     def _refuse(self, *args: Any, **kwargs: Any) -> Any:
         raise RuntimeError(_STATE_WRITTEN.format(name=self._optimizer))
 
-    __setitem__ = __delitem__ = setdefault = update = pop = popitem = clear = __ior__ = _refuse
+    __setitem__ = __delitem__ = setdefault = update = pop = popitem = clear = (
+        __ior__
+    ) = _refuse
 
     def __reduce__(self) -> Any:
         return dict, (dict(self),)
@@ -354,7 +392,10 @@ def _replace_argument(given: _Given, old: object, new: object) -> _Given:
 
 def _check(name: str, brought: Sequence[_Given], host: OptimizerHost) -> None:
     for given in brought if any(brought[0]) else ():  # mostly there are no arguments
-        if any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in tree_flatten(given)[0]):
+        if any(
+            isinstance(leaf, torch.Tensor) and leaf.requires_grad
+            for leaf in tree_flatten(given)[0]
+        ):
             raise RuntimeError(
                 f"{name} acts once for all replicas, and was given a tensor that requires grad, which is one replica's "
                 "own. In the step, run backward and give the method nothing of the graph; or call it after "
@@ -384,7 +425,11 @@ class SharedStepper:
 
         def combine(brought: Sequence[_Given]) -> list[Any]:
             _refuse_different(name, brought, self.host)
-            return [self.host.call_for_all(lambda: getattr(self.stepper, method)(*args, **kwargs))] * len(brought)
+            return [
+                self.host.call_for_all(
+                    lambda: getattr(self.stepper, method)(*args, **kwargs)
+                )
+            ] * len(brought)
 
         return self.replica.synchronize(name, combine, (args, kwargs))
 
@@ -419,7 +464,9 @@ def refuse_bound_methods(named: Iterable[tuple[str, object]]) -> None:
             )
 
 
-def _refuse_different(name: str, brought: Sequence[_Given], host: OptimizerHost) -> None:
+def _refuse_different(
+    name: str, brought: Sequence[_Given], host: OptimizerHost
+) -> None:
     """Refuses different arguments from the replicas for a method that runs once for all of them.
 
     Raises:
@@ -429,7 +476,10 @@ def _refuse_different(name: str, brought: Sequence[_Given], host: OptimizerHost)
     for other, by_name in brought[1:]:
         are_alike = len(args) == len(other) and kwargs.keys() == by_name.keys()
         if are_alike:
-            pairs = [*zip(args, other, strict=True), *((value, by_name[key]) for key, value in kwargs.items())]
+            pairs = [
+                *zip(args, other, strict=True),
+                *((value, by_name[key]) for key, value in kwargs.items()),
+            ]
             are_alike = all(_have_same_value(own, theirs) for own, theirs in pairs)
         if not are_alike:
             raise ValueError(

@@ -20,19 +20,46 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from torchstrategy._base.context import current_frame, is_in_replica, using_device, without_autograd
+from torchstrategy._base.context import (
+    current_frame,
+    is_in_replica,
+    using_device,
+    without_autograd,
+)
 from torchstrategy._base.devices import memory_device
 from torchstrategy._base.marks import Versions
-from torchstrategy._base.objects.proxies import is_torchs, parameters_of, plain_class, suspended, users_own
+from torchstrategy._base.objects.proxies import (
+    is_torchs,
+    parameters_of,
+    plain_class,
+    suspended,
+    users_own,
+)
 from torchstrategy._base.types import Tree
 from torchstrategy._copies.attributes.kept_by_hooks import KeptInRun
-from torchstrategy._copies.attributes.trainers import SharedGlobal, SharedTrainer, Trainer
+from torchstrategy._copies.attributes.trainers import (
+    SharedGlobal,
+    SharedTrainer,
+    Trainer,
+)
 from torchstrategy._copies.gradients.gradient_reducer import GradientReducer
-from torchstrategy._copies.gradients.replica_gradients import ReplicaParameter, written_in_replica_message
+from torchstrategy._copies.gradients.replica_gradients import (
+    ReplicaParameter,
+    written_in_replica_message,
+)
 from torchstrategy._copies.modules.replicated_modules import ReplicatedModules
 from torchstrategy._copies.optimizer_copies import OptimizerCopies, can_have_copies
-from torchstrategy._copies.replica_steppers import OptimizerHost, ReplicaOptimizer, SharedStepper
-from torchstrategy._copies.run_warnings import PLAIN_BATCH, SharedWrites, mark_training, warn_of_plain_batch
+from torchstrategy._copies.replica_steppers import (
+    OptimizerHost,
+    ReplicaOptimizer,
+    SharedStepper,
+)
+from torchstrategy._copies.run_warnings import (
+    PLAIN_BATCH,
+    SharedWrites,
+    mark_training,
+    warn_of_plain_batch,
+)
 from torchstrategy._group.group import Replica
 from torchstrategy._group.participants import Participants
 from torchstrategy._run.losses.loss_watchers import CLOSURE_OF_TERMS
@@ -58,12 +85,20 @@ class ReplicaSet:
     generation = thread = 0
 
     def __init__(
-        self, roots: list[nn.Module], variables: Sequence[Variable], optimizers: list[Optimizer], placement: Placement
+        self,
+        roots: list[nn.Module],
+        variables: Sequence[Variable],
+        optimizers: list[Optimizer],
+        placement: Placement,
     ) -> None:
         self.placement = placement
         self.replicated = ReplicatedModules(roots, placement, variables)
         # A variable needs no proxy: it asks by itself which replica it is in.
-        self.plain_owners = [o for o in self.replicated.owners if isinstance(o, nn.Parameter) and not is_variable(o)]
+        self.plain_owners = [
+            o
+            for o in self.replicated.owners
+            if isinstance(o, nn.Parameter) and not is_variable(o)
+        ]
         self._take_optimizers(optimizers)
 
     def bring_up_to_date(self, optimizers: Sequence[Optimizer]) -> bool:
@@ -72,7 +107,10 @@ class ReplicaSet:
             return False
         # The gradients of a set are those of the parameters of these optimizers, and their copies are made for these
         # parameters: after `add_param_group`, or where a parameter moved, both are made anew.
-        if _signature(optimizers) != self._optimizer_signature or self.replicated.list_sharing() != self._sharing:
+        if (
+            _signature(optimizers) != self._optimizer_signature
+            or self.replicated.list_sharing() != self._sharing
+        ):
             self._take_optimizers(optimizers)
         return True
 
@@ -82,7 +120,11 @@ class ReplicaSet:
 
     def optimizers(self) -> list[Optimizer]:
         """The user's optimizers."""
-        return [optimizer for reference in self._optimizers if (optimizer := reference()) is not None]
+        return [
+            optimizer
+            for reference in self._optimizers
+            if (optimizer := reference()) is not None
+        ]
 
     def _take_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
         self._optimizers = [weakref.ref(optimizer) for optimizer in optimizers]
@@ -93,31 +135,54 @@ class ReplicaSet:
         names_of_loose: list[str] = []
         for optimizer in optimizers:
             for name, parameter in _name_parameters(optimizer):
-                if id(parameter) not in self.replicated.index_of and id(parameter) not in loose:
+                if (
+                    id(parameter) not in self.replicated.index_of
+                    and id(parameter) not in loose
+                ):
                     loose[id(parameter)] = parameter
-                    names_of_loose.append(f"{name}, a tensor of shape {tuple(parameter.shape)},")
+                    names_of_loose.append(
+                        f"{name}, a tensor of shape {tuple(parameter.shape)},"
+                    )
         self.gradients = GradientReducer(
             owners=[*self.replicated.owners, *loose.values()],
             names=[*self.replicated.names, *names_of_loose],
             parameters=[replica.parameters for replica in self.replicated.replicas],
             # Replicas on one device run one at a time.
-            take_turns=len({memory_device(device) for device in self.placement.devices}) == 1,
+            take_turns=len({memory_device(device) for device in self.placement.devices})
+            == 1,
             all_reduce=self.placement.all_reduce,
             workers=self.placement.workers,
         )
-        indices = {key: index for index, key in enumerate([*self.replicated.index_of, *loose])}
-        self.optimized: dict[int, dict[int, int]] = {}  # by optimizer: the positions of its parameters, by their ids
+        indices = {
+            key: index for index, key in enumerate([*self.replicated.index_of, *loose])
+        }
+        self.optimized: dict[
+            int, dict[int, int]
+        ] = {}  # by optimizer: the positions of its parameters, by their ids
         for optimizer in optimizers:
-            self.optimized[id(optimizer)] = {id(p): indices[id(p)] for p in parameters_of(optimizer)}
+            self.optimized[id(optimizer)] = {
+                id(p): indices[id(p)] for p in parameters_of(optimizer)
+            }
         self.known = indices.keys()
         self._sharing = self.replicated.list_sharing()
         self._local = self.replicated.own_parameters()
         # The user's optimizer updates the first replica's parameters only if these share the memory of the user's.
-        is_updated = self.placement.is_mirrored and self._local and all(self._sharing[0])
-        followed = [optimizer for optimizer in optimizers if is_updated and can_have_copies(optimizer)]
-        self._optimizer_copies = {id(optimizer): OptimizerCopies(optimizer, self._local) for optimizer in followed}
+        is_updated = (
+            self.placement.is_mirrored and self._local and all(self._sharing[0])
+        )
+        followed = [
+            optimizer
+            for optimizer in optimizers
+            if is_updated and can_have_copies(optimizer)
+        ]
+        self._optimizer_copies = {
+            id(optimizer): OptimizerCopies(optimizer, self._local)
+            for optimizer in followed
+        }
 
-    def own_state(self, optimizer: Optimizer, replica: int) -> Callable[[], dict[torch.Tensor, Any]] | None:
+    def own_state(
+        self, optimizer: Optimizer, replica: int
+    ) -> Callable[[], dict[torch.Tensor, Any]] | None:
         """Returns a function for the state of a replica's copy of an optimizer; None if the replica has no copy."""
         copies = self._optimizer_copies.get(id(optimizer))
         if copies is None or replica not in copies.of_replicas:
@@ -130,7 +195,9 @@ class ReplicaSet:
         if copies is not None:
             with without_autograd():
                 if _signature([optimizer])[0] not in self._optimizer_signature:
-                    copies = self._optimizer_copies[id(optimizer)] = OptimizerCopies(optimizer, self._local)
+                    copies = self._optimizer_copies[id(optimizer)] = OptimizerCopies(
+                        optimizer, self._local
+                    )
                 self.replicated.refresh_parameters()
                 self.replicated.wait_until_sent()
                 copies.begin(optimizer)
@@ -139,7 +206,11 @@ class ReplicaSet:
         """The user's optimizer has taken a step: its copies take the same step."""
         copies = self._optimizer_copies_of(optimizer)
         if copies is not None:
-            owners = [parameter for parameter in parameters_of(optimizer) if id(parameter) in self.replicated.index_of]
+            owners = [
+                parameter
+                for parameter in parameters_of(optimizer)
+                if id(parameter) in self.replicated.index_of
+            ]
             if copies.step(optimizer, owners, self.gradients.find_arrived):
                 self.replicated.note_updated(owners)
 
@@ -147,7 +218,11 @@ class ReplicaSet:
         copies = self._optimizer_copies.get(id(optimizer))
         # If parameters moved to other memory in this run, the copies would update the old memory. So values are sent
         # until the next run, which makes new copies.
-        if copies is None or not can_have_copies(optimizer) or self.replicated.list_sharing() != self._sharing:
+        if (
+            copies is None
+            or not can_have_copies(optimizer)
+            or self.replicated.list_sharing() != self._sharing
+        ):
             return None
         return copies
 
@@ -157,14 +232,19 @@ def _signature(optimizers: Sequence[Optimizer]) -> list[tuple[int, list[list[int
     signature = []
     for optimizer in optimizers:
         groups = users_own(optimizer, "param_groups")
-        signature.append((id(optimizer), [list(map(id, group["params"])) for group in groups]))
+        signature.append(
+            (id(optimizer), [list(map(id, group["params"])) for group in groups])
+        )
     return signature
 
 
 def _name_parameters(optimizer: Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
     for i, group in enumerate(users_own(optimizer, "param_groups")):
         for j, parameter in enumerate(group["params"]):
-            yield f"{type(optimizer).__name__}.param_groups[{i}]['params'][{j}]", parameter
+            yield (
+                f"{type(optimizer).__name__}.param_groups[{i}]['params'][{j}]",
+                parameter,
+            )
 
 
 # Enters the strategy's cross-replica context.
@@ -205,7 +285,9 @@ class ReplicatedRun(OptimizerHost):
     _lent: list[Replica] = field(default_factory=list)
     # By replica: what stands there for the user's objects.
     _local: dict[int, Mapping[int, object]] = field(default_factory=dict)
-    _optimizers: dict[int, list[ReplicaOptimizer]] = field(default_factory=dict)  # by replica
+    _optimizers: dict[int, list[ReplicaOptimizer]] = field(
+        default_factory=dict
+    )  # by replica
     # The message for an optimizer that took a step on a thread of the user's own. The caller's thread raises it
     # later: on the other thread, nobody might see it.
     _on_other_thread: str | None = None
@@ -215,19 +297,29 @@ class ReplicatedRun(OptimizerHost):
 
     def __post_init__(self) -> None:
         # A variable that is not the strategy's may be assigned, and each replica does so for itself: it is not checked.
-        checked = [(tensor, name) for tensor, name in self.outsiders if not is_variable(tensor)]
+        checked = [
+            (tensor, name) for tensor, name in self.outsiders if not is_variable(tensor)
+        ]
         self._names_of_outsiders = [name for _, name in checked]
         # None: the step names no such tensor, as mostly.
-        self._outsiders_then = Versions([tensor for tensor, _ in checked]) if checked else None
+        self._outsiders_then = (
+            Versions([tensor for tensor, _ in checked]) if checked else None
+        )
         # The threads that act for all replicas: the caller's; and the first replica's, while an optimizer's loop runs.
         self._threads = {threading.get_ident()}
         # All that replicas have attributes or items of their own of.
-        self._writers: list[Trainer | KeptInRun] = [*self.trainers, *([] if self.kept is None else [self.kept])]
+        self._writers: list[Trainer | KeptInRun] = [
+            *self.trainers,
+            *([] if self.kept is None else [self.kept]),
+        ]
 
     def proxies(self) -> list[object]:
         """The user's objects besides modules and optimizers that become proxies."""
         kept = [] if self.kept is None else self.kept.proxies()
-        return [*self.steppers, *(trainer.original for trainer in (*self.trainers, *kept))]
+        return [
+            *self.steppers,
+            *(trainer.original for trainer in (*self.trainers, *kept)),
+        ]
 
     def local_objects(self, replica: Replica) -> Mapping[int, object]:
         """The objects that `replica` has in the place of the user's, by the ids of the user's.
@@ -257,7 +349,10 @@ class ReplicatedRun(OptimizerHost):
             **replica_set.replicated.replicas[r].local_objects,
             **{id(trainer.original): trainer.attributes[r] for trainer in trainers},
             **{id(one.optimizer): one for one in own},
-            **{id(stepper): SharedStepper(stepper, replica, self) for stepper in self.steppers},
+            **{
+                id(stepper): SharedStepper(stepper, replica, self)
+                for stepper in self.steppers
+            },
         }
         return local
 
@@ -276,7 +371,10 @@ class ReplicatedRun(OptimizerHost):
         self._check_unwritten()
         # Optimizers look at the class of parameters, and update those of a subclass one after the other, which is slow.
         # So while an optimizer steps, the user's parameters are no proxies.
-        with suspended(self.replica_set.plain_owners, self.replica_set), self.replica_set.gradients.published():
+        with (
+            suspended(self.replica_set.plain_owners, self.replica_set),
+            self.replica_set.gradients.published(),
+        ):
             if not is_for_optimizer:
                 self.replica_set.gradients.forget_arrived()
             # A merge function of a replica is over what the replica has for itself, and acts for all.
@@ -284,7 +382,9 @@ class ReplicatedRun(OptimizerHost):
         for own in chain.from_iterable(self._optimizers.values()):
             own.forget_settings()
         with without_autograd():
-            self.replica_set.replicated.refresh_parameters(in_run=True, optimizer=optimizer)
+            self.replica_set.replicated.refresh_parameters(
+                in_run=True, optimizer=optimizer
+            )
         for writer in self._writers:
             writer.refresh()
         for shared in self.shared_trainers:
@@ -292,8 +392,13 @@ class ReplicatedRun(OptimizerHost):
         if self._outsiders_then is not None:
             self._outsiders_then.take()
 
-    def call_for_all(self, call: Callable[[], Tree], optimizer: Optimizer | None = None) -> Tree:
-        with self.enter_cross_replica(), self._updating(optimizer, optimizer is not None):
+    def call_for_all(
+        self, call: Callable[[], Tree], optimizer: Optimizer | None = None
+    ) -> Tree:
+        with (
+            self.enter_cross_replica(),
+            self._updating(optimizer, optimizer is not None),
+        ):
             result = call()
             self._has_written(optimizer)
             return result
@@ -337,14 +442,24 @@ class ReplicatedRun(OptimizerHost):
             if factor is None:
                 raise RuntimeError(CLOSURE_OF_TERMS)
             weights.append(self.participants.weights[r] * factor)
-        here = [loss.cpu() if isinstance(loss, torch.Tensor) else loss for loss in losses]
+        here = [
+            loss.cpu() if isinstance(loss, torch.Tensor) else loss for loss in losses
+        ]
         # What does not count may be NaN, and 0 * NaN is NaN.
-        total = sum(loss * weight for loss, weight in zip(here, weights, strict=True) if weight)
+        total = sum(
+            loss * weight for loss, weight in zip(here, weights, strict=True) if weight
+        )
         workers = self.replica_set.placement.workers
         if workers.count == 1:
             return total
-        (of_all,) = workers.all_reduce([torch.as_tensor(total, dtype=torch.float64)], "the loss of a closure")
-        return of_all.to(losses[0].dtype) if isinstance(losses[0], torch.Tensor) else of_all.item()
+        (of_all,) = workers.all_reduce(
+            [torch.as_tensor(total, dtype=torch.float64)], "the loss of a closure"
+        )
+        return (
+            of_all.to(losses[0].dtype)
+            if isinstance(losses[0], torch.Tensor)
+            else of_all.item()
+        )
 
     def end(self) -> None:
         """Brings everything that the run made to the user's own objects. The parts that may raise come first."""
@@ -356,7 +471,9 @@ class ReplicatedRun(OptimizerHost):
             for writer in self._writers:
                 writer.put_together()
             self.replica_set.replicated.put_together(self.participants, changes)
-            self.replica_set.gradients.reduce(can_wait=True)  # it also tells whether the workers wrote the same buffers
+            self.replica_set.gradients.reduce(
+                can_wait=True
+            )  # it also tells whether the workers wrote the same buffers
             self.replica_set.replicated.return_to_originals(self.participants, changes)
         # A list, since all are written.
         if any([writer.write_back() for writer in self._writers]):
@@ -371,7 +488,9 @@ class ReplicatedRun(OptimizerHost):
         replicated = self.replica_set.replicated
         if replicated.lost_numbers.differing:
             replicated.lost_numbers.warn(self.warned)
-        if self.trained_before is None or any(replica.was_asked for replica in self._lent):
+        if self.trained_before is None or any(
+            replica.was_asked for replica in self._lent
+        ):
             return
         if self.trained_before != mark_training(replicated.owners):
             self.warned.add(PLAIN_BATCH)
@@ -389,17 +508,29 @@ class ReplicatedRun(OptimizerHost):
     def before_any_step(self, optimizer: Optimizer) -> None:
         """Called before any optimizer in the process takes a step, on its thread."""
         frame = current_frame()
-        in_this_run = frame is not None and any(frame.local_objects is local for local in list(self._local.values()))
-        is_on_other_thread = not in_this_run and threading.get_ident() not in self._threads
+        in_this_run = frame is not None and any(
+            frame.local_objects is local for local in list(self._local.values())
+        )
+        is_on_other_thread = (
+            not in_this_run and threading.get_ident() not in self._threads
+        )
         # The optimizer belongs to another run, or to this run on the thread of a replica.
-        if not in_this_run and (is_in_replica() or (is_on_other_thread and frame is not None)):
+        if not in_this_run and (
+            is_in_replica() or (is_on_other_thread and frame is not None)
+        ):
             return
         # Else the optimizer trains something that the step made itself.
         known = self.replica_set.known | {id(tensor) for tensor, _ in self.outsiders}
-        if not any(isinstance(p, ReplicaParameter) or id(p) in known for p in parameters_of(optimizer)):
+        if not any(
+            isinstance(p, ReplicaParameter) or id(p) in known
+            for p in parameters_of(optimizer)
+        ):
             return
         if is_on_other_thread:
-            names = plain_class(type(optimizer)).__name__, threading.current_thread().name
+            names = (
+                plain_class(type(optimizer)).__name__,
+                threading.current_thread().name,
+            )
             self._on_other_thread = _ON_OTHER_THREAD.format(*names)
         elif in_this_run:
             raise RuntimeError(
@@ -428,11 +559,17 @@ class ReplicatedRun(OptimizerHost):
             if self._on_other_thread is not None:
                 raise RuntimeError(self._on_other_thread)
             self.replica_set.replicated.check_unwritten(self.participants.present)
-            written = [] if self._outsiders_then is None else self._outsiders_then.written()
+            written = (
+                [] if self._outsiders_then is None else self._outsiders_then.written()
+            )
             if written:
-                raise RuntimeError(written_in_replica_message(self._names_of_outsiders[written[0]]))
+                raise RuntimeError(
+                    written_in_replica_message(self._names_of_outsiders[written[0]])
+                )
 
-    def _updating(self, optimizer: Optimizer | None, is_for_optimizer: bool) -> AbstractContextManager[object]:
+    def _updating(
+        self, optimizer: Optimizer | None, is_for_optimizer: bool
+    ) -> AbstractContextManager[object]:
         self.replica_set.replicated.check_structure(self.participants.present)
         self._check_settings()
         # The update is to use the learning rate that the step has just set.
@@ -443,10 +580,15 @@ class ReplicatedRun(OptimizerHost):
         """Refuses settings of optimizers that cannot become one: see `ReplicaOptimizer.refuse_other_settings`."""
         lead, *others = self.participants.present
         for i, optimizer in enumerate(self._optimizers.get(lead, [])):
-            optimizer.refuse_other_settings(lead, {r: self._optimizers[r][i] for r in others if r in self._optimizers})
+            optimizer.refuse_other_settings(
+                lead,
+                {r: self._optimizers[r][i] for r in others if r in self._optimizers},
+            )
             if self.replica_set.placement.workers.count > 1:
                 name = plain_class(type(optimizer.optimizer)).__name__
-                self.replica_set.placement.workers.compare(f"the settings of {name}:", optimizer.settings())
+                self.replica_set.placement.workers.compare(
+                    f"the settings of {name}:", optimizer.settings()
+                )
 
     def _return_settings(self) -> None:
         for optimizer in self._optimizers.get(self.participants.present[0], []):

@@ -19,23 +19,49 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from torchstrategy._base.context import is_accelerator, is_in_replica, remember_frames, without_autograd
+from torchstrategy._base.context import (
+    is_accelerator,
+    is_in_replica,
+    remember_frames,
+    without_autograd,
+)
 from torchstrategy._base.distributed_values import PerReplica
 from torchstrategy._base.objects.module_traversal import modules_within, roots_of
-from torchstrategy._base.objects.proxies import install, is_all_in_dict, is_torchs, parameters_of, uninstall, users_own
+from torchstrategy._base.objects.proxies import (
+    install,
+    is_all_in_dict,
+    is_torchs,
+    parameters_of,
+    uninstall,
+    users_own,
+)
 from torchstrategy._base.objects.torch_hooks import Stepper, tell_of_steps
 from torchstrategy._base.torch_internals import GLOBAL_MODULE_HOOKS
 from torchstrategy._base.trace import traced
 from torchstrategy._base.types import ReplicaFn, Tree
 from torchstrategy._base.writes import listen_to_data
 from torchstrategy._copies.attributes.kept_by_hooks import KeptInRun
-from torchstrategy._copies.attributes.trainers import RunReplicas, SharedGlobal, SharedTrainer, Trainer
+from torchstrategy._copies.attributes.trainers import (
+    RunReplicas,
+    SharedGlobal,
+    SharedTrainer,
+    Trainer,
+)
 from torchstrategy._copies.device_errors import explain_devices
-from torchstrategy._copies.references.step_references import StepReferences, find_references, list_held
+from torchstrategy._copies.references.step_references import (
+    StepReferences,
+    find_references,
+    list_held,
+)
 from torchstrategy._copies.refusals import refuse_uncopyable
 from torchstrategy._copies.replica_steppers import make_ready, refuse_bound_methods
 from torchstrategy._copies.replicated_run import CrossReplica, ReplicaSet, ReplicatedRun
-from torchstrategy._copies.run_warnings import PLAIN_BATCH, SharedTensors, has_plain_rows, mark_training
+from torchstrategy._copies.run_warnings import (
+    PLAIN_BATCH,
+    SharedTensors,
+    has_plain_rows,
+    mark_training,
+)
 from torchstrategy._group.participants import Participants
 from torchstrategy._run.placement import Placement
 from torchstrategy._run.storage import Storage
@@ -56,20 +82,28 @@ class ReplicatedStorage(Storage):
         super().__init__(placement)
         self._modules: dict[int, weakref.ref[nn.Module]] = {}
         self._optimizers: dict[int, weakref.ref[Optimizer]] = {}
-        self._steppers: weakref.WeakValueDictionary[int, Stepper] = weakref.WeakValueDictionary()
+        self._steppers: weakref.WeakValueDictionary[int, Stepper] = (
+            weakref.WeakValueDictionary()
+        )
         self._variables: dict[int, weakref.ref[Variable]] = {}
-        self._on_read: weakref.WeakValueDictionary[int, SyncOnReadVariable] = weakref.WeakValueDictionary()
+        self._on_read: weakref.WeakValueDictionary[int, SyncOnReadVariable] = (
+            weakref.WeakValueDictionary()
+        )
         self._idle: list[ReplicaSet] = []
         # Those that runs have borrowed, with the runs that are told before any optimizer takes a step.
         self._in_use: dict[ReplicaSet, ReplicatedRun | None] = {}
         self._shared = SharedTensors()
         self._warned: set[tuple[int, str]] = set()  # what is warned of once
-        self._new: set[int] = set()  # the ids of modules and variables that no run has had yet
+        self._new: set[int] = (
+            set()
+        )  # the ids of modules and variables that no run has had yet
         # Grows by 1 when modules or variables come or go. A replica set with another number is not used again.
         self._generation = 0
         # Runs of several threads may borrow and return sets at the same time.
         self._lock = threading.RLock()
-        self._is_copying = False  # while it is true, new modules are copies and not the user's
+        self._is_copying = (
+            False  # while it is true, new modules are copies and not the user's
+        )
         self._on_death = functools.partial(_forget, weakref.ref(self))
         tell_of_steps(self)
         if any(map(is_accelerator, (*self.devices, self.parameter_device))):
@@ -99,7 +133,11 @@ class ReplicatedStorage(Storage):
     # must also work if what it undoes was not done.
     @contextmanager
     def begin_run(
-        self, participants: Participants, fn: ReplicaFn, leaves: Sequence[Tree], cross_replica: CrossReplica
+        self,
+        participants: Participants,
+        fn: ReplicaFn,
+        leaves: Sequence[Tree],
+        cross_replica: CrossReplica,
     ) -> Iterator[ReplicatedRun]:
         """A run, from when it begins until it ends or fails.
 
@@ -111,7 +149,11 @@ class ReplicatedStorage(Storage):
         """
         named = find_references(fn, leaves)
         self._take_wrappers(named)
-        ours = [(name, method) for name, method in named.updates if id(method.__self__) in self._optimizers]
+        ours = [
+            (name, method)
+            for name, method in named.updates
+            if id(method.__self__) in self._optimizers
+        ]
         refuse_bound_methods([*named.steppers, *ours])
         # The numbers below are the steps of Note [The order of a run and of its undoing].
         if participants.has_news:  # 0
@@ -125,19 +167,25 @@ class ReplicatedStorage(Storage):
         # A signal's handler may raise anywhere here: whatever was done is undone, whether or not it was completed.
         try:
             originals += replica_set.originals()
-            run_state = self._make_run(replica_set, participants, named, fn, leaves, cross_replica)  # 2
+            run_state = self._make_run(
+                replica_set, participants, named, fn, leaves, cross_replica
+            )  # 2
             originals += run_state.proxies()
             self._in_use[replica_set] = run_state  # 3
             for metric in replica_set.replicated.metrics:  # 4
                 metric.hand_out(participants)
-            replica_set.gradients.begin(participants, run_state.outsiders, run_state)  # 5
+            replica_set.gradients.begin(
+                participants, run_state.outsiders, run_state
+            )  # 5
             install(originals, replica_set)  # 6
             yield run_state
             uninstall(originals, replica_set)
             run_state.end()  # 7
         except BaseException as error:
             leave_replicas()
-            explain_devices(error, named, self._modules, replica_set.known, self.devices)
+            explain_devices(
+                error, named, self._modules, replica_set.known, self.devices
+            )
             # A step that failed may have written anything on the copies.
             replica_set.generation = -1
             uninstall(originals, replica_set)
@@ -158,7 +206,10 @@ class ReplicatedStorage(Storage):
         """Gives the modules and variables of the scope the values that they have in worker 0."""
         # What the user has dropped must not be compared, so Python's collector of cycles runs first.
         gc.collect()
-        known: list[weakref.ref[Any]] = [*self._variables.values(), *self._on_read.valuerefs()]
+        known: list[weakref.ref[Any]] = [
+            *self._variables.values(),
+            *self._on_read.valuerefs(),
+        ]
         roots = roots_of(modules_within(_living(self._modules.values())))
         take_from_first_worker(self.placement.workers, roots, variables=_living(known))
 
@@ -173,7 +224,10 @@ class ReplicatedStorage(Storage):
     ) -> ReplicatedRun:
         """The run, with what its step names beside modules: steppers, trainers, and tensors without copies."""
         # The schedulers and scalers of the scope, and those that the step names.
-        found = [*_living(self._steppers.valuerefs()), *(stepper for _, stepper in named.steppers)]
+        found = [
+            *_living(self._steppers.valuerefs()),
+            *(stepper for _, stepper in named.steppers),
+        ]
         steppers = list({id(stepper): stepper for stepper in found}.values())
         if steppers:
             with without_autograd():
@@ -188,14 +242,28 @@ class ReplicatedStorage(Storage):
         kept = self._kept_by_hooks(replica_set, run, named, [fn, *leaves])
         trainers: list[Trainer] = []
         shared_trainers: list[SharedTrainer | SharedGlobal] = []
-        if num_replicas > 1:  # a lone replica has the user's own trainers: nobody else reads what it writes
+        if (
+            num_replicas > 1
+        ):  # a lone replica has the user's own trainers: nobody else reads what it writes
             trainers, shared_trainers = _make_trainers(named, run, kept)
         several = len(participants.present) > 1
         # None if the step reaches no tensor that all replicas share.
-        may_share = named.others or named.tensors or any(id(module) not in self._modules for _, module in named.modules)
-        watch = self._shared.watch(named, self._modules, replica_set.known) if several and may_share else None
-        may_be_plain = several and not any(isinstance(leaf, PerReplica) for leaf in leaves)
-        is_plain = may_be_plain and PLAIN_BATCH not in self._warned and has_plain_rows(leaves)
+        may_share = (
+            named.others
+            or named.tensors
+            or any(id(module) not in self._modules for _, module in named.modules)
+        )
+        watch = (
+            self._shared.watch(named, self._modules, replica_set.known)
+            if several and may_share
+            else None
+        )
+        may_be_plain = several and not any(
+            isinstance(leaf, PerReplica) for leaf in leaves
+        )
+        is_plain = (
+            may_be_plain and PLAIN_BATCH not in self._warned and has_plain_rows(leaves)
+        )
         before = mark_training(replica_set.replicated.owners) if is_plain else None
         return ReplicatedRun(
             replica_set=replica_set,
@@ -211,22 +279,42 @@ class ReplicatedStorage(Storage):
             trained_before=before,
         )
 
-    def _find_outsiders(self, replica_set: ReplicaSet, named: StepReferences) -> list[tuple[torch.Tensor, str]]:
+    def _find_outsiders(
+        self, replica_set: ReplicaSet, named: StepReferences
+    ) -> list[tuple[torch.Tensor, str]]:
         """The parameters and trainable tensors of which replicas have no copies, each with its name."""
-        unknown = [(name, tensor) for name, tensor in named.tensors if id(tensor) not in replica_set.known]
-        outsiders = [(tensor, f"{name}, a tensor of shape {tuple(tensor.shape)},") for name, tensor in unknown]
+        unknown = [
+            (name, tensor)
+            for name, tensor in named.tensors
+            if id(tensor) not in replica_set.known
+        ]
+        outsiders = [
+            (tensor, f"{name}, a tensor of shape {tuple(tensor.shape)},")
+            for name, tensor in unknown
+        ]
         for name, module in named.modules:
             if id(module) not in self._modules:
-                pairs = ((parameter, f"{name}.{path}") for path, parameter in module.named_parameters())
-                outsiders += [pair for pair in pairs if id(pair[0]) not in replica_set.known]
+                pairs = (
+                    (parameter, f"{name}.{path}")
+                    for path, parameter in module.named_parameters()
+                )
+                outsiders += [
+                    pair for pair in pairs if id(pair[0]) not in replica_set.known
+                ]
         return outsiders
 
     def _kept_by_hooks(
-        self, replica_set: ReplicaSet, run: RunReplicas, named: StepReferences, calls: Sequence[Any]
+        self,
+        replica_set: ReplicaSet,
+        run: RunReplicas,
+        named: StepReferences,
+        calls: Sequence[Any],
     ) -> KeptInRun | None:
         """What each replica has for what hooks keep outside of the model."""
         replicated = replica_set.replicated
-        modules = [module for _, module in named.modules if id(module) not in self._modules]
+        modules = [
+            module for _, module in named.modules if id(module) not in self._modules
+        ]
         if not (replicated.kept.hooks or modules or any(GLOBAL_MODULE_HOOKS)):
             return None
         return replicated.kept.begin(
@@ -260,7 +348,9 @@ class ReplicatedStorage(Storage):
     def take_variable(self, variable: Variable) -> None:
         self.claim(variable)
         self._new.add(id(variable))
-        if isinstance(variable, SyncOnReadVariable):  # each replica has a value of such a variable already
+        if isinstance(
+            variable, SyncOnReadVariable
+        ):  # each replica has a value of such a variable already
             self._on_read[id(variable)] = variable
         else:
             self._variables[id(variable)] = weakref.ref(variable, self._on_death)
@@ -279,18 +369,29 @@ class ReplicatedStorage(Storage):
     def _borrow(self, variables: Sequence[Variable]) -> ReplicaSet:
         with self._lock, without_autograd():
             optimizers = _living(self._optimizers.values())
-            if any(key in self._modules or key in self._variables for key in list(self._new)):
+            if any(
+                key in self._modules or key in self._variables
+                for key in list(self._new)
+            ):
                 self._generation += 1
             self._new.clear()
             # The last set that was returned comes first. One that does not fit any more is dropped.
             while self._idle:
                 replica_set = self._idle.pop()
-                if replica_set.generation == self._generation and replica_set.bring_up_to_date(optimizers):
+                if (
+                    replica_set.generation == self._generation
+                    and replica_set.bring_up_to_date(optimizers)
+                ):
                     break
             else:
-                generation, replica_set = self._generation, self._make_replica_set(variables, optimizers)
+                generation, replica_set = (
+                    self._generation,
+                    self._make_replica_set(variables, optimizers),
+                )
                 replica_set.generation = generation  # of before: another thread may have counted it up meanwhile
-            if self._in_use:  # none of these runs can tell which of them has written a parameter
+            if (
+                self._in_use
+            ):  # none of these runs can tell which of them has written a parameter
                 for other in (replica_set, *self._in_use):
                     other.gradients.is_alone = False
             replica_set.thread = threading.get_ident()
@@ -308,14 +409,18 @@ class ReplicatedStorage(Storage):
             newest = list(self._in_use)[-1]
             return [newest] if newest.thread == threading.get_ident() else []
 
-    def _make_replica_set(self, variables: Sequence[Variable], optimizers: list[Optimizer]) -> ReplicaSet:
+    def _make_replica_set(
+        self, variables: Sequence[Variable], optimizers: list[Optimizer]
+    ) -> ReplicaSet:
         parts = modules_within(_living(self._modules.values()))
         for part in parts:
             self.claim(part)
         self._is_copying = True
         try:
             with traced("copy modules"):
-                return ReplicaSet(roots_of(parts), variables, optimizers, self.placement)
+                return ReplicaSet(
+                    roots_of(parts), variables, optimizers, self.placement
+                )
         finally:
             self._is_copying = False
 
@@ -328,18 +433,28 @@ class ReplicatedStorage(Storage):
 
     def _take_wrappers(self, named: StepReferences) -> None:
         """Takes in wrappers that hold modules or optimizers of the scope, if they have no parameters of their own."""
-        for optimizer in [optimizer for optimizer in named.optimizers if id(optimizer) not in self._optimizers]:
-            is_around = any(id(held) in self._optimizers for _, held in list_held(optimizer))
+        for optimizer in [
+            optimizer
+            for optimizer in named.optimizers
+            if id(optimizer) not in self._optimizers
+        ]:
+            is_around = any(
+                id(held) in self._optimizers for _, held in list_held(optimizer)
+            )
             # An optimizer that does not call `Optimizer.__init__` has no hooks: the scope was not told that it was
             # created, and nobody is told when it takes a step.
             is_untold = "_optimizer_step_pre_hooks" not in vars(optimizer)
-            if is_around or (is_untold and any(map(self.owns, parameters_of(optimizer)))):
+            if is_around or (
+                is_untold and any(map(self.owns, parameters_of(optimizer)))
+            ):
                 self.take_stepper(optimizer)
         for _, module in named.modules:
             if id(module) not in self._modules:
                 parts = modules_within([module])
                 new = [part for part in parts if id(part) not in self._modules]
-                if len(new) < len(parts) and not any(list(part.parameters(recurse=False)) for part in new):
+                if len(new) < len(parts) and not any(
+                    list(part.parameters(recurse=False)) for part in new
+                ):
                     for part in new:
                         self.take_part(part)
 
@@ -357,7 +472,9 @@ class ReplicatedStorage(Storage):
             for replica_set in self._find_at_rest():
                 replica_set.step(optimizer)
         # Version counters show what torch's own optimizers write, except for fused ones. What others write is noted.
-        if not is_torchs(optimizer) or any(group.get("fused") for group in users_own(optimizer, "param_groups")):
+        if not is_torchs(optimizer) or any(
+            group.get("fused") for group in users_own(optimizer, "param_groups")
+        ):
             for replica_set in (*self._idle, *self._in_use):
                 replica_set.replicated.note_written(parameters_of(optimizer))
 
@@ -388,7 +505,9 @@ def _make_trainers(
     return trainers, shared
 
 
-def _forget(storage: weakref.ref[ReplicatedStorage], reference: weakref.ref[Any]) -> None:
+def _forget(
+    storage: weakref.ref[ReplicatedStorage], reference: weakref.ref[Any]
+) -> None:
     """Drops the copies of an object that the user no longer has. Called by the garbage collector, on any thread."""
     if (own := storage()) is None:
         return
@@ -406,4 +525,6 @@ def _forget(storage: weakref.ref[ReplicatedStorage], reference: weakref.ref[Any]
 def _living(references: Iterable[weakref.ref[Any]]) -> list[Any]:
     """The objects that some references refer to, as far as they still live."""
     # Another thread may add one meanwhile, so the references are listed at once.
-    return [thing for reference in list(references) if (thing := reference()) is not None]
+    return [
+        thing for reference in list(references) if (thing := reference()) is not None
+    ]

@@ -28,7 +28,14 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
+from collections.abc import (
+    Callable,
+    Collection,
+    Container,
+    Iterable,
+    Iterator,
+    Sequence,
+)
 from typing import Any, final
 
 import numpy as np
@@ -36,7 +43,12 @@ import torch
 from torch import nn
 
 from torchstrategy._base.distributed_values import DistributedValues
-from torchstrategy._base.errors import ReplicaBufferWarning, SharedWriteWarning, UndistributedBatchWarning, warn
+from torchstrategy._base.errors import (
+    ReplicaBufferWarning,
+    SharedWriteWarning,
+    UndistributedBatchWarning,
+    warn,
+)
 from torchstrategy._base.marks import checksum, mark_of, versions_of
 from torchstrategy._base.memory import extent, memory_between_ends
 from torchstrategy._base.objects.module_traversal import held_plainly
@@ -48,10 +60,21 @@ from torchstrategy._run.metrics import is_metric
 from torchstrategy._variables.variable import is_variable
 
 Named = tuple[str, torch.Tensor]  # a tensor with the name by which the step reaches it
-_READ = 2**24  # so many bytes of a tensor are read at most: a mean or a decay changes all, so it shows in these
+_READ = (
+    2**24
+)  # so many bytes of a tensor are read at most: a mean or a decay changes all, so it shows in these
 _SHOWN = 3  # at the most so many names are in a message
-_NUMERIC = (bool, int, float, complex, np.number, np.ndarray)  # what `np.isclose` compares
-_COUNTER = "num_batches_tracked"  # each replica of a normalisation layer counts the same steps
+_NUMERIC = (
+    bool,
+    int,
+    float,
+    complex,
+    np.number,
+    np.ndarray,
+)  # what `np.isclose` compares
+_COUNTER = (
+    "num_batches_tracked"  # each replica of a normalisation layer counts the same steps
+)
 
 
 def _is_power_of_two(count: int) -> bool:
@@ -83,7 +106,10 @@ def warn_of_plain_batch(num_replicas: int) -> None:
     warn(_NOT_DISTRIBUTED.format(count=num_replicas), UndistributedBatchWarning)
 
 
-PLAIN_BATCH = (0, "a plain batch")  # stands for this warning among those that users have got
+PLAIN_BATCH = (
+    0,
+    "a plain batch",
+)  # stands for this warning among those that users have got
 _ARRAYS = (torch.Tensor, np.ndarray)
 _NOT_DISTRIBUTED = (
     "This run trained on tensors that were not distributed: each of the {count} replicas computed with all rows, which "
@@ -106,7 +132,9 @@ class LostNumbers:
         self._runs: Counter[tuple[int, str]] = Counter()  # how many runs wrote it
         self.differing: list[tuple[int, str]] = []  # those that are to be warned of
 
-    def look(self, place: int, name: str, kept: object, others: Sequence[object]) -> None:
+    def look(
+        self, place: int, name: str, kept: object, others: Sequence[object]
+    ) -> None:
         """Compares what is kept, or what the step made, with what other replicas wrote in its place.
 
         Args:
@@ -133,14 +161,22 @@ class LostNumbers:
 def _are_close(one: Any, other: Any) -> bool:
     """Whether two values hold the same numbers, but for rounding, which differs between devices."""
     if isinstance(one, _NUMERIC) and isinstance(other, _NUMERIC):
-        return np.shape(one) == np.shape(other) and bool(np.all(np.isclose(one, other, equal_nan=True)))
+        return np.shape(one) == np.shape(other) and bool(
+            np.all(np.isclose(one, other, equal_nan=True))
+        )
     if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
-        return not isinstance(one, (torch.Tensor, *_NUMERIC)) and not isinstance(other, (torch.Tensor, *_NUMERIC))
+        return not isinstance(one, (torch.Tensor, *_NUMERIC)) and not isinstance(
+            other, (torch.Tensor, *_NUMERIC)
+        )
     if (one.shape, one.dtype) != (other.shape, other.dtype):
         return False
     other = other.to(one.device)
     # `torch.allclose` takes neither sparse nor nested tensors, and a warning that may be wrong is worse than none.
-    if one.layout is not torch.strided or other.layout is not torch.strided or one.is_nested:
+    if (
+        one.layout is not torch.strided
+        or other.layout is not torch.strided
+        or one.is_nested
+    ):
         return True
     if not (one.is_floating_point() or one.is_complex()):
         return torch.equal(one, other)
@@ -169,21 +205,38 @@ class SharedTensors:
 
     def __init__(self) -> None:
         self._runs: Counter[str] = Counter()  # by name: how many runs have reached it
-        self.unclear: set[str] = set()  # names of tensors on which somebody wrote, nobody knows which replica
+        self.unclear: set[str] = (
+            set()
+        )  # names of tensors on which somebody wrote, nobody knows which replica
         # By id and name: to keep the tensors themselves would keep their memory.
         self.warned: set[tuple[int, str]] = set()
 
-    def watch(self, named: StepReferences, own: Container[int], known: Collection[int]) -> SharedWrites | None:
+    def watch(
+        self, named: StepReferences, own: Container[int], known: Collection[int]
+    ) -> SharedWrites | None:
         """Makes what watches tensors for the length of a run; None if there are none. See `shared_tensors`."""
-        roots = {_root_name(name) for name, _ in (*named.others, *named.tensors, *named.modules)}
+        roots = {
+            _root_name(name)
+            for name, _ in (*named.others, *named.tensors, *named.modules)
+        }
         self._runs.update(roots)
         # Tensors and modules below these names are looked at closely in this run.
-        due = {root for root in roots if _is_power_of_two(self._runs[root]) or root in self.unclear}
+        due = {
+            root
+            for root in roots
+            if _is_power_of_two(self._runs[root]) or root in self.unclear
+        }
         counted: list[Named] = []
         read: list[Named] = []
-        places = [one for one in named.places if (id(one.holder), one.name) not in self.warned]
-        looked_at = {_root_name(one.name) for one in places if _root_name(one.name) in due}
-        for name, tensor in shared_tensors(named, own, known, lambda name: _root_name(name) in due):
+        places = [
+            one for one in named.places if (id(one.holder), one.name) not in self.warned
+        ]
+        looked_at = {
+            _root_name(one.name) for one in places if _root_name(one.name) in due
+        }
+        for name, tensor in shared_tensors(
+            named, own, known, lambda name: _root_name(name) in due
+        ):
             root = _root_name(name)
             if (id(tensor), root) in self.warned:
                 continue
@@ -194,7 +247,9 @@ class SharedTensors:
         if not counted and not places:
             return None
         # One after the other, so that it is clear who wrote.
-        take_turns = any(self._runs[root] == 1 or root in self.unclear for root in looked_at)
+        take_turns = any(
+            self._runs[root] == 1 or root in self.unclear for root in looked_at
+        )
         return SharedWrites(self, counted, read, places, take_turns)
 
 
@@ -236,17 +291,23 @@ class SharedWrites(Watch):
             marks = [*versions_of(self._counted), *map(_checksum, self._read)]
         if running and marks != self._marks:
             who = frozenset(running)
-            for (name, tensor), before, now in zip(self._pairs, self._marks, marks, strict=True):
+            for (name, tensor), before, now in zip(
+                self._pairs, self._marks, marks, strict=True
+            ):
                 if before != now:
                     changes = _Changes(name, (id(tensor), _root_name(name)))
                     self._writers.setdefault(id(tensor), changes).made_by.append(who)
         self._marks = marks
         held = [place.read() for place in self._places]
         if running:
-            for place, earlier, later in zip(self._places, self._held, held, strict=True):
+            for place, earlier, later in zip(
+                self._places, self._held, held, strict=True
+            ):
                 if earlier is not later:
                     changes = _Changes(place.name, (id(place.holder), place.name))
-                    self._assigners.setdefault(id(place), changes).made_by.append(frozenset(running))
+                    self._assigners.setdefault(id(place), changes).made_by.append(
+                        frozenset(running)
+                    )
         self._held = held
 
     def warn(self) -> None:
@@ -254,7 +315,9 @@ class SharedWrites(Watch):
         found = [*self._writers.values(), *self._assigners.values()]
         # Several replicas ran between two looks. In the next run they take turns, and it becomes clear.
         unclear = [changes for changes in found if not changes.are_clear()]
-        self._known.unclear.difference_update(_root_name(changes.name) for changes in found)
+        self._known.unclear.difference_update(
+            _root_name(changes.name) for changes in found
+        )
         self._known.unclear.update(_root_name(changes.name) for changes in unclear)
         self._warn_of(self._writers.values(), _BY_SEVERAL)
         self._warn_of(self._assigners.values(), _ASSIGNED_BY_SEVERAL)
@@ -318,7 +381,11 @@ def shared_tensors(
                 pairs += _tensors_of(path, part)
     # Reversed, so that each tensor is known by the first of its names.
     found = {id(tensor): (name, tensor) for name, tensor in reversed(pairs)}
-    return [pair for key, pair in reversed(found.items()) if key not in known and not is_variable(pair[1])]
+    return [
+        pair
+        for key, pair in reversed(found.items())
+        if key not in known and not is_variable(pair[1])
+    ]
 
 
 def _tensors_of(path: str, module: nn.Module) -> Iterator[Named]:
@@ -340,7 +407,11 @@ def _root_name(name: str) -> str:
 
 def _checksum(tensor: torch.Tensor) -> int:
     """A checksum of the numbers of a tensor, if they fill one piece of the CPU's memory without gaps; else 0."""
-    is_plain = type(tensor) in _PLAIN_TENSORS and tensor.layout is torch.strided and not tensor.is_nested
+    is_plain = (
+        type(tensor) in _PLAIN_TENSORS
+        and tensor.layout is torch.strided
+        and not tensor.is_nested
+    )
     if not is_plain or tensor.device.type != "cpu":
         return 0
     start, stop = extent(tensor)

@@ -26,9 +26,19 @@ def copy_tensors(tensors: Sequence[torch.Tensor], device: Device) -> list[torch.
     groups = group_by_memory(tensors)
     shared = {index for group in groups for index in group}
     # Each by itself: tensors that were sent together would be parts of one piece of memory.
-    copies = {i: detached_copy(tensor, device) for i, tensor in enumerate(tensors) if i not in shared}
+    copies = {
+        i: detached_copy(tensor, device)
+        for i, tensor in enumerate(tensors)
+        if i not in shared
+    }
     for group in groups:
-        copies.update(zip(group, _copy_together([tensors[index] for index in group], device), strict=True))
+        copies.update(
+            zip(
+                group,
+                _copy_together([tensors[index] for index in group], device),
+                strict=True,
+            )
+        )
     return [copies[index] for index in range(len(tensors))]
 
 
@@ -36,8 +46,14 @@ def group_by_memory(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
     """The positions of the tensors that share memory with others of them, in groups."""
     by_storage: dict[int, list[tuple[int, int, int]]] = {}
     for index, tensor in enumerate(tensors):
-        if tensor.layout is torch.strided and tensor.numel() and not (tensor.is_conj() or tensor.is_neg()):
-            by_storage.setdefault(memory_id(tensor), []).append((*extent(tensor), index))
+        if (
+            tensor.layout is torch.strided
+            and tensor.numel()
+            and not (tensor.is_conj() or tensor.is_neg())
+        ):
+            by_storage.setdefault(memory_id(tensor), []).append(
+                (*extent(tensor), index)
+            )
     groups: list[list[int]] = []
     for extents in by_storage.values():
         if len(extents) > 1:
@@ -50,7 +66,9 @@ def group_by_memory(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
     return [sorted(group) for group in groups if len(group) > 1]
 
 
-def _copy_together(tensors: Sequence[torch.Tensor], device: Device) -> list[torch.Tensor]:
+def _copy_together(
+    tensors: Sequence[torch.Tensor], device: Device
+) -> list[torch.Tensor]:
     extents = [extent(tensor) for tensor in tensors]
     start = min(start for start, _ in extents) // _ALIGNMENT * _ALIGNMENT
     stop = max(stop for _, stop in extents)
@@ -62,7 +80,9 @@ def _copy_together(tensors: Sequence[torch.Tensor], device: Device) -> list[torc
     padded[: len(memory)] = memory
     copied = detached_copy(padded, device)
     return [
-        copied.view(tensor.dtype).as_strided(tensor.shape, tensor.stride(), (begins - start) // tensor.element_size())
+        copied.view(tensor.dtype).as_strided(
+            tensor.shape, tensor.stride(), (begins - start) // tensor.element_size()
+        )
         for tensor, (begins, _) in zip(tensors, extents, strict=True)
     ]
 

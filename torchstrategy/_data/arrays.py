@@ -58,7 +58,9 @@ class ArrayDataset(Dataset[Tree]):
     """
 
     def __init__(self, numpy_input: Tree) -> None:
-        leaves = leaves_within(numpy_input, "numpy_input", _is_list, is_record=lambda leaf: False)
+        leaves = leaves_within(
+            numpy_input, "numpy_input", _is_list, is_record=lambda leaf: False
+        )
         named = [(name, _as_array(name, leaf)) for name, leaf in leaves]
         self._rows = _rows(named)
         self._columns: list[_Array] = []
@@ -73,7 +75,9 @@ class ArrayDataset(Dataset[Tree]):
     def __getitem__(self, index: int) -> Tree:
         index = operator.index(index)
         if not -self._rows <= index < self._rows:
-            raise IndexError(f"Index {index} is out of range for a dataset of {plural(self._rows, 'element')}.")
+            raise IndexError(
+                f"Index {index} is out of range for a dataset of {plural(self._rows, 'element')}."
+            )
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[Tree]:
@@ -84,7 +88,9 @@ class ArrayDataset(Dataset[Tree]):
         return [self._shape.unflatten(list(row)) for row in zip(*columns, strict=True)]
 
     def __getstate__(self) -> tuple[int, Tree]:
-        return self._rows, self._shape.unflatten(list(self._columns))  # unpickling a TreeSpec gives a warning
+        return self._rows, self._shape.unflatten(
+            list(self._columns)
+        )  # unpickling a TreeSpec gives a warning
 
     def __setstate__(self, state: tuple[int, Tree]) -> None:
         self._rows, columns = state
@@ -109,7 +115,11 @@ def share_memory(array: _Array) -> torch.Tensor | None:
     It cannot do so if the array is read-only, has negative strides, another byte order or items that are no numbers.
     """
     with suppress(TypeError, ValueError):
-        return torch.from_numpy(array) if isinstance(array, np.ndarray) and array.flags.writeable else None
+        return (
+            torch.from_numpy(array)
+            if isinstance(array, np.ndarray) and array.flags.writeable
+            else None
+        )
     return None
 
 
@@ -126,16 +136,24 @@ def has_dtype(dtype: np.dtype[Any]) -> bool:
 def _as_array(name: str, leaf: Tree) -> _Array:
     """The array of a leaf of `numpy_input`; if the leaf is a list of arrays, these are stacked."""
     if _is_list(leaf) and leaf:
-        arrays: list[Any] = [_as_array(f"{name}[{i}]", item) for i, item in enumerate(leaf)]
+        arrays: list[Any] = [
+            _as_array(f"{name}[{i}]", item) for i, item in enumerate(leaf)
+        ]
         for i, array in enumerate(arrays):
             if _kind(array) != _kind(arrays[0]):
                 raise ValueError(
                     f"{name} is a list, so the arrays in it are stacked; but {name}[0] is {_describe(arrays[0])} and "
                     f"{name}[{i}] is {_describe(array)}. Make them alike, or write a tuple if each has its own rows."
                 )
-        return torch.stack(arrays) if isinstance(arrays[0], torch.Tensor) else np.stack(arrays)
+        return (
+            torch.stack(arrays)
+            if isinstance(arrays[0], torch.Tensor)
+            else np.stack(arrays)
+        )
     if isinstance(leaf, np.ma.MaskedArray):
-        raise TypeError(f"{name} is a masked array, and a tensor has no mask. Write {name}.filled(...).")
+        raise TypeError(
+            f"{name} is a masked array, and a tensor has no mask. Write {name}.filled(...)."
+        )
     if not isinstance(leaf, (np.ndarray, torch.Tensor)):
         kind = "an empty list" if _is_list(leaf) else an(type(leaf).__name__)
         raise TypeError(
@@ -148,7 +166,9 @@ def _as_array(name: str, leaf: Tree) -> _Array:
 def _kind(array: _Array) -> tuple[object, ...]:
     """The properties that arrays must have in common to be stacked."""
     # Strings of different lengths, and integers of different widths, have different dtypes and can be stacked.
-    return tuple(array.shape), array.dtype if isinstance(array, torch.Tensor) else array.dtype.kind
+    return tuple(array.shape), array.dtype if isinstance(
+        array, torch.Tensor
+    ) else array.dtype.kind
 
 
 def _describe(array: _Array) -> str:
@@ -164,7 +184,9 @@ def _rows(named: Sequence[tuple[str, _Array]]) -> int:
             raise row_errors.rowless_array_error(name)
         first_name, first = named[0]
         if len(array) != len(first):
-            raise row_errors.unequal_arrays_error(first_name, len(first), name, len(array))
+            raise row_errors.unequal_arrays_error(
+                first_name, len(first), name, len(array)
+            )
     return len(named[0][1])
 
 

@@ -105,22 +105,37 @@ def register_batch_type(
     """
     require_type(cls, type, "register_batch_type takes a class")
     if cls in _BUILT_IN:
-        raise TypeError(f"How a {cls.__name__} is distributed is fixed: register a type of your own that holds it.")
+        raise TypeError(
+            f"How a {cls.__name__} is distributed is fixed: register a type of your own that holds it."
+        )
     for name, function in (("rows", rows), ("take", take), ("apply", apply)):
-        require_type(function, Callable | None, f"register_batch_type({cls.__name__}, {name}=...) takes a function")
+        require_type(
+            function,
+            Callable | None,
+            f"register_batch_type({cls.__name__}, {name}=...) takes a function",
+        )
     if cls in _registered:
-        raise ValueError(f"{cls.__name__} is registered already. Register a type once, where it is defined.")
+        raise ValueError(
+            f"{cls.__name__} is registered already. Register a type once, where it is defined."
+        )
     if (rows is None) != (take is None):
         raise ValueError(
             f"register_batch_type({cls.__name__}, ...) takes rows=... and take=lambda batch, rows: ..., which takes "
             "some of them; or neither of the two, and the values, which have no rows, are given whole."
         )
-    checked = _check_functions(cls, rows or len, take or keep_whole, apply or keep_whole)
-    _registered[cls] = Kind(None, keep_whole, checked.apply) if rows is None else checked
+    checked = _check_functions(
+        cls, rows or len, take or keep_whole, apply or keep_whole
+    )
+    _registered[cls] = (
+        Kind(None, keep_whole, checked.apply) if rows is None else checked
+    )
 
 
 def _check_functions(
-    cls: type, rows: Callable[[Any], Any], take: Callable[..., Any], apply: Callable[..., Any]
+    cls: type,
+    rows: Callable[[Any], Any],
+    take: Callable[..., Any],
+    apply: Callable[..., Any],
 ) -> Kind:
     """The kind of a type with a user's functions. Their results are checked, as an error would lose rows."""
 
@@ -129,13 +144,17 @@ def _check_functions(
 
     def check_type(name: str, result: Any) -> Any:
         if not isinstance(result, cls):
-            raise TypeError(f"{told(name)} returned {an(type(result).__name__)}, and not a {cls.__name__}.")
+            raise TypeError(
+                f"{told(name)} returned {an(type(result).__name__)}, and not a {cls.__name__}."
+            )
         return result
 
     def count_rows(value: Any) -> int:
         count = rows(value)
         if not isinstance(count, SupportsIndex) or count < 0:  # type: ignore[operator]
-            raise TypeError(f"{told('rows')} returned {count!r}, which is no number of rows.")
+            raise TypeError(
+                f"{told('rows')} returned {count!r}, which is no number of rows."
+            )
         return operator.index(count)
 
     def take_part(value: Any, part: slice) -> Any:
@@ -155,7 +174,9 @@ def registration_of(value: Any) -> Kind | None:
     """The registration of the type of a value, or of one of its base classes; None if there is none."""
     if not _registered:
         return None
-    return next((_registered[cls] for cls in type(value).__mro__ if cls in _registered), None)
+    return next(
+        (_registered[cls] for cls in type(value).__mro__ if cls in _registered), None
+    )
 
 
 def keep_whole(value: T, _: object) -> T:
@@ -164,7 +185,16 @@ def keep_whole(value: T, _: object) -> T:
 
 
 _registered: dict[type, Kind] = {}
-_BUILT_IN = (object, torch.Tensor, np.ndarray, rnn.PackedSequence, list, tuple, dict, *SINGLE)
+_BUILT_IN = (
+    object,
+    torch.Tensor,
+    np.ndarray,
+    rnn.PackedSequence,
+    list,
+    tuple,
+    dict,
+    *SINGLE,
+)
 
 
 @final
@@ -181,12 +211,16 @@ def exchange_lists(batch: Tree, old: type[list[Any]], new: type[list[Any]]) -> T
     def change(leaf: Any) -> Any:
         return new(leaf) if type(leaf) is old else leaf
 
-    return tree.map_within(change, batch, lambda value: type(value) is old or is_leaf(value), _is_record)
+    return tree.map_within(
+        change, batch, lambda value: type(value) is old or is_leaf(value), _is_record
+    )
 
 
 def kind_of(value: Any) -> Kind:
     """How to split a leaf of a batch; `_UNKNOWN` if the library does not know how."""
-    if type(value) is torch.Tensor:  # by far the most leaves, and nobody can register this type
+    if (
+        type(value) is torch.Tensor
+    ):  # by far the most leaves, and nobody can register this type
         return _of_tensor(value)
     if (registered := registration_of(value)) is not None:
         return registered
@@ -205,14 +239,19 @@ def kind_of(value: Any) -> Kind:
 
 def is_leaf(value: Any) -> bool:
     """Whether a value is split as one leaf, though it may be a container for torch's pytree."""
-    kind = type(value)  # decides for most values: nobody can register the first three types
+    kind = type(
+        value
+    )  # decides for most values: nobody can register the first three types
     if kind is torch.Tensor:
         return True
     if kind is list:
         return bool(value) and not any(map(_makes_container, value))
     if kind is tuple:
         return _is_strings(value)
-    return isinstance(value, (rnn.PackedSequence, torch.Size)) or registration_of(value) is not None
+    return (
+        isinstance(value, (rnn.PackedSequence, torch.Size))
+        or registration_of(value) is not None
+    )
 
 
 def has_rows(leaf: Any) -> bool:
@@ -231,18 +270,26 @@ def rows_of(batch: Tree) -> int | None:
     def name_of(index: int) -> str:  # which takes longer than to count the rows
         return list(tree.leaves_within(batch, "batch", is_leaf, _is_record))[index][0]
 
-    counts: dict[int, int] = {}  # for each number of rows, the index of the first value that has it
-    values = [part for leaf in tree.tree_flatten(batch, is_leaf)[0] for part in _parts(leaf)]
+    counts: dict[
+        int, int
+    ] = {}  # for each number of rows, the index of the first value that has it
+    values = [
+        part for leaf in tree.tree_flatten(batch, is_leaf)[0] for part in _parts(leaf)
+    ]
     for index, value in enumerate(values):
         kind = kind_of(value)
         if kind is _UNKNOWN:
             what, to_do = _unknown(value)
-            raise TypeError(f"{name_of(index)} is {what}, and it is not known how to distribute its rows. {to_do}")
+            raise TypeError(
+                f"{name_of(index)} is {what}, and it is not known how to distribute its rows. {to_do}"
+            )
         if kind.rows is not None:
             counts.setdefault(kind.rows(value), index)
     if len(counts) > 1:
         (rows, first), (other_rows, other), *_ = counts.items()
-        raise row_errors.unequal_leaves_error(name_of(first), rows, name_of(other), other_rows)
+        raise row_errors.unequal_leaves_error(
+            name_of(first), rows, name_of(other), other_rows
+        )
     return next(iter(counts), None)
 
 
@@ -290,7 +337,11 @@ def _parts(leaf: Any) -> list[Any]:
     if not _is_record(leaf):
         return [leaf]
     try:
-        return [part for held in tree.tree_flatten(tree.parts_of(leaf), is_leaf)[0] for part in _parts(held)]
+        return [
+            part
+            for held in tree.tree_flatten(tree.parts_of(leaf), is_leaf)[0]
+            for part in _parts(held)
+        ]
     except RecursionError:
         tree.check_depth(leaf)
         raise
@@ -307,12 +358,18 @@ def _makes_container(value: Any) -> bool:
     if type(value) is not torch.Tensor and tree.is_container(value):
         return True
     kind = kind_of(value)
-    is_unsplit = kind is _UNKNOWN and isinstance(value, (torch.Tensor, np.ndarray))  # it has rows all the same
+    is_unsplit = kind is _UNKNOWN and isinstance(
+        value, (torch.Tensor, np.ndarray)
+    )  # it has rows all the same
     return is_unsplit or kind.rows is not None or kind is _RECORD
 
 
 def _is_strings(value: Any) -> bool:
-    return type(value) is tuple and bool(value) and all(isinstance(item, (str, bytes)) for item in value)
+    return (
+        type(value) is tuple
+        and bool(value)
+        and all(isinstance(item, (str, bytes)) for item in value)
+    )
 
 
 def _unknown(value: Any) -> tuple[str, str]:
@@ -322,7 +379,10 @@ def _unknown(value: Any) -> tuple[str, str]:
         return f"an array of {value.dtype}", to_do
     if isinstance(value, torch.Tensor):
         to_do = "Let the loader's collate_fn make a dense tensor, or one of layout torch.sparse_coo or torch.jagged."
-        return f"a {'nested' if value.is_nested else 'sparse'} tensor ({value.layout})", to_do
+        return (
+            f"a {'nested' if value.is_nested else 'sparse'} tensor ({value.layout})",
+            to_do,
+        )
     return an(type(value).__name__), (
         "Let the loader's collate_fn make tensors, or lists, tuples and dicts of them; or say how it is done: "
         f"torchstrategy.register_batch_type({type(value).__name__}, rows=..., take=..., apply=...)."
@@ -346,7 +406,9 @@ def _apply_to_tensor(tensor: torch.Tensor, fn: TensorFn) -> torch.Tensor:
 def _of_array(array: np.ndarray[Any, Any]) -> Kind:
     if array.ndim == 0:
         return _ONE_THING
-    if array.dtype.kind not in "biufc" or isinstance(array, np.ma.MaskedArray):  # a tensor has no mask
+    if array.dtype.kind not in "biufc" or isinstance(
+        array, np.ma.MaskedArray
+    ):  # a tensor has no mask
         return _ROWS
     return _NUMBERS if has_dtype(array.dtype) else _UNKNOWN
 
@@ -354,7 +416,11 @@ def _of_array(array: np.ndarray[Any, Any]) -> Kind:
 def _tensor_over(array: np.ndarray[Any, Any]) -> torch.Tensor:
     """A tensor that shares the memory of an array, or has a copy of it where torch cannot share the memory."""
     tensor = share_memory(array)
-    return torch.from_numpy(array.astype(array.dtype.newbyteorder("="), order="C")) if tensor is None else tensor
+    return (
+        torch.from_numpy(array.astype(array.dtype.newbyteorder("="), order="C"))
+        if tensor is None
+        else tensor
+    )
 
 
 def _apply_to_items(items: Sequence[Any], fn: TensorFn) -> Sequence[Any]:
@@ -366,17 +432,23 @@ def _apply_to_items(items: Sequence[Any], fn: TensorFn) -> Sequence[Any]:
 
 def _take_nested(tensor: Any, rows: slice) -> torch.Tensor:
     offsets, lengths = tensor.offsets(), tensor.lengths()
-    jagged_dim = next(dim for dim, size in enumerate(tensor.shape) if not isinstance(size, int))
+    jagged_dim = next(
+        dim for dim, size in enumerate(tensor.shape) if not isinstance(size, int)
+    )
     first, end = int(offsets[rows.start]), int(offsets[rows.stop])
     return torch.nested.nested_tensor_from_jagged(
         tensor.values().narrow(jagged_dim - 1, first, end - first),
         _cut_once(offsets, rows, lambda: offsets[rows.start : rows.stop + 1] - first),
-        None if lengths is None else _cut_once(lengths, rows, lambda: lengths[rows].clone()),
+        None
+        if lengths is None
+        else _cut_once(lengths, rows, lambda: lengths[rows].clone()),
         jagged_dim,
     )
 
 
-def _cut_once(sizes: torch.Tensor, rows: slice, cut: Callable[[], torch.Tensor]) -> torch.Tensor:
+def _cut_once(
+    sizes: torch.Tensor, rows: slice, cut: Callable[[], torch.Tensor]
+) -> torch.Tensor:
     """A part of the offsets or lengths of nested tensors: the same tensor for all that share the whole `sizes`.
 
     torch takes two nested tensors to be of one shape, and adds them, only if they share the very same offsets. Parts of
@@ -388,8 +460,12 @@ def _cut_once(sizes: torch.Tensor, rows: slice, cut: Callable[[], torch.Tensor])
 
 
 def _take_packed(packed: rnn.PackedSequence, rows: slice) -> rnn.PackedSequence:
-    if rows.start == rows.stop:  # torch cannot pack an empty list, but its layers accept one step of no rows
-        return _apply_to_packed(packed, lambda tensor: tensor[:0])._replace(batch_sizes=packed.batch_sizes.new_zeros(1))
+    if (
+        rows.start == rows.stop
+    ):  # torch cannot pack an empty list, but its layers accept one step of no rows
+        return _apply_to_packed(packed, lambda tensor: tensor[:0])._replace(
+            batch_sizes=packed.batch_sizes.new_zeros(1)
+        )
     sequences = rnn.unpack_sequence(packed)[rows]
     return rnn.pack_sequence(sequences, enforce_sorted=packed.sorted_indices is None)
 
@@ -405,19 +481,40 @@ def _apply_to_packed(packed: rnn.PackedSequence, fn: TensorFn) -> rnn.PackedSequ
 
 
 def _take_record(record: Any, rows: slice) -> Any:
-    return tree.with_parts(record, lambda _, part: tree.map_leaves(lambda leaf: take_rows(leaf, rows), part, is_leaf))
+    return tree.with_parts(
+        record,
+        lambda _, part: tree.map_leaves(
+            lambda leaf: take_rows(leaf, rows), part, is_leaf
+        ),
+    )
 
 
-_pieces_of_sizes: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # by the whole tensor, then by start and stop
-_SINGLE_TYPES: frozenset[type] = frozenset(SINGLE)  # a set, which is quicker to check for each item of a long list
+_pieces_of_sizes: WeakTensorKeyDictionary = (
+    WeakTensorKeyDictionary()
+)  # by the whole tensor, then by start and stop
+_SINGLE_TYPES: frozenset[type] = frozenset(
+    SINGLE
+)  # a set, which is quicker to check for each item of a long list
 _ONE_THING = Kind(None, keep_whole, keep_whole)
-_UNKNOWN = Kind(None, keep_whole, keep_whole)  # a value that the library does not know how to split
+_UNKNOWN = Kind(
+    None, keep_whole, keep_whole
+)  # a value that the library does not know how to split
 _ROWS = Kind(len, operator.getitem, keep_whole)
 _LIST = Kind(len, operator.getitem, _apply_to_items)
 _TENSOR = Kind(None, keep_whole, _apply_to_tensor)
 _ROWS_OF_TENSOR = Kind(len, operator.getitem, _apply_to_tensor)
-_SPARSE = Kind(len, lambda tensor, rows: tensor.narrow_copy(0, rows.start, rows.stop - rows.start), _apply_to_tensor)
+_SPARSE = Kind(
+    len,
+    lambda tensor, rows: tensor.narrow_copy(0, rows.start, rows.stop - rows.start),
+    _apply_to_tensor,
+)
 _NESTED = Kind(lambda tensor: int(tensor.size(0)), _take_nested, _apply_to_tensor)
 _NUMBERS = Kind(len, operator.getitem, lambda array, fn: fn(_tensor_over(array)))
-_PACKED = Kind(lambda packed: int(packed.batch_sizes[0]), _take_packed, _apply_to_packed)
-_RECORD = Kind(None, _take_record, lambda record, fn: tree.with_parts(record, lambda _, part: apply_within(part, fn)))
+_PACKED = Kind(
+    lambda packed: int(packed.batch_sizes[0]), _take_packed, _apply_to_packed
+)
+_RECORD = Kind(
+    None,
+    _take_record,
+    lambda record, fn: tree.with_parts(record, lambda _, part: apply_within(part, fn)),
+)

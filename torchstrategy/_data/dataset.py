@@ -16,8 +16,20 @@ from typing_extensions import TypeVar
 from torchstrategy._base.errors import an, plural, unpicklable, warn
 from torchstrategy._base.row_errors import single_elements_error
 from torchstrategy._base.types import Device, Tree
-from torchstrategy._data.options import AutoShardPolicy, DatasetFn, InputContext, InputOptions, InputReplicationMode
-from torchstrategy._data.reading import OnDemand, Prefetcher, Reading, Route, next_of_all_workers
+from torchstrategy._data.options import (
+    AutoShardPolicy,
+    DatasetFn,
+    InputContext,
+    InputOptions,
+    InputReplicationMode,
+)
+from torchstrategy._data.reading import (
+    OnDemand,
+    Prefetcher,
+    Reading,
+    Route,
+    next_of_all_workers,
+)
 from torchstrategy._data.source import Source, is_map_style
 from torchstrategy._data.steps import OneForEach, SplitSteps, Splitter, share_rule
 from torchstrategy._group.workers import Workers, is_refusal
@@ -74,7 +86,9 @@ class Optional(Generic[T]):
             ValueError: If there is none.
         """
         if not self._values:
-            raise ValueError("This Optional holds no batch: the dataset had come to its end. Ask has_value() first.")
+            raise ValueError(
+                "This Optional holds no batch: the dataset had come to its end. Ask has_value() first."
+            )
         return self._values[0]
 
     def __repr__(self) -> str:
@@ -118,10 +132,14 @@ class DistributedIterator(BatchIterator[T]):
     Source: https://www.tensorflow.org/versions/r2.4/api_docs/python/tf/distribute/DistributedIterator
     """
 
-    def __init__(self, reading: Reading, splitter: Splitter, ended: Callable[[], None]) -> None:
+    def __init__(
+        self, reading: Reading, splitter: Splitter, ended: Callable[[], None]
+    ) -> None:
         self._reading = reading
         self._splitter = splitter
-        self._next = next_of_all_workers(reading) if splitter.reads_its_own else reading.next
+        self._next = (
+            next_of_all_workers(reading) if splitter.reads_its_own else reading.next
+        )
         self._ended = ended
         self._is_over = False
         weakref.finalize(self, _close, weakref.ref(reading))
@@ -147,7 +165,9 @@ class DistributedIterator(BatchIterator[T]):
             workers = self._splitter.workers
             if isinstance(error, Exception) and is_refusal(error):
                 workers.refuse(error, "the next batch of a dataset")
-            workers.tell_failure(error)  # they wait for this worker, which does not come
+            workers.tell_failure(
+                error
+            )  # they wait for this worker, which does not come
             raise
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -202,7 +222,9 @@ class InputIterator(BatchIterator[Any]):
 
     def initialize(self) -> None:
         """Makes the next batch the first one of a new epoch. It ends the threads and loader workers of the old one."""
-        self._iterator = None  # a distributed iterator that is dropped ends its threads and workers
+        self._iterator = (
+            None  # a distributed iterator that is dropped ends its threads and workers
+        )
 
     @property
     def initializer(self) -> None:
@@ -280,19 +302,29 @@ class DistributedDataset(Generic[T]):
     Source: https://www.tensorflow.org/versions/r2.4/api_docs/python/tf/distribute/DistributedDataset
     """
 
-    def __init__(self, splitter: Splitter, routes: Sequence[Route], options: InputOptions) -> None:
+    def __init__(
+        self, splitter: Splitter, routes: Sequence[Route], options: InputOptions
+    ) -> None:
         self._splitter = splitter
         self._routes = tuple(routes)
         has_workers = any(source.has_workers for source in splitter.sources)
         is_ahead = has_workers if options.load_ahead is None else options.load_ahead
-        ahead = functools.partial(Prefetcher, depth=options.experimental_per_replica_buffer_size)
-        self._read: Callable[[Splitter, Sequence[Route]], Reading] = ahead if is_ahead else OnDemand
+        ahead = functools.partial(
+            Prefetcher, depth=options.experimental_per_replica_buffer_size
+        )
+        self._read: Callable[[Splitter, Sequence[Route]], Reading] = (
+            ahead if is_ahead else OnDemand
+        )
 
     def __iter__(self) -> DistributedIterator[T]:
         """A new iteration. It starts the loader's workers, and draws their seeds, on this thread."""
         # Persistent workers serve one epoch at a time, also if one loader is in several distributed datasets. So the
         # last epoch over the loader is ended first.
-        shared = [id(source._dataset) for source in self._splitter.sources if source.allows_one_pass_at_a_time]
+        shared = [
+            id(source._dataset)
+            for source in self._splitter.sources
+            if source.allows_one_pass_at_a_time
+        ]
         for last in filter(None, map(_readings.get, shared)):
             last.close(waits=True)
         try:
@@ -440,7 +472,9 @@ class DistributedDataset(Generic[T]):
                 f"The state is of a dataset that reads {plural(len(states), 'loader')}, and this one reads "
                 f"{len(sources)}: what each replica had consumed of its own cannot be given to another number of them."
             )
-        positions = list(map(Source.position_of, sources, states))  # nothing is loaded unless all of them are right
+        positions = list(
+            map(Source.position_of, sources, states)
+        )  # nothing is loaded unless all of them are right
         for source, position in zip(sources, positions, strict=True):
             source.load_position(position)
 
@@ -462,9 +496,16 @@ def distribute_dataset(
             "for each replica. Give distribute_datasets_from_function a function that makes them."
         )
     share = share_rule(options, replicas, workers)
-    is_dealt = workers.count > 1 and options.experimental_auto_shard_policy is not AutoShardPolicy.OFF
+    is_dealt = (
+        workers.count > 1
+        and options.experimental_auto_shard_policy is not AutoShardPolicy.OFF
+    )
     is_sharded = is_dealt and _can_be_sharded(dataset)
-    source = _source(dataset, "A dataset to distribute", (lambda rows: share(rows).loaded) if is_sharded else None)
+    source = _source(
+        dataset,
+        "A dataset to distribute",
+        (lambda rows: share(rows).loaded) if is_sharded else None,
+    )
     replicas_of_all = replicas * workers.count
     if replicas_of_all > 1 and is_map_style(dataset):
         raise single_elements_error(type(dataset).__name__, replicas_of_all)
@@ -476,7 +517,11 @@ def distribute_dataset(
             "dataset of each worker: strategy.distribute_datasets_from_function(dataset_fn).",
             UserWarning,
         )
-    return DistributedDataset(SplitSteps(source, devices, options, workers), _routes(devices, options), options)
+    return DistributedDataset(
+        SplitSteps(source, devices, options, workers),
+        _routes(devices, options),
+        options,
+    )
 
 
 def _can_be_sharded(dataset: Any) -> bool:
@@ -495,12 +540,21 @@ def _can_be_sharded(dataset: Any) -> bool:
                 "and say shuffle=True if the sampler shuffles; or return the loader from the function that you give to "
                 "distribute_datasets_from_function, which splits nothing."
             )
-    is_plain = type(dataset).__iter__ is DataLoader.__iter__ and getattr(dataset, "in_order", True)
-    return is_plain and dataset.batch_sampler is not None and not isinstance(dataset.dataset, IterableDataset)
+    is_plain = type(dataset).__iter__ is DataLoader.__iter__ and getattr(
+        dataset, "in_order", True
+    )
+    return (
+        is_plain
+        and dataset.batch_sampler is not None
+        and not isinstance(dataset.dataset, IterableDataset)
+    )
 
 
 def distribute_from_function(
-    dataset_fn: DatasetFn, devices: Sequence[Device], options: InputOptions, workers: Workers
+    dataset_fn: DatasetFn,
+    devices: Sequence[Device],
+    options: InputOptions,
+    workers: Workers,
 ) -> DistributedDataset[Any]:
     """A dataset whose elements are not split: each goes to one replica.
 
@@ -516,15 +570,22 @@ def distribute_from_function(
     replicas = len(devices)
     everyone = replicas * workers.count
     if options.experimental_replication_mode is InputReplicationMode.PER_REPLICA:
-        contexts = [InputContext(everyone, workers.index * replicas + r, everyone) for r in range(replicas)]
+        contexts = [
+            InputContext(everyone, workers.index * replicas + r, everyone)
+            for r in range(replicas)
+        ]
     else:
         contexts = [InputContext(workers.count, workers.index, everyone)]
-    sources = [_source(dataset_fn(context), "What dataset_fn returns") for context in contexts]
+    sources = [
+        _source(dataset_fn(context), "What dataset_fn returns") for context in contexts
+    ]
     splitter = OneForEach(sources, replicas, options.lists_are_rows, workers)
     return DistributedDataset(splitter, _routes(devices, options), options)
 
 
-def _source(dataset: Any, what: str, loaded_of: Callable[[int], slice] | None = None) -> Source:
+def _source(
+    dataset: Any, what: str, loaded_of: Callable[[int], slice] | None = None
+) -> Source:
     if isinstance(dataset, (DistributedDataset, DistributedIterator)):
         raise TypeError(
             "This dataset is distributed already: it cannot be distributed again. Give the loader that it was made of."
@@ -533,7 +594,10 @@ def _source(dataset: Any, what: str, loaded_of: Callable[[int], slice] | None = 
 
 
 def _routes(devices: Sequence[Device], options: InputOptions) -> list[Route]:
-    return [Route(device if options.experimental_fetch_to_device else None) for device in devices]
+    return [
+        Route(device if options.experimental_fetch_to_device else None)
+        for device in devices
+    ]
 
 
 # By the id of each loader with persistent workers, which is alive as long as this: the last epoch over it.

@@ -42,7 +42,9 @@ def refuse_samples(batch: Tree, samples: int | None) -> None:
         other = next((size for size in sizes if size != samples), None)
         if other is not None:
             kind = type(items).__name__
-            raise ValueError(_SAMPLES.format(name=name, kind=kind, count=samples, size=other))
+            raise ValueError(
+                _SAMPLES.format(name=name, kind=kind, count=samples, size=other)
+            )
 
 
 def warn_of_layout(batch: Tree, samples: int | None) -> bool:
@@ -60,7 +62,12 @@ def warn_of_layout(batch: Tree, samples: int | None) -> bool:
             warn(_IMAGES.format(name=name, what=what + shapes), UserWarning)
             return True
     tensors = list(_tensors_in(batch))
-    if samples is not None and samples > 1 and tensors and all(_has_time_first(one, samples) for one in tensors):
+    if (
+        samples is not None
+        and samples > 1
+        and tensors
+        and all(_has_time_first(one, samples) for one in tensors)
+    ):
         warn(_TIME_FIRST.format(count=samples, time=tensors[0].shape[0]), UserWarning)
         return True
     return False
@@ -94,7 +101,11 @@ def _sequences_within(name: str, value: Any) -> Iterator[tuple[str, Sequence[Any
 def _tensors_in(value: Any) -> Iterator[Any]:
     """The tensors and arrays with dimensions in lists, tuples and dicts."""
     for leaf in tree.tree_leaves(value):
-        if isinstance(leaf, (torch.Tensor, np.ndarray)) and leaf.ndim and registration_of(leaf) is None:
+        if (
+            isinstance(leaf, (torch.Tensor, np.ndarray))
+            and leaf.ndim
+            and registration_of(leaf) is None
+        ):
             yield leaf
 
 
@@ -120,12 +131,17 @@ def _are_images(items: Sequence[Any], samples: int | None) -> bool:
     """Whether items look like images of several sizes, with channels first, and not like columns of the samples."""
     if not all(isinstance(item, torch.Tensor) and item.dim() == 3 for item in items):
         return False
-    channels, sizes = {item.shape[0] for item in items}, {item.shape[1:] for item in items}
+    channels, sizes = (
+        {item.shape[0] for item in items},
+        {item.shape[1:] for item in items},
+    )
     return len(channels) == 1 and channels <= _CHANNELS - {samples} and len(sizes) > 1
 
 
 def _has_time_first(tensor: Any, samples: int) -> bool:
-    return bool(tensor.ndim > 1 and tensor.shape[0] != samples and tensor.shape[1] == samples)
+    return bool(
+        tensor.ndim > 1 and tensor.shape[0] != samples and tensor.shape[1] == samples
+    )
 
 
 _SAMPLES = (

@@ -101,7 +101,9 @@ class InputContext:
 
     def __str__(self) -> str:
         pipeline, total = self.input_pipeline_id, self.num_input_pipelines
-        return f"torchstrategy.InputContext(input pipeline id {pipeline}, total: {total})"
+        return (
+            f"torchstrategy.InputContext(input pipeline id {pipeline}, total: {total})"
+        )
 
 
 DatasetFn = Callable[[InputContext], Any]
@@ -159,23 +161,37 @@ class InputOptions:
     # None becomes True when the object is made. It tells an option that was left out from a True that the user gave,
     # which must not contradict the option's older name.
     experimental_fetch_to_device: bool = None  # type: ignore[assignment]
-    experimental_replication_mode: InputReplicationMode = InputReplicationMode.PER_WORKER
+    experimental_replication_mode: InputReplicationMode = (
+        InputReplicationMode.PER_WORKER
+    )
     experimental_place_dataset_on_device: bool = False
     experimental_per_replica_buffer_size: int = 2
-    experimental_prefetch_to_device: bool | None = field(default=None, compare=False)  # the first field has its value
+    experimental_prefetch_to_device: bool | None = field(
+        default=None, compare=False
+    )  # the first field has its value
     load_ahead: bool | None = None
     row_shares: Sequence[float] | None = None
     lists_are_rows: bool | None = None
     experimental_auto_shard_policy: AutoShardPolicy = AutoShardPolicy.AUTO
 
     def __post_init__(self) -> None:
-        for name in ("experimental_fetch_to_device", "experimental_prefetch_to_device", "load_ahead", "lists_are_rows"):
+        for name in (
+            "experimental_fetch_to_device",
+            "experimental_prefetch_to_device",
+            "load_ahead",
+            "lists_are_rows",
+        ):
             if not isinstance(getattr(self, name), (bool, type(None))):
                 raise self._wrong_type(name, "True or False")
         if not isinstance(self.experimental_replication_mode, InputReplicationMode):
-            raise self._wrong_type("experimental_replication_mode", "a torchstrategy.InputReplicationMode")
+            raise self._wrong_type(
+                "experimental_replication_mode", "a torchstrategy.InputReplicationMode"
+            )
         if not isinstance(self.experimental_auto_shard_policy, AutoShardPolicy):
-            raise self._wrong_type("experimental_auto_shard_policy", "a torchstrategy.experimental.AutoShardPolicy")
+            raise self._wrong_type(
+                "experimental_auto_shard_policy",
+                "a torchstrategy.experimental.AutoShardPolicy",
+            )
         if self.experimental_auto_shard_policy is AutoShardPolicy.FILE:
             raise ValueError(
                 f"{self._said('experimental_auto_shard_policy')}: a loader does not say which files it reads, so they "
@@ -191,25 +207,38 @@ class InputOptions:
             )
         size = self.experimental_per_replica_buffer_size
         if not isinstance(size, int) or isinstance(size, bool):
-            raise self._wrong_type("experimental_per_replica_buffer_size", "a whole number of batches")
+            raise self._wrong_type(
+                "experimental_per_replica_buffer_size", "a whole number of batches"
+            )
         if size < 1:
             raise ValueError(
                 f"{self._said('experimental_per_replica_buffer_size')}: it is at least 1 batch. To read no batch ahead "
                 "of its step, say load_ahead=False."
             )
-        fetch, prefetch = self.experimental_fetch_to_device, self.experimental_prefetch_to_device
+        fetch, prefetch = (
+            self.experimental_fetch_to_device,
+            self.experimental_prefetch_to_device,
+        )
         if fetch is not None and prefetch is not None and fetch != prefetch:
             raise ValueError(
                 f"InputOptions(experimental_fetch_to_device={fetch}, experimental_prefetch_to_device={prefetch}): "
                 "these are two names of one option, and contradict each other. Give the first alone."
             )
-        object.__setattr__(self, "experimental_fetch_to_device", fetch is not False and prefetch is not False)
+        object.__setattr__(
+            self,
+            "experimental_fetch_to_device",
+            fetch is not False and prefetch is not False,
+        )
         if self.row_shares is not None:
             object.__setattr__(self, "row_shares", self._shares(self.row_shares))
 
     def _shares(self, given: Sequence[float]) -> tuple[float, ...]:
-        if not isinstance(given, Sequence) or not all(isinstance(share, Real) for share in given):
-            raise self._wrong_type("row_shares", "a list of numbers, one for each replica")
+        if not isinstance(given, Sequence) or not all(
+            isinstance(share, Real) for share in given
+        ):
+            raise self._wrong_type(
+                "row_shares", "a list of numbers, one for each replica"
+            )
         shares = tuple(map(float, given))
         if not all(share >= 0 for share in shares) or not 0 < sum(shares) < math.inf:
             raise ValueError(

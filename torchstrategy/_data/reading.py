@@ -41,9 +41,19 @@ from typing import NamedTuple, final
 import torch
 
 from torchstrategy._base.context import CallerState, is_accelerator
-from torchstrategy._base.devices import canonical_device, copies_by_itself, local_accelerators, memory_device
+from torchstrategy._base.devices import (
+    canonical_device,
+    copies_by_itself,
+    local_accelerators,
+    memory_device,
+)
 from torchstrategy._base.distributed_values import ABSENT, PerReplica, Unmade
-from torchstrategy._base.streams import current_streams, keep_until_used, make_current, on_stream
+from torchstrategy._base.streams import (
+    current_streams,
+    keep_until_used,
+    make_current,
+    on_stream,
+)
 from torchstrategy._base.trace import traced
 from torchstrategy._base.tree import map_leaves, tree_flatten
 from torchstrategy._base.types import Device, Tree
@@ -82,39 +92,68 @@ class Route:
 
     def __init__(self, device: Device | None) -> None:
         self.device = None if device is None else memory_device(device)
-        self.has_copies = device is not None and is_accelerator(device)  # whether a copier could copy ahead
+        self.has_copies = device is not None and is_accelerator(
+            device
+        )  # whether a copier could copy ahead
 
     def stage(self, parts: Sequence[Tree]) -> StagedBatch:
         """Moves tensors that are on an accelerator. Runs on the reading thread, on its current streams."""
-        stream = torch.accelerator.current_stream(self.device) if self.has_copies else None
+        stream = (
+            torch.accelerator.current_stream(self.device) if self.has_copies else None
+        )
         return self._send(parts, stream, are_in_host_memory=False)
 
     def copy(self, staged: StagedBatch) -> StagedBatch:
         """Copies tensors of host memory. Runs on the replica's copier, if it has one. Called only if `has_copies`."""
         assert self.device is not None
         stream = copy_stream(self.device, Cargo.BATCHES)
-        with on_stream(stream):  # also makes its device the current one, for which torch pins memory
-            parts, moved, events = self._send(staged.parts, stream, are_in_host_memory=True)
+        with on_stream(
+            stream
+        ):  # also makes its device the current one, for which torch pins memory
+            parts, moved, events = self._send(
+                staged.parts, stream, are_in_host_memory=True
+            )
         return StagedBatch(parts, [*staged.moved, *moved], [*staged.events, *events])
 
-    def _send(self, parts: Sequence[Tree], stream: torch.Stream | None, *, are_in_host_memory: bool) -> StagedBatch:
+    def _send(
+        self,
+        parts: Sequence[Tree],
+        stream: torch.Stream | None,
+        *,
+        are_in_host_memory: bool,
+    ) -> StagedBatch:
         """The parts with their tensors of host memory, or their other tensors, on the device. `stream` copies them."""
         moved: list[torch.Tensor] = []
 
         def move(tensor: torch.Tensor) -> torch.Tensor:
             if self.device is None or tensor.is_cpu is not are_in_host_memory:
                 return tensor
-            if stream is None or not copies_by_itself(self.device):  # MPS has one stream, so nobody has to wait
+            if stream is None or not copies_by_itself(
+                self.device
+            ):  # MPS has one stream, so nobody has to wait
                 return tensor.to(self.device)
-            moved.append((_pin(tensor) if are_in_host_memory else tensor).to(self.device, non_blocking=True))
+            moved.append(
+                (_pin(tensor) if are_in_host_memory else tensor).to(
+                    self.device, non_blocking=True
+                )
+            )
             return moved[-1]
 
-        sent = [self._send_later(part) if type(part) is Unmade else apply_within(part, move) for part in parts]
+        sent = [
+            self._send_later(part) if type(part) is Unmade else apply_within(part, move)
+            for part in parts
+        ]
         events = [stream.record_event()] if moved and stream is not None else []
         return StagedBatch(sent, moved, events)
 
     def _send_later(self, piece: Unmade) -> Unmade:
-        return Unmade(lambda: piece.make() if self.device is None else move_to(piece.make(), self.device))
+        return Unmade(
+            lambda: (
+                piece.make()
+                if self.device is None
+                else move_to(piece.make(), self.device)
+            )
+        )
 
     def receive(self, staged: StagedBatch) -> list[Tree]:
         """Runs on the consumer's thread. See Note [Promises for a copied batch]."""
@@ -132,7 +171,9 @@ def _pin(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.layout is not torch.strided or tensor.is_nested:
         return tensor
     if 0 in tensor.stride():
-        tensor = tensor.contiguous()  # torch keeps the strides in pinned memory, and cannot write where they are 0
+        tensor = (
+            tensor.contiguous()
+        )  # torch keeps the strides in pinned memory, and cannot write where they are 0
     return tensor.pin_memory()  # returns the tensor itself if it is pinned already
 
 
@@ -186,8 +227,12 @@ class Reading(ABC):
     def __init__(self, splitter: Splitter, routes: Sequence[Route]) -> None:
         self.splitter = splitter
         self.routes = routes
-        self._receivers = [r for r, route in enumerate(routes) if route.has_copies]  # replicas whose parts are copied
-        self._elements: list[Tree] = []  # of the next step, if an error came after they were read
+        self._receivers = [
+            r for r, route in enumerate(routes) if route.has_copies
+        ]  # replicas whose parts are copied
+        self._elements: list[
+            Tree
+        ] = []  # of the next step, if an error came after they were read
         followed = None if splitter.reads_its_own else splitter.workers
         # An epoch over each source; none when nothing more is read. The caller's thread draws their seeds.
         self._passes = [source.begin(followed) for source in splitter.sources]
@@ -234,7 +279,9 @@ class Reading(ABC):
                 if splitter.is_to_be_seen:
                     splitter.see(batch)
                 marks = self._marks()
-            return Transfer(batch, marks, list(map(Route.stage, self.routes, batch.parts())))
+            return Transfer(
+                batch, marks, list(map(Route.stage, self.routes, batch.parts()))
+            )
 
     def _marks(self) -> list[Callable[[], None]]:
         """The functions that say of each epoch that the consumer has received what was read until now."""
@@ -256,8 +303,12 @@ class OnDemand(Reading):
 
     def __init__(self, splitter: Splitter, routes: Sequence[Route]) -> None:
         super().__init__(splitter, routes)
-        are_near = all(route.device is None or route.device.type == "cpu" for route in routes)
-        self._are_whole = splitter.is_alone and are_near  # whether an element can be given as it is
+        are_near = all(
+            route.device is None or route.device.type == "cpu" for route in routes
+        )
+        self._are_whole = (
+            splitter.is_alone and are_near
+        )  # whether an element can be given as it is
 
     def next(self) -> Tree:
         if not self._passes:
@@ -266,7 +317,9 @@ class OnDemand(Reading):
             (epoch,) = self._passes
             with epoch.source.reading():
                 self._elements.append(next(epoch))
-            if are_in_host_memory(self._elements[0]):  # if not, `_begin_transfer` goes on with it
+            if are_in_host_memory(
+                self._elements[0]
+            ):  # if not, `_begin_transfer` goes on with it
                 epoch.position.reach(epoch.count, None)
                 return self._elements.pop()
         transfer = self._begin_transfer()
@@ -295,13 +348,17 @@ def next_of_all_workers(reading: Reading) -> Callable[[], Tree]:
             has_next = True
         except StopIteration:
             has_next = False
-        of_all = workers.all_gather_bytes(bytes([has_next, bool(last)]), "the next batch of a dataset")
+        of_all = workers.all_gather_bytes(
+            bytes([has_next, bool(last)]), "the next batch of a dataset"
+        )
         if not any(has_theirs for has_theirs, _ in of_all):
             raise StopIteration
         if not all(had_one for _, had_one in of_all):
             lender = next(w for w, (has_theirs, _) in enumerate(of_all) if has_theirs)
             mine = _lend(last[0]) if workers.index == lender else None
-            borrowed = workers.all_gather_object(mine, "the first batch of a dataset")[lender]
+            borrowed = workers.all_gather_object(mine, "the first batch of a dataset")[
+                lender
+            ]
             if not last:
                 last.append(_borrow(borrowed, splitter.replicas, device))
         return last[0] if has_next else map_leaves(_as_understudy, last[0])
@@ -313,8 +370,12 @@ def _lend(batch: Tree) -> Tree:
     """A batch as it can be sent: its structure, its leaves as one replica has them, and which of these were split."""
     leaves, spec = tree_flatten(batch)
     are_split = [isinstance(leaf, PerReplica) for leaf in leaves]
-    of_one = [leaf.values[0] if isinstance(leaf, PerReplica) else leaf for leaf in leaves]
-    structure = spec.unflatten(range(len(leaves)))  # with the position of each leaf in its place
+    of_one = [
+        leaf.values[0] if isinstance(leaf, PerReplica) else leaf for leaf in leaves
+    ]
+    structure = spec.unflatten(
+        range(len(leaves))
+    )  # with the position of each leaf in its place
     return structure, [exchange_lists(leaf, Rows, list) for leaf in of_one], are_split
 
 
@@ -338,7 +399,9 @@ def _as_understudy(leaf: Tree) -> Tree:
     return PerReplica([ABSENT] * count, (0,) * count, understudy=leaf._in_replica(0))
 
 
-_PATIENCE_S = 5.0  # how long closing waits for a loader that is in the middle of a batch
+_PATIENCE_S = (
+    5.0  # how long closing waits for a loader that is in the middle of a batch
+)
 _LOOK_UP_S = 1.0  # how long the consumer waits before it looks for signals
 
 
@@ -361,12 +424,20 @@ class Prefetcher(Reading):
         self._threads: list[threading.Thread] = []
         self._are_going = False
         self._is_closed = False
-        self._failure: BaseException | None = None  # an error that ended one of the threads
+        self._failure: BaseException | None = (
+            None  # an error that ended one of the threads
+        )
         self._items: deque[Transfer] = deque()  # oldest first
-        self._room: SimpleQueue[None] = SimpleQueue()  # an entry for each step that the consumer has received
+        self._room: SimpleQueue[None] = (
+            SimpleQueue()
+        )  # an entry for each step that the consumer has received
         self._owes_room = False  # whether the last step was an error: the next is read when the consumer asks for it
-        self._news: SimpleQueue[None] = SimpleQueue()  # an entry for the consumer, if something has changed
-        self._inboxes: dict[int, SimpleQueue[Transfer | None]] = {r: SimpleQueue() for r in self._receivers}
+        self._news: SimpleQueue[None] = (
+            SimpleQueue()
+        )  # an entry for the consumer, if something has changed
+        self._inboxes: dict[int, SimpleQueue[Transfer | None]] = {
+            r: SimpleQueue() for r in self._receivers
+        }
 
     # On the consumer's thread
 
@@ -382,7 +453,9 @@ class Prefetcher(Reading):
             self._owes_room = False
         while not self._is_closed:
             items = self._items
-            if items and (items[0].batch is None or len(items[0].carried) == len(self._inboxes)):
+            if items and (
+                items[0].batch is None or len(items[0].carried) == len(self._inboxes)
+            ):
                 return self._hand_over(items)
             if self._failure is not None:
                 self.close()
@@ -423,15 +496,29 @@ class Prefetcher(Reading):
         devices = {r: self.routes[r].device or here for r in self._inboxes}
         state = CallerState(current_streams((here, *devices.values())))
         index = torch.accelerator.current_device_index() if devices else None
-        streams = [torch.accelerator.current_stream(device) for device in local_accelerators()] if devices else []
+        streams = (
+            [
+                torch.accelerator.current_stream(device)
+                for device in local_accelerators()
+            ]
+            if devices
+            else []
+        )
 
-        def thread(name: str, device: Device, life: Callable[[], None]) -> threading.Thread:
+        def thread(
+            name: str, device: Device, life: Callable[[], None]
+        ) -> threading.Thread:
             args = (state, device, life)
-            return threading.Thread(target=self._live, args=args, name=f"torchstrategy-{name}", daemon=True)
+            return threading.Thread(
+                target=self._live, args=args, name=f"torchstrategy-{name}", daemon=True
+            )
 
         return [
             thread("reader", here, partial(self._read_ahead, index, streams)),
-            *(thread(f"prefetch-{r}", device, partial(self._copy_ahead, r)) for r, device in devices.items()),
+            *(
+                thread(f"prefetch-{r}", device, partial(self._copy_ahead, r))
+                for r, device in devices.items()
+            ),
         ]
 
     def close(self, *, waits: bool = False) -> None:
@@ -442,7 +529,10 @@ class Prefetcher(Reading):
         self._room.put(None)
         self._send_no_more()
         self._tell()
-        items, self._items = self._items, deque()  # a consumer that was interrupted may still use the old deque
+        items, self._items = (
+            self._items,
+            deque(),
+        )  # a consumer that was interrupted may still use the old deque
         for item in list(items):
             item.forget()
         for thread in self._threads:
@@ -453,7 +543,9 @@ class Prefetcher(Reading):
 
     # On the threads of the reader and the copiers
 
-    def _live(self, state: CallerState, device: Device, life: Callable[[], None]) -> None:
+    def _live(
+        self, state: CallerState, device: Device, life: Callable[[], None]
+    ) -> None:
         """Runs the function of a reader or a copier, on its new thread, in the state of the caller's thread."""
         try:
             state.run_on_other_thread(device, life)
@@ -486,9 +578,13 @@ class Prefetcher(Reading):
                 for inbox in self._inboxes.values():
                     inbox.put(item)
             ahead += 1
-            most = self._depth if item.batch is not None else 1  # after an error: read only when the consumer asks
+            most = (
+                self._depth if item.batch is not None else 1
+            )  # after an error: read only when the consumer asks
             is_over = isinstance(item.error, StopIteration)
-            del item  # it holds a batch, or an error whose traceback refers to this frame
+            del (
+                item
+            )  # it holds a batch, or an error whose traceback refers to this frame
         self._passes = []
         self._send_no_more()
 
@@ -496,7 +592,9 @@ class Prefetcher(Reading):
         try:
             return self._begin_transfer()
         except BaseException as error:
-            return Transfer(error=error)  # not kept in a variable, since the error's traceback refers to this frame
+            return Transfer(
+                error=error
+            )  # not kept in a variable, since the error's traceback refers to this frame
 
     def _send_no_more(self) -> None:
         """Tells the copiers to end when they have copied what is in their queues."""
@@ -517,5 +615,7 @@ class Prefetcher(Reading):
 
     def _tell(self) -> None:
         """Tells the consumer that something has changed."""
-        if self._news.empty():  # if it is not empty, the consumer will look at the queue anyway
+        if (
+            self._news.empty()
+        ):  # if it is not empty, the consumer will look at the queue anyway
             self._news.put(None)

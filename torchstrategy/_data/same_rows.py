@@ -59,7 +59,9 @@ class Read(NamedTuple):
         return f"batch {self.number} with the indices [{shown}{more}], {len(self.rows)} in all"
 
 
-def begin_alike(workers: Workers, facts: dict[str, Any], generators: Sequence[torch.Generator]) -> None:
+def begin_alike(
+    workers: Workers, facts: dict[str, Any], generators: Sequence[torch.Generator]
+) -> None:
     """Begins an iteration in all workers: with loaders that fit together, and the random states of worker 0.
 
     Args:
@@ -71,22 +73,34 @@ def begin_alike(workers: Workers, facts: dict[str, Any], generators: Sequence[to
         ValueError: In all workers, if something is not.
     """
     own = facts | {"torch.Generator objects": len(generators)}
-    states = encode(([g.get_state() for g in generators], random.getstate(), np.random.get_state(legacy=False)))
-    of_all = workers.all_gather_object((digest(encode(own)), digest(states), len(states)), _BEGINNING)
+    states = encode(
+        (
+            [g.get_state() for g in generators],
+            random.getstate(),
+            np.random.get_state(legacy=False),
+        )
+    )
+    of_all = workers.all_gather_object(
+        (digest(encode(own)), digest(states), len(states)), _BEGINNING
+    )
     marks_of_facts, marks_of_states, sizes = zip(*of_all, strict=True)
     if len(set(marks_of_facts)) > 1:
         _refuse_other_datasets(workers, own)
     if len(set(marks_of_states)) == 1:
         return
     # Those of worker 0 may take more bytes than those of another worker.
-    sent = torch.frombuffer(bytearray(states[: sizes[0]].ljust(sizes[0], b"\0")), dtype=torch.uint8)
+    sent = torch.frombuffer(
+        bytearray(states[: sizes[0]].ljust(sizes[0], b"\0")), dtype=torch.uint8
+    )
     workers.broadcast([sent], 0, _BEGINNING, are_alike=True)
     if workers.index:
         of_torch, of_python, of_numpy = decode(sent.numpy().tobytes())
         for generator, state in zip(generators, of_torch, strict=True):
             generator.set_state(state)
         random.setstate(of_python)
-        with suppress(ValueError):  # another kind of generator was put in the place of NumPy's
+        with suppress(
+            ValueError
+        ):  # another kind of generator was put in the place of NumPy's
             np.random.set_state(of_numpy)
 
 
@@ -117,7 +131,9 @@ def mark_of_subsets(dataset: Any) -> str:
         data = np.asarray(dataset.indices).tobytes()
     except ValueError:  # they are no numbers
         data = repr(dataset.indices).encode()
-    return f"{len(data)}:{digest(data).hex()} {mark_of_subsets(dataset.dataset)}".strip()
+    return (
+        f"{len(data)}:{digest(data).hex()} {mark_of_subsets(dataset.dataset)}".strip()
+    )
 
 
 def read_of(element: Tree, rows: int) -> Read:
@@ -132,12 +148,26 @@ def read_of(element: Tree, rows: int) -> Read:
         within = tensors_within(leaf)
         tensors += within
         if not within and type(leaf) in (list, tuple, str, int, np.ndarray):
-            found.append(zlib.crc32(repr(leaf[:rows] if not isinstance(leaf, int) else leaf)[:_LOOKED_AT].encode()))
-    near = [t for t in tensors if t.is_cpu and t.layout is torch.strided and not t.is_nested and t.numel()]
+            found.append(
+                zlib.crc32(
+                    repr(leaf[:rows] if not isinstance(leaf, int) else leaf)[
+                        :_LOOKED_AT
+                    ].encode()
+                )
+            )
+    near = [
+        t
+        for t in tensors
+        if t.is_cpu and t.layout is torch.strided and not t.is_nested and t.numel()
+    ]
     exact = [t for t in near if not (t.is_floating_point() or t.is_complex())]
     for tensor in exact or ([] if found else near):
         found.append(checksum(_beginnings(tensor)))
-    shapes = [f"{tuple(t.shape)} {t.dtype}" for t in tensors if t.layout is torch.strided and not t.is_nested]
+    shapes = [
+        f"{tuple(t.shape)} {t.dtype}"
+        for t in tensors
+        if t.layout is torch.strided and not t.is_nested
+    ]
     return Read(0, [rows, *found, *shapes], has_indices=False)
 
 

@@ -35,7 +35,9 @@ class ShardedBatches(Sampler[list[Any]]):
         drawn: The batches of the newest iteration that were drawn and not read.
     """
 
-    def __init__(self, sampler: Iterable[Sequence[Any]], loaded_of: Callable[[int], slice]) -> None:
+    def __init__(
+        self, sampler: Iterable[Sequence[Any]], loaded_of: Callable[[int], slice]
+    ) -> None:
         self.sampler, self._loaded_of = sampler, loaded_of
         self.drawn: deque[Read] = deque()
 

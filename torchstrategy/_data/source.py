@@ -21,7 +21,13 @@ from itertools import chain, islice
 from typing import Any, final
 
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, default_collate
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    Sampler,
+    default_collate,
+)
 
 from torchstrategy._base.errors import an
 from torchstrategy._base.torch_internals import count_function_modes
@@ -82,22 +88,41 @@ class Source:
         TypeError: If it cannot be iterated over.
     """
 
-    def __init__(self, dataset: Any, what: str, loaded_of: Callable[[int], slice] | None = None) -> None:
-        if not is_map_style(dataset) and (not isinstance(dataset, Iterable) or isinstance(dataset, (str, bytes))):
+    def __init__(
+        self, dataset: Any, what: str, loaded_of: Callable[[int], slice] | None = None
+    ) -> None:
+        if not is_map_style(dataset) and (
+            not isinstance(dataset, Iterable) or isinstance(dataset, (str, bytes))
+        ):
             raise TypeError(
                 f"{what} is a torch.utils.data.DataLoader, or another iterable of batches; got "
                 f"{an(type(dataset).__name__)}."
             )
         self._given = self._dataset = dataset
         if loaded_of is not None:
-            self._dataset = _copy_loader(dataset, ShardedBatches(dataset.batch_sampler, loaded_of))
-        self.keeps_state = all(callable(getattr(dataset, name, None)) for name in ("state_dict", "load_state_dict"))
+            self._dataset = _copy_loader(
+                dataset, ShardedBatches(dataset.batch_sampler, loaded_of)
+            )
+        self.keeps_state = all(
+            callable(getattr(dataset, name, None))
+            for name in ("state_dict", "load_state_dict")
+        )
         self.is_batched = not is_map_style(dataset)
-        self.allows_one_pass_at_a_time = bool(getattr(dataset, "persistent_workers", False))
-        self._once = _PeekableIterator(dataset) if isinstance(dataset, Iterator) and not self.keeps_state else None
+        self.allows_one_pass_at_a_time = bool(
+            getattr(dataset, "persistent_workers", False)
+        )
+        self._once = (
+            _PeekableIterator(dataset)
+            if isinstance(dataset, Iterator) and not self.keeps_state
+            else None
+        )
         self._is_spent = False
-        self._is_resumed = False  # whether the next epoch goes on from the position of `load_position`
-        self.shows_each_once = self._once is not None or self.keeps_state or _streams(dataset)
+        self._is_resumed = (
+            False  # whether the next epoch goes on from the position of `load_position`
+        )
+        self.shows_each_once = (
+            self._once is not None or self.keeps_state or _streams(dataset)
+        )
         self.position = Position()
 
     def __len__(self) -> int:
@@ -136,7 +161,11 @@ class Source:
     def rows(self) -> int | None:
         """How many rows each element has, if this is certain before it is read."""
         sampler = getattr(self._dataset, "batch_sampler", None)
-        return getattr(sampler, "batch_size", None) if getattr(sampler, "drop_last", False) else None
+        return (
+            getattr(sampler, "batch_size", None)
+            if getattr(sampler, "drop_last", False)
+            else None
+        )
 
     @property
     def samples(self) -> int | None:
@@ -161,7 +190,9 @@ class Source:
         """
         if not count_function_modes():  # a default device would be a function mode
             return nullcontext()
-        draws_here = all(generator.device.type == "cpu" for generator in _generators(self._dataset))
+        draws_here = all(
+            generator.device.type == "cpu" for generator in _generators(self._dataset)
+        )
         return torch.device("cpu") if draws_here else nullcontext()
 
     def begin(self, workers: Workers | None) -> Epoch:
@@ -175,7 +206,11 @@ class Source:
             RuntimeError: If there was a pass already, and there can be no other.
         """
         if workers is not None and workers.count > 1:
-            begin_alike(workers, self._facts(), [] if self._is_resumed else _generators(self._dataset))
+            begin_alike(
+                workers,
+                self._facts(),
+                [] if self._is_resumed else _generators(self._dataset),
+            )
         if self._is_spent:
             raise RuntimeError(
                 f"The dataset is a {type(self._dataset).__name__}, which can be iterated over once, and has been. "
@@ -185,7 +220,11 @@ class Source:
         position = self.position if self._is_resumed else Position()
         position.is_begun = True
         with self.reading():  # seeds are drawn
-            iterator = self._resume(position) if self._is_resumed else self._begin_epoch(position)
+            iterator = (
+                self._resume(position)
+                if self._is_resumed
+                else self._begin_epoch(position)
+            )
         self.position, self._is_resumed = position, False
         sampler = getattr(self._dataset, "batch_sampler", None)
         drawn = sampler.drawn if isinstance(sampler, ShardedBatches) else None
@@ -197,14 +236,20 @@ class Source:
     def _facts(self) -> dict[str, Any]:
         """What all workers that read this source have alike, by what a message calls it."""
         within = getattr(self._given, "dataset", None)
-        facts: dict[str, Any] = {"a dataset of the class": type(self._given if within is None else within).__name__}
+        facts: dict[str, Any] = {
+            "a dataset of the class": type(
+                self._given if within is None else within
+            ).__name__
+        }
         if within is not None and not isinstance(within, IterableDataset):
             with suppress(TypeError, NotImplementedError):
                 facts["a dataset with the number of rows"] = len(within)
         facts["the batch_size"] = self._batch_size
         facts["a loader with the number of batches"] = self._length()
         facts["a Subset whose indices have the digest"] = mark_of_subsets(within)
-        facts["a position to go on from, in batches,"] = self.position.count if self._is_resumed else None
+        facts["a position to go on from, in batches,"] = (
+            self.position.count if self._is_resumed else None
+        )
         return facts
 
     def generators_now(self) -> list[torch.Tensor]:
@@ -213,13 +258,17 @@ class Source:
 
     def state_of_loader(self) -> Any:
         """The loader's own `state_dict`; None if it has none. Called right after the loader has yielded an element."""
-        return copy.deepcopy(self._dataset.state_dict()) if self.keeps_state else None  # the loader may change its dict
+        return (
+            copy.deepcopy(self._dataset.state_dict()) if self.keeps_state else None
+        )  # the loader may change its dict
 
     def state(self) -> State:
         """The position in the epoch that began last, as plain values and tensors."""
         position = self.position
         if self.keeps_state:
-            said = self.state_of_loader() if position.loader is None else position.loader
+            said = (
+                self.state_of_loader() if position.loader is None else position.loader
+            )
             return {"is_begun": position.is_begun, "loader": said}
         return {
             "is_begun": position.is_begun,
@@ -238,7 +287,10 @@ class Source:
         """
         check_form(state)
         if self.keeps_state != ("loader" in state):
-            kinds = ("whose batches are counted", "that keeps its own state (state_dict)")
+            kinds = (
+                "whose batches are counted",
+                "that keeps its own state (state_dict)",
+            )
             raise ValueError(
                 f"The state is of a loader {kinds[not self.keeps_state]}, and this one, a "
                 f"{type(self._dataset).__name__}, is one {kinds[self.keeps_state]}. Load it where it was taken."
@@ -263,14 +315,20 @@ class Source:
                     f"The state stands at row {rows} of a loader with batch_size={theirs}, and with batch_size={ours} "
                     f"no batch begins there. Make the loader with a batch size that divides {rows}."
                 )
-        length, size, rest = self._length(), ours or 1, (theirs or 1) - 1  # the count may include a small last batch
+        length, size, rest = (
+            self._length(),
+            ours or 1,
+            (theirs or 1) - 1,
+        )  # the count may include a small last batch
         if length is not None and count * size > length * size + rest:
             raise ValueError(
                 f"The state says that batches={state['batches']} were consumed, and this loader has {length}. Make the "
                 "loader as it was made there."
             )
         if count and not state["is_begun"]:
-            raise ValueError(f"The state says is_begun=False, and batches={count}: it was changed since it was taken.")
+            raise ValueError(
+                f"The state says is_begun=False, and batches={count}: it was changed since it was taken."
+            )
         return Position(state["is_begun"], count, state["began"], state["asked"])
 
     def load_position(self, position: Position) -> None:
@@ -299,7 +357,9 @@ class Source:
             )
         found = self._look_at_one() if self._once is None else self._once.peek()
         if not found:
-            raise ValueError("The dataset has no element to look at, so it is not known what they are made of.")
+            raise ValueError(
+                "The dataset has no element to look at, so it is not known what they are made of."
+            )
         return found[0]
 
     def _look_at_one(self) -> list[Tree]:
@@ -307,7 +367,11 @@ class Source:
         loader = self._dataset
         with _keeping_states(_generators(loader, getattr(loader, "dataset", None))):
             if not self.keeps_state or isinstance(loader, DataLoader):
-                samples = _samples(loader) if isinstance(loader, DataLoader) else self._iterator()
+                samples = (
+                    _samples(loader)
+                    if isinstance(loader, DataLoader)
+                    else self._iterator()
+                )
                 return list(islice(samples, 1))
             state = self.state_of_loader()
             try:
@@ -330,7 +394,11 @@ class Source:
 
     def _begin_epoch(self, position: Position) -> Iterator[Tree]:
         position.began = self.generators_now()
-        running = set(multiprocessing.active_children()) if self.allows_one_pass_at_a_time else set()
+        running = (
+            set(multiprocessing.active_children())
+            if self.allows_one_pass_at_a_time
+            else set()
+        )
         iterator = self._iterator()
         if not self.asks_sampler_at_once:
             position.asked = self.generators_now()
@@ -345,8 +413,14 @@ class Source:
 
     def _resume(self, position: Position) -> Iterator[Tree]:
         """The remaining elements. The elements before them are not loaded if the dataset is map-style."""
-        loader, generators, asked = self._dataset, _generators(self._dataset), position.asked
-        with _keeping_states(generators[:1]):  # torch's default generator goes on from its state in the checkpoint
+        loader, generators, asked = (
+            self._dataset,
+            _generators(self._dataset),
+            position.asked,
+        )
+        with _keeping_states(
+            generators[:1]
+        ):  # torch's default generator goes on from its state in the checkpoint
             if self.keeps_state:
                 return self._iterator()
             _set_states(generators, position.began)
@@ -362,28 +436,44 @@ class Source:
                         "is not the one of which the state was taken."
                     )
                 return iterator
-            sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+            sampler = (
+                loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+            )
             if asked is None:
                 rest = _RemainingIndices(sampler, position.count)
-                iterator = iter(_copy_loader(loader, rest, persistent_workers=False))  # draws the seed
+                iterator = iter(
+                    _copy_loader(loader, rest, persistent_workers=False)
+                )  # draws the seed
                 if self.has_workers:
                     return iterator  # it has begun to iterate over the sampler, too
             indices = iter(sampler)
             _set_states(generators, asked or [])
-            deque(islice(indices, position.count), maxlen=0)  # the sampler draws these indices now
+            deque(
+                islice(indices, position.count), maxlen=0
+            )  # the sampler draws these indices now
             # A seed is drawn, but not from the loader's generator.
-            return iter(_copy_loader(loader, indices, persistent_workers=False, generator=None))
+            return iter(
+                _copy_loader(loader, indices, persistent_workers=False, generator=None)
+            )
 
 
 @final
 class Epoch:
     """One epoch over a source, read on one thread at a time. After an error, it can go on if the loader can."""
 
-    def __init__(self, source: Source, iterator: Iterator[Tree], position: Position, drawn: deque[Read] | None) -> None:
+    def __init__(
+        self,
+        source: Source,
+        iterator: Iterator[Tree],
+        position: Position,
+        drawn: deque[Read] | None,
+    ) -> None:
         self.source = source
         self._iterator = iterator
         self.position = position
-        self.count = position.count  # how many elements were read, including those that raised an error
+        self.count = (
+            position.count
+        )  # how many elements were read, including those that raised an error
         self._drawn = drawn  # what all workers load, of each element that was drawn
 
     def __next__(self) -> Tree:
@@ -395,14 +485,18 @@ class Epoch:
             element = next(self._iterator)
         except StopIteration:
             self.count -= 1
-            self._iterator = iter(())  # stays at its end, whatever the loader's iterator would do
+            self._iterator = iter(
+                ()
+            )  # stays at its end, whatever the loader's iterator would do
             raise
         finally:
             if self._drawn:
                 read = self._drawn.popleft()
         if self._drawn is None:
             return element
-        assert read is not None, "the loader yields a batch for each that its sampler has drawn"
+        assert read is not None, (
+            "the loader yields a batch for each that its sampler has drawn"
+        )
         return Shard(element, read)
 
 
@@ -437,12 +531,17 @@ class _RemainingIndices:
 
 def is_map_style(dataset: Any) -> bool:
     """Whether it is a map-style dataset: single elements, which are read by their index."""
-    return isinstance(dataset, Dataset) and not isinstance(dataset, (IterableDataset, DataLoader))
+    return isinstance(dataset, Dataset) and not isinstance(
+        dataset, (IterableDataset, DataLoader)
+    )
 
 
 def _is_plain(dataset: Any) -> bool:
     """Whether it is a loader that iterates as torch's `DataLoader` does."""
-    return isinstance(dataset, DataLoader) and type(dataset).__iter__ is DataLoader.__iter__
+    return (
+        isinstance(dataset, DataLoader)
+        and type(dataset).__iter__ is DataLoader.__iter__
+    )
 
 
 def _streams(dataset: Any) -> bool:
@@ -456,15 +555,29 @@ def _samples(loader: DataLoader[Any]) -> Iterator[Tree]:
     if isinstance(loader.dataset, IterableDataset):
         samples = iter(loader.dataset)
     else:
-        indices = chain.from_iterable(loader.batch_sampler or ()) if batches else iter(loader.sampler)
+        indices = (
+            chain.from_iterable(loader.batch_sampler or ())
+            if batches
+            else iter(loader.sampler)
+        )
         samples = (loader.dataset[index] for index in indices)
     return (loader.collate_fn([sample] if batches else sample) for sample in samples)
 
 
-def _copy_loader(loader: DataLoader[Any], indices: Iterable[Any], **changed: Any) -> DataLoader[Any]:
+def _copy_loader(
+    loader: DataLoader[Any], indices: Iterable[Any], **changed: Any
+) -> DataLoader[Any]:
     """A loader like `loader` that yields the batches of `indices`, or the samples if `loader` does not make batches."""
-    chosen = {"sampler": indices, "batch_size": None} if loader.batch_sampler is None else {"batch_sampler": indices}
-    given = {name: getattr(loader, name) for name in signature(DataLoader).parameters if name not in _OF_INDICES}
+    chosen = (
+        {"sampler": indices, "batch_size": None}
+        if loader.batch_sampler is None
+        else {"batch_sampler": indices}
+    )
+    given = {
+        name: getattr(loader, name)
+        for name in signature(DataLoader).parameters
+        if name not in _OF_INDICES
+    }
     return DataLoader(**{**given, **chosen, **changed})
 
 
@@ -477,16 +590,22 @@ def _generators(*loaders: Any) -> list[torch.Generator]:
             if isinstance(value, torch.Generator):
                 found[id(value)] = value
                 continue
-            draws = name in _OF_THE_ORDER or isinstance(value, (Sampler, IterableDataset, DataLoader))
+            draws = name in _OF_THE_ORDER or isinstance(
+                value, (Sampler, IterableDataset, DataLoader)
+            )
             if draws and not any(value is known for known in parts):
                 parts.append(value)
     return list(found.values())
 
 
-def _set_states(generators: Sequence[torch.Generator], states: Sequence[torch.Tensor]) -> None:
+def _set_states(
+    generators: Sequence[torch.Generator], states: Sequence[torch.Tensor]
+) -> None:
     """Sets the states of generators; does nothing if there are no states."""
     for generator, state in zip(generators, states, strict=False):
-        generator.set_state(state.cpu())  # torch.load(map_location=...) may have moved the state to a device
+        generator.set_state(
+            state.cpu()
+        )  # torch.load(map_location=...) may have moved the state to a device
 
 
 @contextmanager

@@ -21,7 +21,13 @@ from torchstrategy._base.context import is_accelerator
 from torchstrategy._base.distributed_values import ABSENT, PerReplica, Unmade
 from torchstrategy._base.errors import plural
 from torchstrategy._base.torch_internals import TreeSpec
-from torchstrategy._base.tree import PLAIN_LEAVES, Unlike, map_leaves, tree_flatten, zip_leaves
+from torchstrategy._base.tree import (
+    PLAIN_LEAVES,
+    Unlike,
+    map_leaves,
+    tree_flatten,
+    zip_leaves,
+)
 from torchstrategy._base.types import Device, Tree
 from torchstrategy._data import batch_types
 from torchstrategy._data.layouts import refuse_samples, warn_of_layout
@@ -44,10 +50,16 @@ class Parts(list[Tree]):
 class SplitBatch(NamedTuple):
     """An element of a dataset that was split among the replicas. A strategy of one replica gets it whole."""
 
-    leaves: list[Tree]  # each leaf is `Parts`, or a single value for all replicas; or the element is the one part
-    spec: TreeSpec | None  # None: the strategy has one replica, which gets the whole element
+    leaves: list[
+        Tree
+    ]  # each leaf is `Parts`, or a single value for all replicas; or the element is the one part
+    spec: (
+        TreeSpec | None
+    )  # None: the strategy has one replica, which gets the whole element
     rows: tuple[int, ...]  # how many rows each replica got
-    rows_of_all: tuple[int, ...] | None = None  # the same for the replicas of all workers, if that is known
+    rows_of_all: tuple[int, ...] | None = (
+        None  # the same for the replicas of all workers, if that is known
+    )
     read: Read | None = None  # what the workers compare of it
 
     def parts(self) -> list[list[Tree]]:
@@ -74,7 +86,13 @@ class SplitBatch(NamedTuple):
         for leaf in self.leaves:
             if type(leaf) is Parts:
                 column, spare = next(with_spare)
-                leaf = PerReplica(column, self.rows, spare, rows_of_all=self.rows_of_all, read=self.read)
+                leaf = PerReplica(
+                    column,
+                    self.rows,
+                    spare,
+                    rows_of_all=self.rows_of_all,
+                    read=self.read,
+                )
             leaves.append(leaf)
         return self.spec.unflatten(leaves)
 
@@ -82,7 +100,9 @@ class SplitBatch(NamedTuple):
 def split_equally(replicas: int, rows: int) -> list[slice]:
     """Contiguous parts of ceil(rows / replicas) rows; the last ones may be smaller or empty."""
     size = -(-rows // replicas)
-    return [slice(min(r * size, rows), min((r + 1) * size, rows)) for r in range(replicas)]
+    return [
+        slice(min(r * size, rows), min((r + 1) * size, rows)) for r in range(replicas)
+    ]
 
 
 def split_in_proportion(shares: Sequence[float]) -> Callable[[int], list[slice]]:
@@ -117,7 +137,9 @@ class Share(NamedTuple):
     @property
     def loaded(self) -> slice:
         """The rows that this worker reads, which stand together."""
-        return self.borrowed or slice(self.slices[0].start, max(piece.stop for piece in self.slices))
+        return self.borrowed or slice(
+            self.slices[0].start, max(piece.stop for piece in self.slices)
+        )
 
     def within_loaded(self) -> Share:
         """The same, where the rows are counted from the first one that this worker reads."""
@@ -129,18 +151,28 @@ class Share(NamedTuple):
         return Share(own, None, self.rows_of_all)
 
 
-def share_rule(options: InputOptions, replicas: int, workers: Workers) -> Callable[[int], Share]:
+def share_rule(
+    options: InputOptions, replicas: int, workers: Workers
+) -> Callable[[int], Share]:
     """A function that returns the share of this worker in a batch of so many rows.
 
     Raises:
         ValueError: If `options` say how many rows another number of replicas gets.
     """
     is_own = options.experimental_auto_shard_policy is AutoShardPolicy.OFF
-    everyone, first = (replicas, 0) if is_own else (replicas * workers.count, replicas * workers.index)
+    everyone, first = (
+        (replicas, 0)
+        if is_own
+        else (replicas * workers.count, replicas * workers.index)
+    )
     sizes = options.row_shares
     if sizes is not None and len(sizes) != everyone:
         raise row_errors.row_shares_error(sizes, everyone)
-    cut = functools.partial(split_equally, everyone) if sizes is None else split_in_proportion(sizes)
+    cut = (
+        functools.partial(split_equally, everyone)
+        if sizes is None
+        else split_in_proportion(sizes)
+    )
 
     def share(total: int) -> Share:
         of_all = cut(total)
@@ -247,7 +279,13 @@ class Splitter(ABC):
             later.
     """
 
-    def __init__(self, sources: Sequence[Source], replicas: int, lists_are_rows: bool | None, workers: Workers) -> None:
+    def __init__(
+        self,
+        sources: Sequence[Source],
+        replicas: int,
+        lists_are_rows: bool | None,
+        workers: Workers,
+    ) -> None:
         self.sources = tuple(sources)
         self.replicas = self.elements_of_step = replicas
         self.is_alone = replicas == 1 and workers.count == 1
@@ -266,10 +304,17 @@ class Splitter(ABC):
         if self._spec is None:
             with self.sources[0].reading():
                 elements = [source.first() for source in self.sources]
-                self.see(self.split_batch(elements * (self.elements_of_step // len(elements)), are_read=False))
+                self.see(
+                    self.split_batch(
+                        elements * (self.elements_of_step // len(elements)),
+                        are_read=False,
+                    )
+                )
         return self._spec
 
-    def split_batch(self, elements: Sequence[Tree], are_read: bool = True) -> SplitBatch:
+    def split_batch(
+        self, elements: Sequence[Tree], are_read: bool = True
+    ) -> SplitBatch:
         """Splits the elements of one step among the replicas, with lists as rows if the user has said so.
 
         Args:
@@ -279,7 +324,10 @@ class Splitter(ABC):
         if self.is_alone:
             return SplitBatch([Parts(elements)], None, (1,))  # it need not have rows
         if self._lists_are_rows:
-            elements = [batch_types.exchange_lists(element, list, batch_types.Rows) for element in elements]
+            elements = [
+                batch_types.exchange_lists(element, list, batch_types.Rows)
+                for element in elements
+            ]
         if are_read and self.may_look:
             # A worker that loads only samples of its own compares their number with the rows of each batch.
             for element in elements:
@@ -292,7 +340,11 @@ class Splitter(ABC):
     @property
     def may_look(self) -> bool:
         """Whether to look if the first dimension of tensors has rows: in the first batch, if the user has not said."""
-        return not self._has_seen_layout and self._lists_are_rows is not False and not self.sources[0].makes_columns
+        return (
+            not self._has_seen_layout
+            and self._lists_are_rows is not False
+            and not self.sources[0].makes_columns
+        )
 
     def see(self, split_batch: SplitBatch) -> None:
         """Takes the spec from an element."""
@@ -308,9 +360,15 @@ class Splitter(ABC):
 
         if split_batch.spec is None:
             (element,) = split_batch.leaves[0]
-            self._spec = map_leaves(lambda leaf: self._spec_of_one(leaf, rows[0]), element, batch_types.is_leaf)
+            self._spec = map_leaves(
+                lambda leaf: self._spec_of_one(leaf, rows[0]),
+                element,
+                batch_types.is_leaf,
+            )
         else:
-            self._spec = split_batch.spec.unflatten([specs(leaf) for leaf in split_batch.leaves])
+            self._spec = split_batch.spec.unflatten(
+                [specs(leaf) for leaf in split_batch.leaves]
+            )
         self.is_to_be_seen = False
 
     def _spec_of_one(self, value: Any, rows: int | None) -> TensorSpec | type:
@@ -324,7 +382,9 @@ class Splitter(ABC):
         if not isinstance(tensor, torch.Tensor):
             return type(value)
         # A size of a nested tensor that differs from row to row is no integer.
-        shape: list[int | None] = [size if isinstance(size, int) else None for size in tensor.shape]
+        shape: list[int | None] = [
+            size if isinstance(size, int) else None for size in tensor.shape
+        ]
         if self.sources[0].is_batched and batch_types.has_rows(value):
             shape[0] = rows
         return TensorSpec(tuple(shape), tensor.dtype)
@@ -360,18 +420,32 @@ class SplitSteps(Splitter):
         workers: The processes that train together.
     """
 
-    def __init__(self, source: Source, devices: Sequence[Device], options: InputOptions, workers: Workers) -> None:
+    def __init__(
+        self,
+        source: Source,
+        devices: Sequence[Device],
+        options: InputOptions,
+        workers: Workers,
+    ) -> None:
         super().__init__([source], len(devices), options.lists_are_rows, workers)
         self.elements_of_step = 1
-        self.reads_its_own &= options.experimental_auto_shard_policy is AutoShardPolicy.OFF
+        self.reads_its_own &= (
+            options.experimental_auto_shard_policy is AutoShardPolicy.OFF
+        )
         self._is_even = options.row_shares is None
         self._share_of = share_rule(options, len(devices), workers)
         # Where parts are moved to devices, each replica gets its own copy of every tensor, also of one without rows.
-        self._is_moved = options.experimental_fetch_to_device and any(map(is_accelerator, devices))
+        self._is_moved = options.experimental_fetch_to_device and any(
+            map(is_accelerator, devices)
+        )
 
     def rows(self) -> Sequence[int | None]:
         rows = self.sources[0].rows
-        if rows is None or self.workers.count > 1 or (self._is_even and rows % self.replicas):
+        if (
+            rows is None
+            or self.workers.count > 1
+            or (self._is_even and rows % self.replicas)
+        ):
             return [None] * self.replicas
         return [piece.stop - piece.start for piece in self._share_of(rows).slices]
 
@@ -394,17 +468,23 @@ class SplitSteps(Splitter):
                 raise row_errors.samples_are_no_rows_error(rows, samples)
             share = share.within_loaded()
         counts = tuple(piece.stop - piece.start for piece in share.slices)
-        pieces = share.slices if share.borrowed is None else [*share.slices, share.borrowed]
+        pieces = (
+            share.slices if share.borrowed is None else [*share.slices, share.borrowed]
+        )
 
         def parts(leaf: Tree) -> Tree:
             if batch_types.has_rows(leaf):
                 return Parts([_take_part(leaf, piece) for piece in pieces])
             tensors = batch_types.tensors_within(leaf)
-            is_apart = any(self._is_moved or is_accelerator(tensor.device) for tensor in tensors)
+            is_apart = any(
+                self._is_moved or is_accelerator(tensor.device) for tensor in tensors
+            )
             return Parts([leaf] * len(pieces)) if is_apart else leaf
 
         leaves, spec = tree_flatten(element, batch_types.is_leaf)
-        return SplitBatch(list(map(parts, leaves)), spec, counts, share.rows_of_all, read)
+        return SplitBatch(
+            list(map(parts, leaves)), spec, counts, share.rows_of_all, read
+        )
 
 
 @final
@@ -412,7 +492,9 @@ class OneForEach(Splitter):
     """Gives each replica an element of its own: from one source in turn, or from a source for each replica."""
 
     def rows(self) -> Sequence[int | None]:
-        return [self.sources[0].rows if self.is_alone else None] * self.replicas  # the data may run out in a step
+        return [
+            self.sources[0].rows if self.is_alone else None
+        ] * self.replicas  # the data may run out in a step
 
     def split(self, elements: Sequence[Tree]) -> SplitBatch:
         first = next(element for element in elements if element is not ABSENT)
@@ -424,7 +506,9 @@ class OneForEach(Splitter):
                 filled.append(map_leaves(_make_empty, first, batch_types.is_leaf))
             else:
                 count = batch_types.rows_of(element)
-                rows.append(1 if count is None else count)  # an element without rows is one example
+                rows.append(
+                    1 if count is None else count
+                )  # an element without rows is one example
                 filled.append(element)
         try:
             columns, spec = zip_leaves(filled, _is_leaf_or_empty)
@@ -436,7 +520,14 @@ class OneForEach(Splitter):
             ) from None
         leaves: list[Tree] = []
         for column in columns:
-            leaves.append(Parts([batch_types.exchange_lists(part, batch_types.Rows, list) for part in column]))
+            leaves.append(
+                Parts(
+                    [
+                        batch_types.exchange_lists(part, batch_types.Rows, list)
+                        for part in column
+                    ]
+                )
+            )
         return SplitBatch(leaves, spec, tuple(rows))
 
 
@@ -448,7 +539,9 @@ def are_in_host_memory(element: Tree) -> bool:
     elif type(element) in (list, tuple):
         items = element
     for item in items:
-        is_near = item.is_cpu if type(item) is torch.Tensor else type(item) in PLAIN_LEAVES
+        is_near = (
+            item.is_cpu if type(item) is torch.Tensor else type(item) in PLAIN_LEAVES
+        )
         if not is_near:
             return False
     return True

@@ -33,13 +33,17 @@ def copy_stream(device: Device, cargo: Cargo) -> torch.Stream:
         return _new_stream(device, cargo)
 
 
-_one_at_a_time = threading.Lock()  # two threads that ask for a stream must not both make one
+_one_at_a_time = (
+    threading.Lock()
+)  # two threads that ask for a stream must not both make one
 
 
 @functools.cache
 def _new_stream(device: Device, cargo: Cargo) -> torch.Stream:
     try:
-        return torch.Stream(device)  # looked up at each call, since simulated devices exchange it
+        return torch.Stream(
+            device
+        )  # looked up at each call, since simulated devices exchange it
     except (RuntimeError, NotImplementedError):  # the backend has one stream
         return torch.accelerator.current_stream(device)
 

@@ -39,12 +39,16 @@ class DeviceStreams:
         before: The side streams of the run before.
     """
 
-    def __init__(self, devices: Iterable[Device], before: Iterable[torch.Stream] = ()) -> None:
+    def __init__(
+        self, devices: Iterable[Device], before: Iterable[torch.Stream] = ()
+    ) -> None:
         self.callers = current_streams(devices)
         self.side: dict[torch.Stream, None] = {}
         self._before = before
 
-    def standing_still(self) -> AbstractContextManager[dict[Device, torch.Stream] | None]:
+    def standing_still(
+        self,
+    ) -> AbstractContextManager[dict[Device, torch.Stream] | None]:
         """A block in which the replica of this thread stands still. See Note [Streams of replicas].
 
         It works on the caller's streams, and gives the side streams by device, or nothing if there are none.
@@ -52,10 +56,14 @@ class DeviceStreams:
         current = current_streams(self.callers)
         if current == self.callers:
             return NO_SIDE_STREAM
-        return self._join({d: stream for d, stream in current.items() if stream != self.callers[d]})
+        return self._join(
+            {d: stream for d, stream in current.items() if stream != self.callers[d]}
+        )
 
     @contextmanager
-    def _join(self, side: dict[Device, torch.Stream]) -> Iterator[dict[Device, torch.Stream]]:
+    def _join(
+        self, side: dict[Device, torch.Stream]
+    ) -> Iterator[dict[Device, torch.Stream]]:
         self.side.update(dict.fromkeys(side.values()))
         for device, stream in side.items():
             self.callers[device].wait_stream(stream)

@@ -32,7 +32,12 @@ from torchstrategy._group.device_streams import NO_SIDE_STREAM, DeviceStreams, k
 from torchstrategy._group.instruments import tell_held, tell_reached
 from torchstrategy._group.participants import Participants
 from torchstrategy._group.reductions import check_addable, check_gatherable
-from torchstrategy._group.transfer import combine_in_buckets, concatenate_on, sum_each_on, sum_on
+from torchstrategy._group.transfer import (
+    combine_in_buckets,
+    concatenate_on,
+    sum_each_on,
+    sum_on,
+)
 from torchstrategy._group.workers import LONE, Workers, refusing
 
 # The function of a synchronization point: it takes the values that the replicas brought and returns their results.
@@ -77,7 +82,9 @@ class Replica(ABC):
     device: Device
     device_streams: DeviceStreams | None = field(default=None, kw_only=True)
     was_asked = False  # whether the step asked which replica it is in
-    num_calls = 0  # how often the step has called a method of its context that synchronizes
+    num_calls = (
+        0  # how often the step has called a method of its context that synchronizes
+    )
     # Told of each synchronization point to which the replica comes. None: there is nobody to tell, in other processes.
     telling: Callable[[str], None] | None = field(default=None, init=False)
 
@@ -125,7 +132,9 @@ class InlineReplica(Replica):
         # the caller's thread, so its frame and its default device have to be put aside for a while.
         # See Note [Who may call what on which thread].
         with (
-            NO_SIDE_STREAM if self.device_streams is None else self.device_streams.standing_still() as side,
+            NO_SIDE_STREAM
+            if self.device_streams is None
+            else self.device_streams.standing_still() as side,
             outside_of_strategies(self.callers_device),
             self.combining(),
             traced("synchronize at {}", name),
@@ -136,8 +145,12 @@ class InlineReplica(Replica):
         return answer
 
 
-_Columns = list[tuple[torch.Tensor, ...]]  # for each tensor, the tensors of the replicas, in replica order
-_Cut = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]  # from the gradients of outputs to those of inputs
+_Columns = list[
+    tuple[torch.Tensor, ...]
+]  # for each tensor, the tensors of the replicas, in replica order
+_Cut = Callable[
+    [Sequence[torch.Tensor]], Sequence[torch.Tensor]
+]  # from the gradients of outputs to those of inputs
 
 
 @final
@@ -169,7 +182,10 @@ class ReplicaGroup:
         return self.participants.weights[self.replica.index]
 
     def all_reduce(
-        self, tensors: Sequence[torch.Tensor], names: Sequence[str] = (), name: str = "all_reduce"
+        self,
+        tensors: Sequence[torch.Tensor],
+        names: Sequence[str] = (),
+        name: str = "all_reduce",
     ) -> list[torch.Tensor]:
         """The sums of the replicas' tensors, tensor by tensor, on this replica's device.
 
@@ -181,11 +197,17 @@ class ReplicaGroup:
         Raises:
             ValueError: From `run`, if the shapes or dtypes of what they bring differ.
         """
-        outputs, wants_grad, _ = self._exchange(name, tensors, self._sum_columns, self._add_over_workers, names)
+        outputs, wants_grad, _ = self._exchange(
+            name, tensors, self._sum_columns, self._add_over_workers, names
+        )
         return self._differentiable(tensors, outputs) if wants_grad else outputs
 
     def all_gather(
-        self, tensors: Sequence[torch.Tensor], axis: int, names: Sequence[str] = (), name: str = "all_gather"
+        self,
+        tensors: Sequence[torch.Tensor],
+        axis: int,
+        names: Sequence[str] = (),
+        name: str = "all_gather",
     ) -> list[torch.Tensor]:
         """The tensors of all replicas, concatenated along `axis` in replica order, on this replica's device.
 
@@ -203,7 +225,9 @@ class ReplicaGroup:
 
         def check(column: Sequence[torch.Tensor]) -> None:
             check_gatherable(column, axis)
-            starts.append(list(accumulate((tensor.shape[axis] for tensor in column), initial=0)))
+            starts.append(
+                list(accumulate((tensor.shape[axis] for tensor in column), initial=0))
+            )
 
         def join(r: int, columns: _Columns) -> list[torch.Tensor]:
             def copy(column: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -213,12 +237,21 @@ class ReplicaGroup:
             for tensors in zip(*columns, strict=True):
                 single = [[tensor] for tensor in tensors]
                 there.append(combine_in_buckets(single, self.bytes_per_pack, copy))
-            return [concatenate_on(column, axis, self._device_for(r, column)) for column in zip(*there, strict=True)]
+            return [
+                concatenate_on(column, axis, self._device_for(r, column))
+                for column in zip(*there, strict=True)
+            ]
 
-        def gather_over_workers(tensors: Sequence[torch.Tensor], point: str) -> list[torch.Tensor]:
+        def gather_over_workers(
+            tensors: Sequence[torch.Tensor], point: str
+        ) -> list[torch.Tensor]:
             found = []
             for i, tensor in enumerate(tensors):
-                mine = tensor.narrow(axis, 0, 0) if self.participants.is_understudy else tensor
+                mine = (
+                    tensor.narrow(axis, 0, 0)
+                    if self.participants.is_understudy
+                    else tensor
+                )
                 parts = self.workers.all_gather(mine, axis % mine.dim(), point)
                 before = sum(part.shape[axis] for part in parts[: self.workers.index])
                 starts[i] = [before + start for start in starts[i]]
@@ -226,16 +259,28 @@ class ReplicaGroup:
             return found
 
         outputs, wants_grad, known = self._exchange(
-            f"{name}(axis={axis})", tensors, join, gather_over_workers, names, check, starts
+            f"{name}(axis={axis})",
+            tensors,
+            join,
+            gather_over_workers,
+            names,
+            check,
+            starts,
         )
         shapes = [tensor.shape for tensor in tensors]
 
         def cut(totals: Sequence[torch.Tensor]) -> list[torch.Tensor]:
             if self.participants.is_understudy:
-                return [total.new_zeros(shape) for total, shape in zip(totals, shapes, strict=True)]
+                return [
+                    total.new_zeros(shape)
+                    for total, shape in zip(totals, shapes, strict=True)
+                ]
             position = self.participants.present.index(self.replica.index)
             parts = zip(totals, known, shapes, strict=True)
-            return [total.narrow(axis, start[position], shape[axis]) for total, start, shape in parts]
+            return [
+                total.narrow(axis, start[position], shape[axis])
+                for total, start, shape in parts
+            ]
 
         return self._differentiable(tensors, outputs, cut) if wants_grad else outputs
 
@@ -245,28 +290,50 @@ class ReplicaGroup:
         unit = max(self.participants.weights) if self.workers.count == 1 else 1.0
         factor = self.weight / unit
         # A half gradient times a small factor has few bits left: in all replicas, halves are sent as float32.
-        is_plain = self.workers.count == 1 and all(weight == unit for weight in self.participants.weights)
-        wide = [g if is_plain or g.dtype is not torch.float16 else g.float() for g in grads]
+        is_plain = self.workers.count == 1 and all(
+            weight == unit for weight in self.participants.weights
+        )
+        wide = [
+            g if is_plain or g.dtype is not torch.float16 else g.float() for g in grads
+        ]
 
-        def scale(tensors: Sequence[torch.Tensor], by: Callable[..., torch.Tensor]) -> Sequence[torch.Tensor]:
+        def scale(
+            tensors: Sequence[torch.Tensor], by: Callable[..., torch.Tensor]
+        ) -> Sequence[torch.Tensor]:
             if not factor:  # the replica may bring NaN, and 0 * NaN is NaN: its gradient is left out, and it gets none
                 return [torch.zeros_like(tensor) for tensor in tensors]
             # What autograd brings for an integer stays one, or it would not fit that of a replica with another factor.
-            return tensors if factor == 1 else [by(tensor, factor).to(tensor.dtype) for tensor in tensors]
+            return (
+                tensors
+                if factor == 1
+                else [by(tensor, factor).to(tensor.dtype) for tensor in tensors]
+            )
 
         brought = scale(wide, torch.mul)
-        totals = self._exchange("the backward of a collective", brought, self._sum_columns, self._add_over_workers)[0]
-        return [total.to(own.dtype) for total, own in zip(scale(totals, torch.div), grads, strict=True)]
+        totals = self._exchange(
+            "the backward of a collective",
+            brought,
+            self._sum_columns,
+            self._add_over_workers,
+        )[0]
+        return [
+            total.to(own.dtype)
+            for total, own in zip(scale(totals, torch.div), grads, strict=True)
+        ]
 
     def _sum_columns(self, r: int, columns: _Columns) -> list[torch.Tensor]:
         device = self.devices[r]
         if device is not None and not self.bytes_per_pack:
             return sum_each_on(columns, device)
         return combine_in_buckets(
-            columns, self.bytes_per_pack, lambda column: sum_on(column, self._device_for(r, column))
+            columns,
+            self.bytes_per_pack,
+            lambda column: sum_on(column, self._device_for(r, column)),
         )
 
-    def _add_over_workers(self, totals: Sequence[torch.Tensor], name: str) -> list[torch.Tensor]:
+    def _add_over_workers(
+        self, totals: Sequence[torch.Tensor], name: str
+    ) -> list[torch.Tensor]:
         # See Note [Why a worker without rows runs the step] in `participants`.
         if self.participants.is_understudy:
             totals = [torch.zeros_like(total) for total in totals]
@@ -305,23 +372,35 @@ class ReplicaGroup:
 
         present = self.participants.present
 
-        def combine(brought: Sequence[tuple[list[torch.Tensor], bool, list[str]]]) -> list[Tree]:
+        def combine(
+            brought: Sequence[tuple[list[torch.Tensor], bool, list[str]]],
+        ) -> list[Tree]:
             # Tensors are matched by their positions, so without this check, a step would add up tensors that have
             # nothing to do with each other.
             names_of_first = brought[0][2]
             with refusing():
                 for r, (_, _, other) in zip(present, brought, strict=True):
                     if other != names_of_first:
-                        raise _unlike_structure_error(name, {present[0]: names_of_first, r: other})
-                columns = list(zip(*(tensors for tensors, _, _ in brought), strict=True))
+                        raise _unlike_structure_error(
+                            name, {present[0]: names_of_first, r: other}
+                        )
+                columns = list(
+                    zip(*(tensors for tensors, _, _ in brought), strict=True)
+                )
                 for column in columns:
                     check(column)
             wants_grad = any(wants for _, wants, _ in brought)
             if self.workers.count > 1:
                 # A call that a step of one worker has refused, and caught, is one call here, too.
-                self.workers.compare("the number of this call in the step:", self.replica.num_calls)
-                self.workers.compare("the parts of the value:", ", ".join(names_of_first))
-                wants_grad = any(map(any, self.workers.all_gather_bytes(bytes([wants_grad]), name)))
+                self.workers.compare(
+                    "the number of this call in the step:", self.replica.num_calls
+                )
+                self.workers.compare(
+                    "the parts of the value:", ", ".join(names_of_first)
+                )
+                wants_grad = any(
+                    map(any, self.workers.all_gather_bytes(bytes([wants_grad]), name))
+                )
                 of_worker = join(present[0], columns)
                 columns = [(one,) for one in over_workers(of_worker, name)]
             # Each device joins them once. Other replicas on it get copies, since a replica may write on its result.
@@ -329,27 +408,42 @@ class ReplicaGroup:
             answers: list[Tree] = []
             for r in present:
                 known = made.get(self.devices[r])
-                result = join(r, columns) if known is None else [tensor.clone() for tensor in known]
+                result = (
+                    join(r, columns)
+                    if known is None
+                    else [tensor.clone() for tensor in known]
+                )
                 made[self.devices[r]] = result
                 answers.append((result, wants_grad, told))
             return answers
 
         # Detached, so that no graph of one replica leads into that of another: a backward of its own, which is another
         # synchronization point, takes gradients from replica to replica.
-        wants_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+        wants_grad = torch.is_grad_enabled() and any(
+            tensor.requires_grad for tensor in tensors
+        )
         brought = ([tensor.detach() for tensor in tensors], wants_grad, list(names))
-        answer: tuple[list[torch.Tensor], bool, Sequence[Any]] = self.replica.synchronize(name, combine, brought)
+        answer: tuple[list[torch.Tensor], bool, Sequence[Any]] = (
+            self.replica.synchronize(name, combine, brought)
+        )
         return answer
 
     def _differentiable(
-        self, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], cut: _Cut = tuple
+        self,
+        inputs: Sequence[torch.Tensor],
+        outputs: Sequence[torch.Tensor],
+        cut: _Cut = tuple,
     ) -> list[torch.Tensor]:
         here = self._device_for(self.replica.index, inputs)
         # The outputs have to require grad also if only the inputs of another replica do. An additional input that
         # requires grad makes them so.
         gate = torch.ones((), device=here, requires_grad=True)
         # The gradients come back to this device; from here, autograd copies each to the device of the step's tensor.
-        return list(_apply_backward(self, cut, outputs, gate, *(tensor.to(here) for tensor in inputs)))
+        return list(
+            _apply_backward(
+                self, cut, outputs, gate, *(tensor.to(here) for tensor in inputs)
+            )
+        )
 
 
 class _Backward(torch.autograd.Function):
@@ -365,7 +459,9 @@ class _Backward(torch.autograd.Function):
         *inputs: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         ctx.group, ctx.cut = group, cut
-        ctx.mark_non_differentiable(*(o for o in outputs if not (o.is_floating_point() or o.is_complex())))
+        ctx.mark_non_differentiable(
+            *(o for o in outputs if not (o.is_floating_point() or o.is_complex()))
+        )
         return tuple(outputs)
 
     @staticmethod
@@ -377,7 +473,9 @@ class _Scaled(torch.autograd.Function):
     """The sum of the replicas' gradients, as `ReplicaGroup.scaled_sum` makes it; differentiable for double backward."""
 
     @staticmethod
-    def forward(ctx: Any, group: ReplicaGroup, *grads: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(
+        ctx: Any, group: ReplicaGroup, *grads: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
         ctx.group = group
         return tuple(group.scaled_sum(grads))
 
@@ -390,7 +488,12 @@ class _Scaled(torch.autograd.Function):
 
 # `torch.compile` cannot trace the queues and threads of a synchronization point. The backward functions are listed,
 # too, since a compiled step also runs its backward.
-for _point in (ReplicaGroup.all_reduce, ReplicaGroup.all_gather, _Backward.backward, _Scaled.backward):
+for _point in (
+    ReplicaGroup.all_reduce,
+    ReplicaGroup.all_gather,
+    _Backward.backward,
+    _Scaled.backward,
+):
     hide_from_compiler(_point)
 del _point
 
@@ -413,7 +516,11 @@ def _list_names(names: Sequence[str]) -> str:
 
 # The group of a single replica that uses the user's own objects. It has no state, so one serves all of them, and nobody
 # asks for its device.
-ALONE = ReplicaGroup(InlineReplica(0, torch.device("cpu", 0)), Participants((0,), (1.0,), ReduceOp.SUM), (None,))
+ALONE = ReplicaGroup(
+    InlineReplica(0, torch.device("cpu", 0)),
+    Participants((0,), (1.0,), ReduceOp.SUM),
+    (None,),
+)
 
 
 def group_here(what: str) -> ReplicaGroup | None:

@@ -46,7 +46,9 @@ class Instrument:
 # The instruments that observe the runs which this thread starts; `testing/_instruments` installs them. A context
 # variable, since replicas' threads take over the context of the caller: so an instrument sees the replicas of the runs
 # in its block, and not those of other threads.
-IN_FORCE: ContextVar[tuple[Instrument, ...]] = ContextVar("torchstrategy_instruments", default=())
+IN_FORCE: ContextVar[tuple[Instrument, ...]] = ContextVar(
+    "torchstrategy_instruments", default=()
+)
 
 
 def tell_run_begins(num_replicas: int) -> Turns | None:
@@ -94,7 +96,9 @@ def call_step(replica: int, call: Callable[[], T]) -> T:
     return result
 
 
-def call_step_alone(fn: Callable[..., T], args: Sequence[Any], kwargs: Mapping[str, Any]) -> T:
+def call_step_alone(
+    fn: Callable[..., T], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> T:
     """Runs a strategy's only replica on the caller's thread."""
     # Without an instrument, a single replica should cost no more than a call of the step.
     if not IN_FORCE.get():

@@ -34,17 +34,23 @@ class OneOfSeveral(Replica):
 
     stand_still: Callable[[Report], Tree] = field(kw_only=True)
     process: int = field(default_factory=os.getpid)
-    thread: int | None = None  # the thread on which the step runs; None before and after
+    thread: int | None = (
+        None  # the thread on which the step runs; None before and after
+    )
     is_cancelled: bool = False  # written by the caller's thread
 
-    def perform(self, run_on_thread: RunOnThread, call: Callable[[Replica], Tree]) -> Report:
+    def perform(
+        self, run_on_thread: RunOnThread, call: Callable[[Replica], Tree]
+    ) -> Report:
         """Calls the step, and tells how it ended. The replica can synchronize during this call, on this thread."""
         # The traceback of an error refers to this frame: with the report in a variable, that would be a cycle.
         self.thread = threading.get_ident()
         try:
             if self.is_cancelled:
                 raise ReplicaStopped
-            step = functools.partial(call_step, self.index, functools.partial(call, self))
+            step = functools.partial(
+                call_step, self.index, functools.partial(call, self)
+            )
             if self.device_streams is not None:
                 step = functools.partial(_call_on_streams, self.device_streams, step)
             return self._end(Ended(self.index, run_on_thread(self.device, step)))
@@ -59,7 +65,12 @@ class OneOfSeveral(Replica):
         self.thread = None
         return outcome
 
-    def serve(self, run_on_thread: RunOnThread, call: Callable[[Replica], Tree], reports: SimpleQueue[Report]) -> None:
+    def serve(
+        self,
+        run_on_thread: RunOnThread,
+        call: Callable[[Replica], Tree],
+        reports: SimpleQueue[Report],
+    ) -> None:
         """Performs the step on a thread of its own."""
         reports.put(self.perform(run_on_thread, call))
 
@@ -77,7 +88,11 @@ class OneOfSeveral(Replica):
             )
         if self.telling is not None:
             self.telling(name)
-        block = NO_SIDE_STREAM if self.device_streams is None else self.device_streams.standing_still()
+        block = (
+            NO_SIDE_STREAM
+            if self.device_streams is None
+            else self.device_streams.standing_still()
+        )
         with block as side, traced("wait at {}", name):
             answer = self._report(Synchronizing(self.index, name, combine, brought))
         if side:
@@ -98,7 +113,9 @@ def _call_on_streams(streams: DeviceStreams, step: Callable[[], Tree]) -> Tree:
         streams.end_step()
 
 
-def await_turn(inbox: SimpleQueue[Any], reports: SimpleQueue[Report], report: Report) -> Tree:
+def await_turn(
+    inbox: SimpleQueue[Any], reports: SimpleQueue[Report], report: Report
+) -> Tree:
     """How a replica on a thread of its own stands still: it reports, and waits for the message that wakes it."""
     reports.put(report)
     answer = inbox.get()
@@ -145,7 +162,11 @@ STOP = object()  # the message to a replica that shall not go on
 
 def _end_child(outcome: Report) -> None:
     """Ends a child process that was forked in a step, as a script ends. In the child, no thread waits for the step."""
-    error = outcome.error if isinstance(outcome, Failed) else RuntimeError(_FORKED.format(replica=outcome.replica))
+    error = (
+        outcome.error
+        if isinstance(outcome, Failed)
+        else RuntimeError(_FORKED.format(replica=outcome.replica))
+    )
     if isinstance(error, ReplicaStopped):
         return
     if not isinstance(error, SystemExit):

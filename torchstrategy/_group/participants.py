@@ -17,7 +17,13 @@ from functools import cached_property
 from itertools import chain
 from typing import NamedTuple, final
 
-from torchstrategy._base.distributed_values import ABSENT, DistributedValues, PerReplica, regroup, regroup_in_worker
+from torchstrategy._base.distributed_values import (
+    ABSENT,
+    DistributedValues,
+    PerReplica,
+    regroup,
+    regroup_in_worker,
+)
 from torchstrategy._base.options import ReduceOp, RunOptions
 from torchstrategy._base.row_errors import examples_count_error, unequal_arguments_error
 from torchstrategy._base.types import Tree
@@ -92,7 +98,9 @@ class Participants:
         """The replicas whose gradients count: those that got rows of the batch, and that do not count 0."""
         return tuple(r for r in self.present if self.weights[r])
 
-    def regroup(self, trees: Mapping[int, Tree], workers: Workers, are_results: bool = False) -> Tree:
+    def regroup(
+        self, trees: Mapping[int, Tree], workers: Workers, are_results: bool = False
+    ) -> Tree:
         """One tree of the trees of the replicas that take part.
 
         A replica that takes none is absent from it: a distributed value has a component for each of the strategy.
@@ -100,7 +108,9 @@ class Participants:
         by_replica = [trees.get(r, ABSENT) for r in range(len(self.fractions))]
         if workers.count == 1:
             return regroup(by_replica, are_results=are_results)
-        return regroup_in_worker(by_replica, is_understudy=self.is_understudy, are_results=are_results)
+        return regroup_in_worker(
+            by_replica, is_understudy=self.is_understudy, are_results=are_results
+        )
 
     @classmethod
     def of(
@@ -130,10 +140,18 @@ class Participants:
                 replica has all arguments.
         """
         reduction = reduction_of(options, default)
-        given = options.examples if counts is None and not callable(options.examples) else counts
+        given = (
+            options.examples
+            if counts is None and not callable(options.examples)
+            else counts
+        )
         rows = _rows(leaves, options, reduction, given)
         shares = _shares(rows, given, num_replicas)
-        fractions = rows if rows is not None and (counts is not None or given is None) else shares
+        fractions = (
+            rows
+            if rows is not None and (counts is not None or given is None)
+            else shares
+        )
         absent = _absent(leaves)
         own = [
             _Told(
@@ -189,9 +207,14 @@ class Participants:
             rows_of_all = rows
         if options.examples is not None or counts is not None:
             return cls.of(values, 1, options, default, workers, counts=counts)
-        is_mean, knows_rows = reduction_of(options, default) is ReduceOp.MEAN, rows_of_all is not None
+        is_mean, knows_rows = (
+            reduction_of(options, default) is ReduceOp.MEAN,
+            rows_of_all is not None,
+        )
         rows_of_all = rows_of_all or (1,) * workers.count
-        weights, compared = _of_rows(rows_of_all, workers.index, options.run_empty_replicas, is_mean, knows_rows)
+        weights, compared = _of_rows(
+            rows_of_all, workers.index, options.run_empty_replicas, is_mean, knows_rows
+        )
         workers.compare_all(compared)
         return weights
 
@@ -211,23 +234,33 @@ class Participants:
         # The loss of a replica without rows would be a mean over nothing: NaN. So its step is not called, unless asked;
         # but see Note [Why a worker without rows runs the step].
         leaves_out = not runs_empty and any(one.has_rows for one in everyone)
-        takes_part = [not one.is_absent and (one.has_rows or not leaves_out) for one in everyone]
-        fractions = _parts([one.rows for one in everyone], takes_part, [1.0] * len(everyone))
+        takes_part = [
+            not one.is_absent and (one.has_rows or not leaves_out) for one in everyone
+        ]
+        fractions = _parts(
+            [one.rows for one in everyone], takes_part, [1.0] * len(everyone)
+        )
         # Replicas that all count 0 count by their rows: a term of the loss that is a mean over rows is right then.
         shares = _parts([one.share for one in everyone], takes_part, fractions)
         first = index * num_replicas
         here = slice(first, first + num_replicas)
         present = tuple(r for r in range(num_replicas) if takes_part[first + r])
         if not present and count == 1:
-            raise ValueError("Each replica lacks one of the arguments of this run, so none can take part in it.")
+            raise ValueError(
+                "Each replica lacks one of the arguments of this run, so none can take part in it."
+            )
         return cls(
             present or (0,),
             tuple(fractions[here]),
             reduction,
             count=sum(takes_part),
-            lead_worker=takes_part.index(True) // num_replicas if any(takes_part) else 0,
+            lead_worker=takes_part.index(True) // num_replicas
+            if any(takes_part)
+            else 0,
             is_understudy=not present,
-            total_weight=1.0 if reduction is ReduceOp.MEAN else float(sum(map(bool, shares))),
+            total_weight=1.0
+            if reduction is ReduceOp.MEAN
+            else float(sum(map(bool, shares))),
             has_news=has_news,
             shares=tuple(shares[here]),
             parts_of_all=tuple(shares),
@@ -235,18 +268,38 @@ class Participants:
         )
 
 
-@functools.lru_cache(maxsize=64)  # most batches of a training have the same number of rows
+@functools.lru_cache(
+    maxsize=64
+)  # most batches of a training have the same number of rows
 def _of_rows(
-    rows_of_all: tuple[int, ...], index: int, runs_empty: bool, is_mean: bool, knows_rows: bool
+    rows_of_all: tuple[int, ...],
+    index: int,
+    runs_empty: bool,
+    is_mean: bool,
+    knows_rows: bool,
 ) -> tuple[Participants, Sequence[tuple[str, object]]]:
     """The weights, and what the workers compare: lists, which are the very same at each call."""
-    reduction = ReduceOp.MEAN if is_mean else ReduceOp.SUM  # not an argument: to look for it would take a call
-    everyone = [_Told(share=float(rows), rows=float(rows), is_absent=False, has_rows=rows > 0) for rows in rows_of_all]
+    reduction = (
+        ReduceOp.MEAN if is_mean else ReduceOp.SUM
+    )  # not an argument: to look for it would take a call
+    everyone = [
+        _Told(share=float(rows), rows=float(rows), is_absent=False, has_rows=rows > 0)
+        for rows in rows_of_all
+    ]
     weights = Participants._of_everyone(
-        everyone, 1, runs_empty, reduction, index, len(rows_of_all), knows_rows=knows_rows
+        everyone,
+        1,
+        runs_empty,
+        reduction,
+        index,
+        len(rows_of_all),
+        knows_rows=knows_rows,
     )
     # The same options as in `Participants.of`.
-    compared = [("RunOptions", [reduction.value, runs_empty]), ("the rows of the batch:", list(rows_of_all))]
+    compared = [
+        ("RunOptions", [reduction.value, runs_empty]),
+        ("the rows of the batch:", list(rows_of_all)),
+    ]
     return weights, compared
 
 
@@ -255,12 +308,18 @@ def reduction_of(options: RunOptions, default: ReduceOp) -> ReduceOp:
     said = options.gradient_reduction
     if isinstance(said, ReduceOp):
         return said
-    return default if said is None else ReduceOp.MEAN  # else it is "loss", which says how each is weighted
+    return (
+        default if said is None else ReduceOp.MEAN
+    )  # else it is "loss", which says how each is weighted
 
 
 def replicas_with_rows(leaves: Sequence[Tree], num_replicas: int) -> list[int]:
     """The replicas of this worker that have all arguments, and rows of some batch, unless no batch says its rows."""
-    records = [leaf.rows for leaf in leaves if isinstance(leaf, PerReplica) and leaf.rows is not None]
+    records = [
+        leaf.rows
+        for leaf in leaves
+        if isinstance(leaf, PerReplica) and leaf.rows is not None
+    ]
     present = sorted(set(range(num_replicas)) - _absent(leaves))
     if not records:
         return present
@@ -269,20 +328,37 @@ def replicas_with_rows(leaves: Sequence[Tree], num_replicas: int) -> list[int]:
 
 def _absent(leaves: Sequence[Tree]) -> set[int]:
     """The replicas that lack one of the arguments."""
-    distributed = [leaf._components for leaf in leaves if isinstance(leaf, DistributedValues)]
-    return {r for components in distributed for r, value in enumerate(components) if value is ABSENT}
+    distributed = [
+        leaf._components for leaf in leaves if isinstance(leaf, DistributedValues)
+    ]
+    return {
+        r
+        for components in distributed
+        for r, value in enumerate(components)
+        if value is ABSENT
+    }
 
 
-def _parts(numbers: Sequence[float], takes_part: Sequence[bool], otherwise: Sequence[float]) -> list[float]:
+def _parts(
+    numbers: Sequence[float], takes_part: Sequence[bool], otherwise: Sequence[float]
+) -> list[float]:
     """Which part of the sum each number of a replica that takes part is. If all are 0, `otherwise` are the numbers."""
-    counted = [number if takes else 0.0 for number, takes in zip(numbers, takes_part, strict=True)]
+    counted = [
+        number if takes else 0.0
+        for number, takes in zip(numbers, takes_part, strict=True)
+    ]
     if not any(counted):
-        counted = [number if takes else 0.0 for number, takes in zip(otherwise, takes_part, strict=True)]
+        counted = [
+            number if takes else 0.0
+            for number, takes in zip(otherwise, takes_part, strict=True)
+        ]
     total = sum(counted) or 1.0
     return [number / total for number in counted]
 
 
-def _shares(rows: Sequence[float] | None, given: Sequence[float] | None, num_replicas: int) -> Sequence[float]:
+def _shares(
+    rows: Sequence[float] | None, given: Sequence[float] | None, num_replicas: int
+) -> Sequence[float]:
     """How much each replica of this worker counts, if it takes part: as the user has said, or as it has rows."""
     if given is None:
         return [1.0] * num_replicas if rows is None else rows
@@ -319,7 +395,9 @@ class _OfWorker(NamedTuple):
         replicas = []
         for i in range(0, len(numbers), 4):
             share, rows, is_absent, has_rows = numbers[i : i + 4]
-            replicas.append(_Told(share=share, rows=rows, is_absent=is_absent, has_rows=has_rows))
+            replicas.append(
+                _Told(share=share, rows=rows, is_absent=is_absent, has_rows=has_rows)
+            )
         return cls(replicas=replicas, has_news=has_news, is_asked_to_leave=is_asked)
 
 
@@ -327,10 +405,17 @@ _HEAD, _OF_REPLICA = struct.calcsize("<2?"), struct.calcsize("<dd2?")
 
 
 def _rows(
-    leaves: Sequence[Tree], options: RunOptions, reduction: ReduceOp, given: Sequence[float] | None
+    leaves: Sequence[Tree],
+    options: RunOptions,
+    reduction: ReduceOp,
+    given: Sequence[float] | None,
 ) -> tuple[int, ...] | None:
     """How many rows each replica has, if the arguments say so, and it is known how much each counts."""
-    known = [leaf.rows for leaf in leaves if isinstance(leaf, PerReplica) and leaf.rows is not None]
+    known = [
+        leaf.rows
+        for leaf in leaves
+        if isinstance(leaf, PerReplica) and leaf.rows is not None
+    ]
     records = list(dict.fromkeys(known))
     if len(records) < 2:
         return records[0] if records else None

@@ -47,15 +47,35 @@ class RandomStreams:
         first: How many replicas other processes have before these. See Note [Random streams of workers].
     """
 
-    def __init__(self, devices: Sequence[Device], one_at_a_time: bool, depth: int = 0, first: int = 0) -> None:
-        of_device = {device: generators_of(device, one_at_a_time) for device in set(devices)}
+    def __init__(
+        self,
+        devices: Sequence[Device],
+        one_at_a_time: bool,
+        depth: int = 0,
+        first: int = 0,
+    ) -> None:
+        of_device = {
+            device: generators_of(device, one_at_a_time) for device in set(devices)
+        }
         self._first = first
         self._generators = [of_device[device] for device in devices]
-        self._holders: dict[GeneratorLike, int] = {}  # the replica whose stream a generator has; 0 if not in here
-        self._begun: dict[tuple[GeneratorLike, int], torch.Tensor] = {}  # the state at which a stream began
-        self._paused: dict[tuple[GeneratorLike, int], torch.Tensor] = {}  # the state at which a stream was left
-        self._callers = {generator: generator.get_state() for generator in generators_of(devices[0], with_cpu=True)}
-        seeds = [depth.to_bytes(4, "little"), *(state.numpy().tobytes() for state in self._callers.values())]
+        self._holders: dict[
+            GeneratorLike, int
+        ] = {}  # the replica whose stream a generator has; 0 if not in here
+        self._begun: dict[
+            tuple[GeneratorLike, int], torch.Tensor
+        ] = {}  # the state at which a stream began
+        self._paused: dict[
+            tuple[GeneratorLike, int], torch.Tensor
+        ] = {}  # the state at which a stream was left
+        self._callers = {
+            generator: generator.get_state()
+            for generator in generators_of(devices[0], with_cpu=True)
+        }
+        seeds = [
+            depth.to_bytes(4, "little"),
+            *(state.numpy().tobytes() for state in self._callers.values()),
+        ]
         self._origin = hashlib.blake2b(b"".join(seeds)).digest()
 
     def put_in_force(self, replica: int) -> None:
@@ -74,11 +94,21 @@ class RandomStreams:
         Returns whether another replica has drawn.
         """
         self.put_callers_in_force()
-        has_drawn = any(not torch.equal(begun, self._paused[stream]) for stream, begun in self._begun.items())
-        as_they_were = (torch.equal(generator.get_state(), state) for generator, state in self._callers.items())
+        has_drawn = any(
+            not torch.equal(begun, self._paused[stream])
+            for stream, begun in self._begun.items()
+        )
+        as_they_were = (
+            torch.equal(generator.get_state(), state)
+            for generator, state in self._callers.items()
+        )
         leads = not self._first  # replica 0 of all is in this process
-        if has_drawn and leads and all(as_they_were):  # they are compared only if need be
-            torch.empty((), dtype=torch.int64, device="cpu").random_(generator=torch.default_generator)
+        if (
+            has_drawn and leads and all(as_they_were)
+        ):  # they are compared only if need be
+            torch.empty((), dtype=torch.int64, device="cpu").random_(
+                generator=torch.default_generator
+            )
         self._holders.clear()
         return has_drawn
 
@@ -90,8 +120,12 @@ class RandomStreams:
         if (generator, replica) in self._paused:
             generator.set_state(self._paused[generator, replica])
         else:
-            digest = hashlib.blake2b(self._origin, digest_size=8, salt=replica.to_bytes(8, "little")).digest()
-            generator.manual_seed(int.from_bytes(digest, "little") >> 1)  # a seed is a signed 64-bit number
+            digest = hashlib.blake2b(
+                self._origin, digest_size=8, salt=replica.to_bytes(8, "little")
+            ).digest()
+            generator.manual_seed(
+                int.from_bytes(digest, "little") >> 1
+            )  # a seed is a signed 64-bit number
             self._begun[generator, replica] = generator.get_state()
         self._holders[generator] = replica
 
@@ -131,7 +165,11 @@ class _GeneratorOf:
             self._module.set_rng_state(new_state, self.device)
 
     def manual_seed(self, seed: int) -> None:
-        with nullcontext() if self._is_the_only_one else torch.accelerator.device_index(self.device.index):
+        with (
+            nullcontext()
+            if self._is_the_only_one
+            else torch.accelerator.device_index(self.device.index)
+        ):
             self._module.manual_seed(seed)  # that of the current device
 
     @property

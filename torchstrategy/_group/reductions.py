@@ -27,7 +27,9 @@ def as_tensor(value: Tree) -> torch.Tensor:
         return torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError):
         kind = ValueError if value is None else TypeError
-        raise kind(f"Only tensors, arrays and numbers can be combined across replicas; got {value!r}.") from None
+        raise kind(
+            f"Only tensors, arrays and numbers can be combined across replicas; got {value!r}."
+        ) from None
 
 
 def check_addable(tensors: Sequence[torch.Tensor]) -> None:
@@ -70,8 +72,12 @@ def check_gatherable(tensors: Sequence[torch.Tensor], axis: int) -> None:
             'strategy.reduce("mean", value, axis=None) for one number.'
         )
     if not -first.dim() <= axis < first.dim():
-        raise ValueError(f"There is no axis {axis} to gather along: the values have {first.dim()} dimensions.")
-    others = [dimension for dimension in range(first.dim()) if dimension != axis % first.dim()]
+        raise ValueError(
+            f"There is no axis {axis} to gather along: the values have {first.dim()} dimensions."
+        )
+    others = [
+        dimension for dimension in range(first.dim()) if dimension != axis % first.dim()
+    ]
     for tensor in tensors[1:]:
         fits = tensor.dim() == first.dim() and tensor.dtype == first.dtype
         if not fits or any(tensor.shape[i] != first.shape[i] for i in others):
@@ -82,7 +88,9 @@ def check_gatherable(tensors: Sequence[torch.Tensor], axis: int) -> None:
 
 
 def _describe(tensors: Sequence[torch.Tensor]) -> str:
-    return " and ".join(dict.fromkeys(f"{tuple(tensor.shape)} {tensor.dtype}" for tensor in tensors))
+    return " and ".join(
+        dict.fromkeys(f"{tuple(tensor.shape)} {tensor.dtype}" for tensor in tensors)
+    )
 
 
 def reduce_values(
@@ -119,7 +127,9 @@ def reduce_values(
     total = sum_on(sums, device)
     if not matter:
         total, size = torch.zeros_like(total), 0
-    total, everyones = workers.all_reduce([total, torch.tensor(size, device="cpu")], f"reduce({op.value})")
+    total, everyones = workers.all_reduce(
+        [total, torch.tensor(size, device="cpu")], f"reduce({op.value})"
+    )
     return total if op is ReduceOp.SUM else total / everyones.item()
 
 
@@ -132,7 +142,9 @@ def sum_along(value: Tree, axis: int | tuple[int, ...]) -> tuple[torch.Tensor, i
     """
     tensor, axes = as_tensor(value), axis if isinstance(axis, tuple) else (axis,)
     if not all(isinstance(a, int) for a in axes):
-        raise TypeError(f"The axis to reduce along is an integer or a tuple of them; got {axis!r}.")
+        raise TypeError(
+            f"The axis to reduce along is an integer or a tuple of them; got {axis!r}."
+        )
     for a in axes:
         if not -tensor.dim() <= a < tensor.dim():
             text = f"There is no axis {a} to reduce along: a value has the shape {tuple(tensor.shape)}."
@@ -143,13 +155,21 @@ def sum_along(value: Tree, axis: int | tuple[int, ...]) -> tuple[torch.Tensor, i
                 )
             raise ValueError(text)
     if len({a % tensor.dim() for a in axes}) < len(axes):
-        raise ValueError(f"axis={axis!r} names a dimension twice: a value has the shape {tuple(tensor.shape)}.")
-    total = tensor.sum(dim=axes, dtype=None if tensor.dtype == torch.bool else tensor.dtype)
+        raise ValueError(
+            f"axis={axis!r} names a dimension twice: a value has the shape {tuple(tensor.shape)}."
+        )
+    total = tensor.sum(
+        dim=axes, dtype=None if tensor.dtype == torch.bool else tensor.dtype
+    )
     return total, math.prod(tensor.shape[a] for a in axes)
 
 
 def gather_values(
-    axis: int, values: Sequence[Tree], device: Device, workers: Workers = LONE, matter: bool = True
+    axis: int,
+    values: Sequence[Tree],
+    device: Device,
+    workers: Workers = LONE,
+    matter: bool = True,
 ) -> torch.Tensor:
     """The values of all workers, concatenated along `axis`, on `device`. The arguments are as for `reduce_values`.
 
@@ -162,10 +182,14 @@ def gather_values(
     if workers.count == 1:
         return whole
     whole = whole if matter else whole.narrow(axis, 0, 0)
-    return torch.cat(workers.all_gather(whole, axis % whole.dim(), f"gather(axis={axis})"), axis)
+    return torch.cat(
+        workers.all_gather(whole, axis % whole.dim(), f"gather(axis={axis})"), axis
+    )
 
 
-def sum_of_sparse(workers: Workers, own: torch.Tensor | None, parameter: torch.Tensor, name: str) -> torch.Tensor:
+def sum_of_sparse(
+    workers: Workers, own: torch.Tensor | None, parameter: torch.Tensor, name: str
+) -> torch.Tensor:
     """The sum of the workers' weighted gradients of a parameter, all of which are sparse.
 
     Args:
@@ -177,8 +201,12 @@ def sum_of_sparse(workers: Workers, own: torch.Tensor | None, parameter: torch.T
     if own is None:
         nowhere = torch.empty((1, 0), dtype=torch.int64, device=parameter.device)
         nothing = parameter.new_empty((0, *parameter.shape[1:]))
-        own = torch.sparse_coo_tensor(nowhere, nothing, parameter.shape, check_invariants=False)
+        own = torch.sparse_coo_tensor(
+            nowhere, nothing, parameter.shape, check_invariants=False
+        )
     own = own.coalesce()
     indices = torch.cat(workers.all_gather(own.indices(), 1, name), 1)
     values = torch.cat(workers.all_gather(own.values(), 0, name))
-    return torch.sparse_coo_tensor(indices, values, parameter.shape, check_invariants=False).coalesce()
+    return torch.sparse_coo_tensor(
+        indices, values, parameter.shape, check_invariants=False
+    ).coalesce()

@@ -32,13 +32,29 @@ import torch
 from torchstrategy._base.context import CallerState, outside_of_strategies, using_device
 from torchstrategy._base.devices import memory_device
 from torchstrategy._base.errors import add_note, described
-from torchstrategy._base.torch_internals import keep_graphs_here, keep_what_stands_in_for_gpus
+from torchstrategy._base.torch_internals import (
+    keep_graphs_here,
+    keep_what_stands_in_for_gpus,
+)
 from torchstrategy._base.trace import traced
 from torchstrategy._base.types import Device, Tree
 from torchstrategy._group.device_streams import DeviceStreams
 from torchstrategy._group.group import InlineReplica, Replica, ReplicaStopped, Watch
-from torchstrategy._group.instruments import Turns, call_step_alone, tell_held, tell_run_begins
-from torchstrategy._group.one_of_several import STOP, Ended, OneOfSeveral, Paused, Report, Synchronizing, await_turn
+from torchstrategy._group.instruments import (
+    Turns,
+    call_step_alone,
+    tell_held,
+    tell_run_begins,
+)
+from torchstrategy._group.one_of_several import (
+    STOP,
+    Ended,
+    OneOfSeveral,
+    Paused,
+    Report,
+    Synchronizing,
+    await_turn,
+)
 from torchstrategy._group.random_streams import RandomStreams
 
 
@@ -71,7 +87,9 @@ from torchstrategy._group.random_streams import RandomStreams
 def _serve(inbox: SimpleQueue[Any]) -> None:
     """Runs on a replica's thread: does one task after another, until it gets None."""
     keep_graphs_here()
-    with suppress(ReplicaStopped):  # raised by `ReplicaThreads.abandon` after the step has ended
+    with suppress(
+        ReplicaStopped
+    ):  # raised by `ReplicaThreads.abandon` after the step has ended
         while (task := inbox.get()) is not None:
             if task is not STOP:
                 task()
@@ -91,7 +109,9 @@ class ReplicaThreads:
     def __init__(self, devices: Sequence[Device]) -> None:
         self.inboxes: list[SimpleQueue[Any]] = [SimpleQueue() for _ in devices]
         self._threads = [
-            threading.Thread(target=_serve, args=(inbox,), name=f"{_NAME}{r}", daemon=True)
+            threading.Thread(
+                target=_serve, args=(inbox,), name=f"{_NAME}{r}", daemon=True
+            )
             for r, inbox in enumerate(self.inboxes)
         ]
         # A replica's thread may be the first one that compiles; at its end it would free what torch needs for others.
@@ -105,7 +125,9 @@ class ReplicaThreads:
     @property
     def is_fit(self) -> bool:
         """Whether the threads can be used: they were not stopped, and exist here, unlike in a forked process."""
-        return self._finalizer.alive and all(thread.is_alive() for thread in self._threads)
+        return self._finalizer.alive and all(
+            thread.is_alive() for thread in self._threads
+        )
 
     def abandon(self, replicas: Mapping[int, OneOfSeveral]) -> None:
         """Stops the replicas whatever they are doing, and waits until their threads have ended.
@@ -124,14 +146,20 @@ class ReplicaThreads:
             # A replica that waited at a synchronization point runs its `finally` blocks now, and may finish them.
             self._threads[r].join(_PATIENCE_S)
             while self._threads[r].is_alive():
-                if (thread := replica.thread) is not None:  # its step raises at its next line of Python
+                if (
+                    thread := replica.thread
+                ) is not None:  # its step raises at its next line of Python
                     stop = ctypes.py_object(ReplicaStopped)
-                    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), stop)
+                    ctypes.pythonapi.PyThreadState_SetAsyncExc(
+                        ctypes.c_ulong(thread), stop
+                    )
                 self._threads[r].join(_PATIENCE_S)
 
 
 # Torch's words where tensors, or a tensor and a generator, are on different devices.
-_OTHER_DEVICE = re.compile("device type for generator|on the same device|at least two devices")
+_OTHER_DEVICE = re.compile(
+    "device type for generator|on the same device|at least two devices"
+)
 _DEFAULT_DEVICE = (
     "In this replica the default device is {device}, whatever torch.set_default_device has set: what the step creates "
     "without device=..., as in torch.zeros(3), is there. Move what was made elsewhere: mask.to(x.device). A generator "
@@ -165,7 +193,10 @@ def _end_all() -> None:
         if thread.name.startswith(_NAME) and thread is not threading.current_thread():
             thread.join(max(0.0, until - time.monotonic()))
             # Before Python 3.13, that waits for Python's part of the thread. Torch's part ends after it.
-            while os.path.exists(f"/proc/self/task/{thread.native_id}") and time.monotonic() < until:
+            while (
+                os.path.exists(f"/proc/self/task/{thread.native_id}")
+                and time.monotonic() < until
+            ):
                 time.sleep(0.001)
 
 
@@ -215,12 +246,17 @@ class _Run:
     ) -> None:
         turns, devices = tell_run_begins(len(replicas.devices)), replicas.devices
         streams = {} if device_streams is None else device_streams.callers
-        self._state, self._callers_device = CallerState(streams), torch.get_default_device()
+        self._state, self._callers_device = (
+            CallerState(streams),
+            torch.get_default_device(),
+        )
         self._replica = functools.partial(OneOfSeveral, device_streams=device_streams)
         # Calls what acts for the caller where a replica is on this thread: it sees the caller's context variables.
         self._outside: Callable[..., Tree] = self._state.variables.copy().run
         self._all, self._call = replicas, call
-        self._threads: ReplicaThreads | None = None  # borrowed when a replica first has to run on one of them
+        self._threads: ReplicaThreads | None = (
+            None  # borrowed when a replica first has to run on one of them
+        )
         self._on_threads: dict[int, OneOfSeveral] = {}
         self._reports: SimpleQueue[Report] = SimpleQueue()
         self._process = os.getpid()
@@ -230,15 +266,21 @@ class _Run:
         self._arrived: dict[int, Synchronizing] = {}
         self._results: dict[int, Tree] = {}
         self._errors: dict[int, BaseException] = {}
-        self._interruption: BaseException | None = None  # what was raised where a replica of this thread stood still
+        self._interruption: BaseException | None = (
+            None  # what was raised where a replica of this thread stood still
+        )
         self._stopped_here: int | None = None  # that replica, once it was stopped
-        self._lanes: dict[int, Device | None] = dict.fromkeys(present)  # if somebody gives the turns, all are in one
+        self._lanes: dict[int, Device | None] = dict.fromkeys(
+            present
+        )  # if somebody gives the turns, all are in one
         if turns is None:
             self._lanes = {r: replicas.lanes[r] for r in present}
         # See Note [Random streams of replicas]. The streams are chosen before a watch puts all replicas in one lane: a
         # replica draws from the same kind of stream with and without the watch.
         one_at_a_time = len(set(self._lanes.values())) == 1
-        self._streams = RandomStreams(devices, one_at_a_time, runs_under_way(), replicas.first)
+        self._streams = RandomStreams(
+            devices, one_at_a_time, runs_under_way(), replicas.first
+        )
         if watch is not None and watch.take_turns:
             self._lanes = dict.fromkeys(present)
         self._is_in_order = turns is None and len(set(self._lanes.values())) == 1
@@ -262,7 +304,9 @@ class _Run:
             # happens on Ctrl-C].
             if self._is_orderly(error):
                 self._stop_waiting()
-            if self._threads is not None and (self._running or self._arrived or self._to_send):
+            if self._threads is not None and (
+                self._running or self._arrived or self._to_send
+            ):
                 self._threads.abandon(self._on_threads)
             raise
         finally:
@@ -282,7 +326,9 @@ class _Run:
             here = self._replica(r, self._all.devices[r], stand_still=stand_still)
             self._take_turn(r)
             report = here.perform(self._state.run_on_callers_thread, self._call)
-            del here.stand_still  # else the replica and this run would refer to each other
+            del (
+                here.stand_still
+            )  # else the replica and this run would refer to each other
             self._take(report)
             del report  # its error may refer to this frame
             if self._interruption is not None:
@@ -335,7 +381,9 @@ class _Run:
     def _take_turn(self, r: int) -> Any:
         """Says that a replica runs from here on. Returns the message that wakes it."""
         if os.getpid() != self._process:
-            raise RuntimeError("This process was forked during strategy.run: the replicas' threads are not in it.")
+            raise RuntimeError(
+                "This process was forked during strategy.run: the replicas' threads are not in it."
+            )
         # See Note [Random streams of replicas]: while the replica still stands still.
         self._streams.put_in_force(r)
         if self._running:
@@ -349,8 +397,15 @@ class _Run:
         inbox = self._threads.inboxes[r]
         if message is _BEGIN:
             wait = functools.partial(await_turn, inbox, self._reports)
-            self._on_threads[r] = replica = self._replica(r, self._all.devices[r], stand_still=wait)
-            message = functools.partial(replica.serve, self._state.run_on_other_thread, self._call, self._reports)
+            self._on_threads[r] = replica = self._replica(
+                r, self._all.devices[r], stand_still=wait
+            )
+            message = functools.partial(
+                replica.serve,
+                self._state.run_on_other_thread,
+                self._call,
+                self._reports,
+            )
         inbox.put(message)
 
     def _receive(self) -> int:
@@ -372,7 +427,10 @@ class _Run:
             self._to_send[report.replica] = None
         elif isinstance(report, Ended):
             self._results[report.replica] = report.result
-        elif not (isinstance(report.error, ReplicaStopped) or report.replica == self._stopped_here):
+        elif not (
+            isinstance(report.error, ReplicaStopped)
+            or report.replica == self._stopped_here
+        ):
             self._errors[report.replica] = report.error
 
     def _hold_synchronization_point(self) -> None:
@@ -384,7 +442,9 @@ class _Run:
         tell_held(points[0].name)
         with traced("synchronize at {}", points[0].name):
             answers = points[0].combine([point.brought for point in points])
-        self._to_send = {point.replica: answer for point, answer in zip(points, answers, strict=True)}
+        self._to_send = {
+            point.replica: answer for point, answer in zip(points, answers, strict=True)
+        }
         self._arrived.clear()
         self._look(())
 
@@ -392,11 +452,15 @@ class _Run:
         """Whether every replica stands still, so that the waiting replicas can be stopped one by one."""
         if self._running or (self._threads is not None and not self._threads.is_fit):
             return False
-        return isinstance(error, Exception) or any(error is raised for raised in self._errors.values())
+        return isinstance(error, Exception) or any(
+            error is raised for raised in self._errors.values()
+        )
 
     def _stop_waiting(self) -> None:
         """Stops every replica that waits at a synchronization point, one at a time. Others have not begun, or ended."""
-        self._to_send = {r: message for r, message in self._to_send.items() if message is not _BEGIN}
+        self._to_send = {
+            r: message for r, message in self._to_send.items() if message is not _BEGIN
+        }
         # A replica may come here again: code in a `finally` block of the step may have synchronized, or paused.
         while waiting := self._to_send.keys() | self._arrived.keys():
             r = min(waiting)
@@ -409,14 +473,20 @@ class _Run:
         first = min(self._errors)
         error = self._errors[first]
         note = f"raised by replica {first} of {len(self._all.devices)} on {self._all.devices[first]}"
-        others = [f"; replica {r} also failed: {described(other)}" for r, other in self._errors.items() if r != first]
+        others = [
+            f"; replica {r} also failed: {described(other)}"
+            for r, other in self._errors.items()
+            if r != first
+        ]
         add_note(error, note + "".join(others))
         if _OTHER_DEVICE.search(str(error)):
             add_note(error, _DEFAULT_DEVICE.format(device=self._all.devices[first]))
         return error
 
     def _unequal(self) -> str:
-        where = [f"replica {r} is at {point.name}" for r, point in self._arrived.items()]
+        where = [
+            f"replica {r} is at {point.name}" for r, point in self._arrived.items()
+        ]
         where += [f"replica {r} has ended" for r in self._results]
         hint = ""
         if any("gradient" in point.name for point in self._arrived.values()):
@@ -483,9 +553,13 @@ class Replicas:
             return {0: self._run_alone(call, device_streams)}
         return _Run(self, call, present, watch, device_streams).result()
 
-    def _run_alone(self, call: Callable[[Replica], Tree], device_streams: DeviceStreams | None) -> Tree:
+    def _run_alone(
+        self, call: Callable[[Replica], Tree], device_streams: DeviceStreams | None
+    ) -> Tree:
         device = self.devices[0]
-        replica = InlineReplica(0, device, torch.get_default_device(), device_streams=device_streams)
+        replica = InlineReplica(
+            0, device, torch.get_default_device(), device_streams=device_streams
+        )
         with using_device(device):
             try:
                 return call_step_alone(call, (replica,), {})

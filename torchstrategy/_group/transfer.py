@@ -35,9 +35,15 @@ from torchstrategy._group.native_dtypes import (
     is_sent_as_it_is,
 )
 
-_KNOWN = frozenset({"cuda"})  # the types of devices that NCCL and the primitives support
-_SMALL = 1 << 18  # bytes: tensors up to this size are sent together, since larger ones fill the bus alone
-_TOGETHER = 1 << 24  # bytes that are sent together: for a while, both devices need as much extra memory
+_KNOWN = frozenset(
+    {"cuda"}
+)  # the types of devices that NCCL and the primitives support
+_SMALL = (
+    1 << 18
+)  # bytes: tensors up to this size are sent together, since larger ones fill the bus alone
+_TOGETHER = (
+    1 << 24
+)  # bytes that are sent together: for a while, both devices need as much extra memory
 
 
 def detached_copy(tensor: torch.Tensor, device: Device) -> torch.Tensor:
@@ -49,7 +55,9 @@ class Write(NamedTuple):
     """Values to write on tensors of one device. Several writes that have the same sources are sent together."""
 
     targets: list[torch.Tensor]
-    sources: list[torch.Tensor]  # all on one device, which may be another one than that of the targets
+    sources: list[
+        torch.Tensor
+    ]  # all on one device, which may be another one than that of the targets
 
 
 def write(writes: Sequence[Write]) -> list[torch.Event]:
@@ -75,9 +83,13 @@ def write(writes: Sequence[Write]) -> list[torch.Event]:
             for group in sorted(_plan_transfers(sources), key=len, reverse=True):
                 there = [targets[index] for index in group]
                 if len(group) > 1:
-                    torch_internals.foreach_copy_(there, copy_to([sources[index] for index in group], device))
+                    torch_internals.foreach_copy_(
+                        there, copy_to([sources[index] for index in group], device)
+                    )
                 else:  # a large tensor is copied without a temporary tensor on the target device
-                    there[0].copy_(sources[group[0]], non_blocking=copies_by_itself(device))
+                    there[0].copy_(
+                        sources[group[0]], non_blocking=copies_by_itself(device)
+                    )
     ends = []
     for targets, sources in writes:
         device = targets[0].device
@@ -94,17 +106,26 @@ def _broadcast(writes: Sequence[Write]) -> None:
     """
     for group in _plan_transfers(writes[0].sources):
         sources = [writes[0].sources[index] for index in group]
-        targets = [[write.targets[index] for index in group] for write in writes]  # a list for each device
+        targets = [
+            [write.targets[index] for index in group] for write in writes
+        ]  # a list for each device
         if len(group) == 1:
             single = [tensors[0] for tensors in targets]
             if all(map(is_sent_as_it_is, [sources[0], *single])):
                 with torch_internals.counting_writes(single):
-                    comm.broadcast(sources[0].detach(), out=[tensor.detach() for tensor in single])
+                    comm.broadcast(
+                        sources[0].detach(), out=[tensor.detach() for tensor in single]
+                    )
                 continue
         devices = [sources[0].device, *(tensors[0].device for tensors in targets)]
-        _, *copies = comm.broadcast_coalesced([as_sendable(tensor) for tensor in sources], devices)
+        _, *copies = comm.broadcast_coalesced(
+            [as_sendable(tensor) for tensor in sources], devices
+        )
         for tensors, copy in zip(targets, copies, strict=True):
-            arrived = [from_sendable(sent, like) for sent, like in zip(copy, sources, strict=True)]
+            arrived = [
+                from_sendable(sent, like)
+                for sent, like in zip(copy, sources, strict=True)
+            ]
             torch_internals.foreach_copy_(tensors, arrived)
 
 
@@ -120,12 +141,22 @@ def copy_to(tensors: Sequence[torch.Tensor], device: Device) -> list[torch.Tenso
     for indices in _plan_transfers(tensors):
         if len(indices) == 1:
             single = tensors[indices[0]]
-            copy = begin_copy_to_host(single) if leave else single.to(device, non_blocking=copies_by_itself(device))
+            copy = (
+                begin_copy_to_host(single)
+                if leave
+                else single.to(device, non_blocking=copies_by_itself(device))
+            )
             arrived[indices[0]] = copy
             continue
         like = [tensors[index] for index in indices]
         together = flatten(like)
-        arrived.update(zip(indices, torch_internals.unflatten(together.to(device), like), strict=True))
+        arrived.update(
+            zip(
+                indices,
+                torch_internals.unflatten(together.to(device), like),
+                strict=True,
+            )
+        )
     if leave:
         torch.accelerator.current_stream(tensors[0].device).synchronize()
     return [arrived[index] for index in range(len(tensors))]
@@ -141,7 +172,9 @@ def sum_on(tensors: Sequence[torch.Tensor], device: Device) -> torch.Tensor:
         if not torch_internals.are_dense(tensors):
             summed: torch.Tensor = comm.reduce_add(list(tensors), root.index)
             return summed.to(target)
-        numbers: torch.Tensor = comm.reduce_add([as_addable(tensor) for tensor in tensors], root.index)
+        numbers: torch.Tensor = comm.reduce_add(
+            [as_addable(tensor) for tensor in tensors], root.index
+        )
         return from_addable(numbers, tensors[0].dtype).to(target)
     total = tensors[0].to(target)
     if len(tensors) == 1:
@@ -154,7 +187,9 @@ def sum_on(tensors: Sequence[torch.Tensor], device: Device) -> torch.Tensor:
     return total
 
 
-def sum_each_on(columns: Sequence[Sequence[torch.Tensor]], device: Device) -> list[torch.Tensor]:
+def sum_each_on(
+    columns: Sequence[Sequence[torch.Tensor]], device: Device
+) -> list[torch.Tensor]:
     """The result of `sum_on` for each of several columns of tensors of one dtype, in fused loops where possible."""
     rows = [list(row) for row in zip(*columns, strict=False)]
     if not _are_fusible(columns, rows):
@@ -166,7 +201,9 @@ def sum_each_on(columns: Sequence[Sequence[torch.Tensor]], device: Device) -> li
     return list(totals)
 
 
-def _are_fusible(columns: Sequence[Sequence[torch.Tensor]], rows: Sequence[Sequence[torch.Tensor]]) -> bool:
+def _are_fusible(
+    columns: Sequence[Sequence[torch.Tensor]], rows: Sequence[Sequence[torch.Tensor]]
+) -> bool:
     """Whether fused loops can add the columns, and are the best way.
 
     Every column must have several dense tensors, and every row must be on one device. The primitives, where they work,
@@ -175,9 +212,13 @@ def _are_fusible(columns: Sequence[Sequence[torch.Tensor]], rows: Sequence[Seque
     if len(rows) < 2 or any(len(column) != len(rows) for column in columns):
         return False
     devices = [{tensor.device for tensor in row} for row in rows]
-    if any(len(several) > 1 for several in devices) or _have_primitives([device for (device,) in devices]):
+    if any(len(several) > 1 for several in devices) or _have_primitives(
+        [device for (device,) in devices]
+    ):
         return False
-    return all(torch_internals.are_dense(row) and not _any_requires_grad(row) for row in rows)
+    return all(
+        torch_internals.are_dense(row) and not _any_requires_grad(row) for row in rows
+    )
 
 
 def why_not_nccl(devices: Sequence[Device]) -> str | None:
@@ -203,7 +244,9 @@ def sum_by_nccl(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [from_addable(output, tensors[0].dtype) for output in outputs]
 
 
-def concatenate_on(tensors: Sequence[torch.Tensor], axis: int, device: Device) -> torch.Tensor:
+def concatenate_on(
+    tensors: Sequence[torch.Tensor], axis: int, device: Device
+) -> torch.Tensor:
     """Tensors on any devices, concatenated along `axis`, on `device`. Differentiable."""
     return torch.cat([tensor.to(memory_device(device)) for tensor in tensors], dim=axis)
 
@@ -214,20 +257,27 @@ def _plan_transfers(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
     kinds: list[Hashable] = []
     for index, tensor in enumerate(tensors):
         is_alone = is_sent_alone(tensor)
-        kinds.append(index if is_alone else (tensor.device, tensor.dtype))  # nothing else is of the kind `index`
+        kinds.append(
+            index if is_alone else (tensor.device, tensor.dtype)
+        )  # nothing else is of the kind `index`
     return plan_groups(kinds, sizes, _TOGETHER)
 
 
 def is_sent_alone(tensor: torch.Tensor) -> bool:
     """Whether a tensor is large enough for a transfer of its own, or of a layout that does not go with others."""
-    return tensor.layout is not torch.strided or tensor.numel() * tensor.element_size() > _SMALL
+    return (
+        tensor.layout is not torch.strided
+        or tensor.numel() * tensor.element_size() > _SMALL
+    )
 
 
 def _is_broadcast(writes: Sequence[Write]) -> bool:
     """Whether the same values go from one CUDA device to several others, for which there is a primitive."""
     if len(writes) < 2 or len({tuple(map(id, write.sources)) for write in writes}) > 1:
         return False
-    return _have_primitives([writes[0].sources[0].device, *(write.targets[0].device for write in writes)])
+    return _have_primitives(
+        [writes[0].sources[0].device, *(write.targets[0].device for write in writes)]
+    )
 
 
 @contextmanager
@@ -239,7 +289,10 @@ def _copying_to(device: Device) -> Iterator[None]:
     if not is_accelerator(device):
         yield
         return
-    stream, current = copy_stream(device, Cargo.VALUES), torch.accelerator.current_stream(device)
+    stream, current = (
+        copy_stream(device, Cargo.VALUES),
+        torch.accelerator.current_stream(device),
+    )
     if stream == current:  # such as on MPS, which has one stream
         yield
         return
@@ -251,11 +304,17 @@ def _copying_to(device: Device) -> Iterator[None]:
 
 def _are_added_by_primitives(tensors: Sequence[torch.Tensor]) -> bool:
     """Whether the primitives can add up tensors of one dtype."""
-    return len(tensors) > 1 and can_be_added(tensors[0].dtype) and _have_primitives([t.device for t in tensors])
+    return (
+        len(tensors) > 1
+        and can_be_added(tensors[0].dtype)
+        and _have_primitives([t.device for t in tensors])
+    )
 
 
 def _have_primitives(devices: Sequence[Device]) -> bool:
-    return all(device.type in _KNOWN for device in devices) and len(set(devices)) == len(devices)
+    return all(device.type in _KNOWN for device in devices) and len(
+        set(devices)
+    ) == len(devices)
 
 
 def _any_requires_grad(tensors: Sequence[torch.Tensor]) -> bool:
@@ -264,11 +323,18 @@ def _any_requires_grad(tensors: Sequence[torch.Tensor]) -> bool:
 
 def equal(first: torch.Tensor, second: torch.Tensor | None) -> bool:
     """Whether two gradients have the same numbers, layout, shape and dtype."""
-    if second is None or first.layout != second.layout or first.shape != second.shape or first.dtype != second.dtype:
+    if (
+        second is None
+        or first.layout != second.layout
+        or first.shape != second.shape
+        or first.dtype != second.dtype
+    ):
         return False
     if first.layout is torch.sparse_coo:
         one, other = first.coalesce(), second.coalesce()
-        return torch.equal(one.indices(), other.indices()) and torch.equal(one.values(), other.values())
+        return torch.equal(one.indices(), other.indices()) and torch.equal(
+            one.values(), other.values()
+        )
     return torch.equal(first, second)
 
 
@@ -284,11 +350,19 @@ def combine_in_buckets(
     """
     if not limit:
         return [combine(column) for column in columns]
-    return [result for (result,) in exchange_in_buckets(columns, limit, lambda bucket: [combine(bucket)])]
+    return [
+        result
+        for (result,) in exchange_in_buckets(
+            columns, limit, lambda bucket: [combine(bucket)]
+        )
+    ]
 
 
 def exchange_in_buckets(
-    columns: Sequence[Column], limit: float, combine: Callable[[Column], Column], count: int = 1
+    columns: Sequence[Column],
+    limit: float,
+    combine: Callable[[Column], Column],
+    count: int = 1,
 ) -> list[list[torch.Tensor]]:
     """The same, for a `combine` that returns several tensors. No two of the results share memory.
 
@@ -300,10 +374,16 @@ def exchange_in_buckets(
     """
     found: dict[int, list[torch.Tensor]] = {}
     kinds = [_kind(column) or index for index, column in enumerate(columns)]
-    for group in plan_groups(kinds, [column[0].numel() * column[0].element_size() for column in columns], limit):
+    for group in plan_groups(
+        kinds,
+        [column[0].numel() * column[0].element_size() for column in columns],
+        limit,
+    ):
         like = [columns[index][0] for index in group]
         total = sum(tensor.numel() for tensor in like)
-        pieces = count if _kind(columns[group[0]]) and total >= count else 1  # else they are too small to cut
+        pieces = (
+            count if _kind(columns[group[0]]) and total >= count else 1
+        )  # else they are too small to cut
         if len(group) == pieces == 1:
             found[group[0]] = list(combine(columns[group[0]]))
             continue
@@ -316,13 +396,17 @@ def exchange_in_buckets(
         results = []  # for each of the tensors that `combine` returned, its parts
         for parts in zip(*combined, strict=True):
             whole = parts[0] if len(parts) == 1 else torch.cat(parts)
-            results.append([part.clone() for part in torch_internals.unflatten(whole, like)])
+            results.append(
+                [part.clone() for part in torch_internals.unflatten(whole, like)]
+            )
         for index, of_column in zip(group, zip(*results, strict=True), strict=True):
             found[index] = list(of_column)
     return [found[index] for index in range(len(columns))]
 
 
-def plan_groups(kinds: Iterable[Hashable], sizes: Iterable[int], limit: float, over: bool = False) -> list[list[int]]:
+def plan_groups(
+    kinds: Iterable[Hashable], sizes: Iterable[int], limit: float, over: bool = False
+) -> list[list[int]]:
     """Which of several things go together, by position: those of one kind, up to a total size.
 
     Args:
@@ -345,6 +429,8 @@ def plan_groups(kinds: Iterable[Hashable], sizes: Iterable[int], limit: float, o
 
 def _kind(column: Column) -> Hashable:
     """What columns that share buckets have in common; None for a column that is sent as it is."""
-    if not column[0].numel() or any(tensor.layout is not torch.strided for tensor in column):
+    if not column[0].numel() or any(
+        tensor.layout is not torch.strided for tensor in column
+    ):
         return None
     return column[0].dtype, tuple(tensor.device for tensor in column)

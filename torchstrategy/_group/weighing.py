@@ -39,13 +39,18 @@ from torchstrategy._base import torch_internals
 # `_run/metrics`.
 
 
-def weighted_sum(tensors: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
+def weighted_sum(
+    tensors: Sequence[torch.Tensor], weights: Sequence[float]
+) -> torch.Tensor:
     """The sum of tensors, each multiplied by its weight, as a new tensor."""
     return functools.reduce(torch.add, map(torch.mul, tensors, weights))
 
 
 def add_weighted(
-    total: dict[int, torch.Tensor], gradients: dict[int, torch.Tensor], weight: float, are_ours: bool = False
+    total: dict[int, torch.Tensor],
+    gradients: dict[int, torch.Tensor],
+    weight: float,
+    are_ours: bool = False,
 ) -> None:
     """`total += weight * gradients`, parameter by parameter, in fused loops.
 
@@ -61,10 +66,14 @@ def add_weighted(
         return
     if known:
         totals = [total[index] for index in known]
-        torch_internals.foreach_add_(totals, [gradients[index] for index in known], alpha=weight)
+        torch_internals.foreach_add_(
+            totals, [gradients[index] for index in known], alpha=weight
+        )
     if fresh:
         new = [gradients[index] for index in fresh]
-        if are_ours and torch_internals.are_alone_in_memory(new):  # backward may give one gradient to two parameters
+        if are_ours and torch_internals.are_alone_in_memory(
+            new
+        ):  # backward may give one gradient to two parameters
             if weight != 1:
                 torch_internals.foreach_mul_(new, factor_for(weight, new))
         else:
@@ -74,11 +83,20 @@ def add_weighted(
 
 def factor_for(weight: float, tensors: Sequence[torch.Tensor]) -> float | torch.Tensor:
     """A number by which to multiply tensors: on the CPU a tensor, since torch makes one of a number for each factor."""
-    is_usual = torch_internals.kinds_of(tensors) in ({(torch.float32, True)}, {(torch.float64, True)})
-    return torch.tensor(weight, dtype=tensors[0].dtype, device="cpu") if is_usual else weight
+    is_usual = torch_internals.kinds_of(tensors) in (
+        {(torch.float32, True)},
+        {(torch.float64, True)},
+    )
+    return (
+        torch.tensor(weight, dtype=tensors[0].dtype, device="cpu")
+        if is_usual
+        else weight
+    )
 
 
-def scale(tensors: Sequence[torch.Tensor | None], weight: float) -> Sequence[torch.Tensor | None]:
+def scale(
+    tensors: Sequence[torch.Tensor | None], weight: float
+) -> Sequence[torch.Tensor | None]:
     """Each of some tensors, multiplied by a weight; None in place of all tensors if the weight is 0."""
     if weight == 1:
         return tensors

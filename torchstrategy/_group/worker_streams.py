@@ -33,7 +33,9 @@ class WorkerStreams:
         self._workers = workers
         self._device = device
         self._begun = 0
-        self.has_drawn = False  # whether a replica other than replica 0 of all has drawn in this run
+        self.has_drawn = (
+            False  # whether a replica other than replica 0 of all has drawn in this run
+        )
 
     def begin(self) -> None:
         """A run begins, with an exchange after which `settle` is called."""
@@ -62,7 +64,9 @@ class WorkerStreams:
             for generator, state in zip(generators, states, strict=True):
                 generator.set_state(state)
         if is_as_begun and any(has_drawn for _, has_drawn, _ in of_all):
-            torch.empty((), dtype=torch.int64, device="cpu").random_(generator=torch.default_generator)
+            torch.empty((), dtype=torch.int64, device="cpu").random_(
+                generator=torch.default_generator
+            )
 
     def _mark(self) -> int:
         """A number by which workers compare the states of their generators."""

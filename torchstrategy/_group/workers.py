@@ -48,7 +48,9 @@ class Workers:
         num_exchanges: How many exchanges have begun with a message.
     """
 
-    can_overlap = True  # whether `begin_all_reduce` returns before all workers have called it
+    can_overlap = (
+        True  # whether `begin_all_reduce` returns before all workers have called it
+    )
 
     def __init__(self, count: int = 1, index: int = 0) -> None:
         self.count = count
@@ -108,7 +110,9 @@ class Workers:
         """What the next exchange was to compare, which it does not any more."""
         return []
 
-    def all_reduce(self, tensors: Sequence[torch.Tensor], name: str, agreed: bool = False) -> list[torch.Tensor]:
+    def all_reduce(
+        self, tensors: Sequence[torch.Tensor], name: str, agreed: bool = False
+    ) -> list[torch.Tensor]:
         """The sums of the workers' tensors, tensor by tensor.
 
         Args:
@@ -126,7 +130,9 @@ class Workers:
         """
         return lambda: None
 
-    def all_gather(self, tensor: torch.Tensor, axis: int, name: str) -> list[torch.Tensor]:
+    def all_gather(
+        self, tensor: torch.Tensor, axis: int, name: str
+    ) -> list[torch.Tensor]:
         """The tensors of all workers, in their order. They may differ in the length of `axis`."""
         return [tensor]
 
@@ -146,7 +152,13 @@ class Workers:
         """
         return [value]
 
-    def broadcast(self, tensors: Sequence[torch.Tensor], source: int, name: str, are_alike: bool = False) -> None:
+    def broadcast(
+        self,
+        tensors: Sequence[torch.Tensor],
+        source: int,
+        name: str,
+        are_alike: bool = False,
+    ) -> None:
         """Writes the values of the tensors of worker `source` on those of all others.
 
         Args:
@@ -212,7 +224,9 @@ class Workers:
             name: What the user has called.
             is_early: Whether no exchange has begun in this call that this worker could have left halfway.
         """
-        if isinstance(error, (TypeError, ValueError)) and (is_early or is_refusal(error)):
+        if isinstance(error, (TypeError, ValueError)) and (
+            is_early or is_refusal(error)
+        ):
             self.refuse(error, name)
         self.tell_failure(error)
 
@@ -245,7 +259,9 @@ def is_refusal(error: BaseException) -> bool:
 
 
 def _note(error: BaseException, mark: str, value: object) -> None:
-    with suppress(AttributeError, TypeError):  # a class of the user's may have no room for it
+    with suppress(
+        AttributeError, TypeError
+    ):  # a class of the user's may have no room for it
         setattr(error, mark, value)
 
 
@@ -264,5 +280,8 @@ PACK = 4 * 2**20  # bytes from which on tensors that are sent together are enoug
 def packs_of(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
     """The positions of tensors that are sent together: those of one dtype and device, until they have `PACK` bytes."""
     return plan_groups(
-        [(tensor.dtype, tensor.device) for tensor in tensors], [t.nbytes for t in tensors], PACK, over=True
+        [(tensor.dtype, tensor.device) for tensor in tensors],
+        [t.nbytes for t in tensors],
+        PACK,
+        over=True,
     )

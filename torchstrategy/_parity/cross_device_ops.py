@@ -15,14 +15,32 @@ from typing import Any, TypeAlias, final
 import torch
 
 from torchstrategy._base.devices import canonical_device, memory_device
-from torchstrategy._base.distributed_values import ABSENT, DistributedValues, Mirrored, PerReplica, local_results
+from torchstrategy._base.distributed_values import (
+    ABSENT,
+    DistributedValues,
+    Mirrored,
+    PerReplica,
+    local_results,
+)
 from torchstrategy._base.errors import as_int, plural, require_type
 from torchstrategy._base.options import ReduceOp
 from torchstrategy._base.types import Device, DeviceLike, Tree
 from torchstrategy._group.reductions import as_tensor, check_addable
-from torchstrategy._group.transfer import Column, exchange_in_buckets, sum_by_nccl, sum_each_on, sum_on, why_not_nccl
+from torchstrategy._group.transfer import (
+    Column,
+    exchange_in_buckets,
+    sum_by_nccl,
+    sum_each_on,
+    sum_on,
+    why_not_nccl,
+)
 from torchstrategy._group.weighing import scale
-from torchstrategy._parity.options import USUAL_OPTIONS, CommunicationOptions, as_options, check_usable
+from torchstrategy._parity.options import (
+    USUAL_OPTIONS,
+    CommunicationOptions,
+    as_options,
+    check_usable,
+)
 
 # A device, a tensor on the device that is meant, or a distributed value: the device of each of its components.
 Destinations: TypeAlias = "str | Device | torch.Tensor | DistributedValues"
@@ -45,7 +63,9 @@ def devices_of(where: Destinations) -> list[Device]:
     if isinstance(where, DistributedValues):
         for component in where.values:
             if not isinstance(component, torch.Tensor):
-                raise ValueError(f"destinations has a component {component!r}, which is no tensor and on no device.")
+                raise ValueError(
+                    f"destinations has a component {component!r}, which is no tensor and on no device."
+                )
         return [component.device for component in where.values]
     if isinstance(where, torch.Tensor):
         return [where.device]
@@ -76,10 +96,18 @@ def copy_to_each(value: torch.Tensor, devices: Sequence[Device]) -> list[torch.T
 
 def wrap_copies(copies: list[torch.Tensor], destinations: Destinations) -> Tree:
     """Equal tensors, one on each device of the destinations, as one value."""
-    if not isinstance(destinations, DistributedValues) or len(destinations._components) == 1:
+    if (
+        not isinstance(destinations, DistributedValues)
+        or len(destinations._components) == 1
+    ):
         return copies[0]
     there = iter(copies)
-    return Mirrored([ABSENT if component is ABSENT else next(there) for component in destinations._components])
+    return Mirrored(
+        [
+            ABSENT if component is ABSENT else next(there)
+            for component in destinations._components
+        ]
+    )
 
 
 class CrossDeviceOps:
@@ -142,7 +170,9 @@ class CrossDeviceOps:
                 dtype, or an option asks for what cannot be done.
             NotImplementedError: If the class does not say how.
         """
-        checked, options = self._check("reduce", reduce_op, [(per_replica_value, destinations)], options)
+        checked, options = self._check(
+            "reduce", reduce_op, [(per_replica_value, destinations)], options
+        )
         ((value, where),) = checked
         if _is_delivered(value, where):
             return _deliver_first(value, where)
@@ -170,7 +200,9 @@ class CrossDeviceOps:
         pairs = list(value_destination_pairs)
         for pair in pairs:
             if not isinstance(pair, tuple) or len(pair) != 2:
-                raise ValueError(f"batch_reduce takes (value, destinations) pairs; got {pair!r}.")
+                raise ValueError(
+                    f"batch_reduce takes (value, destinations) pairs; got {pair!r}."
+                )
         checked, options = self._check("batch_reduce", reduce_op, pairs, options)
         if all(_is_delivered(value, where) for value, where in checked):
             return [_deliver_first(value, where) for value, where in checked]
@@ -213,15 +245,23 @@ class CrossDeviceOps:
             destinations: The destinations of the result.
             options: How values are sent.
         """
-        if type(self).batch_reduce_implementation is CrossDeviceOps.batch_reduce_implementation:
+        if (
+            type(self).batch_reduce_implementation
+            is CrossDeviceOps.batch_reduce_implementation
+        ):
             raise NotImplementedError(
                 f"{type(self).__name__} does not say how to reduce: override reduce_implementation, or take one that "
                 "does, such as ReductionToOneDevice."
             )
-        return self.batch_reduce_implementation(reduce_op, [(per_replica_value, destinations)], options)[0]
+        return self.batch_reduce_implementation(
+            reduce_op, [(per_replica_value, destinations)], options
+        )[0]
 
     def batch_reduce_implementation(
-        self, reduce_op: ReduceOp, value_destination_pairs: Sequence[Pair], options: CommunicationOptions
+        self,
+        reduce_op: ReduceOp,
+        value_destination_pairs: Sequence[Pair],
+        options: CommunicationOptions,
     ) -> list[Tree]:
         """Does what `batch_reduce` is called for. Subclasses may override it; by default, it reduces one by one.
 
@@ -230,9 +270,14 @@ class CrossDeviceOps:
             value_destination_pairs: Distributed values of tensors, and the destinations of the results.
             options: How values are sent.
         """
-        return [self.reduce_implementation(reduce_op, value, to, options) for value, to in value_destination_pairs]
+        return [
+            self.reduce_implementation(reduce_op, value, to, options)
+            for value, to in value_destination_pairs
+        ]
 
-    def broadcast_implementation(self, tensor: torch.Tensor, destinations: Destinations) -> Tree:
+    def broadcast_implementation(
+        self, tensor: torch.Tensor, destinations: Destinations
+    ) -> Tree:
         """Does what `broadcast` is called for. Subclasses may override it; by default, it copies to each destination.
 
         Args:
@@ -266,22 +311,40 @@ class CrossDeviceOps:
         Returns:
             A sum for each of the destinations, or None where no replica has a tensor.
         """
-        weighted = [scale(tensors, weight) for tensors, weight in zip(by_replica, weights, strict=True)]
+        weighted = [
+            scale(tensors, weight)
+            for tensors, weight in zip(by_replica, weights, strict=True)
+        ]
         # A column has what the replicas have of one tensor. One that is empty has no sum.
-        columns = [[t for t in column if t is not None] for column in zip(*weighted, strict=True)]
+        columns = [
+            [t for t in column if t is not None]
+            for column in zip(*weighted, strict=True)
+        ]
         places = [PerReplica(column) for column in zip(*destinations, strict=True)]
-        pairs = [(PerReplica(column), where) for column, where in zip(columns, places, strict=True) if column]
-        totals = iter(self.batch_reduce_implementation(ReduceOp.SUM, pairs, USUAL_OPTIONS))
+        pairs = [
+            (PerReplica(column), where)
+            for column, where in zip(columns, places, strict=True)
+            if column
+        ]
+        totals = iter(
+            self.batch_reduce_implementation(ReduceOp.SUM, pairs, USUAL_OPTIONS)
+        )
         sums_of_replicas: list[list[torch.Tensor | None]] = [[] for _ in destinations]
         for column in columns:
-            sums = self._for_each(next(totals), len(destinations)) if column else [None] * len(destinations)
+            sums = (
+                self._for_each(next(totals), len(destinations))
+                if column
+                else [None] * len(destinations)
+            )
             for sums_of_replica, one in zip(sums_of_replicas, sums, strict=True):
                 sums_of_replica.append(one)
         return sums_of_replicas
 
     def _for_each(self, total: Tree, replicas: int) -> Sequence[torch.Tensor]:
         found = local_results(total, replicas)
-        if len(found) != replicas or not all(isinstance(tensor, torch.Tensor) for tensor in found):
+        if len(found) != replicas or not all(
+            isinstance(tensor, torch.Tensor) for tensor in found
+        ):
             raise ValueError(
                 f"{type(self).__name__} reduced to {total!r}, for destinations of {plural(replicas, 'component')}: it "
                 "has to return a tensor for each, as broadcast(tensor, destinations) does."
@@ -289,10 +352,16 @@ class CrossDeviceOps:
         return found
 
     def _check(
-        self, method: str, reduce_op: object, pairs: Sequence[_Given], options: CommunicationOptions | None
+        self,
+        method: str,
+        reduce_op: object,
+        pairs: Sequence[_Given],
+        options: CommunicationOptions | None,
     ) -> tuple[list[Pair], CommunicationOptions]:
         if not isinstance(reduce_op, ReduceOp):
-            raise ValueError(f"{method} takes a torchstrategy.ReduceOp, SUM or MEAN; got {reduce_op!r}.")
+            raise ValueError(
+                f"{method} takes a torchstrategy.ReduceOp, SUM or MEAN; got {reduce_op!r}."
+            )
         checked = [(_of_tensors(value), destinations) for value, destinations in pairs]
         said = as_options(method, options)
         devices_of_each(checked)  # raises an error for what is none
@@ -306,8 +375,12 @@ def _of_tensors(value: object) -> DistributedValues:
     if isinstance(value, torch.Tensor):
         return PerReplica([value])
     if not isinstance(value, DistributedValues):
-        raise ValueError(f"What is reduced is a distributed value or a tensor; got {value!r}.")
-    if type(value) is PerReplica and {torch.Tensor}.issuperset(map(type, value._components)):
+        raise ValueError(
+            f"What is reduced is a distributed value or a tensor; got {value!r}."
+        )
+    if type(value) is PerReplica and {torch.Tensor}.issuperset(
+        map(type, value._components)
+    ):
         return value
     return PerReplica([as_tensor(component) for component in value.values])
 
@@ -325,15 +398,23 @@ class _ByRoutes(CrossDeviceOps):
     """Reduces together what takes the same route: to one device, or among several."""
 
     def batch_reduce_implementation(
-        self, reduce_op: ReduceOp, value_destination_pairs: Sequence[Pair], options: CommunicationOptions
+        self,
+        reduce_op: ReduceOp,
+        value_destination_pairs: Sequence[Pair],
+        options: CommunicationOptions,
     ) -> list[Tree]:
         """Does what `batch_reduce` is called for."""
-        columns, places = [v.values for v, _ in value_destination_pairs], devices_of_each(value_destination_pairs)
+        columns, places = (
+            [v.values for v, _ in value_destination_pairs],
+            devices_of_each(value_destination_pairs),
+        )
         routes = list(map(self._route, columns, places))
         totals: dict[int, list[torch.Tensor]] = {}
         for route in dict.fromkeys(routes):
             indices = [index for index, other in enumerate(routes) if other == route]
-            found = self._totals([columns[index] for index in indices], route, options.bytes_per_pack)
+            found = self._totals(
+                [columns[index] for index in indices], route, options.bytes_per_pack
+            )
             totals.update(zip(indices, found, strict=True))
         results = []
         for index, (_, destinations) in enumerate(value_destination_pairs):
@@ -350,13 +431,17 @@ class _ByRoutes(CrossDeviceOps):
     def _route(self, tensors: Column, devices: list[Device]) -> _Route:
         """How tensors are reduced for some devices."""
 
-    def _totals(self, columns: Sequence[Column], route: Any, limit: int) -> list[list[torch.Tensor]]:
+    def _totals(
+        self, columns: Sequence[Column], route: Any, limit: int
+    ) -> list[list[torch.Tensor]]:
         """Of each column its sum, or a sum for each device of what `_route` returned; `limit`: bytes sent together."""
         for column in columns:
             check_addable(column)
         if not limit:
             return [[total] for total in sum_each_on(columns, route)]
-        return exchange_in_buckets(columns, limit, lambda column: [sum_on(column, route)])
+        return exchange_in_buckets(
+            columns, limit, lambda column: [sum_on(column, route)]
+        )
 
 
 AccumulationFn = Callable[[list[torch.Tensor]], torch.Tensor]
@@ -387,15 +472,29 @@ class ReductionToOneDevice(_ByRoutes):
     Source: https://www.tensorflow.org/versions/r2.4/api_docs/python/tf/distribute/ReductionToOneDevice
     """
 
-    def __init__(self, reduce_to_device: DeviceLike = None, accumulation_fn: AccumulationFn | None = None) -> None:
-        require_type(accumulation_fn, Callable | None, "accumulation_fn is a function that makes one tensor of several")
-        self._device = None if reduce_to_device is None else memory_device(canonical_device(reduce_to_device))
+    def __init__(
+        self,
+        reduce_to_device: DeviceLike = None,
+        accumulation_fn: AccumulationFn | None = None,
+    ) -> None:
+        require_type(
+            accumulation_fn,
+            Callable | None,
+            "accumulation_fn is a function that makes one tensor of several",
+        )
+        self._device = (
+            None
+            if reduce_to_device is None
+            else memory_device(canonical_device(reduce_to_device))
+        )
         self._accumulation_fn = accumulation_fn
 
     def _route(self, tensors: Column, devices: list[Device]) -> Device:
         return self._device or devices[0]
 
-    def _totals(self, columns: Sequence[Column], route: Any, limit: int) -> list[list[torch.Tensor]]:
+    def _totals(
+        self, columns: Sequence[Column], route: Any, limit: int
+    ) -> list[list[torch.Tensor]]:
         if self._accumulation_fn is None:
             return super()._totals(columns, route, limit)
         if limit:
@@ -423,9 +522,13 @@ class _AllReduce(_ByRoutes):
     """
 
     def __init__(self, num_packs: int = 1) -> None:
-        self._num_packs = as_int(num_packs, f"num_packs is a whole number of packs; got {num_packs!r}.")
+        self._num_packs = as_int(
+            num_packs, f"num_packs is a whole number of packs; got {num_packs!r}."
+        )
         if self._num_packs < 0:
-            raise ValueError(f"num_packs is a number of packs, or 0 to send each value by itself; got {num_packs}.")
+            raise ValueError(
+                f"num_packs is a number of packs, or 0 to send each value by itself; got {num_packs}."
+            )
 
     def reduce_implementation(
         self,
@@ -437,16 +540,24 @@ class _AllReduce(_ByRoutes):
         """Does what `reduce` is called for. A single value that goes to host memory is reduced on one device."""
         goes_to_host = any(device.type == "cpu" for device in devices_of(destinations))
         ops = ON_ONE_DEVICE if goes_to_host else self
-        return ops.batch_reduce_implementation(reduce_op, [(per_replica_value, destinations)], options)[0]
+        return ops.batch_reduce_implementation(
+            reduce_op, [(per_replica_value, destinations)], options
+        )[0]
 
     def _route(self, tensors: Column, devices: list[Device]) -> _Route:
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
             return devices[0]  # gradients flow only through sums on one device
         is_dense = all(tensor.layout is torch.strided for tensor in tensors)
-        is_all_reduce = is_dense and len(tensors) > 1 and [tensor.device for tensor in tensors] == devices
+        is_all_reduce = (
+            is_dense
+            and len(tensors) > 1
+            and [tensor.device for tensor in tensors] == devices
+        )
         return tuple(devices) if is_all_reduce else devices[0]
 
-    def _totals(self, columns: Sequence[Column], route: Any, limit: int) -> list[list[torch.Tensor]]:
+    def _totals(
+        self, columns: Sequence[Column], route: Any, limit: int
+    ) -> list[list[torch.Tensor]]:
         if not isinstance(route, tuple):
             return super()._totals(columns, route, limit)
         for column in columns:
@@ -454,7 +565,9 @@ class _AllReduce(_ByRoutes):
         self._check_devices(route)
         turns, in_packs = itertools.count(), self._num_packs > 0 and not limit
         most, count = (math.inf, self._num_packs) if in_packs else (limit, 1)
-        return exchange_in_buckets(columns, most, lambda bucket: self._sums(bucket, next(turns)), count)
+        return exchange_in_buckets(
+            columns, most, lambda bucket: self._sums(bucket, next(turns)), count
+        )
 
     @abstractmethod
     def _sums(self, tensors: Column, turn: int) -> Column:
@@ -489,7 +602,9 @@ class NcclAllReduce(_AllReduce):
 
     def _check_devices(self, devices: Sequence[Device]) -> None:
         if why := why_not_nccl(devices):
-            raise ValueError(f"NcclAllReduce fails here: {why}. Use HierarchicalCopyAllReduce or ReductionToOneDevice.")
+            raise ValueError(
+                f"NcclAllReduce fails here: {why}. Use HierarchicalCopyAllReduce or ReductionToOneDevice."
+            )
 
     def _sums(self, tensors: Column, turn: int) -> Column:
         return sum_by_nccl(tensors)
@@ -530,14 +645,27 @@ class HierarchicalCopyAllReduce(_AllReduce):
     def _sums(self, tensors: Column, turn: int) -> Column:
         middle = (len(tensors) + 1) // 2
         groups = range(middle), range(middle, len(tensors))
-        led = {group[turn % len(group)]: group for group in groups}  # by the leader, on whose device a group adds up
-        parts = [sum_on([tensors[i] for i in group], tensors[leader].device) for leader, group in led.items()]
+        led = {
+            group[turn % len(group)]: group for group in groups
+        }  # by the leader, on whose device a group adds up
+        parts = [
+            sum_on([tensors[i] for i in group], tensors[leader].device)
+            for leader, group in led.items()
+        ]
         first = list(led)[turn % 2]
         total = sum_on(parts, tensors[first].device)
         sums: dict[int, torch.Tensor] = {}
         for leader, group in led.items():
-            sums[leader] = total if leader == first else total.to(tensors[leader].device, copy=True)
-            sums.update((i, sums[leader].to(tensors[i].device, copy=True)) for i in group if i != leader)
+            sums[leader] = (
+                total
+                if leader == first
+                else total.to(tensors[leader].device, copy=True)
+            )
+            sums.update(
+                (i, sums[leader].to(tensors[i].device, copy=True))
+                for i in group
+                if i != leader
+            )
         return [sums[i] for i in range(len(tensors))]
 
 

@@ -74,23 +74,40 @@ class CommunicationOptions:
 
     def __post_init__(self) -> None:
         what = "it is a whole number of bytes, such as 50 * 1024 * 1024."
-        size = as_int(self.bytes_per_pack, f"CommunicationOptions(bytes_per_pack={self.bytes_per_pack!r}): {what}")
+        size = as_int(
+            self.bytes_per_pack,
+            f"CommunicationOptions(bytes_per_pack={self.bytes_per_pack!r}): {what}",
+        )
         if size < 0:
-            raise ValueError(f"CommunicationOptions(bytes_per_pack={size}): it is 0 or more; 0 is what is best.")
+            raise ValueError(
+                f"CommunicationOptions(bytes_per_pack={size}): it is 0 or more; 0 is what is best."
+            )
         object.__setattr__(self, "bytes_per_pack", size)
         seconds = self.timeout_seconds
-        require_type(seconds, float | int | None, "CommunicationOptions(timeout_seconds=...) is a number, or None")
+        require_type(
+            seconds,
+            float | int | None,
+            "CommunicationOptions(timeout_seconds=...) is a number, or None",
+        )
         if seconds is not None and not seconds >= 0:
-            raise ValueError(f"CommunicationOptions(timeout_seconds={seconds}): it is 0 or more; None is no limit.")
+            raise ValueError(
+                f"CommunicationOptions(timeout_seconds={seconds}): it is 0 or more; None is no limit."
+            )
         said = self.implementation
         try:
-            implementation = CommunicationImplementation(said.upper() if isinstance(said, str) else said)
+            implementation = CommunicationImplementation(
+                said.upper() if isinstance(said, str) else said
+            )
         except ValueError:
-            raise ValueError(f"CommunicationOptions(implementation={said!r}): say 'AUTO', 'RING' or 'NCCL'.") from None
+            raise ValueError(
+                f"CommunicationOptions(implementation={said!r}): say 'AUTO', 'RING' or 'NCCL'."
+            ) from None
         object.__setattr__(self, "implementation", implementation)
 
 
-def CollectiveHints(bytes_per_pack: int = 0, timeout_seconds: float | None = None) -> CommunicationOptions:
+def CollectiveHints(
+    bytes_per_pack: int = 0, timeout_seconds: float | None = None
+) -> CommunicationOptions:
     """The older name of `CommunicationOptions`, which it returns.
 
     Args:
@@ -110,19 +127,25 @@ def CollectiveHints(bytes_per_pack: int = 0, timeout_seconds: float | None = Non
     return CommunicationOptions(bytes_per_pack, timeout_seconds)
 
 
-def as_options(method: str, options: CommunicationOptions | None) -> CommunicationOptions:
+def as_options(
+    method: str, options: CommunicationOptions | None
+) -> CommunicationOptions:
     """The options that the caller gave to `method`, or the default options for None.
 
     Raises:
         ValueError: If they are no options.
     """
     if not isinstance(options, (CommunicationOptions, type(None))):
-        raise ValueError(f"{method}(options={options!r}): options are torchstrategy.experimental.CommunicationOptions.")
+        raise ValueError(
+            f"{method}(options={options!r}): options are torchstrategy.experimental.CommunicationOptions."
+        )
     return options or USUAL_OPTIONS
 
 
 def check_usable(
-    method: str, options: CommunicationOptions, devices: Callable[[], Sequence[Device]] | None = None
+    method: str,
+    options: CommunicationOptions,
+    devices: Callable[[], Sequence[Device]] | None = None,
 ) -> None:
     """Raises an error for options that the replicas of one process cannot follow.
 
@@ -143,10 +166,16 @@ def check_usable(
     elif options.implementation is CommunicationImplementation.RING:
         refused = "implementation=RING)): TensorFlow's rings are not here."
     elif options.implementation is CommunicationImplementation.NCCL:
-        why = why_not_nccl(devices()) if devices else "NCCL is for sums; gathers are made by copies"
+        why = (
+            why_not_nccl(devices())
+            if devices
+            else "NCCL is for sums; gathers are made by copies"
+        )
         refused = f"implementation=NCCL)): {why}." if why else None
     if refused is not None:
-        raise ValueError(f"{method}(options=CommunicationOptions({refused} Leave it out.")
+        raise ValueError(
+            f"{method}(options=CommunicationOptions({refused} Leave it out."
+        )
 
 
 USUAL_OPTIONS = CommunicationOptions()

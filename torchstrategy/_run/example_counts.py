@@ -16,7 +16,11 @@ import numpy as np
 import torch
 
 from torchstrategy._base.context import using_device
-from torchstrategy._base.distributed_values import check_component_counts, distributed_within, select
+from torchstrategy._base.distributed_values import (
+    check_component_counts,
+    distributed_within,
+    select,
+)
 from torchstrategy._base.errors import add_note, an
 from torchstrategy._base.types import Device, StrategyLike, Tree
 from torchstrategy._group.participants import replicas_with_rows
@@ -52,7 +56,10 @@ def count_examples(
     for r in replicas_with_rows(leaves, len(devices)):
         given = select(args, r), select(kwargs, r)
         answers[r] = _ask(strategy, count, given, first + r, devices[r])
-    return [_number(count, first + r, answers[r]) if r in answers else 0.0 for r in range(len(devices))]
+    return [
+        _number(count, first + r, answers[r]) if r in answers else 0.0
+        for r in range(len(devices))
+    ]
 
 
 def check_count(examples: object) -> Callable[..., Any] | None:
@@ -89,21 +96,30 @@ def _ask(
 def _number(count: Callable[..., Any], replica: int, answer: Any) -> float:
     what = f"examples={_name(count)} of replica {replica} returned"
     if isinstance(answer, torch.Tensor) and (answer.numel() != 1 or answer.is_meta):
-        shape, where = tuple(answer.shape), " on the device meta" if answer.is_meta else ""
+        shape, where = (
+            tuple(answer.shape),
+            " on the device meta" if answer.is_meta else "",
+        )
         raise TypeError(f"{what} a tensor of shape {shape}{where}{_ONE_NUMBER}")
     number = answer.item() if isinstance(answer, (torch.Tensor, np.generic)) else answer
     if not isinstance(number, Real):
-        raise TypeError(f"{what} {answer!r:.200}, {an(type(answer).__name__)}{_ONE_NUMBER}")
+        raise TypeError(
+            f"{what} {answer!r:.200}, {an(type(answer).__name__)}{_ONE_NUMBER}"
+        )
     try:
         counted = float(number)
     except OverflowError:  # a very large integer
         counted = math.inf
     if not 0 <= counted < math.inf:
-        raise ValueError(f"{what} {number}. A replica counts 0 or more, and less than infinity.")
+        raise ValueError(
+            f"{what} {number}. A replica counts 0 or more, and less than infinity."
+        )
     return counted
 
 
-_ONE_NUMBER = ": it returns how much the replica counts, one number or a tensor with one element."
+_ONE_NUMBER = (
+    ": it returns how much the replica counts, one number or a tensor with one element."
+)
 
 
 def _name(count: Callable[..., Any]) -> str:

@@ -14,7 +14,9 @@ from torchstrategy._parity.cross_device_ops import deliver, devices_of
 
 def refuse_step(fn: object) -> NoReturn:
     """Raises the error for a step that is no function."""
-    raise TypeError(f"Strategy.run calls its first argument in each replica; {fn!r} cannot be called.")
+    raise TypeError(
+        f"Strategy.run calls its first argument in each replica; {fn!r} cannot be called."
+    )
 
 
 def refuse_sum(value: object, num_replicas: int) -> NoReturn:
@@ -27,13 +29,17 @@ def refuse_sum(value: object, num_replicas: int) -> NoReturn:
 
 def holds_tensors(value: Tree) -> bool:
     """Whether a value has a tensor for each replica."""
-    return type(value) is PerReplica and all(isinstance(component, torch.Tensor) for component in value.values)
+    return type(value) is PerReplica and all(
+        isinstance(component, torch.Tensor) for component in value.values
+    )
 
 
 def gather_alone(value: Tree, axis: int) -> Tree:
     """What a single replica gathers: its own value."""
     if isinstance(value, torch.Tensor) and value.dim() == 0:
-        check_gatherable([value], axis)  # code that is written with one device should not break on two
+        check_gatherable(
+            [value], axis
+        )  # code that is written with one device should not break on two
     return value
 
 
@@ -43,4 +49,7 @@ def send_to(value: Tree, destinations: Any) -> Tree:
         devices_of(destinations)  # raises an error for what is none
         return value
     # The copies are the caller's, who may write on them.
-    return deliver(value.clone() if isinstance(destinations, DistributedValues) else value, destinations)
+    return deliver(
+        value.clone() if isinstance(destinations, DistributedValues) else value,
+        destinations,
+    )

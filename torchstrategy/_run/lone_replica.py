@@ -50,14 +50,21 @@ def run_on_own_objects(
     workers = storage.placement.workers
     values = distributed_values.distributed_within((*args, *kwargs.values()))
     check_component_counts(values, 1)
-    weights = Participants.of_lone_replicas(values, options, losses.reduction, workers, counts)
+    weights = Participants.of_lone_replicas(
+        values, options, losses.reduction, workers, counts
+    )
     device = storage.devices[0]
     # Where the step has the caller's default device, nobody needs to ask for it, which takes long.
-    callers_device = torch.get_default_device() if needs_device_context(device) else None
+    callers_device = (
+        torch.get_default_device() if needs_device_context(device) else None
+    )
 
     if weights.is_understudy:
         args, kwargs = distributed_values.select_for_understudy((args, kwargs))
-    args, kwargs = distributed_values.select(args, 0), distributed_values.select(kwargs, 0) if kwargs else kwargs
+    args, kwargs = (
+        distributed_values.select(args, 0),
+        distributed_values.select(kwargs, 0) if kwargs else kwargs,
+    )
     name = getattr(fn, "__name__", type(fn).__name__)
     make_group = partial(_make_group, storage, weights, callers_device)
     frame, frames = LoneFrame(strategy, make_group), this_thread.frames
@@ -81,8 +88,15 @@ def run_on_own_objects(
 
     # What a settled step is, `RunLosses.settled` says. `replicated.py` has this line, too: a function for it would be a
     # call more in each run.
-    is_settled = options.gradient_reduction is None and getattr(fn, "__code__", None) in losses.settled
-    watching = None if is_settled else losses.begin_lone_run(fn, options, weights, storage, name)
+    is_settled = (
+        options.gradient_reduction is None
+        and getattr(fn, "__code__", None) in losses.settled
+    )
+    watching = (
+        None
+        if is_settled
+        else losses.begin_lone_run(fn, options, weights, storage, name)
+    )
     watched = call if watching is None else partial(watching.watched, call)
     if is_profiling():
         with traced("run {} [replica {}]", fn, 0):
@@ -91,10 +105,16 @@ def run_on_own_objects(
         result = storage.run(weights, name, values, (args, kwargs), watched)
     if watching is not None:
         watching.warn()
-    return None if result is None else weights.regroup({0: result}, workers, are_results=True)
+    return (
+        None
+        if result is None
+        else weights.regroup({0: result}, workers, are_results=True)
+    )
 
 
-def _make_group(storage: OwnObjects, weights: Participants, callers_device: Device | None) -> ReplicaGroup:
+def _make_group(
+    storage: OwnObjects, weights: Participants, callers_device: Device | None
+) -> ReplicaGroup:
     """The replica, as it synchronizes with those of other workers."""
     replica = InlineReplica(0, storage.devices[0], callers_device)
     replica.telling = storage.placement.workers.arrive

@@ -27,7 +27,14 @@ from torchstrategy._group.workers import Workers
 
 Inside = dict[str, Any]  # the `__dict__` of a module
 
-_OF_A_METRIC = {"_defaults", "_reductions", "_update_count", "_computed", "dist_sync_fn", "distributed_available_fn"}
+_OF_A_METRIC = {
+    "_defaults",
+    "_reductions",
+    "_update_count",
+    "_computed",
+    "dist_sync_fn",
+    "distributed_available_fn",
+}
 
 
 class _Counted(NamedTuple):
@@ -58,17 +65,24 @@ class Metric:
     workers: Workers
     # By replica and name: what each state was when the run began.
     _given: dict[tuple[int, str], list[object]] = field(default_factory=dict)
-    _together: dict[str, Any] = field(default_factory=dict)  # by name: the states with the counts of all replicas
+    _together: dict[str, Any] = field(
+        default_factory=dict
+    )  # by name: the states with the counts of all replicas
 
     def hand_out(self, participants: Participants) -> None:
         """Before a run: the first replica gets the states of the user's metric, the others the default states."""
         original, present = self.original, participants.present
-        leads = participants.lead_worker == self.workers.index  # the first of the replicas is that of all processes
+        leads = (
+            participants.lead_worker == self.workers.index
+        )  # the first of the replicas is that of all processes
         if _is_collection(original):
             # A `MetricCollection` lets metrics with equal states share them. In a replica each metric gets states
             # of its own, so each has to update them.
             for r in present:
-                groups = {index: [name] for index, name in enumerate(self.local[r]["_modules"])}
+                groups = {
+                    index: [name]
+                    for index, name in enumerate(self.local[r]["_modules"])
+                }
                 self.local[r].update(_groups=groups, _groups_checked=True)
             return
         if self.workers.count > 1 and original["dist_sync_fn"] is None:
@@ -77,8 +91,14 @@ class Metric:
         for r in present:
             local = self.local[r]
             local["_computed"] = None
-            if original["dist_sync_fn"] is None and len(present) * self.workers.count > 1:
-                local["dist_sync_fn"], local["distributed_available_fn"] = _gather, is_in_replica
+            if (
+                original["dist_sync_fn"] is None
+                and len(present) * self.workers.count > 1
+            ):
+                local["dist_sync_fn"], local["distributed_available_fn"] = (
+                    _gather,
+                    is_in_replica,
+                )
             for name in states_of(original):
                 # States that are means are averaged over the replicas, so all replicas go on from the user's.
                 goes_on = (leads and r == present[0]) or _kind(original, name) == _MEAN
@@ -94,17 +114,30 @@ class Metric:
         """
         fractions = [(r, participants.fractions[r]) for r in participants.present]
         names = dict.fromkeys(name for _, name in self._given)
-        own = {name: [self._count_of(name, r, fraction) for r, fraction in fractions] for name in names}
-        here = {} if participants.is_understudy else own  # an understudy has counted nothing
-        touched = [name for name, counted in here.items() if any(one.is_touched for one in counted)]
+        own = {
+            name: [self._count_of(name, r, fraction) for r, fraction in fractions]
+            for name in names
+        }
+        here = (
+            {} if participants.is_understudy else own
+        )  # an understudy has counted nothing
+        touched = [
+            name
+            for name, counted in here.items()
+            if any(one.is_touched for one in counted)
+        ]
         point = f"the states of {self.name}"
         of_any = sorted(set().union(*self.workers.all_gather_object(touched, point)))
         if of_any and self.workers.count > 1:
-            own = self._of_all_workers({name: here[name] for name in of_any if name in here}, point)
+            own = self._of_all_workers(
+                {name: here[name] for name in of_any if name in here}, point
+            )
         for name in of_any:
             self._together[name] = self._one(name, own[name])
 
-    def _of_all_workers(self, here: dict[str, list[_Counted]], point: str) -> dict[str, list[_Counted]]:
+    def _of_all_workers(
+        self, here: dict[str, list[_Counted]], point: str
+    ) -> dict[str, list[_Counted]]:
         """What the replicas of all processes have counted, by the names of the states."""
         sent = {name: [tuple(one) for one in counted] for name, counted in here.items()}
         together: dict[str, list[_Counted]] = {}
@@ -113,13 +146,19 @@ class Metric:
                 device = self._device_of(name)
                 there = together.setdefault(name, [])
                 for value, is_touched, fraction in counted:
-                    there.append(_Counted(_bring_to(device, value), is_touched, fraction))
+                    there.append(
+                        _Counted(_bring_to(device, value), is_touched, fraction)
+                    )
         return together
 
     def _device_of(self, name: str) -> Any:
         """Where a state of the user's metric is."""
         default = self.original["_defaults"][name]
-        return default.device if isinstance(default, torch.Tensor) else self.original["_device"]
+        return (
+            default.device
+            if isinstance(default, torch.Tensor)
+            else self.original["_device"]
+        )
 
     def _count_of(self, name: str, r: int, fraction: float) -> _Counted:
         """What one replica has counted, on the device of the user's metric."""
@@ -141,7 +180,9 @@ class Metric:
         self._together.clear()
         # The replicas drop what is in their lists, so that a `reset()` of the user's metric frees the memory.
         for r, name in self._given:
-            if self.local[r] is not self.original and isinstance(self.local[r][name], list):
+            if self.local[r] is not self.original and isinstance(
+                self.local[r][name], list
+            ):
                 self.local[r][name].clear()
         self._given.clear()
 
@@ -154,10 +195,15 @@ class Metric:
         # All replicas went on from the same state, so the means are weighted by the rows of each. See Note [Where a
         # gradient is weighed] in `_group/weighing`.
         if kind == _MEAN:
-            return torch.stack([one.value * one.fraction for one in counted if one.fraction]).sum(0)
+            return torch.stack(
+                [one.value * one.fraction for one in counted if one.fraction]
+            ).sum(0)
         if kind == "dim_zero_cat":
             # A state may be a list of tensors in one replica, and their concatenation in another.
-            tensors = [value if isinstance(value, torch.Tensor) else torch.cat(value) for value in values]
+            tensors = [
+                value if isinstance(value, torch.Tensor) else torch.cat(value)
+                for value in values
+            ]
             return torch.cat(tensors)
         reduction = self.original["_reductions"][name]
         if reduction is None:
@@ -201,15 +247,25 @@ def metrics_of(
     return found
 
 
-def metrics_among(modules: Sequence[nn.Module], devices: Sequence[torch.device], workers: Workers) -> list[Metric]:
+def metrics_among(
+    modules: Sequence[nn.Module], devices: Sequence[torch.device], workers: Workers
+) -> list[Metric]:
     """The metrics among some modules, which a lone replica uses as they are."""
     insides = [(vars(module), type(module).__name__) for module in modules]
-    return [Metric(inside, name, [inside], devices, workers) for inside, name in insides if is_metric(inside)]
+    return [
+        Metric(inside, name, [inside], devices, workers)
+        for inside, name in insides
+        if is_metric(inside)
+    ]
 
 
 def states_of(inside: Inside) -> list[str]:
     """The names of the states of a metric, other than those which a wrapper lists and another metric has."""
-    return [name for name in inside["_defaults"] if name in inside] if is_metric(inside) else []
+    return (
+        [name for name in inside["_defaults"] if name in inside]
+        if is_metric(inside)
+        else []
+    )
 
 
 def _gather(tensor: torch.Tensor, group: object = None) -> list[torch.Tensor]:
@@ -221,8 +277,14 @@ def _gather(tensor: torch.Tensor, group: object = None) -> list[torch.Tensor]:
     def together(brought: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
         here = list(brought)
         if group.workers.count > 1:
-            counted = [] if group.participants.is_understudy else [one.cpu() for one in here]
-            here = [one for of_worker in group.workers.all_gather_object(counted, point) for one in of_worker]
+            counted = (
+                [] if group.participants.is_understudy else [one.cpu() for one in here]
+            )
+            here = [
+                one
+                for of_worker in group.workers.all_gather_object(counted, point)
+                for one in of_worker
+            ]
         return [here] * len(brought)
 
     of_all = group.replica.synchronize(point, together, tensor)
@@ -248,5 +310,8 @@ def _note_state(state: Any) -> list[object]:
 
 def _bring_to(device: torch.device, state: Any, copy: bool = False) -> Any:
     if isinstance(state, list):
-        return [item.to(device) if isinstance(item, torch.Tensor) else item for item in state]
+        return [
+            item.to(device) if isinstance(item, torch.Tensor) else item
+            for item in state
+        ]
     return state.detach().to(device, copy=copy)

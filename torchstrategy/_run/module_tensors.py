@@ -12,22 +12,33 @@ from torchstrategy._variables.kinds import SyncOnReadVariable
 from torchstrategy._variables.variable import is_variable
 
 
-def trainable_among(held: Iterable[tuple[str, Any]], parameters: Container[int]) -> Iterator[str]:
+def trainable_among(
+    held: Iterable[tuple[str, Any]], parameters: Container[int]
+) -> Iterator[str]:
     """Where a tensor is held that learns and is no parameter."""
     # Only leaves learn. A tensor with a history is an output that a forward, or the function, has kept from earlier.
     for where, value in held:
-        if isinstance(value, torch.Tensor) and value.requires_grad and value.is_leaf and id(value) not in parameters:
+        if (
+            isinstance(value, torch.Tensor)
+            and value.requires_grad
+            and value.is_leaf
+            and id(value) not in parameters
+        ):
             yield where
 
 
-def tensors_in(modules: Sequence[nn.Module], table: str) -> dict[tuple[int, str], torch.Tensor]:
+def tensors_in(
+    modules: Sequence[nn.Module], table: str
+) -> dict[tuple[int, str], torch.Tensor]:
     """The tensors in the tables of this name, each once, by its place: the position of a module, and a name there."""
     found: dict[int, tuple[tuple[int, str], torch.Tensor]] = {}
     for position, module in enumerate(modules):
         for name, tensor in module.__dict__[table].items():
             # A variable that is registered as a buffer is copied as a variable. A `SyncOnReadVariable` is not copied:
             # it holds a component for each replica already.
-            is_uncopied = is_variable(tensor) and (table == "_buffers" or type(tensor) is SyncOnReadVariable)
+            is_uncopied = is_variable(tensor) and (
+                table == "_buffers" or type(tensor) is SyncOnReadVariable
+            )
             if tensor is not None and not is_uncopied:
                 found.setdefault(id(tensor), ((position, name), tensor))
     return dict(found.values())

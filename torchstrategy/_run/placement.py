@@ -13,7 +13,10 @@ from torchstrategy._group.workers import LONE, Workers
 
 _OfOne = Sequence[torch.Tensor | None]  # the gradients of one replica
 # Adds up the gradients of several replicas, times weights; returns the sums for each, on the devices of the parameters.
-AllReduce = Callable[[Sequence[_OfOne], Sequence[float], Sequence[Sequence[torch.Tensor]]], Sequence[_OfOne]]
+AllReduce = Callable[
+    [Sequence[_OfOne], Sequence[float], Sequence[Sequence[torch.Tensor]]],
+    Sequence[_OfOne],
+]
 
 
 class Placement(NamedTuple):

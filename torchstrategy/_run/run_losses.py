@@ -13,14 +13,32 @@ from typing import Any, Protocol, final
 
 from torchstrategy._base.distributed_values import PerReplica
 from torchstrategy._base.errors import LossWeightWarning, warn
-from torchstrategy._base.options import LOSS, NO_OPTIONS, GradientReduction, ReduceOp, RunOptions, as_gradient_reduction
+from torchstrategy._base.options import (
+    LOSS,
+    NO_OPTIONS,
+    GradientReduction,
+    ReduceOp,
+    RunOptions,
+    as_gradient_reduction,
+)
 from torchstrategy._base.types import ReplicaFn, Tree
 from torchstrategy._group.group import Replica
 from torchstrategy._group.participants import Participants
 from torchstrategy._group.workers import LONE, Workers
 from torchstrategy._run.losses.loss_terms import UNREADABLE
-from torchstrategy._run.losses.loss_watchers import GradientsOfReplica, LossNotes, LossWeigher
-from torchstrategy._run.losses.loss_weights import COUNTED, HOW_COUNTED, HOW_SELECTED, LIKE_ROWS, Column, LossWeights
+from torchstrategy._run.losses.loss_watchers import (
+    GradientsOfReplica,
+    LossNotes,
+    LossWeigher,
+)
+from torchstrategy._run.losses.loss_weights import (
+    COUNTED,
+    HOW_COUNTED,
+    HOW_SELECTED,
+    LIKE_ROWS,
+    Column,
+    LossWeights,
+)
 from torchstrategy._run.losses.told_losses import ToldLosses
 from torchstrategy._run.losses.whole_batch import WholeBatchLook
 from torchstrategy._run.own.lone_losses import LoneLossNotes, LoneLossWeigher
@@ -69,18 +87,26 @@ class RunLosses:
         is_counted: bool = False,
     ) -> None:
         said = gradient_reduction
-        self.said: GradientReduction | None = None if said is None else as_gradient_reduction(said)
+        self.said: GradientReduction | None = (
+            None if said is None else as_gradient_reduction(said)
+        )
         self.reduction = self.said if isinstance(self.said, ReduceOp) else ReduceOp.MEAN
         self._told = ToldLosses(workers, num_local) if workers.count > 1 else None
         self._first, self._is_counted = workers.index * num_local, is_counted
-        self._looks: dict[object, int] = {}  # by the code of a step, how many of its runs have looked
+        self._looks: dict[
+            object, int
+        ] = {}  # by the code of a step, how many of its runs have looked
         # By the code of a step: what looks whether it needs the whole batch, and in how many runs it has.
         self._whole: dict[object, tuple[WholeBatchLook, int]] = {}
         self._warned: set[object] = set()
         self.settled: set[object] = set()
 
     def begin_run(
-        self, fn: ReplicaFn, options: RunOptions, weights: Participants, leaves: Sequence[Tree]
+        self,
+        fn: ReplicaFn,
+        options: RunOptions,
+        weights: Participants,
+        leaves: Sequence[Tree],
     ) -> LossesOfRun | None:
         """What looks at the losses of one run, whose arguments have these leaves; None: nobody."""
         has_several = self._told is not None or len(weights.present) > 1
@@ -98,7 +124,12 @@ class RunLosses:
         return LossesOfRun(self, watcher, fn, rows or weights.parts_of_all)
 
     def begin_lone_run(
-        self, fn: ReplicaFn, options: RunOptions, weights: Participants, storage: OwnObjects, step: str
+        self,
+        fn: ReplicaFn,
+        options: RunOptions,
+        weights: Participants,
+        storage: OwnObjects,
+        step: str,
     ) -> LossesOfRun | None:
         """The same for the only replica of one of several workers.
 
@@ -119,7 +150,9 @@ class RunLosses:
         else:
             return None
         watcher.look = self._look_of(fn)
-        return LossesOfRun(self, watcher, fn, weights.rows_of_all or weights.parts_of_all)
+        return LossesOfRun(
+            self, watcher, fn, weights.rows_of_all or weights.parts_of_all
+        )
 
     def _weighs(self, options: RunOptions) -> bool:
         return (options.gradient_reduction or self.said) == LOSS
@@ -142,22 +175,34 @@ class RunLosses:
         """What looks, in the first runs of a step, whether its loss needs the whole batch."""
         key = _code(fn)
         look, runs = self._whole.get(key) or (WholeBatchLook(), 0)
-        if runs >= LOOKS or key in self._warned or (not runs and len(self._whole) >= MAX_STEPS):
+        if (
+            runs >= LOOKS
+            or key in self._warned
+            or (not runs and len(self._whole) >= MAX_STEPS)
+        ):
             return None
         self._whole[key] = look, runs + 1
         return look
 
-    def warn(self, fn: ReplicaFn, watcher: Watcher | LoneWatcher, rows: Sequence[float]) -> None:
+    def warn(
+        self, fn: ReplicaFn, watcher: Watcher | LoneWatcher, rows: Sequence[float]
+    ) -> None:
         """After a run: warns, once for each step, if a gradient is not that of the whole batch."""
         key = _code(fn)
         if key in self._warned:
             return
         is_by_rows = isinstance(watcher, (LossNotes, LoneLossNotes))
         if is_by_rows:
-            with suppress(RuntimeError, TypeError, ValueError):  # to look must not stop a training
+            with suppress(
+                RuntimeError, TypeError, ValueError
+            ):  # to look must not stop a training
                 watcher.compare()
         tells = _tell_by_rows if is_by_rows else _tell_kept
-        told = (tells(found, column, rows) for found in watcher.found for column in found.columns)
+        told = (
+            tells(found, column, rows)
+            for found in watcher.found
+            for column in found.columns
+        )
         message = next(filter(None, told), None) or _tell_whole(watcher.look)
         if message is not None:
             self._warned.add(key)
@@ -176,10 +221,18 @@ class LossesOfRun:
         rows: How many rows each replica of all workers has, or how much it counts.
     """
 
-    def __init__(self, of_all: RunLosses, watcher: Watcher | LoneWatcher, fn: ReplicaFn, rows: Sequence[float]) -> None:
+    def __init__(
+        self,
+        of_all: RunLosses,
+        watcher: Watcher | LoneWatcher,
+        fn: ReplicaFn,
+        rows: Sequence[float],
+    ) -> None:
         self._of_all, self._watcher, self._fn, self._rows = of_all, watcher, fn, rows
 
-    def watching(self, replica: Replica, gradients: GradientsOfReplicas) -> AbstractContextManager[None]:
+    def watching(
+        self, replica: Replica, gradients: GradientsOfReplicas
+    ) -> AbstractContextManager[None]:
         """A block in which the losses of a replica are looked at."""
         assert isinstance(self._watcher, (LossNotes, LossWeigher))
         return self._watcher.watching(replica, gradients.of_replicas[replica.index])
@@ -196,13 +249,20 @@ class LossesOfRun:
             self._of_all.warn(self._fn, self._watcher, self._rows)
 
 
-def _tell_by_rows(found: LossWeights, column: Column, rows: Sequence[float]) -> str | None:
+def _tell_by_rows(
+    found: LossWeights, column: Column, rows: Sequence[float]
+) -> str | None:
     if column.reason != COUNTED or column.differs <= MATTERS or len(found.replicas) < 2:
         return None
-    quotients = [count / rows[r] if rows[r] else 0.0 for r, count in zip(found.replicas, column.counts, strict=True)]
+    quotients = [
+        count / rows[r] if rows[r] else 0.0
+        for r, count in zip(found.replicas, column.counts, strict=True)
+    ]
     two = sorted({quotients.index(max(quotients)), quotients.index(min(quotients))})
     ids = [found.replicas[position] for position in two]
-    counts = " and by ".join(f"{column.counts[p]:g} in replica {r}" for p, r in zip(two, ids, strict=True))
+    counts = " and by ".join(
+        f"{column.counts[p]:g} in replica {r}" for p, r in zip(two, ids, strict=True)
+    )
     of_rows = " and ".join(f"{rows[r]:g}" for r in ids)
     how = HOW_COUNTED.get(column.source, HOW_SELECTED)
     return (
@@ -240,7 +300,11 @@ def _tell_whole(look: WholeBatchLook | None) -> str | None:
 
 def _rows(leaves: Sequence[Tree]) -> tuple[float, ...] | None:
     """How many rows each replica has, if the arguments tell it, and agree."""
-    records = {leaf.rows for leaf in leaves if isinstance(leaf, PerReplica) and leaf.rows is not None}
+    records = {
+        leaf.rows
+        for leaf in leaves
+        if isinstance(leaf, PerReplica) and leaf.rows is not None
+    }
     return records.pop() if len(records) == 1 else None
 
 

@@ -33,7 +33,9 @@ class Storage:
         self.devices = tuple(placement.devices)
         self.parameter_device = placement.parameter_device
         # Where parameters are: one device, or every device that has copies of them.
-        self.parameter_devices = self.devices if placement.is_mirrored else (self.parameter_device,)
+        self.parameter_devices = (
+            self.devices if placement.is_mirrored else (self.parameter_device,)
+        )
 
     def watching(self) -> AbstractContextManager[None]:
         """For the length of the block, takes in the modules, optimizers and schedulers that this thread creates."""
@@ -74,7 +76,9 @@ class Storage:
         """
         self._require_free(parameter)
         if not is_variable(parameter):
-            holder = weakref.ref(module, functools.partial(_forget_holder, id(parameter)))
+            holder = weakref.ref(
+                module, functools.partial(_forget_holder, id(parameter))
+            )
             _holders.setdefault(id(parameter), []).append((holder, weakref.ref(self)))
 
     def _require_free(self, thing: nn.Module | torch.Tensor) -> None:
@@ -105,7 +109,9 @@ class Storage:
         """Takes in an optimizer, a learning-rate scheduler or a `GradScaler`. A single replica uses it as it is."""
 
 
-_owners: WeakIdKeyDictionary = WeakIdKeyDictionary()  # modules and variables -> a weak reference to their storage
+_owners: WeakIdKeyDictionary = (
+    WeakIdKeyDictionary()
+)  # modules and variables -> a weak reference to their storage
 # By the id of a parameter, the modules that were given it, and the storages that it belongs to. There is no reference
 # to the parameter itself: torch refuses to swap a tensor that has a weak one.
 _holders: dict[int, list[tuple[weakref.ref[nn.Module], weakref.ref[Storage]]]] = {}
@@ -118,7 +124,9 @@ def _forget_holder(key: int, module: weakref.ref[nn.Module]) -> None:
         _holders[key] = others
 
 
-def _owner_of(thing: nn.Module | torch.Tensor, is_anywhere: bool = False) -> Storage | None:
+def _owner_of(
+    thing: nn.Module | torch.Tensor, is_anywhere: bool = False
+) -> Storage | None:
     """The storage that a module or parameter belongs to.
 
     Args:
@@ -132,7 +140,9 @@ def _owner_of(thing: nn.Module | torch.Tensor, is_anywhere: bool = False) -> Sto
 
     def found(holders: Iterable[tuple[Any, weakref.ref[Storage]]]) -> Storage | None:
         for holder, owner in holders:
-            if isinstance(holder, nn.Module) and any(part is thing for part in holder._parameters.values()):
+            if isinstance(holder, nn.Module) and any(
+                part is thing for part in holder._parameters.values()
+            ):
                 storage = owner()
                 if storage is not None:
                     return storage
@@ -144,4 +154,6 @@ def _owner_of(thing: nn.Module | torch.Tensor, is_anywhere: bool = False) -> Sto
 
 def is_nobodys(thing: nn.Module | torch.Tensor) -> bool:
     """Whether a module or parameter belongs to no strategy; a variable belongs to one for ever."""
-    return _owner_of(thing, is_anywhere=True) is None and not (is_variable(thing) and thing in _owners)
+    return _owner_of(thing, is_anywhere=True) is None and not (
+        is_variable(thing) and thing in _owners
+    )

@@ -44,11 +44,17 @@ def take_from_first_worker(
             named.append((f"{type(root).__name__}.{name}", tensor))
     for variable in variables:
         # After the first run, a replica's own value of a variable is its own in each worker, too.
-        held = variable._take_as_made() if isinstance(variable, SyncOnReadVariable) else [variable]
+        held = (
+            variable._take_as_made()
+            if isinstance(variable, SyncOnReadVariable)
+            else [variable]
+        )
         named += [(variable.name, tensor) for tensor in held]
     known: dict[int, tuple[str, torch.Tensor]] = {}  # each tensor once, by its id
     for name, tensor in named:
-        if isinstance(tensor, torch.Tensor) and not isinstance(tensor, SyncOnReadVariable):
+        if isinstance(tensor, torch.Tensor) and not isinstance(
+            tensor, SyncOnReadVariable
+        ):
             known[id(tensor)] = name, tensor
     # What wraps other tensors has no memory of its own. A `DTensor` is compared by how it is sharded.
     tensors = [
@@ -57,7 +63,9 @@ def take_from_first_worker(
         for part in ([tensor] if is_distributed_tensor(tensor) else wrapped_by(tensor))
     ]
     states = [generator.get_state() for generator in generators]
-    _refuse_other_models(workers, [*(("a random generator", state) for state in states), *tensors])
+    _refuse_other_models(
+        workers, [*(("a random generator", state) for state in states), *tensors]
+    )
     # Each worker has a part of its own of a tensor that is sharded.
     whole = [(name, t) for name, t in tensors if not is_distributed_tensor(t)]
     with torch.no_grad():
@@ -68,17 +76,30 @@ def take_from_first_worker(
             generator.set_state(state)
     others = [(name, t) for name, t in whole if not _can_be_sent(t)]
     if others:  # such as the adjacency matrix of a graph: it is data, which all workers have read
-        refuse_other_values(workers, names=[name for name, _ in others], tensors=[t for _, t in others])
+        refuse_other_values(
+            workers, names=[name for name, _ in others], tensors=[t for _, t in others]
+        )
 
 
 def _can_be_sent(tensor: torch.Tensor) -> bool:
     """Whether other workers can write what this one sends: of a quantized tensor they would need the scale, too."""
-    return tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_meta
+    return (
+        tensor.layout is torch.strided
+        and not tensor.is_quantized
+        and not tensor.is_meta
+    )
 
 
-def _refuse_other_models(workers: Workers, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
+def _refuse_other_models(
+    workers: Workers, tensors: Sequence[tuple[str, torch.Tensor]]
+) -> None:
     described = [(name, tuple(t.shape), t.dtype, _parts(t)) for name, t in tensors]
-    if len(set(workers.all_gather_object(digest(repr(described).encode()), _FIRST_RUN))) == 1:
+    if (
+        len(
+            set(workers.all_gather_object(digest(repr(described).encode()), _FIRST_RUN))
+        )
+        == 1
+    ):
         return
     of_all = workers.all_gather_object(described, _FIRST_RUN)
     for w, theirs in enumerate(of_all):
@@ -90,13 +111,17 @@ def _refuse_other_models(workers: Workers, tensors: Sequence[tuple[str, torch.Te
                 )
 
 
-def refuse_other_values(workers: Workers, names: Sequence[str], tensors: Sequence[torch.Tensor]) -> None:
+def refuse_other_values(
+    workers: Workers, names: Sequence[str], tensors: Sequence[torch.Tensor]
+) -> None:
     """Refuses a run if the workers have computed it with different values.
 
     Raises:
         RuntimeError: Naming the first tensor that differs.
     """
-    of_all = workers.all_gather_object(list(map(digest_of, tensors)), "the values that a worker has written")
+    of_all = workers.all_gather_object(
+        list(map(digest_of, tensors)), "the values that a worker has written"
+    )
     for w, theirs in enumerate(of_all):
         for name, one, other in zip(names, of_all[0], theirs, strict=True):
             if one != other:
@@ -110,13 +135,17 @@ def refuse_other_values(workers: Workers, names: Sequence[str], tensors: Sequenc
                 )
 
 
-def refuse_other_writes(workers: Workers, names: Sequence[str], num_writes: Sequence[int]) -> None:
+def refuse_other_writes(
+    workers: Workers, names: Sequence[str], num_writes: Sequence[int]
+) -> None:
     """Refuses a run if a worker has written its part of a sharded tensor more often than another one.
 
     Raises:
         RuntimeError: Naming the first tensor that differs.
     """
-    of_all = workers.all_gather_object(list(num_writes), "the values that a worker has written")
+    of_all = workers.all_gather_object(
+        list(num_writes), "the values that a worker has written"
+    )
     for w, theirs in enumerate(of_all):
         for name, one, other in zip(names, of_all[0], theirs, strict=True):
             if one != other:
@@ -133,7 +162,11 @@ def _parts(tensor: Any) -> str:
 
 
 def _shown(entry: tuple[str, tuple[int, ...], torch.dtype, str] | None) -> str:
-    return "nothing" if entry is None else f"{entry[0]} of shape {entry[1]} and {entry[2]}{entry[3]}"
+    return (
+        "nothing"
+        if entry is None
+        else f"{entry[0]} of shape {entry[1]} and {entry[2]}{entry[3]}"
+    )
 
 
 def mention_written(workers: Workers, indices: set[int]) -> None:
@@ -154,7 +187,12 @@ def written_anywhere(workers: Workers, indices: set[int]) -> set[int]:
     return indices.union(*workers.all_gather_object(indices, IN_RUN))
 
 
-def combine_over_workers(workers: Workers, values: dict[int, torch.Tensor], averaged: Sequence[int], lead: int) -> None:
+def combine_over_workers(
+    workers: Workers,
+    values: dict[int, torch.Tensor],
+    averaged: Sequence[int],
+    lead: int,
+) -> None:
     """Makes the new values of buffers those of all workers.
 
     Args:
@@ -165,7 +203,13 @@ def combine_over_workers(workers: Workers, values: dict[int, torch.Tensor], aver
     """
     point = "the end of the run"
     if averaged:
-        values.update(zip(averaged, workers.all_reduce([values[i] for i in averaged], point), strict=True))
+        values.update(
+            zip(
+                averaged,
+                workers.all_reduce([values[i] for i in averaged], point),
+                strict=True,
+            )
+        )
     taken = [i for i in values if i not in set(averaged)]
     copies = [values[i].clone() for i in taken]
     if taken:

@@ -14,9 +14,21 @@ import torch
 from torch import nn
 from typing_extensions import Self
 
-from torchstrategy._base.context import Frame, current_frame, current_strategy, require_cross_replica, without_autograd
+from torchstrategy._base.context import (
+    Frame,
+    current_frame,
+    current_strategy,
+    require_cross_replica,
+    without_autograd,
+)
 from torchstrategy._base.devices import memory_device
-from torchstrategy._base.distributed_values import DistributedValues, PerReplica, describe_components, regroup, select
+from torchstrategy._base.distributed_values import (
+    DistributedValues,
+    PerReplica,
+    describe_components,
+    regroup,
+    select,
+)
 from torchstrategy._base.errors import require_type
 from torchstrategy._base.marks import version_of
 from torchstrategy._base.options import VariableAggregation, VariableSynchronization
@@ -25,7 +37,14 @@ from torchstrategy._base.tree import map_leaves, tree_leaves
 from torchstrategy._base.types import Device, StrategyLike, Tree
 from torchstrategy._group.transfer import sum_on
 from torchstrategy._group.workers import LONE, Workers
-from torchstrategy._variables.variable import Variable, Wanted, is_variable, make_data, plain_alias, write
+from torchstrategy._variables.variable import (
+    Variable,
+    Wanted,
+    is_variable,
+    make_data,
+    plain_alias,
+    write,
+)
 
 
 class DistributedVariable(Variable):
@@ -39,7 +58,9 @@ class DistributedVariable(Variable):
         """The component of each replica."""
         if not self._held:
             with without_autograd():
-                self._held = tuple(Component.of(self, memory) for memory in self._memories())
+                self._held = tuple(
+                    Component.of(self, memory) for memory in self._memories()
+                )
         return self._held
 
     _components = values
@@ -71,7 +92,13 @@ class MirroredVariable(DistributedVariable):
 
     def _memories(self) -> Sequence[torch.Tensor]:
         first = plain_alias(self)
-        return [first, *(torch.empty_like(first, device=memory_device(device)) for device in self._devices[1:])]
+        return [
+            first,
+            *(
+                torch.empty_like(first, device=memory_device(device))
+                for device in self._devices[1:]
+            ),
+        ]
 
     def _take_memory(self, value: torch.Tensor) -> None:
         super()._take_memory(value)
@@ -109,9 +136,15 @@ class SyncOnReadVariable(DistributedVariable):
         return self._parts
 
     # Of the replica's own value; outside of replicas, of the first replica's. They are known also if it cannot be read.
-    shape: Any = property(lambda self: self._part().shape, doc="The shape of the variable.")
-    dtype: Any = property(lambda self: self._part().dtype, doc="The dtype of the variable.")
-    device: Any = property(lambda self: self._part().device, doc="The device of the variable.")
+    shape: Any = property(
+        lambda self: self._part().shape, doc="The shape of the variable."
+    )
+    dtype: Any = property(
+        lambda self: self._part().dtype, doc="The dtype of the variable."
+    )
+    device: Any = property(
+        lambda self: self._part().device, doc="The device of the variable."
+    )
 
     @property
     def requires_grad(self) -> bool:  # type: ignore[override]
@@ -132,24 +165,36 @@ class SyncOnReadVariable(DistributedVariable):
             _refuse_gradient(self)
 
     def _take_memory(self, value: torch.Tensor) -> None:
-        self._take_parts([part.detach().to(value.dtype, copy=True) for part in self._parts], self.requires_grad)
+        self._take_parts(
+            [part.detach().to(value.dtype, copy=True) for part in self._parts],
+            self.requires_grad,
+        )
         self.assign(value)
 
     def _take_parts(self, parts: Sequence[torch.Tensor], is_trained: bool) -> None:
-        self._parts, self._held = [part.requires_grad_(is_trained) for part in parts], ()
+        self._parts, self._held = (
+            [part.requires_grad_(is_trained) for part in parts],
+            (),
+        )
         for part in self._parts if is_trained else ():
             part.register_post_accumulate_grad_hook(_refuse_gradient)
 
     def _alike(self) -> SyncOnReadVariable:
         made = make_data(SyncOnReadVariable, plain_alias(self), None, False)
         made._workers, made._is_as_made = self._workers, self._is_as_made
-        made._take_parts([part.detach().clone() for part in self._parts], self.requires_grad)
+        made._take_parts(
+            [part.detach().clone() for part in self._parts], self.requires_grad
+        )
         return made
 
     def _part(self) -> torch.Tensor:
         context = self._replica()
         # Of several processes, each has the values of its own replicas.
-        return self._parts[0 if context is None else context.replica_id_in_sync_group % len(self._parts)]
+        return self._parts[
+            0
+            if context is None
+            else context.replica_id_in_sync_group % len(self._parts)
+        ]
 
     def _stand_in(self) -> torch.Tensor:
         return self._part() if self._replica() is not None else self._read()
@@ -167,8 +212,14 @@ class SyncOnReadVariable(DistributedVariable):
                 first = self._parts[0].clone()
                 self._workers.broadcast([first], 0, point)
                 return first
-            (total,) = self._workers.all_reduce([sum_on(self._parts, self._parts[0].device)], point)
-            return total / self._num_parts if self.aggregation is VariableAggregation.MEAN else total
+            (total,) = self._workers.all_reduce(
+                [sum_on(self._parts, self._parts[0].device)], point
+            )
+            return (
+                total / self._num_parts
+                if self.aggregation is VariableAggregation.MEAN
+                else total
+            )
 
     @property
     def _num_parts(self) -> int:
@@ -196,7 +247,11 @@ class SyncOnReadVariable(DistributedVariable):
                 f"{self.name} is the sum of a value in each replica. Which of them is to change when something is "
                 "added to it outside of the replicas is not known: assign it, or add to it in the step."
             )
-        for part, share in zip(self._parts, self._shares(value) if is_sum else [value] * len(self._parts), strict=True):
+        for part, share in zip(
+            self._parts,
+            self._shares(value) if is_sum else [value] * len(self._parts),
+            strict=True,
+        ):
             write(self, part, operation, share)
         return self
 
@@ -236,7 +291,9 @@ class Component(Variable):
     _watches = True
     container: weakref.ref[DistributedVariable]
     is_open: bool  # whether the component may be written now
-    known: int  # the version of the first component when this one was last copied from it
+    known: (
+        int  # the version of the first component when this one was last copied from it
+    )
     _memory: torch.Tensor
 
     @staticmethod
@@ -344,18 +401,26 @@ class VariablesOfExtended:
         Source: https://www.tensorflow.org/versions/r2.4/api_docs/python/tf/distribute/StrategyExtended#update
         """
         require_cross_replica(self._container_strategy(), "update")
-        require_type(var, nn.Parameter, "update writes a variable, torchstrategy.Variable(value, trainable=False)")
+        require_type(
+            var,
+            nn.Parameter,
+            "update writes a variable, torchstrategy.Variable(value, trainable=False)",
+        )
         if any(type(leaf) is PerReplica for leaf in tree_leaves((args, kwargs))):
             raise ValueError(
                 "update was given a value for each replica, and all components are written with the same. Reduce it "
                 "first: strategy.extended.reduce_to(reduce_op, value, destinations=variable)."
             )
-        components: Sequence[Any] = var._components if isinstance(var, DistributedVariable) else (var,)
+        components: Sequence[Any] = (
+            var._components if isinstance(var, DistributedVariable) else (var,)
+        )
         opened = var.updating() if isinstance(var, MirroredVariable) else nullcontext()
         with Frame(self._container_strategy()), opened:
             return self._call_for_each(fn, components, args, kwargs, group)
 
-    def colocate_vars_with(self, colocate_with_variable: torch.Tensor) -> AbstractContextManager[None]:
+    def colocate_vars_with(
+        self, colocate_with_variable: torch.Tensor
+    ) -> AbstractContextManager[None]:
         """A block in which variables are created on the devices of another one; in a strategy, all of them are there.
 
         Example:
@@ -373,10 +438,16 @@ class VariablesOfExtended:
         Source: https://www.tensorflow.org/versions/r2.4/api_docs/python/tf/distribute/StrategyExtended#colocate_vars_with
         """
         frame, strategy = current_frame(), self._container_strategy()
-        if current_strategy() is not strategy or (frame is not None and frame.replica_context is not None):
-            raise RuntimeError(f'Need to be inside "with strategy.scope()" for {strategy!r} in colocate_vars_with.')
+        if current_strategy() is not strategy or (
+            frame is not None and frame.replica_context is not None
+        ):
+            raise RuntimeError(
+                f'Need to be inside "with strategy.scope()" for {strategy!r} in colocate_vars_with.'
+            )
         if not self.variable_created_in_scope(colocate_with_variable):
-            raise ValueError("colocate_vars_with takes a variable that was created in this strategy's scope.")
+            raise ValueError(
+                "colocate_vars_with takes a variable that was created in this strategy's scope."
+            )
         return nullcontext()
 
     def value_container(self, value: Tree) -> Tree:
@@ -423,32 +494,62 @@ class VariablesOfExtended:
 
     def _container_strategy(self) -> StrategyLike:
         """The strategy that this is of."""
-        strategy = self._strategy_reference() if self._strategy_reference is not None else None
+        strategy = (
+            self._strategy_reference() if self._strategy_reference is not None else None
+        )
         if strategy is None:
-            raise RuntimeError("The strategy of this `extended` is gone. Keep the strategy, not only its `extended`.")
+            raise RuntimeError(
+                "The strategy of this `extended` is gone. Keep the strategy, not only its `extended`."
+            )
         return strategy
 
     def _bind(self, strategy: StrategyLike) -> None:
         owner = self._strategy_reference and self._strategy_reference()
-        if owner is not None and owner is not strategy and getattr(owner, "_extended", None) is self:
-            raise ValueError(f"The `extended` belongs to {owner!r}. Two cannot share one: try copy.deepcopy(strategy).")
+        if (
+            owner is not None
+            and owner is not strategy
+            and getattr(owner, "_extended", None) is self
+        ):
+            raise ValueError(
+                f"The `extended` belongs to {owner!r}. Two cannot share one: try copy.deepcopy(strategy)."
+            )
         self._strategy_reference = weakref.ref(strategy)
 
     def _missing(self, name: str) -> NotImplementedError:
-        return NotImplementedError(f"{type(self).__name__} does not bring {name}, which this needs: define it there.")
+        return NotImplementedError(
+            f"{type(self).__name__} does not bring {name}, which this needs: define it there."
+        )
 
     def _call_for_each(
-        self, fn: Callable[..., Tree], places: Sequence[Any], args: Sequence[Tree], kwargs: Any, group: bool
+        self,
+        fn: Callable[..., Tree],
+        places: Sequence[Any],
+        args: Sequence[Tree],
+        kwargs: Any,
+        group: bool,
     ) -> Tree:
         """What `fn` returns for each of several places, each with its components of the arguments, put together."""
-        results = [fn(one, *select(tuple(args), i), **select(dict(kwargs or {}), i)) for i, one in enumerate(places)]
-        return regroup(results) if group else map_leaves(lambda leaf: leaf.values, regroup(results, always_wrap=True))
+        results = [
+            fn(one, *select(tuple(args), i), **select(dict(kwargs or {}), i))
+            for i, one in enumerate(places)
+        ]
+        return (
+            regroup(results)
+            if group
+            else map_leaves(
+                lambda leaf: leaf.values, regroup(results, always_wrap=True)
+            )
+        )
 
-    def _make_variable(self, value: torch.Tensor, is_trained: bool, wanted: Wanted) -> Variable:
+    def _make_variable(
+        self, value: torch.Tensor, is_trained: bool, wanted: Wanted
+    ) -> Variable:
         """A new variable of the kind that suits the strategy, with a copy of a value."""
         try:
             devices = self.parameter_devices
-        except NotImplementedError:  # a strategy of the user's own class, which keeps no parameters
+        except (
+            NotImplementedError
+        ):  # a strategy of the user's own class, which keeps no parameters
             devices = ()
         first = memory_device(devices[0]) if devices else None
         if len(devices) * self._workers.count < 2:
@@ -460,14 +561,19 @@ class VariablesOfExtended:
             )
         is_integer = not (value.dtype.is_floating_point or value.dtype.is_complex)
         if is_integer and wanted.aggregation is VariableAggregation.MEAN:
-            raise ValueError(f"Variable(aggregation=MEAN) of {value.dtype}: the mean of integers is none. Use a float.")
+            raise ValueError(
+                f"Variable(aggregation=MEAN) of {value.dtype}: the mean of integers is none. Use a float."
+            )
         if wanted.synchronization is not VariableSynchronization.ON_READ:
             mirrored = make_data(MirroredVariable, value, first, is_trained)
             mirrored._devices, mirrored._held = tuple(devices), ()
             return mirrored
         on_read = make_data(SyncOnReadVariable, value, first, False)
         on_read._workers, on_read._is_as_made = self._workers, True
-        on_read._take_parts([value.detach().to(memory_device(device), copy=True) for device in devices], is_trained)
+        on_read._take_parts(
+            [value.detach().to(memory_device(device), copy=True) for device in devices],
+            is_trained,
+        )
         return on_read
 
     def _first_of(self, value: Tree) -> Tree:

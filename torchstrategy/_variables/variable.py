@@ -25,16 +25,37 @@ import torch
 from torch import nn
 from typing_extensions import Self
 
-from torchstrategy._base.context import current_frame, is_default, local_object, require_cross_replica, without_autograd
+from torchstrategy._base.context import (
+    current_frame,
+    is_default,
+    local_object,
+    require_cross_replica,
+    without_autograd,
+)
 from torchstrategy._base.devices import memory_device
-from torchstrategy._base.distributed_values import DistributedValues, Mirrored, PerReplica, describe_value
+from torchstrategy._base.distributed_values import (
+    DistributedValues,
+    Mirrored,
+    PerReplica,
+    describe_value,
+)
 from torchstrategy._base.errors import require_type
 from torchstrategy._base.marks import version_of
 from torchstrategy._base.objects.proxies import ShowsLocalGrad
-from torchstrategy._base.options import ReduceOp, VariableAggregation, VariableSynchronization
+from torchstrategy._base.options import (
+    ReduceOp,
+    VariableAggregation,
+    VariableSynchronization,
+)
 from torchstrategy._base.torch_internals import hide_from_compiler, make_parameter
 from torchstrategy._base.tree import map_leaves
-from torchstrategy._base.types import Device, ReplicaContextLike, StrategyLike, Tree, VariableBase
+from torchstrategy._base.types import (
+    Device,
+    ReplicaContextLike,
+    StrategyLike,
+    Tree,
+    VariableBase,
+)
 from torchstrategy._group.reductions import as_tensor
 
 V = TypeVar("V", bound="Variable")
@@ -113,7 +134,9 @@ class Variable(ShowsLocalGrad, VariableBase):
         synchronization: VariableSynchronization = VariableSynchronization.AUTO,
         aggregation: VariableAggregation = VariableAggregation.NONE,
     ) -> Self:
-        made: Any = create(Wanted(initial_value, trainable, name, dtype, synchronization, aggregation))
+        made: Any = create(
+            Wanted(initial_value, trainable, name, dtype, synchronization, aggregation)
+        )
         return made  # type: ignore[no-any-return]
 
     @property
@@ -142,7 +165,9 @@ class Variable(ShowsLocalGrad, VariableBase):
 
     def numpy(self, *, force: bool = False) -> numpy.ndarray[Any, Any]:
         """The value of the variable, as a new array."""
-        return self.read_value().detach().numpy(force=force or self.device.type != "cpu")
+        return (
+            self.read_value().detach().numpy(force=force or self.device.type != "cpu")
+        )
 
     def assign(self, value: Tree) -> Self:
         """Assigns a value. In a replica, if the replicas write the variable together, this is a synchronization point.
@@ -216,8 +241,14 @@ class Variable(ShowsLocalGrad, VariableBase):
     def _require_outside(self, name: str) -> None:
         """Refuses a write on an attribute of the user's in a replica: all replicas have the one variable."""
         # torch's compiler has notes of its own on tensors.
-        is_known = hasattr(type(getattr(type(self), name, None)), "__set__") or name.startswith("_dynamo_")
-        if not is_known and (context := self._replica()) is not None and context.num_replicas_in_sync > 1:
+        is_known = hasattr(
+            type(getattr(type(self), name, None)), "__set__"
+        ) or name.startswith("_dynamo_")
+        if (
+            not is_known
+            and (context := self._replica()) is not None
+            and context.num_replicas_in_sync > 1
+        ):
             raise RuntimeError(
                 f"The step wrote the attribute {name!r} of {self.name} in a replica. All replicas share the variable, "
                 "and one would read what another wrote. Write it outside of strategy.run; or keep it on the module."
@@ -225,7 +256,11 @@ class Variable(ShowsLocalGrad, VariableBase):
 
     @classmethod
     def __torch_function__(
-        cls, func: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: dict[str, Any] | None = None
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Any = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         used: dict[int, tuple[Variable, torch.Tensor]] = {}
         args, kwargs = _with_stand_ins(args, used), _with_stand_ins(kwargs or {}, used)
@@ -245,7 +280,9 @@ class Variable(ShowsLocalGrad, VariableBase):
         local: torch.Tensor = local_object(self)
         if local is self and (context := self._replica()) is not None:
             # It was created in this run, and has no copies yet. Gradients flow back to the variable.
-            there: torch.Tensor = _call_plainly(torch.Tensor.to, (), (self, memory_device(context.devices[0])), {})
+            there: torch.Tensor = _call_plainly(
+                torch.Tensor.to, (), (self, memory_device(context.devices[0])), {}
+            )
             return there
         return local
 
@@ -254,12 +291,17 @@ class Variable(ShowsLocalGrad, VariableBase):
         context = self._replica()
         if is_variable(value):
             value = value.read_value()
-        if context is None or (context.num_replicas_in_sync == 1 and local_object(self) is self):
+        if context is None or (
+            context.num_replicas_in_sync == 1 and local_object(self) is self
+        ):
             if context is None:
                 self._require_here("assign")
             write(self, self, operation, value)
             return self
-        if self.aggregation is VariableAggregation.NONE and context.num_replicas_in_sync > 1:
+        if (
+            self.aggregation is VariableAggregation.NONE
+            and context.num_replicas_in_sync > 1
+        ):
             raise ValueError(
                 f"{self.name} was assigned in a replica, and has no aggregation. Make it with SUM, MEAN or "
                 "ONLY_FIRST_REPLICA of torchstrategy.VariableAggregation, or assign it outside of strategy.run."
@@ -279,7 +321,9 @@ class Variable(ShowsLocalGrad, VariableBase):
         frame = current_frame()
         if frame is None or frame.replica_context is None:
             return None
-        is_own = local_object(self) is not self or (self._strategy is not None and self._strategy() is frame.strategy)
+        is_own = local_object(self) is not self or (
+            self._strategy is not None and self._strategy() is frame.strategy
+        )
         return frame.replica_context if is_own else None
 
     def _require_here(self, what: str) -> None:
@@ -301,7 +345,9 @@ class Variable(ShowsLocalGrad, VariableBase):
         """
         context = self._replica()
         if context is not None and context.num_replicas_in_sync > 1:
-            made: Variable = context.merge_call(_copy_for_all, args=(self, _Given(attributes)))
+            made: Variable = context.merge_call(
+                _copy_for_all, args=(self, _Given(attributes))
+            )
             return made
         if context is None:
             self._require_here("__deepcopy__")
@@ -320,7 +366,12 @@ class Variable(ShowsLocalGrad, VariableBase):
 
     def _as_it_is(self) -> Wanted:
         """The arguments with which an equal variable is created."""
-        return replace(self._wanted, initial_value=self.detach().clone(), trainable=self.trainable, dtype=None)
+        return replace(
+            self._wanted,
+            initial_value=self.detach().clone(),
+            trainable=self.trainable,
+            dtype=None,
+        )
 
 
 # If `torch.compile` traced this method, it would find the component of one replica, and use it in all replicas.
@@ -329,7 +380,9 @@ hide_from_compiler(Variable.__torch_function__.__func__)  # type: ignore[attr-de
 _DATA: Any = torch.Tensor.data
 plain_data: Callable[[torch.Tensor], torch.Tensor] = _DATA.__get__
 set_plain_data: Callable[[torch.Tensor, torch.Tensor], None] = _DATA.__set__
-_call_plainly: Callable[[Callable[..., Any], tuple[()], Any, Mapping[str, Any]], Any] = nn.Parameter.__torch_function__
+_call_plainly: Callable[
+    [Callable[..., Any], tuple[()], Any, Mapping[str, Any]], Any
+] = nn.Parameter.__torch_function__
 
 
 def is_variable(thing: object) -> bool:
@@ -352,7 +405,10 @@ def _with_stand_ins(value: Any, used: dict[int, tuple[Variable, torch.Tensor]]) 
 
 def _has_a_say(kind: Any) -> bool:
     """Whether a class of tensors has a `__torch_function__` of its own, which has to be called."""
-    says_nothing = kind is torch.Tensor or kind.__torch_function__ is nn.Parameter.__torch_function__
+    says_nothing = (
+        kind is torch.Tensor
+        or kind.__torch_function__ is nn.Parameter.__torch_function__
+    )
     return not says_nothing and not issubclass(kind, Variable)
 
 
@@ -360,7 +416,11 @@ def _without_variables(value: Any) -> Any:
     """The arguments for the `__torch_function__` of another class: without variables, which it may not know."""
 
     def plain(leaf: Any) -> Any:
-        return _call_plainly(torch.Tensor.view_as, (), (leaf, leaf), {}) if is_variable(leaf) else leaf
+        return (
+            _call_plainly(torch.Tensor.view_as, (), (leaf, leaf), {})
+            if is_variable(leaf)
+            else leaf
+        )
 
     return map_leaves(plain, value)
 
@@ -376,7 +436,9 @@ def plain_alias(variable: Variable) -> torch.Tensor:
 _writing = threading.RLock()
 
 
-def write(variable: Variable, memory: torch.Tensor, operation: _Operation, value: Tree) -> None:
+def write(
+    variable: Variable, memory: torch.Tensor, operation: _Operation, value: Tree
+) -> None:
     """Does `assign`, `assign_add` or `assign_sub` on the memory of a variable or of a component.
 
     Raises:
@@ -391,11 +453,17 @@ def write(variable: Variable, memory: torch.Tensor, operation: _Operation, value
     with without_autograd():
         given = as_tensor(value.values[0] if type(value) is Mirrored else value)
         if given.shape != memory.shape:
-            raise ValueError(f"{variable.name} has shape {tuple(memory.shape)}; {tuple(given.shape)} does not fit.")
+            raise ValueError(
+                f"{variable.name} has shape {tuple(memory.shape)}; {tuple(given.shape)} does not fit."
+            )
         if not torch.can_cast(given.dtype, memory.dtype):
-            raise ValueError(f"{variable.name} holds {memory.dtype}: {given.dtype} cannot be converted without loss.")
+            raise ValueError(
+                f"{variable.name} holds {memory.dtype}: {given.dtype} cannot be converted without loss."
+            )
         with _writing:
-            _call_plainly(operation, (), (memory, given.to(memory.device, memory.dtype)), {})
+            _call_plainly(
+                operation, (), (memory, given.to(memory.device, memory.dtype)), {}
+            )
 
 
 @final
@@ -411,11 +479,20 @@ class Wanted:
     aggregation: VariableAggregation
 
     def __post_init__(self) -> None:
-        require_type(self.trainable, bool | None, "Variable(trainable=...) is True, False or None")
+        require_type(
+            self.trainable,
+            bool | None,
+            "Variable(trainable=...) is True, False or None",
+        )
         require_type(self.name, str | None, "Variable(name=...) is a string or None")
-        for given, kind in ((self.synchronization, VariableSynchronization), (self.aggregation, VariableAggregation)):
+        for given, kind in (
+            (self.synchronization, VariableSynchronization),
+            (self.aggregation, VariableAggregation),
+        ):
             if not isinstance(given, kind):
-                raise ValueError(f"{given!r} is no torchstrategy.{kind.__name__}: {', '.join(kind.__members__)}.")
+                raise ValueError(
+                    f"{given!r} is no torchstrategy.{kind.__name__}: {', '.join(kind.__members__)}."
+                )
 
     def value(self) -> torch.Tensor:
         """The initial value.
@@ -428,11 +505,15 @@ class Wanted:
             given = given()
         given = given.values[0] if type(given) is Mirrored else given
         if isinstance(given, DistributedValues) and not isinstance(given, torch.Tensor):
-            raise TypeError("A variable has one initial value; it was given a value for each replica.")
+            raise TypeError(
+                "A variable has one initial value; it was given a value for each replica."
+            )
         try:
             return torch.as_tensor(given, dtype=self.dtype)
         except (TypeError, ValueError, RuntimeError) as error:
-            raise TypeError(f"A variable's initial value is a tensor, an array or numbers; got {given!r}.") from error
+            raise TypeError(
+                f"A variable's initial value is a tensor, an array or numbers; got {given!r}."
+            ) from error
 
     def is_trained(self, dtype: torch.dtype) -> bool:
         """Whether the variable requires grad.
@@ -442,9 +523,13 @@ class Wanted:
         """
         can_be = dtype.is_floating_point or dtype.is_complex
         if self.trainable and not can_be:
-            raise ValueError(f"Variable(trainable=True) of {dtype}: only floating-point numbers have gradients.")
+            raise ValueError(
+                f"Variable(trainable=True) of {dtype}: only floating-point numbers have gradients."
+            )
         if self.trainable is None:
-            return can_be and self.synchronization is not VariableSynchronization.ON_READ
+            return (
+                can_be and self.synchronization is not VariableSynchronization.ON_READ
+            )
         return self.trainable
 
 
@@ -502,7 +587,9 @@ def _make(wanted: Wanted, strategy: StrategyLike | None) -> Variable:
 
 
 def _make_for_all(strategy: StrategyLike, brought: Tree) -> Variable:
-    wishes: list[Wanted] = list(brought.values) if isinstance(brought, DistributedValues) else [brought]
+    wishes: list[Wanted] = (
+        list(brought.values) if isinstance(brought, DistributedValues) else [brought]
+    )
     for other in wishes[1:]:
         if other != wishes[0]:
             raise RuntimeError(
@@ -512,24 +599,46 @@ def _make_for_all(strategy: StrategyLike, brought: Tree) -> Variable:
     return _make(wishes[0], strategy)
 
 
-def _assign_together(strategy: StrategyLike, what: tuple[Tree, Tree], value: Tree) -> None:
+def _assign_together(
+    strategy: StrategyLike, what: tuple[Tree, Tree], value: Tree
+) -> None:
     brought_variable, brought_operation = what
     # In each, what all replicas have brought: one object, if all have brought the same.
-    variable, *others = brought_variable.values if type(brought_variable) is PerReplica else (brought_variable,)
-    operation, *ways = brought_operation.values if type(brought_operation) is PerReplica else (brought_operation,)
-    if any(other is not variable for other in others) or any(way is not operation for way in ways):
+    variable, *others = (
+        brought_variable.values
+        if type(brought_variable) is PerReplica
+        else (brought_variable,)
+    )
+    operation, *ways = (
+        brought_operation.values
+        if type(brought_operation) is PerReplica
+        else (brought_operation,)
+    )
+    if any(other is not variable for other in others) or any(
+        way is not operation for way in ways
+    ):
         raise RuntimeError(
             f"The replicas assigned different variables, or in different ways, at once: {variable.name} in one. Every "
             "replica makes the same assignments in the same order."
         )
     if variable.aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
         value = strategy.extended._first_of(value)
-    elif variable.aggregation is not VariableAggregation.NONE:  # with NONE there is only one replica
+    elif (
+        variable.aggregation is not VariableAggregation.NONE
+    ):  # with NONE there is only one replica
         with without_autograd():
-            value = strategy.extended._reduce_leaf(ReduceOp.from_variable_aggregation(variable.aggregation), value)
+            value = strategy.extended._reduce_leaf(
+                ReduceOp.from_variable_aggregation(variable.aggregation), value
+            )
     write(variable, variable, operation, value)
 
 
-def make_data(kind: type[V], value: torch.Tensor, device: Device | None, is_trained: bool) -> V:
+def make_data(
+    kind: type[V], value: torch.Tensor, device: Device | None, is_trained: bool
+) -> V:
     """A variable of a class `kind` with a copy of a value, on a device. None: the device of the value."""
-    return make_parameter(kind, value.to(value.device if device is None else device, copy=True), is_trained)
+    return make_parameter(
+        kind,
+        value.to(value.device if device is None else device, copy=True),
+        is_trained,
+    )

@@ -17,7 +17,11 @@ from typing import Any, NamedTuple, TypeVar, final
 
 from torchstrategy._base.devices import local_accelerators
 from torchstrategy._base.errors import an, plural, require_type
-from torchstrategy.cluster_resolver._slurm_lists import expand_counts, expand_nodes, shorten
+from torchstrategy.cluster_resolver._slurm_lists import (
+    expand_counts,
+    expand_nodes,
+    shorten,
+)
 
 
 @final
@@ -49,7 +53,11 @@ class ClusterSpec:
     def __init__(self, cluster: Mapping[str, Any] | ClusterSpec) -> None:
         if isinstance(cluster, ClusterSpec):
             cluster = cluster.as_dict()
-        require_type(cluster, Mapping, "A cluster is a dict from jobs to tasks: {'worker': ['a:2222']}")
+        require_type(
+            cluster,
+            Mapping,
+            "A cluster is a dict from jobs to tasks: {'worker': ['a:2222']}",
+        )
         self._tasks = {job: _tasks(job, tasks) for job, tasks in cluster.items()}
 
     @property
@@ -81,7 +89,9 @@ class ClusterSpec:
         """
         tasks = self._job(job_name)
         if task_index not in tasks:
-            raise ValueError(f"The job {job_name!r} has no task {task_index!r}, only {list(tasks)}.")
+            raise ValueError(
+                f"The job {job_name!r} has no task {task_index!r}, only {list(tasks)}."
+            )
         return tasks[task_index]
 
     def job_tasks(self, job_name: str) -> list[str | None]:
@@ -97,7 +107,9 @@ class ClusterSpec:
         """The tasks of each job: a list where all are known, and else a dict, as a `ClusterSpec` is made of."""
         spec: dict[str, Any] = {}
         for job, tasks in self._tasks.items():
-            has_all_numbers = bool(tasks) and len(tasks) == max(tasks) + 1  # from 0 on, and no other
+            has_all_numbers = (
+                bool(tasks) and len(tasks) == max(tasks) + 1
+            )  # from 0 on, and no other
             spec[job] = list(tasks.values()) if has_all_numbers else dict(tasks)
         return spec
 
@@ -105,17 +117,25 @@ class ClusterSpec:
         return bool(self._tasks)
 
     def __eq__(self, other: object) -> bool:
-        return self._tasks == other._tasks if isinstance(other, ClusterSpec) else NotImplemented
+        return (
+            self._tasks == other._tasks
+            if isinstance(other, ClusterSpec)
+            else NotImplemented
+        )
 
     def __hash__(self) -> int:
-        return hash(frozenset((job, *tasks.items()) for job, tasks in self._tasks.items()))
+        return hash(
+            frozenset((job, *tasks.items()) for job, tasks in self._tasks.items())
+        )
 
     def __repr__(self) -> str:
         return f"ClusterSpec({self.as_dict()!r})"
 
     def _job(self, name: object) -> dict[int, str]:
         if name not in self._tasks:
-            raise ValueError(f"There is no job {name!r} in the cluster, only {self.jobs}.")
+            raise ValueError(
+                f"There is no job {name!r} in the cluster, only {self.jobs}."
+            )
         return self._tasks[name]
 
 
@@ -139,7 +159,9 @@ def _as_index(value: object) -> int:
     if index < 0:
         raise ValueError(f"The index of a task is 0 or more; got {index}.")
     if index >= _MOST_TASKS:
-        raise ValueError(f"The index of a task is less than {_MOST_TASKS}; got {value!r:.60}.")
+        raise ValueError(
+            f"The index of a task is less than {_MOST_TASKS}; got {value!r:.60}."
+        )
     return index
 
 
@@ -148,9 +170,15 @@ def _tasks(job: object, tasks: Any) -> dict[int, str]:
     require_type(job, str, "The name of a job is a string")
     if isinstance(tasks, (list, tuple)):
         tasks = dict(enumerate(tasks))
-    require_type(tasks, Mapping, f"The tasks of the job {job!r} are a list or a dict of addresses")
+    require_type(
+        tasks,
+        Mapping,
+        f"The tasks of the job {job!r} are a list or a dict of addresses",
+    )
     for address in tasks.values():
-        require_type(address, str, f"The address of a task of the job {job!r} is a string")
+        require_type(
+            address, str, f"The address of a task of the job {job!r} is a string"
+        )
     by_index = {_as_index(index): address for index, address in tasks.items()}
     if len(by_index) < len(tasks):
         raise ValueError(f"The job {job!r} has two tasks of one index: {tasks!r}.")
@@ -192,14 +220,21 @@ class ClusterResolver(ABC):
     # What was said of this process. On the class, since a subclass may not call our constructor.
     _told = _Task()
     _environment: str | None = ""
-    _accelerators: Counter[str] | None = None  # how many each task has, if that was said
+    _accelerators: Counter[str] | None = (
+        None  # how many each task has, if that was said
+    )
 
     @abstractmethod
     def cluster_spec(self) -> ClusterSpec:
         """The processes of the cluster, as they are now."""
 
     @abstractmethod
-    def master(self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None) -> str:
+    def master(
+        self,
+        task_type: str | None = None,
+        task_id: int | None = None,
+        rpc_layer: str | None = None,
+    ) -> str:
         """The address of the process that leads, or of the task that is named.
 
         Args:
@@ -209,7 +244,10 @@ class ClusterResolver(ABC):
         """
 
     def num_accelerators(
-        self, task_type: str | None = None, task_id: int | None = None, config_proto: None = None
+        self,
+        task_type: str | None = None,
+        task_id: int | None = None,
+        config_proto: None = None,
     ) -> Counter[str]:
         """How many accelerators a task has, by kind: `{"GPU": 8}`, and 0 for a kind that it has none of.
 
@@ -225,16 +263,23 @@ class ClusterResolver(ABC):
                 many each task has.
         """
         if config_proto is not None:
-            raise ValueError(f"config_proto={config_proto!r} configures a session, and there are none here.")
+            raise ValueError(
+                f"config_proto={config_proto!r} configures a session, and there are none here."
+            )
         if self._accelerators is not None:
             return Counter(self._accelerators)
-        asked = (self.task_type if task_type is None else task_type, self.task_id if task_id is None else task_id)
+        asked = (
+            self.task_type if task_type is None else task_type,
+            self.task_id if task_id is None else task_id,
+        )
         if asked != (self.task_type, self.task_id):
             raise ValueError(
                 f"num_accelerators was asked about {asked[0]} {asked[1]}, and this process, {self.task_type} "
                 f"{self.task_id}, sees its own only. Use SimpleClusterResolver(spec, num_accelerators={{'GPU': 8}})."
             )
-        return +Counter(GPU=len(local_accelerators()))  # the sign leaves out a kind of which there is none
+        return +Counter(
+            GPU=len(local_accelerators())
+        )  # the sign leaves out a kind of which there is none
 
     @property
     def environment(self) -> str | None:
@@ -257,12 +302,18 @@ class ClusterResolver(ABC):
 
     @task_id.setter
     def task_id(self, task_id: int | None) -> None:
-        self._told = self._told._replace(id=None if task_id is None else _as_index(task_id))
+        self._told = self._told._replace(
+            id=None if task_id is None else _as_index(task_id)
+        )
 
     @property
     def rpc_layer(self) -> str | None:
         """The protocol of the cluster, such as `"grpc"`; None if there is none."""
-        return self._found().rpc_layer if self._told.rpc_layer is None else self._told.rpc_layer
+        return (
+            self._found().rpc_layer
+            if self._told.rpc_layer is None
+            else self._told.rpc_layer
+        )
 
     @rpc_layer.setter
     def rpc_layer(self, rpc_layer: str | None) -> None:
@@ -288,7 +339,12 @@ class _FixedResolver(ClusterResolver):
         """The processes of the cluster. They stay the same."""
         return self._cluster_spec
 
-    def master(self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None) -> str:
+    def master(
+        self,
+        task_type: str | None = None,
+        task_id: int | None = None,
+        rpc_layer: str | None = None,
+    ) -> str:
         """The address of the process that leads; or, if both `task_type` and `task_id` are given, of that task.
 
         Raises:
@@ -339,9 +395,17 @@ class SimpleClusterResolver(_FixedResolver):
         num_accelerators: Mapping[str, int] | None = None,
         rpc_layer: str | None = None,
     ) -> None:
-        require_type(cluster_spec, ClusterSpec, "cluster_spec is a ClusterSpec, such as ClusterSpec({...})")
+        require_type(
+            cluster_spec,
+            ClusterSpec,
+            "cluster_spec is a ClusterSpec, such as ClusterSpec({...})",
+        )
         require_type(master, str, "master is an address, a string")
-        require_type(num_accelerators, Mapping | None, "num_accelerators is a dict of numbers by kind, {'GPU': 8}")
+        require_type(
+            num_accelerators,
+            Mapping | None,
+            "num_accelerators is a dict of numbers by kind, {'GPU': 8}",
+        )
         self._cluster_spec = cluster_spec
         self._master = master
         self._environment = environment
@@ -405,17 +469,29 @@ class SlurmClusterResolver(_FixedResolver):
                 "looked for devices. Leave it out: srun --gpus-per-task=1 gives each task its own, as strategies do."
             )
         count = _number("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
-        name, text = _variable("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
+        name, text = _variable(
+            "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"
+        )
         nodes = expand_nodes(name, text)
         of_nodes = _tasks_of_nodes(tasks_per_node, nodes)
         if sum(of_nodes) != count:
-            raise ValueError(f"Slurm started {count} tasks, and {nodes} have {of_nodes}: say tasks_per_node=[...].")
+            raise ValueError(
+                f"Slurm started {count} tasks, and {nodes} have {of_nodes}: say tasks_per_node=[...]."
+            )
         jobs = {"worker": count} if jobs is None else dict(jobs)
         if sum(jobs.values()) != count:
-            raise ValueError(f"jobs={jobs} have {sum(jobs.values())} tasks, and Slurm started {count}.")
-        places = [f"{node}:{port_base + i}" for node, tasks in zip(nodes, of_nodes, strict=True) for i in range(tasks)]
+            raise ValueError(
+                f"jobs={jobs} have {sum(jobs.values())} tasks, and Slurm started {count}."
+            )
+        places = [
+            f"{node}:{port_base + i}"
+            for node, tasks in zip(nodes, of_nodes, strict=True)
+            for i in range(tasks)
+        ]
         addresses = iter(places)
-        self._cluster_spec = ClusterSpec({job: list(itertools.islice(addresses, n)) for job, n in jobs.items()})
+        self._cluster_spec = ClusterSpec(
+            {job: list(itertools.islice(addresses, n)) for job, n in jobs.items()}
+        )
         self._master = places[0]
         if gpus_per_task is None and gpus_per_node is not None:
             gpus_per_task = gpus_per_node // max(of_nodes)
@@ -424,7 +500,9 @@ class SlurmClusterResolver(_FixedResolver):
         names = [(job, index) for job, n in jobs.items() for index in range(n)]
         process = _number("SLURM_PROCID")
         if process >= count:
-            raise ValueError(f"SLURM_PROCID={process} is no number of a task: Slurm started {plural(count, 'task')}.")
+            raise ValueError(
+                f"SLURM_PROCID={process} is no number of a task: Slurm started {plural(count, 'task')}."
+            )
         self.task_type, self.task_id = names[process]
         self.rpc_layer = rpc_layer
 
@@ -451,7 +529,9 @@ def _number(*names: str) -> int:
     """The number that the first of these environment variables says that is set."""
     name, value = _variable(*names)
     if re.fullmatch(r"\d{1,9}", value.strip()) is None:
-        raise ValueError(f"{name}={shorten(value)} is no number of tasks: Slurm sets it to one such as '4'.")
+        raise ValueError(
+            f"{name}={shorten(value)} is no number of tasks: Slurm sets it to one such as '4'."
+        )
     return int(value)
 
 
@@ -461,10 +541,14 @@ def _tasks_of_nodes(given: int | list[int] | None, nodes: list[str]) -> list[int
     if given is not None:
         found = list(given)
     else:
-        name, text = _variable("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")  # such as "2(x3),1"
+        name, text = _variable(
+            "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"
+        )  # such as "2(x3),1"
         found = expand_counts(name, text)
     if len(found) != len(nodes):
-        raise ValueError(f"There are {len(nodes)} nodes, {nodes}, and numbers of tasks for {len(found)}: {found}.")
+        raise ValueError(
+            f"There are {len(nodes)} nodes, {nodes}, and numbers of tasks for {len(found)}: {found}."
+        )
     return found
 
 
@@ -510,9 +594,13 @@ class UnionResolver(ClusterResolver):
         rpc_layer: str | None = None,
     ) -> None:
         if not resolvers:
-            raise ValueError("UnionResolver() has nothing to unite: give it one ClusterResolver or more.")
+            raise ValueError(
+                "UnionResolver() has nothing to unite: give it one ClusterResolver or more."
+            )
         for resolver in resolvers:
-            require_type(resolver, ClusterResolver, "UnionResolver unites ClusterResolvers")
+            require_type(
+                resolver, ClusterResolver, "UnionResolver unites ClusterResolvers"
+            )
         self._resolvers = resolvers
         self.task_type, self.task_id, self.rpc_layer = task_type, task_id, rpc_layer
 
@@ -522,13 +610,20 @@ class UnionResolver(ClusterResolver):
         Raises:
             KeyError: If a job has one task twice, where they go by their indices.
         """
-        of_jobs: dict[str, list[Any]] = {}  # by job, its tasks in each cluster that has it
+        of_jobs: dict[
+            str, list[Any]
+        ] = {}  # by job, its tasks in each cluster that has it
         for resolver in self._resolvers:
             for job, tasks in resolver.cluster_spec().as_dict().items():
                 of_jobs.setdefault(job, []).append(tasks)
         return ClusterSpec({job: _unite(job, parts) for job, parts in of_jobs.items()})
 
-    def master(self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None) -> str:
+    def master(
+        self,
+        task_type: str | None = None,
+        task_id: int | None = None,
+        rpc_layer: str | None = None,
+    ) -> str:
         """What the first says; or, if both `task_type` and `task_id` are given, the address of that task.
 
         Raises:
@@ -540,7 +635,10 @@ class UnionResolver(ClusterResolver):
         return self._resolvers[0].master(rpc_layer=rpc_layer)
 
     def num_accelerators(
-        self, task_type: str | None = None, task_id: int | None = None, config_proto: None = None
+        self,
+        task_type: str | None = None,
+        task_id: int | None = None,
+        config_proto: None = None,
     ) -> Counter[str]:
         """What the first says."""
         return self._resolvers[0].num_accelerators(task_type, task_id, config_proto)
@@ -555,7 +653,9 @@ class UnionResolver(ClusterResolver):
         return _Task(first.task_type, first.task_id, first.rpc_layer)
 
 
-def _unite(job: str, parts: list[list[str] | dict[int, str]]) -> list[str] | dict[int, str]:
+def _unite(
+    job: str, parts: list[list[str] | dict[int, str]]
+) -> list[str] | dict[int, str]:
     """The tasks of one job."""
     if all(isinstance(part, list) for part in parts):
         return [address for part in parts for address in part]  # type: ignore[misc]  # they are lists
@@ -564,7 +664,9 @@ def _unite(job: str, parts: list[list[str] | dict[int, str]]) -> list[str] | dic
         tasks += enumerate(part) if isinstance(part, list) else part.items()
     counts = Counter(index for index, _ in tasks)
     if twice := sorted(index for index in counts if counts[index] > 1):
-        raise KeyError(f"The clusters to unite both have a task {twice[0]} of the job {job!r}.")
+        raise KeyError(
+            f"The clusters to unite both have a task {twice[0]} of the job {job!r}."
+        )
     return dict(tasks)
 
 
@@ -619,7 +721,12 @@ class TFConfigClusterResolver(ClusterResolver):
         """
         return _said(ClusterSpec, _config().get("cluster", {}))
 
-    def master(self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None) -> str:
+    def master(
+        self,
+        task_type: str | None = None,
+        task_id: int | None = None,
+        rpc_layer: str | None = None,
+    ) -> str:
         """The address of this task, or of the one that is named; empty in a cluster of one task or none.
 
         A `"session_master"` in `TF_CONFIG` is returned as it is.
@@ -640,12 +747,17 @@ class TFConfigClusterResolver(ClusterResolver):
                 f"TF_CONFIG has a cluster of the jobs {cluster.jobs}, and does not say which of its tasks this is. Add "
                 '"task": {"type": "worker", "index": 0} to it, or give the resolver a task_type and a task_id.'
             )
-        return _url(cluster.task_address(task_type, task_id), self.rpc_layer if rpc_layer is None else rpc_layer)
+        return _url(
+            cluster.task_address(task_type, task_id),
+            self.rpc_layer if rpc_layer is None else rpc_layer,
+        )
 
     def _found(self) -> _Task:
         task = _config().get("task", {})
         if not isinstance(task, dict):
-            raise ValueError(f'"task" in TF_CONFIG is an object with a "type" and an "index"; it is {task!r:.60}.')
+            raise ValueError(
+                f'"task" in TF_CONFIG is an object with a "type" and an "index"; it is {task!r:.60}.'
+            )
         index = task.get("index")
         task_id = None if index is None else _said(_as_index, index)
         return _Task(_text("type", task), task_id, _text("rpc_layer", _config()))
@@ -654,7 +766,9 @@ class TFConfigClusterResolver(ClusterResolver):
 def _text(name: str, where: dict[str, Any]) -> str | None:
     text = where.get(name)
     if not isinstance(text, (str, type(None))):
-        raise ValueError(f'"{name}" in the environment variable TF_CONFIG is a string; it is {text!r:.60}.')
+        raise ValueError(
+            f'"{name}" in the environment variable TF_CONFIG is a string; it is {text!r:.60}.'
+        )
     return text
 
 
@@ -663,7 +777,9 @@ def _said(make: Callable[[Any], T], value: Any) -> T:
     try:
         return make(value)
     except (TypeError, ValueError) as error:
-        raise ValueError(f"{error} It stands in the environment variable TF_CONFIG.") from None
+        raise ValueError(
+            f"{error} It stands in the environment variable TF_CONFIG."
+        ) from None
 
 
 def _config() -> dict[str, Any]:
@@ -674,8 +790,16 @@ def _config() -> dict[str, Any]:
         told = f"The environment variable TF_CONFIG is not JSON: {error.msg}"
         raise json.JSONDecodeError(told, text, error.pos) from None
     except (RecursionError, ValueError) as error:
-        why = "its brackets are nested too deeply" if isinstance(error, RecursionError) else str(error)
-        raise ValueError(f"The environment variable TF_CONFIG is no description of a cluster: {why}.") from None
+        why = (
+            "its brackets are nested too deeply"
+            if isinstance(error, RecursionError)
+            else str(error)
+        )
+        raise ValueError(
+            f"The environment variable TF_CONFIG is no description of a cluster: {why}."
+        ) from None
     if not isinstance(config, dict):
-        raise ValueError(f'The environment variable TF_CONFIG is no object such as {{"cluster": ...}}: {text:.60}')
+        raise ValueError(
+            f'The environment variable TF_CONFIG is no object such as {{"cluster": ...}}: {text:.60}'
+        )
     return config

@@ -16,9 +16,14 @@ def expand_counts(name: str, text: str) -> list[int]:
     Raises:
         ValueError: If the text is not of this form, or has more nodes than there can be.
     """
-    parts = [re.fullmatch(r"(\d{1,9})(?:\(x(\d+)\))?", part.strip()) for part in text.split(",")]
+    parts = [
+        re.fullmatch(r"(\d{1,9})(?:\(x(\d+)\))?", part.strip())
+        for part in text.split(",")
+    ]
     if None in parts:
-        raise ValueError(f"{name}={shorten(text)} is no list of numbers such as '2(x3),1'.")
+        raise ValueError(
+            f"{name}={shorten(text)} is no list of numbers such as '2(x3),1'."
+        )
     repeated = [(part[1], part[2] or "1") for part in parts if part]
     _check_count(sum(_size("1", times) for _, times in repeated), name, text)
     return [int(tasks) for tasks, times in repeated for _ in range(int(times))]
@@ -41,7 +46,10 @@ def expand_nodes(name: str, nodes: str) -> list[str]:
         ranges = [_ranges(part, name) for part in parts[1::2]]
         counts = [sum(_size(first, last) for first, last in some) for some in ranges]
         _check_count(len(found) + math.prod(counts), name, nodes)
-        choices = [_numbers(ranges[i // 2]) if i % 2 else [part] for i, part in enumerate(parts)]
+        choices = [
+            _numbers(ranges[i // 2]) if i % 2 else [part]
+            for i, part in enumerate(parts)
+        ]
         found += map("".join, itertools.product(*choices))
     return found
 
@@ -60,7 +68,9 @@ def _ranges(text: str, name: str) -> list[tuple[str, str]]:
     for part in text.split(","):
         found = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
         if found is None:
-            raise ValueError(f"{part!r} in {name} is no number and no range such as 08-10, in a list of Slurm's nodes.")
+            raise ValueError(
+                f"{part!r} in {name} is no number and no range such as 08-10, in a list of Slurm's nodes."
+            )
         ranges.append((found[1], found[2] or found[1]))
     return ranges
 
@@ -75,7 +85,9 @@ def _size(first: str, last: str) -> int:
 def _numbers(ranges: list[tuple[str, str]]) -> list[str]:
     numbers: list[str] = []
     for first, last in ranges:
-        numbers += [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
+        numbers += [
+            str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)
+        ]
     return numbers
 
 

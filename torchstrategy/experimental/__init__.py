@@ -4,8 +4,15 @@ from torchstrategy._base.errors import explain_keywords as _explain_keywords
 from torchstrategy._base.options import ValueContext
 from torchstrategy._data.dataset import Optional
 from torchstrategy._data.options import AutoShardPolicy
-from torchstrategy._parity.options import CollectiveHints, CommunicationImplementation, CommunicationOptions
-from torchstrategy.multi_worker_mirrored import MultiWorkerMirroredStrategy, PreemptionCheckpointHandler
+from torchstrategy._parity.options import (
+    CollectiveHints,
+    CommunicationImplementation,
+    CommunicationOptions,
+)
+from torchstrategy.multi_worker_mirrored import (
+    MultiWorkerMirroredStrategy,
+    PreemptionCheckpointHandler,
+)
 from torchstrategy.strategies import CentralStorageStrategy
 
 CollectiveCommunication = CommunicationImplementation
@@ -25,8 +32,14 @@ __all__ = [
 ]
 
 for _name in __all__:
-    globals()[_name].__module__ = __name__  # those that are not only here are `torchstrategy`'s in the end
+    globals()[
+        _name
+    ].__module__ = (
+        __name__  # those that are not only here are `torchstrategy`'s in the end
+    )
 # A run makes contexts, many of them, and `CollectiveHints` is the same object in `compat.v1`.
-_called = [_name for _name in __all__ if _name not in ("CollectiveHints", "ValueContext")]
+_called = [
+    _name for _name in __all__ if _name not in ("CollectiveHints", "ValueContext")
+]
 _explain_keywords(globals(), _called)
 del _name, _called

@@ -19,7 +19,9 @@ from torchstrategy._group.group import ALONE, ReplicaGroup, group_here
 
 
 def compute_average_loss(
-    per_example_loss: torch.Tensor, sample_weight: Any = None, global_batch_size: int | None = None
+    per_example_loss: torch.Tensor,
+    sample_weight: Any = None,
+    global_batch_size: int | None = None,
 ) -> torch.Tensor:
     """The weighted mean of the losses of all rows of the whole batch: a loss to call `backward` on in a replica.
 
@@ -90,7 +92,9 @@ def compute_average_loss(
     return (total / divisor).to(_dtype_of_result(per_example_loss))
 
 
-def scale_regularization_loss(regularization_loss: torch.Tensor | float) -> torch.Tensor:
+def scale_regularization_loss(
+    regularization_loss: torch.Tensor | float,
+) -> torch.Tensor:
     """A loss that depends on the parameters only, such that all replicas together count it once.
 
     Add it to what `compute_average_loss` returns, or to the mean loss of the replica's rows.
@@ -122,8 +126,12 @@ def scale_regularization_loss(regularization_loss: torch.Tensor | float) -> torc
 
     Source: https://www.tensorflow.org/versions/r2.4/api_docs/python/tf/nn/scale_regularization_loss
     """
-    if not isinstance(regularization_loss, (int, float, torch.Tensor)) or _is_complex(regularization_loss):
-        raise TypeError(f"A regularization loss is a tensor of real numbers or a number; got {regularization_loss!r}.")
+    if not isinstance(regularization_loss, (int, float, torch.Tensor)) or _is_complex(
+        regularization_loss
+    ):
+        raise TypeError(
+            f"A regularization loss is a tensor of real numbers or a number; got {regularization_loss!r}."
+        )
     group = _group("scale_regularization_loss")
     return torch.as_tensor(regularization_loss).sum() / group.participants.total_weight
 
@@ -147,19 +155,29 @@ def _group(what: str, refuse_cross_replica: bool = True) -> ReplicaGroup:
 
 def _losses(per_example_loss: torch.Tensor) -> torch.Tensor:
     """The losses in the dtype in which they are added up: at least float32."""
-    require_type(per_example_loss, torch.Tensor, "per_example_loss is a tensor of losses")
+    require_type(
+        per_example_loss, torch.Tensor, "per_example_loss is a tensor of losses"
+    )
     if _is_complex(per_example_loss):
-        raise TypeError(f"per_example_loss is a tensor of {per_example_loss.dtype}: a loss is a real number.")
+        raise TypeError(
+            f"per_example_loss is a tensor of {per_example_loss.dtype}: a loss is a real number."
+        )
     if not per_example_loss.dim():
         raise ValueError(
             "per_example_loss is a scalar, of which it is not known how many rows it stands for. Give the loss of each "
             'row: a loss function gives it with reduction="none".'
         )
-    return per_example_loss.to(torch.promote_types(_dtype_of_result(per_example_loss), torch.float32))
+    return per_example_loss.to(
+        torch.promote_types(_dtype_of_result(per_example_loss), torch.float32)
+    )
 
 
 def _dtype_of_result(per_example_loss: torch.Tensor) -> torch.dtype:
-    return per_example_loss.dtype if per_example_loss.is_floating_point() else torch.get_default_dtype()
+    return (
+        per_example_loss.dtype
+        if per_example_loss.is_floating_point()
+        else torch.get_default_dtype()
+    )
 
 
 def _weights(sample_weight: Any, loss: torch.Tensor) -> torch.Tensor:
@@ -169,15 +187,21 @@ def _weights(sample_weight: Any, loss: torch.Tensor) -> torch.Tensor:
         if not isinstance(weight, torch.Tensor):
             weight = torch.as_tensor(np.asarray(weight)).to(loss.device)
     except (TypeError, ValueError, RuntimeError):
-        raise TypeError(f"sample_weight holds a number for each row; got {sample_weight!r}.") from None
+        raise TypeError(
+            f"sample_weight holds a number for each row; got {sample_weight!r}."
+        ) from None
     if _is_complex(weight):
-        raise TypeError(f"sample_weight is a tensor of {weight.dtype}: a weight is a real number.")
+        raise TypeError(
+            f"sample_weight is a tensor of {weight.dtype}: a weight is a real number."
+        )
     shape = list(weight.shape)
     if len(shape) == loss.dim() + 1 and shape[-1] == 1:
         shape.pop()
     if shape:
         shape += [1] * (loss.dim() - len(shape))
-    if len(shape) > loss.dim() or any(w not in (1, n) for w, n in zip(shape, loss.shape, strict=False)):
+    if len(shape) > loss.dim() or any(
+        w not in (1, n) for w, n in zip(shape, loss.shape, strict=False)
+    ):
         raise ValueError(
             f"sample_weight of shape {tuple(weight.shape)} cannot be broadcast to per_example_loss of shape "
             f"{tuple(loss.shape)}. Give one weight for each row, or one for each loss."
@@ -186,7 +210,11 @@ def _weights(sample_weight: Any, loss: torch.Tensor) -> torch.Tensor:
 
 
 def _count(global_batch_size: Any) -> int:
-    held = global_batch_size.tolist() if isinstance(global_batch_size, torch.Tensor) else global_batch_size
+    held = (
+        global_batch_size.tolist()
+        if isinstance(global_batch_size, torch.Tensor)
+        else global_batch_size
+    )
     count = as_int(
         None if isinstance(held, bool) else held,
         f"global_batch_size is an integer, or a tensor that holds one; got {global_batch_size!r}. To divide by a sum "

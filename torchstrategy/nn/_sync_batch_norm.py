@@ -18,7 +18,9 @@ from torchstrategy._base.objects.module_traversal import held_plainly
 from torchstrategy._base.torch_internals import hide_from_compiler
 from torchstrategy._group.group import ReplicaGroup, group_here
 
-_BATCH_NORM: Any = nn.BatchNorm1d.__mro__[1]  # the base class of all of them, without its private name
+_BATCH_NORM: Any = nn.BatchNorm1d.__mro__[
+    1
+]  # the base class of all of them, without its private name
 _TORCHS_OWN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
@@ -77,11 +79,21 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         device: Any = None,
         dtype: Any = None,
     ) -> None:
-        super().__init__(num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype)
+        super().__init__(
+            num_features,
+            eps,
+            momentum,
+            affine,
+            track_running_stats,
+            device=device,
+            dtype=dtype,
+        )
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Normalises a batch, of which each replica has some rows."""
-        uses_batch = self.training or (self.running_mean is None and self.running_var is None)
+        uses_batch = self.training or (
+            self.running_mean is None and self.running_var is None
+        )
         group = group_here("SyncBatchNorm") if uses_batch else None
         if group is not None and group.participants.count > 1:
             return self._synchronise(input, group)
@@ -115,7 +127,11 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         """
         require_type(module, nn.Module, "convert_sync_batchnorm takes a module")
         root = type(module).__name__
-        olds = {path: part for path, part in module.named_modules(prefix=root) if _is_to_convert(part)}
+        olds = {
+            path: part
+            for path, part in module.named_modules(prefix=root)
+            if _is_to_convert(part)
+        }
         for path, part in olds.items():
             _refuse_own_ways(path, part)
         for path, parent in module.named_modules(prefix=root):
@@ -151,13 +167,22 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         count = input.numel() // self.num_features
         point = values.detach().sum(dims) / max(count, 1)
         centred = values - _view_by_channel(point, input)
-        brought = torch.stack([torch.full_like(point, count), point, centred.sum(dims), centred.square().sum(dims)])
+        brought = torch.stack(
+            [
+                torch.full_like(point, count),
+                point,
+                centred.sum(dims),
+                centred.square().sum(dims),
+            ]
+        )
         if not group.weight:
             # Zeros, whatever is there, but with the graph of it: without, `backward(inputs=...)` would not come to the
             # backward of this layer here, where the other replicas wait. The sum of no elements is 0, and autograd
             # saves nothing of it: the user's hooks for saved tensors may be made for floating-point numbers only.
             brought = torch.zeros_like(brought) + brought[:0].sum()
-        gathered = group.all_gather([brought.unsqueeze(0)], axis=0, name="SyncBatchNorm")[0]
+        gathered = group.all_gather(
+            [brought.unsqueeze(0)], axis=0, name="SyncBatchNorm"
+        )[0]
         total, reference, offset, variance = _combine(gathered)
         # The total is on the device, and to read it is to wait for the device. A replica with two values knows without
         # that there are enough.
@@ -175,10 +200,14 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         shift = (point - reference - offset) * scale
         if self.bias is not None:
             shift = shift + self.bias
-        return torch.addcmul(_view_by_channel(shift, input), centred, _view_by_channel(scale, input)).to(input.dtype)
+        return torch.addcmul(
+            _view_by_channel(shift, input), centred, _view_by_channel(scale, input)
+        ).to(input.dtype)
 
     @torch.no_grad()
-    def _track(self, has_values: bool, mean: torch.Tensor, variance: torch.Tensor) -> None:
+    def _track(
+        self, has_values: bool, mean: torch.Tensor, variance: torch.Tensor
+    ) -> None:
         """Counts the batch in the running statistics, in every replica alike."""
         factor = self.momentum or 0.0
         if self.num_batches_tracked is not None:
@@ -195,7 +224,9 @@ class SyncBatchNorm(nn.SyncBatchNorm):
 hide_from_compiler(SyncBatchNorm.forward)
 
 
-def _combine(gathered: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def _combine(
+    gathered: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """How many values all replicas have of each channel, a reference point, the mean relative to it, and the variance.
 
     Args:
@@ -208,7 +239,9 @@ def _combine(gathered: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.
     offsets = points - reference + sums / known
     offset = (counts * offsets).sum(0) / total.clamp(min=1)
     about_own_means = squares - sums.square() / known
-    variance = (about_own_means + counts * (offsets - offset).square()).sum(0) / total.clamp(min=1)
+    variance = (about_own_means + counts * (offsets - offset).square()).sum(
+        0
+    ) / total.clamp(min=1)
     return total, reference, offset, variance
 
 
@@ -224,13 +257,21 @@ def _is_to_convert(module: object) -> bool:
 def _refuse_own_ways(path: str, layer: nn.Module) -> None:
     """Refuses a layer with attributes or methods of its own, which a `SyncBatchNorm` would not have."""
     if getattr(layer, "process_group", None) is not None:
-        raise TypeError(f"{path} is a SyncBatchNorm with a process_group, and replicas are no processes: leave it out.")
+        raise TypeError(
+            f"{path} is a SyncBatchNorm with a process_group, and replicas are no processes: leave it out."
+        )
     classes = type(layer).__mro__
     base = next((cls for cls in _TORCHS_OWN if cls in classes), None)
     added = classes[: classes.index(base)] if base else classes[:1]
-    own = sorted(name for cls in added for name in vars(cls) if not name.startswith("__"))
+    own = sorted(
+        name for cls in added for name in vars(cls) if not name.startswith("__")
+    )
     if base is None or own:
-        what = f"with {', '.join(own)} of its own" if own else "which is not one of torch.nn's own layers"
+        what = (
+            f"with {', '.join(own)} of its own"
+            if own
+            else "which is not one of torch.nn's own layers"
+        )
         raise TypeError(
             f"{path} is a {type(layer).__name__}, {what}, which a SyncBatchNorm in its place would not have. Derive "
             "the class from torchstrategy.nn.SyncBatchNorm; a lazy layer becomes a plain one when it sees a batch."

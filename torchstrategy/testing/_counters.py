@@ -69,7 +69,9 @@ class Traffic:
     @property
     def writes(self) -> int:
         """How many tensors were overwritten by the values of another one of the same device."""
-        return sum(copy.is_write and copy.source == copy.target for copy in self._copies)
+        return sum(
+            copy.is_write and copy.source == copy.target for copy in self._copies
+        )
 
     @property
     def meetings(self) -> Counter[str]:
@@ -140,7 +142,9 @@ def copies_of(operator: str, arguments: tuple[Any, ...], result: Any) -> Iterato
 
 
 def _copied(source: torch.Tensor, target: torch.Tensor, is_write: bool) -> Copy:
-    return Copy(source.device, target.device, target.numel() * target.element_size(), is_write)
+    return Copy(
+        source.device, target.device, target.numel() * target.element_size(), is_write
+    )
 
 
 @final
@@ -166,7 +170,9 @@ class _Operations(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._traffic = traffic
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         result = func(*args, **(kwargs or {}))
         self._traffic._copies.extend(copies_of(func.name(), args, result))
         return result

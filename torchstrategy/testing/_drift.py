@@ -23,7 +23,9 @@ MOST_NAMED = 5
 _Tensors = Mapping[str, torch.Tensor]
 
 
-def assert_replicas_agree(strategy: StrategyBase, *things: nn.Module | Optimizer) -> None:
+def assert_replicas_agree(
+    strategy: StrategyBase, *things: nn.Module | Optimizer
+) -> None:
     """Fails if the replicas' copies of some modules or optimizers have drifted apart.
 
     Every parameter and buffer of each replica, and every tensor in the state of an optimizer, is compared with that of
@@ -58,7 +60,9 @@ def assert_replicas_agree(strategy: StrategyBase, *things: nn.Module | Optimizer
         assert group is not None
         # Not a merge_call, before which the strategy makes checks of its own and settles gradients.
         group.replica.synchronize(
-            "assert_replicas_agree", lambda brought: _compared(group.participants.present, brought), _taken()
+            "assert_replicas_agree",
+            lambda brought: _compared(group.participants.present, brought),
+            _taken(),
         )
 
     def _taken() -> dict[str, torch.Tensor]:
@@ -68,7 +72,9 @@ def assert_replicas_agree(strategy: StrategyBase, *things: nn.Module | Optimizer
         strategy.run(look)
 
 
-def _refuse_misuse(strategy: StrategyBase, things: Sequence[nn.Module | Optimizer]) -> None:
+def _refuse_misuse(
+    strategy: StrategyBase, things: Sequence[nn.Module | Optimizer]
+) -> None:
     refuse_in_replica("assert_replicas_agree")
     if runs_under_way():
         raise RuntimeError(
@@ -76,12 +82,18 @@ def _refuse_misuse(strategy: StrategyBase, things: Sequence[nn.Module | Optimize
             "and it would look at others. Call it after strategy.run."
         )
     if not isinstance(strategy, StrategyBase):
-        raise TypeError(f"assert_replicas_agree takes a torchstrategy.Strategy first; got {strategy!r}.")
+        raise TypeError(
+            f"assert_replicas_agree takes a torchstrategy.Strategy first; got {strategy!r}."
+        )
     if not things:
-        raise TypeError("assert_replicas_agree(strategy) looks at nothing: name the modules to look at.")
+        raise TypeError(
+            "assert_replicas_agree(strategy) looks at nothing: name the modules to look at."
+        )
     for thing in things:
         if not isinstance(thing, (nn.Module, Optimizer)):
-            raise TypeError(f"assert_replicas_agree looks at modules and optimizers; got a {type(thing).__name__}.")
+            raise TypeError(
+                f"assert_replicas_agree looks at modules and optimizers; got a {type(thing).__name__}."
+            )
         parts: list[Any] = [thing]
         if isinstance(thing, Optimizer):
             parts = list(parameters_of(thing))
@@ -110,7 +122,10 @@ def _state_of(optimizer: Any, prefix: str) -> Iterator[tuple[str, torch.Tensor]]
         for j, parameter in enumerate(group["params"]):
             for name, value in state.get(parameter, {}).items():
                 if isinstance(value, torch.Tensor):
-                    yield f"{prefix}.state[param_groups[{i}]['params'][{j}]][{name!r}]", value
+                    yield (
+                        f"{prefix}.state[param_groups[{i}]['params'][{j}]][{name!r}]",
+                        value,
+                    )
 
 
 def _compared(present: Sequence[int], brought: Sequence[_Tensors]) -> list[None]:
@@ -131,8 +146,13 @@ def _compared(present: Sequence[int], brought: Sequence[_Tensors]) -> list[None]
 
 
 def _drifts(name: str, first: _Tensors, others: Mapping[int, _Tensors]) -> list[str]:
-    found = {r: difference(first.get(name), tensors.get(name)) for r, tensors in others.items()}
-    return [f"replica {r} {difference}" for r, difference in found.items() if difference]
+    found = {
+        r: difference(first.get(name), tensors.get(name))
+        for r, tensors in others.items()
+    }
+    return [
+        f"replica {r} {difference}" for r, difference in found.items() if difference
+    ]
 
 
 class _Kind(NamedTuple):
@@ -143,16 +163,26 @@ class _Kind(NamedTuple):
     device_type: str
 
 
-def difference(first: torch.Tensor | None, other: torch.Tensor | None, whom: str = "replica 0") -> str:
+def difference(
+    first: torch.Tensor | None, other: torch.Tensor | None, whom: str = "replica 0"
+) -> str:
     """How a tensor differs from the one that `whom` has; empty if it does not."""
     if first is None or other is None:
         if first is other:
             return ""
-        return f"has it and {whom} has not" if first is None else f"does not have it and {whom} does"
+        return (
+            f"has it and {whom} has not"
+            if first is None
+            else f"does not have it and {whom} does"
+        )
     kinds = [_Kind(t.dtype, tuple(t.shape), t.device.type) for t in (first, other)]
     if kinds[0] != kinds[1]:
         pairs = zip(kinds[0], kinds[1], strict=True)
-        return ", ".join(f"has {theirs} instead of {ours}" for ours, theirs in pairs if ours != theirs)
+        return ", ".join(
+            f"has {theirs} instead of {ours}"
+            for ours, theirs in pairs
+            if ours != theirs
+        )
     with torch.no_grad():
         numbers, others = (_listed(tensor) for tensor in (first, other))
         differs = (_bits(numbers) != _bits(others)).any(1)

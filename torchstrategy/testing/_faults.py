@@ -12,7 +12,11 @@ from torchstrategy._base.context import current_frame
 from torchstrategy._group.instruments import START, Instrument, Turns
 from torchstrategy.testing._instruments import in_force
 from torchstrategy.testing._ranks.injection import Injection
-from torchstrategy.testing._refusals import refuse_bad_replica, refuse_in_replica, refuse_unknown_replica
+from torchstrategy.testing._refusals import (
+    refuse_bad_replica,
+    refuse_in_replica,
+    refuse_unknown_replica,
+)
 
 
 @contextmanager
@@ -130,7 +134,11 @@ class _Fault(Instrument):
         refuse_unknown_replica(repr(self), self._injection.index, num_replicas)
 
     def _reached(self, replica: int, where: str) -> None:
-        self._injection.came_to(replica, where, self._injection.at in (where, where.partition("(")[0].rstrip()))
+        self._injection.came_to(
+            replica,
+            where,
+            self._injection.at in (where, where.partition("(")[0].rstrip()),
+        )
 
 
 @final
@@ -141,8 +149,13 @@ class _Calls(TorchFunctionMode):
         super().__init__()
         self._fault = fault
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         frame = current_frame()
         if frame is not None and frame.replica_context is not None:
-            self._fault.called(frame.replica_context.replica_id_in_sync_group, getattr(func, "__name__", repr(func)))
+            self._fault.called(
+                frame.replica_context.replica_id_in_sync_group,
+                getattr(func, "__name__", repr(func)),
+            )
         return func(*args, **(kwargs or {}))

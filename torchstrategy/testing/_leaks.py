@@ -154,7 +154,9 @@ def _threads(timeout: float) -> _Look:
 def _threads_in_use() -> set[threading.Thread]:
     """The threads of replicas whose strategy is still there."""
     teams = [thing for thing in gc.get_objects() if type(thing) is ReplicaThreads]
-    return {thread for threads in teams if threads.is_fit for thread in threads._threads}
+    return {
+        thread for threads in teams if threads.is_fit for thread in threads._threads
+    }
 
 
 def _still_running(thread: threading.Thread) -> str:
@@ -168,7 +170,11 @@ def _scope() -> _Look:
 
     def look() -> list[str]:
         now = current_frame()
-        return [] if now is before else [f"This thread was {_described(before)}, and is {_described(now)}."]
+        return (
+            []
+            if now is before
+            else [f"This thread was {_described(before)}, and is {_described(now)}."]
+        )
 
     return look
 
@@ -187,7 +193,10 @@ def _torch_state() -> _Look:
     def look() -> list[str]:
         now = _settings()
         changed = [name for name in before | now if before.get(name) != now.get(name)]
-        return [f"{name} was {before.get(name)!r}, and is {now.get(name)!r}." for name in changed]
+        return [
+            f"{name} was {before.get(name)!r}, and is {now.get(name)!r}."
+            for name in changed
+        ]
 
     return look
 
@@ -198,10 +207,19 @@ def _settings() -> dict[str, object]:
 
 def _of_the_thread() -> dict[str, object]:
     """What a replica's thread would take over from this one."""
-    state = CallerState(streams={})  # to ask accelerators for their streams would start them
-    torch_state: dict[str, object] = {"grad": state.grad, "inference": state.inference, **state.torch_state._asdict()}
+    state = CallerState(
+        streams={}
+    )  # to ask accelerators for their streams would start them
+    torch_state: dict[str, object] = {
+        "grad": state.grad,
+        "inference": state.inference,
+        **state.torch_state._asdict(),
+    }
     del torch_state["autocast"], torch_state["autocast_nesting"]
-    torch_state |= {f"autocast on {device_type}": rest for device_type, *rest in state.torch_state.autocast}
+    torch_state |= {
+        f"autocast on {device_type}": rest
+        for device_type, *rest in state.torch_state.autocast
+    }
     return {name.replace("_", " "): value for name, value in torch_state.items()}
 
 
@@ -217,23 +235,39 @@ def _of_the_process() -> dict[str, object]:
         "anomaly detection": torch.is_anomaly_enabled(),
         # torch.get_float32_matmul_precision raises where they differ
         # "none" is what it begins with, and as good as "ieee", which putting it back leaves.
-        "the precision of float32 products": [backend.fp32_precision.replace("none", "ieee") for backend in products],
-        "cuDNN's choice of algorithms": (cudnn.enabled, cudnn.benchmark, cudnn.deterministic),
+        "the precision of float32 products": [
+            backend.fp32_precision.replace("none", "ieee") for backend in products
+        ],
+        "cuDNN's choice of algorithms": (
+            cudnn.enabled,
+            cudnn.benchmark,
+            cudnn.deterministic,
+        ),
         "threads between operations": torch.get_num_interop_threads(),
         "backward on several threads": torch.autograd.is_multithreading_enabled(),
         "torch.distributed's process group": _has_process_group(),
         "Module.__init__": nn.Module.__init__,
         "Module.__setstate__": nn.Module.__setstate__,
         "Optimizer.__init__": Optimizer.__init__,
-        **{name: tuple(filter(_is_of_others, hooks)) for name, hooks in _global_hooks().items()},
+        **{
+            name: tuple(filter(_is_of_others, hooks))
+            for name, hooks in _global_hooks().items()
+        },
     }
 
 
 def _global_hooks() -> dict[str, tuple[Callable[..., Any], ...]]:
     """The global hooks of all modules and all optimizers, by kind. torch has no public function that lists them."""
     kinds = {**vars(of_modules), **vars(of_optimizers)}
-    found = {name: hooks for name, hooks in kinds.items() if name.startswith("_global_") and name.endswith("_hooks")}
-    return {name.strip("_").replace("_", " "): tuple(hooks.values()) for name, hooks in found.items()}
+    found = {
+        name: hooks
+        for name, hooks in kinds.items()
+        if name.startswith("_global_") and name.endswith("_hooks")
+    }
+    return {
+        name.strip("_").replace("_", " "): tuple(hooks.values())
+        for name, hooks in found.items()
+    }
 
 
 def _is_of_others(hook: Callable[..., object]) -> bool:

@@ -14,7 +14,11 @@ from torchstrategy._group.instruments import Instrument, Turns, tell_reached
 from torchstrategy.replica_context import ReplicaContext
 from torchstrategy.testing._instruments import in_force, is_in_force
 from torchstrategy.testing._ranks.orders import Drawn, seed_of, with_a_seed
-from torchstrategy.testing._refusals import refuse_bad_replica, refuse_in_replica, refuse_unknown_replica
+from torchstrategy.testing._refusals import (
+    refuse_bad_replica,
+    refuse_in_replica,
+    refuse_unknown_replica,
+)
 
 
 @final
@@ -50,16 +54,22 @@ class Lockstep(Instrument):
 
     def __init__(self, order: Sequence[int] | str) -> None:
         if not isinstance(order, Sequence):
-            raise TypeError(f"An order is a sequence of replica ids, such as [1, 0], or 'random:7'; got {order!r}.")
+            raise TypeError(
+                f"An order is a sequence of replica ids, such as [1, 0], or 'random:7'; got {order!r}."
+            )
         if not order:
-            raise ValueError("An order of no replicas is none: name at least one, such as [1, 0].")
+            raise ValueError(
+                "An order of no replicas is none: name at least one, such as [1, 0]."
+            )
         self._named = with_a_seed(order) if isinstance(order, str) else ""
         self._order = () if isinstance(order, str) else tuple(order)
         for replica in self._order:
             refuse_bad_replica(repr(self), replica)
         self._history: list[tuple[int, str]] = []
         self._block: ExitStack | None = None
-        self._drawn: Drawn | None = None  # for all runs of a block: they are to go differently
+        self._drawn: Drawn | None = (
+            None  # for all runs of a block: they are to go differently
+        )
 
     @property
     def history(self) -> list[tuple[int, str]]:
@@ -89,19 +99,29 @@ class Lockstep(Instrument):
             TypeError: If the name is not a string.
         """
         if not isinstance(name, str):
-            raise TypeError(f"A point has a name, a string; got {name!r}, {an(type(name).__name__)}.")
+            raise TypeError(
+                f"A point has a name, a string; got {name!r}, {an(type(name).__name__)}."
+            )
         frame = current_frame()
         context = None if frame is None else frame.replica_context
-        if isinstance(context, ReplicaContext) and context._group is not None and is_in_force(self):
+        if (
+            isinstance(context, ReplicaContext)
+            and context._group is not None
+            and is_in_force(self)
+        ):
             tell_reached(context.replica_id_in_sync_group, name)
             context._group.replica.pause()
 
     def __enter__(self) -> Self:
         refuse_in_replica("Lockstep")
         if self._block is not None:
-            raise RuntimeError(f"{self!r} is entered already. Leave its block first, or make another one.")
+            raise RuntimeError(
+                f"{self!r} is entered already. Leave its block first, or make another one."
+            )
         self._history.clear()
-        self._drawn = Drawn(seed_of(self._named)) if self._named.startswith("random") else None
+        self._drawn = (
+            Drawn(seed_of(self._named)) if self._named.startswith("random") else None
+        )
         self._block = ExitStack()
         self._block.enter_context(in_force(self))
         return self
@@ -112,7 +132,11 @@ class Lockstep(Instrument):
         self._block = None
 
     def __repr__(self) -> str:
-        return f"Lockstep({self._named!r})" if self._named else f"Lockstep({list(self._order)})"
+        return (
+            f"Lockstep({self._named!r})"
+            if self._named
+            else f"Lockstep({list(self._order)})"
+        )
 
     def _begins(self, num_replicas: int) -> Turns:
         if (drawn := self._drawn) is not None:

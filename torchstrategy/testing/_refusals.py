@@ -14,9 +14,13 @@ def refuse_bad_replica(what: str, replica: object) -> None:
         ValueError: If it is negative.
     """
     if not isinstance(replica, int) or isinstance(replica, bool):
-        raise TypeError(f"{what}: a replica is named by its id, an int from 0; got {replica!r}, {_a(replica)}.")
+        raise TypeError(
+            f"{what}: a replica is named by its id, an int from 0; got {replica!r}, {_a(replica)}."
+        )
     if replica < 0:
-        raise ValueError(f"{what}: a replica is named by its id, which is 0 or more; got {replica}.")
+        raise ValueError(
+            f"{what}: a replica is named by its id, which is 0 or more; got {replica}."
+        )
 
 
 def refuse_unknown_replica(what: str, replica: int, num_replicas: int) -> None:

@@ -35,7 +35,9 @@ class _Run:
     """A run of a strategy: the clock of its caller, and those of its replicas."""
 
     def __init__(self, caller: Host, replicas: int) -> None:
-        self.hosts = [Host(caller.now, replicas, f"replica {i}") for i in range(replicas)]
+        self.hosts = [
+            Host(caller.now, replicas, f"replica {i}") for i in range(replicas)
+        ]
         self._caller = caller
         self._running = replicas
         self._have_met = False

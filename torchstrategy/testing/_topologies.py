@@ -11,12 +11,21 @@ from torchstrategy._base.context import has_strategy
 from torchstrategy._base.devices import canonical_device, local_accelerators
 from torchstrategy._base.errors import an
 from torchstrategy._base.types import Device
-from torchstrategy.strategies import CentralStorageStrategy, MirroredStrategy, OneDeviceStrategy, get_strategy
+from torchstrategy.strategies import (
+    CentralStorageStrategy,
+    MirroredStrategy,
+    OneDeviceStrategy,
+    get_strategy,
+)
 from torchstrategy.strategy import Strategy
 from torchstrategy.testing._simulation import simulated_devices
 
 _PLACES = ("cpu", "sim", "real")
-_REPLICAS = [1, 2, 3]  # one: nothing to bring together; three: few batches divide evenly
+_REPLICAS = [
+    1,
+    2,
+    3,
+]  # one: nothing to bring together; three: few batches divide evenly
 
 
 def _default(devices: Sequence[Device]) -> Strategy:
@@ -53,10 +62,16 @@ class Topology:
 
     kind: str
     place: str | None = None  # the type of its devices; None: it is bound to none
-    devices: tuple[Device, ...] = ()  # of each replica; none, in a place that is not here
+    devices: tuple[
+        Device, ...
+    ] = ()  # of each replica; none, in a place that is not here
 
     def __str__(self) -> str:
-        counted = [str(len(self.devices))] if _KINDS[self.kind].devices == "several" and self.devices else []
+        counted = (
+            [str(len(self.devices))]
+            if _KINDS[self.kind].devices == "several" and self.devices
+            else []
+        )
         return "-".join([self.kind, *counted, *([self.place] if self.place else [])])
 
     @property
@@ -76,7 +91,11 @@ def accelerators() -> list[Device]:
 
 def devices_here(real: list[Device]) -> dict[str, Sequence[Device]]:
     """The devices of each place, of which those that are `real` were found before any were simulated."""
-    return {"cpu": [canonical_device("cpu:0")], "sim": simulated_devices(), "real": real}
+    return {
+        "cpu": [canonical_device("cpu:0")],
+        "sim": simulated_devices(),
+        "real": real,
+    }
 
 
 def topologies(
@@ -101,19 +120,34 @@ def topologies(
     """
     named = _names("a strategy", kinds, tuple(_KINDS)) or list(_KINDS)
     counts = _REPLICAS if replicas is None else _counts(replicas)
-    where = [place for place in _PLACES if here.get(place)] if places is None else _names("a place", places, _PLACES)
+    where = (
+        [place for place in _PLACES if here.get(place)]
+        if places is None
+        else _names("a place", places, _PLACES)
+    )
     taken = {_KINDS[kind].devices for kind in named}
     if replicas is not None and "several" not in taken:
-        raise ValueError(f"replicas={counts} says nothing to {', '.join(named)}, which has one replica: leave it out.")
+        raise ValueError(
+            f"replicas={counts} says nothing to {', '.join(named)}, which has one replica: leave it out."
+        )
     if places is not None and taken == {"none"}:
-        raise ValueError(f"places={where} says nothing to {', '.join(named)}, which is bound to no device.")
+        raise ValueError(
+            f"places={where} says nothing to {', '.join(named)}, which is bound to no device."
+        )
     if not where:
-        raise ValueError(f"places=[] leaves nowhere to run. Choose from {_listed(_PLACES)}, or leave it out.")
-    return [topology for kind in named for topology in _of_kind(kind, counts, where, here)]
+        raise ValueError(
+            f"places=[] leaves nowhere to run. Choose from {_listed(_PLACES)}, or leave it out."
+        )
+    return [
+        topology for kind in named for topology in _of_kind(kind, counts, where, here)
+    ]
 
 
 def _of_kind(
-    kind: str, counts: Iterable[int], places: Iterable[str], here: Mapping[str, Sequence[Device]]
+    kind: str,
+    counts: Iterable[int],
+    places: Iterable[str],
+    here: Mapping[str, Sequence[Device]],
 ) -> Iterator[Topology]:
     takes = _KINDS[kind].devices
     if takes == "none":
@@ -130,7 +164,9 @@ def _of_kind(
 
 def _names(what: str, names: Iterable[str], choices: Sequence[str]) -> list[str]:
     if isinstance(names, str) or not isinstance(names, Iterable):
-        raise TypeError(f"{names!r} is {an(type(names).__name__)}, and not a list of names: write [{names!r}].")
+        raise TypeError(
+            f"{names!r} is {an(type(names).__name__)}, and not a list of names: write [{names!r}]."
+        )
     names = list(names)
     for name in names:
         if name not in choices:
@@ -140,15 +176,21 @@ def _names(what: str, names: Iterable[str], choices: Sequence[str]) -> list[str]
 
 def _counts(replicas: Iterable[int]) -> list[int]:
     if isinstance(replicas, (str, Mapping)) or not isinstance(replicas, Iterable):
-        raise TypeError(f"replicas={replicas!r} is not a list of counts: write replicas=[1, 2, 4].")
+        raise TypeError(
+            f"replicas={replicas!r} is not a list of counts: write replicas=[1, 2, 4]."
+        )
     counts = list(replicas)
     for count in counts:
         if isinstance(count, bool) or not isinstance(count, int):
-            raise TypeError(f"{count!r} is not a number of replicas: it is {an(type(count).__name__)}, not an int.")
+            raise TypeError(
+                f"{count!r} is not a number of replicas: it is {an(type(count).__name__)}, not an int."
+            )
         if count < 1:
             raise ValueError(f"{count} is not a number of replicas: it is 1 or more.")
     if not counts:
-        raise ValueError("replicas=[] runs the test with no replica. Name counts, or leave it out.")
+        raise ValueError(
+            "replicas=[] runs the test with no replica. Name counts, or leave it out."
+        )
     return list(dict.fromkeys(counts))
 
 

@@ -16,7 +16,9 @@ from torchstrategy.testing._drift import MOST_NAMED, difference, tensors_of
 from torchstrategy.testing._refusals import refuse_in_replica
 
 
-def assert_workers_agree(strategy: StrategyBase, *things: nn.Module | Optimizer) -> None:
+def assert_workers_agree(
+    strategy: StrategyBase, *things: nn.Module | Optimizer
+) -> None:
     """Fails if the workers' modules or optimizers have drifted apart.
 
     Every worker calls it, between runs. Every parameter, every buffer and every tensor in the state of an optimizer is
@@ -43,30 +45,49 @@ def assert_workers_agree(strategy: StrategyBase, *things: nn.Module | Optimizer)
     """
     refuse_in_replica("assert_workers_agree")
     if not isinstance(strategy, StrategyBase):
-        raise TypeError(f"assert_workers_agree takes a torchstrategy.Strategy first; got {strategy!r}.")
+        raise TypeError(
+            f"assert_workers_agree takes a torchstrategy.Strategy first; got {strategy!r}."
+        )
     workers, point = strategy.extended._workers, "assert_workers_agree"
     with workers.exchanging(point):
         if not things:
-            raise TypeError("assert_workers_agree(strategy) looks at nothing: name the modules to look at.")
+            raise TypeError(
+                "assert_workers_agree(strategy) looks at nothing: name the modules to look at."
+            )
         for thing in things:
             if not isinstance(thing, (nn.Module, Optimizer)):
-                raise TypeError(f"assert_workers_agree looks at modules and optimizers; got a {type(thing).__name__}.")
+                raise TypeError(
+                    f"assert_workers_agree looks at modules and optimizers; got a {type(thing).__name__}."
+                )
     if workers.count == 1:
         return
     own = {name: tensor.detach() for name, tensor in tensors_of(things)}
     # Only tensors that differ are sent as a whole.
-    marks = workers.all_gather_object({name: _mark(tensor) for name, tensor in own.items()}, point)
+    marks = workers.all_gather_object(
+        {name: _mark(tensor) for name, tensor in own.items()}, point
+    )
     names = dict.fromkeys(name for known in marks for name in known)
-    unlike = [name for name in names if any(known.get(name) != marks[0].get(name) for known in marks)]
+    unlike = [
+        name
+        for name in names
+        if any(known.get(name) != marks[0].get(name) for known in marks)
+    ]
     if not unlike:
         return
     shown = unlike[:MOST_NAMED]
-    of_all = workers.all_gather_object({name: _whole(own[name]).cpu() for name in shown if name in own}, point)
+    of_all = workers.all_gather_object(
+        {name: _whole(own[name]).cpu() for name in shown if name in own}, point
+    )
     lines = []
     for name in shown:
         first = of_all[0].get(name)
-        drifts = {w: difference(first, known.get(name), "worker 0") for w, known in enumerate(of_all)}
-        lines.append(f"    {name}: {'; '.join(f'worker {w} {drift}' for w, drift in drifts.items() if drift)}")
+        drifts = {
+            w: difference(first, known.get(name), "worker 0")
+            for w, known in enumerate(of_all)
+        }
+        lines.append(
+            f"    {name}: {'; '.join(f'worker {w} {drift}' for w, drift in drifts.items() if drift)}"
+        )
     if len(unlike) > len(shown):
         lines.append(f"    and {len(unlike) - len(shown)} more")
     raise AssertionError(
@@ -79,7 +100,9 @@ def assert_workers_agree(strategy: StrategyBase, *things: nn.Module | Optimizer)
 
 def _whole(tensor: Any) -> torch.Tensor:
     """A tensor; of one that is sharded, what the parts of all workers are together."""
-    whole: torch.Tensor = tensor.full_tensor() if is_distributed_tensor(tensor) else tensor
+    whole: torch.Tensor = (
+        tensor.full_tensor() if is_distributed_tensor(tensor) else tensor
+    )
     return whole
 
 
@@ -88,4 +111,8 @@ def _mark(tensor: torch.Tensor) -> tuple[object, ...]:
     numbers = _whole(tensor).to_dense().cpu().reshape(-1)
     if numbers.is_floating_point():
         numbers = numbers.where(~numbers.isnan(), torch.nan)
-    return tuple(tensor.shape), str(tensor.dtype), zlib.crc32(numbers.contiguous().view(torch.uint8).numpy().tobytes())
+    return (
+        tuple(tensor.shape),
+        str(tensor.dtype),
+        zlib.crc32(numbers.contiguous().view(torch.uint8).numpy().tobytes()),
+    )

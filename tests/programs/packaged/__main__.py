@@ -24,7 +24,9 @@ def main():
         optimizer.step()
         scheduler.step()
         free, total = torch.cuda.mem_get_info(1)
-        print(f"step {step}: loss {loss.item():.4f}, {total - free} bytes on {output.device}")
+        print(
+            f"step {step}: loss {loss.item():.4f}, {total - free} bytes on {output.device}"
+        )
         assert output.get_device() == 1 and output.is_cuda
 
 

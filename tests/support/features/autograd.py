@@ -11,7 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from features.training import F64, Training, alike, feature
 from problems import context, mlp
@@ -23,7 +27,9 @@ class Checkpointed(Training):
 
     def loss(self, batch: Any) -> torch.Tensor:
         hidden = checkpoint(self.model[:2], batch[0], use_reentrant=False)
-        return F.mse_loss(checkpoint(self.model[2], hidden, use_reentrant=True), batch[1])
+        return F.mse_loss(
+            checkpoint(self.model[2], hidden, use_reentrant=True), batch[1]
+        )
 
 
 @feature
@@ -34,7 +40,11 @@ class CheckpointedInForward(Training):
         class Net(nn.Module):
             def __init__(self) -> None:
                 super().__init__()
-                self.first, self.second, self.head = (nn.Linear(3, 3, **F64), nn.Linear(3, 3, **F64), mlp())
+                self.first, self.second, self.head = (
+                    nn.Linear(3, 3, **F64),
+                    nn.Linear(3, 3, **F64),
+                    mlp(),
+                )
 
             def block(self, x: torch.Tensor) -> torch.Tensor:
                 return self.second(self.first(x).tanh()).tanh()
@@ -52,10 +62,17 @@ class CheckpointedSelectively(Training):
     def loss(self, batch: Any) -> torch.Tensor:
         def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
             is_product = op is torch.ops.aten.addmm.default
-            return CheckpointPolicy.MUST_SAVE if is_product else CheckpointPolicy.PREFER_RECOMPUTE
+            return (
+                CheckpointPolicy.MUST_SAVE
+                if is_product
+                else CheckpointPolicy.PREFER_RECOMPUTE
+            )
 
         contexts = functools.partial(create_selective_checkpoint_contexts, policy)
-        return F.mse_loss(checkpoint(self.model, batch[0], use_reentrant=False, context_fn=contexts), batch[1])
+        return F.mse_loss(
+            checkpoint(self.model, batch[0], use_reentrant=False, context_fn=contexts),
+            batch[1],
+        )
 
 
 @feature
@@ -66,9 +83,13 @@ class FunctionalGradient(Training):
         parameters = dict(self.model.named_parameters())
 
         def loss(values: Any) -> torch.Tensor:
-            return F.mse_loss(torch.func.functional_call(self.model, values, (batch[0],)), batch[1])
+            return F.mse_loss(
+                torch.func.functional_call(self.model, values, (batch[0],)), batch[1]
+            )
 
-        for name, gradient in torch.func.grad(loss)({n: p.detach() for n, p in parameters.items()}).items():
+        for name, gradient in torch.func.grad(loss)(
+            {n: p.detach() for n, p in parameters.items()}
+        ).items():
             parameters[name].grad = gradient
 
 
@@ -83,18 +104,26 @@ class GradientsOfEachRow(Training):
             return F.mse_loss(torch.func.functional_call(self.model, values, (x,)), y)
 
         values = {n: p.detach() for n, p in parameters.items()}
-        rows = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0, 0))(values, *batch)
-        norms = torch.stack([g.flatten(1).norm(dim=1) for g in rows.values()]).norm(dim=0)
+        rows = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0, 0))(
+            values, *batch
+        )
+        norms = torch.stack([g.flatten(1).norm(dim=1) for g in rows.values()]).norm(
+            dim=0
+        )
         factors = (0.5 / norms).clamp(max=1)
         for name, of_rows in rows.items():
-            parameters[name].grad = torch.einsum("n,n...->...", factors, of_rows) / len(norms)
+            parameters[name].grad = torch.einsum("n,n...->...", factors, of_rows) / len(
+                norms
+            )
 
 
 @alike
 class FunctionalCallWithBackward(Training):
     def loss(self, batch: Any) -> torch.Tensor:
         doubled = {name: 2 * p for name, p in self.model.named_parameters()}
-        return F.mse_loss(torch.func.functional_call(self.model, doubled, (batch[0],)), batch[1])
+        return F.mse_loss(
+            torch.func.functional_call(self.model, doubled, (batch[0],)), batch[1]
+        )
 
 
 @alike
@@ -112,9 +141,17 @@ class ForwardMode(Training):
 
     def loss(self, batch: Any) -> torch.Tensor:
         with self.taking_turns:
-            output, slope = torch.func.jvp(self.model, (batch[0],), (torch.ones_like(batch[0]),))
-            curvature = torch.func.vmap(torch.func.hessian(lambda x: self.model(x).sum()))(batch[0])
-        return F.mse_loss(output, batch[1]) + slope.square().mean() + curvature.square().mean()
+            output, slope = torch.func.jvp(
+                self.model, (batch[0],), (torch.ones_like(batch[0]),)
+            )
+            curvature = torch.func.vmap(
+                torch.func.hessian(lambda x: self.model(x).sum())
+            )(batch[0])
+        return (
+            F.mse_loss(output, batch[1])
+            + slope.square().mean()
+            + curvature.square().mean()
+        )
 
 
 @feature
@@ -124,7 +161,9 @@ class ParametrizationCached(Training):
     taking_turns = threading.Lock()
 
     def build(self) -> nn.Module:
-        return nn.Sequential(parametrizations.weight_norm(nn.Linear(3, 3, **F64)), nn.Linear(3, 2, **F64))
+        return nn.Sequential(
+            parametrizations.weight_norm(nn.Linear(3, 3, **F64)), nn.Linear(3, 2, **F64)
+        )
 
     def loss(self, batch: Any) -> torch.Tensor:
         with self.taking_turns, parametrize.cached():
@@ -137,7 +176,9 @@ class AutogradGrad(Training):
     def backward(self, batch: Any, k: int) -> None:
         self.optimizer.zero_grad()
         parameters = list(self.model.parameters())
-        for p, gradient in zip(parameters, torch.autograd.grad(self.loss(batch), parameters), strict=True):
+        for p, gradient in zip(
+            parameters, torch.autograd.grad(self.loss(batch), parameters), strict=True
+        ):
             p.grad = gradient
 
 
@@ -158,9 +199,16 @@ class PenaltyOnTheGradientOfTheBatch(Training):
 
     def loss(self, batch: Any) -> torch.Tensor:
         loss, rows = super().loss(batch), len(batch[0])
-        own = torch.autograd.grad(loss, list(self.model.parameters()), create_graph=True)
-        sums, total = context().all_reduce("sum", ([gradient * rows for gradient in own], rows))
-        return loss + 0.1 * torch.stack([(gradient / total).norm() for gradient in sums]).sum()
+        own = torch.autograd.grad(
+            loss, list(self.model.parameters()), create_graph=True
+        )
+        sums, total = context().all_reduce(
+            "sum", ([gradient * rows for gradient in own], rows)
+        )
+        return (
+            loss
+            + 0.1 * torch.stack([(gradient / total).norm() for gradient in sums]).sum()
+        )
 
 
 @feature
@@ -204,8 +252,12 @@ class HooksOnModules(Training):
         model = mlp()
         model[0].register_forward_pre_hook(lambda module, args: (args[0] + 1,))
         model[0].register_forward_hook(lambda module, args, output: output * 2)
-        model[1].register_full_backward_pre_hook(lambda module, gradients: (gradients[0] * 3,))
-        model[2].register_full_backward_hook(lambda module, inputs, outputs: (inputs[0] / 2,))
+        model[1].register_full_backward_pre_hook(
+            lambda module, gradients: (gradients[0] * 3,)
+        )
+        model[2].register_full_backward_hook(
+            lambda module, inputs, outputs: (inputs[0] / 2,)
+        )
         return model
 
 
@@ -215,7 +267,9 @@ class HooksInTheStep(Training):
 
     def loss(self, batch: Any) -> torch.Tensor:
         seen: list[torch.Tensor] = []
-        handle = self.model[0].register_forward_hook(lambda module, args, output: seen.append(output))
+        handle = self.model[0].register_forward_hook(
+            lambda module, args, output: seen.append(output)
+        )
         loss = super().loss(batch)
         handle.remove()
         return loss + seen.pop().square().mean()
@@ -243,7 +297,10 @@ class HooksThatKeepOnAnObject(Training):
         return model
 
     def loss(self, batch: Any) -> torch.Tensor:
-        return super().loss(batch) + self.extractor.output.square().mean() / self.extractor.calls
+        return (
+            super().loss(batch)
+            + self.extractor.output.square().mean() / self.extractor.calls
+        )
 
 
 @alike
@@ -256,11 +313,19 @@ class HooksThatKeepInADict(Training):
         return model
 
     @staticmethod
-    def keep(seen: dict[int, torch.Tensor], i: int, module: nn.Module, args: Any, output: torch.Tensor) -> None:
+    def keep(
+        seen: dict[int, torch.Tensor],
+        i: int,
+        module: nn.Module,
+        args: Any,
+        output: torch.Tensor,
+    ) -> None:
         seen[i] = output
 
     def loss(self, batch: Any) -> torch.Tensor:
-        return super().loss(batch) + sum(output.square().mean() for output in self.seen.values())
+        return super().loss(batch) + sum(
+            output.square().mean() for output in self.seen.values()
+        )
 
 
 @feature
@@ -294,7 +359,9 @@ class SavedTensorsHooks(Training):
     """What autograd saves is packed by the caller's hooks in every replica."""
 
     def around(self) -> contextlib.AbstractContextManager[Any]:
-        return torch.autograd.graph.saved_tensors_hooks(lambda t: ("kept", t.detach().clone()), lambda kept: kept[1])
+        return torch.autograd.graph.saved_tensors_hooks(
+            lambda t: ("kept", t.detach().clone()), lambda kept: kept[1]
+        )
 
 
 @feature

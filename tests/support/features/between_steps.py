@@ -39,7 +39,9 @@ class LayerSwapped(Training):
             torch.manual_seed(5)
             self.model[2] = nn.Linear(4, 2, **F64).to(self.device)
             gc.collect()  # of the old one only the optimizer knows
-            self.optimizer.add_param_group({"params": list(self.model[2].parameters()), "lr": 0.2})
+            self.optimizer.add_param_group(
+                {"params": list(self.model[2].parameters()), "lr": 0.2}
+            )
 
 
 @alike
@@ -72,7 +74,9 @@ class StatesLoaded(Training):
 
     def between(self, k: int) -> None:
         if k == 1:
-            self._saved = copy.deepcopy((self.model.state_dict(), self.optimizer.state_dict()))
+            self._saved = copy.deepcopy(
+                (self.model.state_dict(), self.optimizer.state_dict())
+            )
         if k == 2:
             self.model.load_state_dict(self._saved[0])
             self.optimizer.load_state_dict(self._saved[1])
@@ -84,7 +88,9 @@ class StatesLoadedByAssignment(StatesLoaded):
 
     def between(self, k: int) -> None:
         if k == 1:
-            self.model.load_state_dict(copy.deepcopy(self.model.state_dict()), assign=True)
+            self.model.load_state_dict(
+                copy.deepcopy(self.model.state_dict()), assign=True
+            )
             with self.scope():
                 self.optimizer = sgd(self.model)
 
@@ -125,7 +131,8 @@ class WeightsWrittenByHand(Training):
         with torch.no_grad():
             self.model[0].weight.clamp_(-0.2, 0.2)
             nn.utils.vector_to_parameters(
-                nn.utils.parameters_to_vector(self.model[2].parameters()) * 0.9, [*self.model[2].parameters()]
+                nn.utils.parameters_to_vector(self.model[2].parameters()) * 0.9,
+                [*self.model[2].parameters()],
             )
 
 
@@ -136,7 +143,9 @@ class GroupAdded(Training):
 
     def between(self, k: int) -> None:
         if k == 1:
-            self.optimizer.add_param_group({"params": self.model[0].parameters(), "lr": 0.01})
+            self.optimizer.add_param_group(
+                {"params": self.model[0].parameters(), "lr": 0.01}
+            )
 
 
 @feature
@@ -144,7 +153,10 @@ class RateWritten(Training):
     """By hand, between the steps and in them, on groups of their own rates."""
 
     def optimized(self, model: nn.Module) -> Any:
-        groups = [{"params": model[0].parameters(), "lr": 0.3}, {"params": model[2].parameters(), "weight_decay": 0.1}]
+        groups = [
+            {"params": model[0].parameters(), "lr": 0.3},
+            {"params": model[2].parameters(), "weight_decay": 0.1},
+        ]
         return torch.optim.SGD(groups, lr=0.1, momentum=0.9)
 
     def between(self, k: int) -> None:

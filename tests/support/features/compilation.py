@@ -59,8 +59,18 @@ class CompiledAndAccumulated(Compiled):
 
 
 COMPILED = ("model", "in_place", "loss", "backward", "step")
-family("compiled", Compiled, {how: how for how in COMPILED if how != "step"})  # torch itself warns of it
-family("compiled_with_backward", functools.partial(Compiled, backend="aot_eager"), {"model": "model"})
-family("compiled_and_accumulated", CompiledAndAccumulated, {how: how for how in ("model", "loss")})
+family(
+    "compiled", Compiled, {how: how for how in COMPILED if how != "step"}
+)  # torch itself warns of it
+family(
+    "compiled_with_backward",
+    functools.partial(Compiled, backend="aot_eager"),
+    {"model": "model"},
+)
+family(
+    "compiled_and_accumulated",
+    CompiledAndAccumulated,
+    {how: how for how in ("model", "loss")},
+)
 SLOW.update(name for name in FEATURES if name.startswith("compiled"))
 ALIKE.update(SLOW)

@@ -34,7 +34,9 @@ class ClippedByGroup(Training):
     """Through the optimizer's groups, with a norm of its own for each layer."""
 
     def optimized(self, model: nn.Module) -> Any:
-        return torch.optim.SGD([{"params": layer.parameters()} for layer in (model[0], model[2])], lr=0.1)
+        return torch.optim.SGD(
+            [{"params": layer.parameters()} for layer in (model[0], model[2])], lr=0.1
+        )
 
     def update(self, k: int) -> None:
         for group in self.optimizer.param_groups:
@@ -61,7 +63,12 @@ def _of_data(p: Any) -> None:
 
 def _with_the_same_noise(p: Any) -> None:
     p.grad.add_(
-        torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel()), device="cpu", **F64).to(p.device)
+        torch.randn(
+            p.shape,
+            generator=torch.Generator().manual_seed(p.numel()),
+            device="cpu",
+            **F64,
+        ).to(p.device)
     )
 
 
@@ -81,7 +88,15 @@ class GradientsEdited(Training):
         super().update(k)
 
 
-EDITS = (_halved, _decayed, _added_in_place, signed, _of_data, _with_the_same_noise, _taken_away)
+EDITS = (
+    _halved,
+    _decayed,
+    _added_in_place,
+    signed,
+    _of_data,
+    _with_the_same_noise,
+    _taken_away,
+)
 family("gradients", GradientsEdited, {edit.__name__.strip("_"): edit for edit in EDITS})
 
 
@@ -115,7 +130,9 @@ def _zero_each(training: Training) -> None:
 
 CLEARED_FIRST: dict[str, Callable[[Any], None]] = {
     "each_to_none": _none_each,
-    "optimizer_to_zeros": lambda training: training.optimizer.zero_grad(set_to_none=False),
+    "optimizer_to_zeros": lambda training: training.optimizer.zero_grad(
+        set_to_none=False
+    ),
     "model": lambda training: training.model.zero_grad(),
 }
 CLEARED_LAST: dict[str, Callable[[Any], None]] = {

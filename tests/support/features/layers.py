@@ -126,7 +126,9 @@ class AttributesOfTensors(Training):
         self.model.weight.no_decay = k == 1
 
     def loss(self, batch: Any) -> torch.Tensor:
-        decayed = [p for p in self.model.parameters() if not getattr(p, "no_decay", False)]
+        decayed = [
+            p for p in self.model.parameters() if not getattr(p, "no_decay", False)
+        ]
         return super().loss(batch) + 0.1 * sum(p.square().sum() for p in decayed)
 
 
@@ -145,7 +147,9 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
     "weight_norm": lambda: parametrizations.weight_norm(linear()),
     "spectral_norm": lambda: parametrizations.spectral_norm(linear()),
     "orthogonal": lambda: parametrizations.orthogonal(linear()),
-    "orthogonal_by_cayley": lambda: parametrizations.orthogonal(nn.Linear(3, 4, **F64), orthogonal_map="cayley"),
+    "orthogonal_by_cayley": lambda: parametrizations.orthogonal(
+        nn.Linear(3, 4, **F64), orthogonal_map="cayley"
+    ),
     "old_weight_norm": lambda: _deprecated(lambda: nn.utils.weight_norm(linear())),
     "old_spectral_norm": lambda: _deprecated(lambda: nn.utils.spectral_norm(linear())),
     "pruned": _pruned,
@@ -153,7 +157,9 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
     "counting": _Counting,
     "layer_norm": lambda: nn.Sequential(linear(), nn.LayerNorm(4, **F64)),
     "group_norm": lambda: nn.Sequential(linear(), nn.GroupNorm(2, 4, **F64)),
-    "batch_norm_in_evaluation": lambda: nn.Sequential(linear(), nn.BatchNorm1d(4, **F64).eval()),
+    "batch_norm_in_evaluation": lambda: nn.Sequential(
+        linear(), nn.BatchNorm1d(4, **F64).eval()
+    ),
     "dropout_in_evaluation": lambda: nn.Sequential(linear(), nn.Dropout(0.5).eval()),
 }
 family("layer", WithLayer, LAYERS)
@@ -166,7 +172,9 @@ class Lazy(Training):
     def build(self) -> nn.Module:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            model = nn.Sequential(nn.LazyLinear(4, **F64), nn.Tanh(), nn.LazyLinear(2, **F64))
+            model = nn.Sequential(
+                nn.LazyLinear(4, **F64), nn.Tanh(), nn.LazyLinear(2, **F64)
+            )
         model(torch.ones(1, 3, **F64))
         return model
 
@@ -176,7 +184,12 @@ class SyncBatchNorm(Training):
     """Statistics of the whole batch, of all replicas."""
 
     def build(self) -> nn.Module:
-        layers = [linear(), torchstrategy.nn.SyncBatchNorm(4, **F64), nn.Tanh(), nn.Linear(4, 2, **F64)]
+        layers = [
+            linear(),
+            torchstrategy.nn.SyncBatchNorm(4, **F64),
+            nn.Tanh(),
+            nn.Linear(4, 2, **F64),
+        ]
         return nn.Sequential(*layers)
 
     def batches(self) -> list[Any]:
@@ -186,7 +199,12 @@ class SyncBatchNorm(Training):
 @feature
 class TiedWeights(Training):
     def build(self) -> nn.Module:
-        model = nn.Sequential(nn.Linear(3, 3, **F64), nn.Tanh(), nn.Linear(3, 3, **F64), nn.Linear(3, 2, **F64))
+        model = nn.Sequential(
+            nn.Linear(3, 3, **F64),
+            nn.Tanh(),
+            nn.Linear(3, 3, **F64),
+            nn.Linear(3, 2, **F64),
+        )
         model[2].weight = model[0].weight
         return model
 

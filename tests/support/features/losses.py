@@ -20,7 +20,9 @@ class LossOutside(Training):
     def outside(self, strategy: torchstrategy.Strategy, batch: Any, k: int) -> None:
         outputs = strategy.run(self.model, args=(batch[0],))
         self.optimizer.zero_grad()
-        F.mse_loss(strategy.gather(outputs, axis=0), strategy.gather(batch[1], axis=0)).backward()
+        F.mse_loss(
+            strategy.gather(outputs, axis=0), strategy.gather(batch[1], axis=0)
+        ).backward()
         self.update(k)
 
 
@@ -30,7 +32,9 @@ class LossOfTheWholeBatch(Training):
 
     def loss(self, batch: Any) -> torch.Tensor:
         losses = F.mse_loss(self.model(batch[0]), batch[1], reduction="none").mean(1)
-        return torchstrategy.nn.compute_average_loss(losses, batch[0][:, 0].relu().detach())
+        return torchstrategy.nn.compute_average_loss(
+            losses, batch[0][:, 0].relu().detach()
+        )
 
 
 @alike
@@ -48,10 +52,15 @@ class LossOfTheWholeBatchSummed(LossOfTheWholeBatch):
 class LossWithCountedExamples(Training):
     """A mean over what weighs as much as the run is told, which the step does not bring together itself."""
 
-    options = torchstrategy.RunOptions(examples=lambda batch, k: batch[0][:, 0].square().sum())
+    options = torchstrategy.RunOptions(
+        examples=lambda batch, k: batch[0][:, 0].square().sum()
+    )
 
     def loss(self, batch: Any) -> torch.Tensor:
-        losses, weights = F.mse_loss(self.model(batch[0]), batch[1], reduction="none"), batch[0][:, 0].square()
+        losses, weights = (
+            F.mse_loss(self.model(batch[0]), batch[1], reduction="none"),
+            batch[0][:, 0].square(),
+        )
         return (losses.mean(1) * weights).sum() / weights.sum()
 
 
@@ -62,7 +71,10 @@ class LossWeighedByItself(Training):
     options = torchstrategy.RunOptions(gradient_reduction="loss")
 
     def loss(self, batch: Any) -> torch.Tensor:
-        losses, weights = F.mse_loss(self.model(batch[0]), batch[1], reduction="none"), batch[0][:, 0].square()
+        losses, weights = (
+            F.mse_loss(self.model(batch[0]), batch[1], reduction="none"),
+            batch[0][:, 0].square(),
+        )
         return (losses.mean(1) * weights).sum() / weights.sum()
 
 

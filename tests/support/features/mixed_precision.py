@@ -98,7 +98,11 @@ class Everything(ScalerUnscaledAndClipped):
         self.scheduler.step()
 
     def parts(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if isinstance(value, STATEFUL)}
+        return {
+            name: value
+            for name, value in vars(self).items()
+            if isinstance(value, STATEFUL)
+        }
 
 
 @alike

@@ -38,7 +38,9 @@ class _SignDescent(torch.optim.Optimizer):
 
     def _momentum(self, p: torch.Tensor, beta: float) -> torch.Tensor:
         state = self.state[p]
-        state["mean"] = p.grad.clone() if "mean" not in state else state["mean"] * beta + p.grad
+        state["mean"] = (
+            p.grad.clone() if "mean" not in state else state["mean"] * beta + p.grad
+        )
         state["steps"] = state.get("steps", 0) + 1
         return state["mean"]
 
@@ -47,7 +49,9 @@ class _ClippingAdam(torch.optim.Adam):
     """A subclass that does something before and after the step of its base."""
 
     def step(self, closure: Any = None) -> Any:
-        nn.utils.clip_grad_norm_([p for group in self.param_groups for p in group["params"]], 0.05)
+        nn.utils.clip_grad_norm_(
+            [p for group in self.param_groups for p in group["params"]], 0.05
+        )
         result = super().step(closure)
         self.zero_grad()
         return result
@@ -61,14 +65,20 @@ class _Lookahead(torch.optim.Optimizer):
         self.steps = 0
         super().__init__(inner.param_groups, {})
         self.param_groups = inner.param_groups
-        self.slow = [p.detach().clone() for group in self.param_groups for p in group["params"]]
+        self.slow = [
+            p.detach().clone() for group in self.param_groups for p in group["params"]
+        ]
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
         self.inner.step()
         self.steps += 1
         if self.steps % 2 == 0:
-            for slow, p in zip(self.slow, (p for group in self.param_groups for p in group["params"]), strict=True):
+            for slow, p in zip(
+                self.slow,
+                (p for group in self.param_groups for p in group["params"]),
+                strict=True,
+            ):
                 slow.lerp_(p, 0.5)
                 p.copy_(slow)
 
@@ -76,10 +86,16 @@ class _Lookahead(torch.optim.Optimizer):
 OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
     "adam_foreach": lambda p: torch.optim.Adam(p, lr=0.01, foreach=True, amsgrad=True),
     "adam_fused": lambda p: torch.optim.Adam(p, lr=0.01, fused=True),
-    "adam_one_by_one": lambda p: torch.optim.Adam(p, lr=0.01, foreach=False, maximize=True),
-    "adam_of_a_tensor_rate": lambda p: torch.optim.Adam(p, lr=torch.tensor(0.01), foreach=False),
+    "adam_one_by_one": lambda p: torch.optim.Adam(
+        p, lr=0.01, foreach=False, maximize=True
+    ),
+    "adam_of_a_tensor_rate": lambda p: torch.optim.Adam(
+        p, lr=torch.tensor(0.01), foreach=False
+    ),
     "sgd_fused": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, fused=True),
-    "sgd_nesterov_maximize": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, maximize=True),
+    "sgd_nesterov_maximize": lambda p: torch.optim.SGD(
+        p, lr=0.1, momentum=0.9, nesterov=True, maximize=True
+    ),
     "adamw_decay": lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.3),
     "users_own": lambda p: _SignDescent(p, lr=0.01),
     "users_subclass": lambda p: _ClippingAdam(p, lr=0.01),
@@ -109,11 +125,15 @@ class WithClosure(Training):
 
     def step(self, batch: Any, k: int) -> None:
         loss = self.optimizer.step(lambda: self.backward(batch, k).mean())
-        self.noted.add(f"{k}: {float(loss):.4f}")  # of the whole batch, in every replica
+        self.noted.add(
+            f"{k}: {float(loss):.4f}"
+        )  # of the whole batch, in every replica
 
     def outside(self, strategy: torchstrategy.Strategy, batch: Any, k: int) -> None:
         def closure() -> Any:
-            return strategy.reduce("mean", strategy.run(self.backward, args=(batch, k)), axis=0)
+            return strategy.reduce(
+                "mean", strategy.run(self.backward, args=(batch, k)), axis=0
+            )
 
         self.noted.add(f"{k}: {float(self.optimizer.step(closure)):.4f}")
 
@@ -123,7 +143,9 @@ family(
     WithClosure,
     {
         "lbfgs": lambda p: torch.optim.LBFGS(p, lr=0.1, max_iter=3),
-        "lbfgs_strong_wolfe": lambda p: torch.optim.LBFGS(p, max_iter=3, line_search_fn="strong_wolfe"),
+        "lbfgs_strong_wolfe": lambda p: torch.optim.LBFGS(
+            p, max_iter=3, line_search_fn="strong_wolfe"
+        ),
         "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
         "adam": lambda p: torch.optim.Adam(p, lr=0.01),
     },
@@ -149,7 +171,11 @@ class _Sharpness(torch.optim.SGD):
         return loss
 
 
-family("closure", WithClosure, {"sharpness_aware": lambda p: _Sharpness(p, lr=0.1, momentum=0.9)})
+family(
+    "closure",
+    WithClosure,
+    {"sharpness_aware": lambda p: _Sharpness(p, lr=0.1, momentum=0.9)},
+)
 
 
 @feature
@@ -166,12 +192,17 @@ class Gan(Training):
     def critic_backward(self, batch: Any) -> None:
         self.of_critic.zero_grad()
         fake = self.model(batch[1]).detach()
-        loss = F.softplus(-self.critic(batch[0])).mean() + F.softplus(self.critic(fake)).mean()
+        loss = (
+            F.softplus(-self.critic(batch[0])).mean()
+            + F.softplus(self.critic(fake)).mean()
+        )
         self.scaler.scale(loss).backward()
 
     def backward(self, batch: Any, k: int) -> None:
         self.optimizer.zero_grad()
-        self.scaler.scale(F.softplus(-self.critic(self.model(batch[1]))).mean()).backward()
+        self.scaler.scale(
+            F.softplus(-self.critic(self.model(batch[1]))).mean()
+        ).backward()
 
     def update(self, k: int) -> None:
         self.scaler.step(self.optimizer)
@@ -194,11 +225,18 @@ class SeveralModels(Training):
 
     def __init__(self) -> None:
         super().__init__()
-        self.measure, self.teacher = nn.Bilinear(2, 2, 1, **F64), mlp().eval().requires_grad_(False)
-        self.optimizer = torch.optim.Adam([*self.model.parameters(), *self.measure.parameters()], lr=0.01)
+        self.measure, self.teacher = (
+            nn.Bilinear(2, 2, 1, **F64),
+            mlp().eval().requires_grad_(False),
+        )
+        self.optimizer = torch.optim.Adam(
+            [*self.model.parameters(), *self.measure.parameters()], lr=0.01
+        )
 
     def loss(self, batch: Any) -> torch.Tensor:
         with torch.inference_mode():
             wanted = self.teacher(batch[0])
         output = self.model(batch[0])
-        return self.measure(output, batch[1]).square().mean() + F.mse_loss(output, wanted.clone())
+        return self.measure(output, batch[1]).square().mean() + F.mse_loss(
+            output, wanted.clone()
+        )

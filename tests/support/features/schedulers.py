@@ -23,12 +23,16 @@ class Scheduled(Training):
     def update(self, k: int) -> None:
         super().update(k)
         self.scheduler.step()
-        self.noted.add((k, self.scheduler.get_last_lr()[0], self.optimizer.param_groups[0]["lr"]))
+        self.noted.add(
+            (k, self.scheduler.get_last_lr()[0], self.optimizer.param_groups[0]["lr"])
+        )
 
 
 def _sequential(optimizer: Any) -> Any:
     warm_up = lr_scheduler.LinearLR(optimizer, 0.1, total_iters=2)
-    return lr_scheduler.SequentialLR(optimizer, [warm_up, lr_scheduler.CosineAnnealingLR(optimizer, 4)], [2])
+    return lr_scheduler.SequentialLR(
+        optimizer, [warm_up, lr_scheduler.CosineAnnealingLR(optimizer, 4)], [2]
+    )
 
 
 SCHEDULERS: dict[str, Callable[[Any], Any]] = {
@@ -42,11 +46,16 @@ SCHEDULERS: dict[str, Callable[[Any], Any]] = {
     "polynomial": lambda o: lr_scheduler.PolynomialLR(o, 4, 2.0),
     "cosine": lambda o: lr_scheduler.CosineAnnealingLR(o, 4),
     "warm_restarts": lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 2),
-    "one_cycle": lambda o: lr_scheduler.OneCycleLR(o, max_lr=0.2, total_steps=6),  # cycles the momentum too
+    "one_cycle": lambda o: lr_scheduler.OneCycleLR(
+        o, max_lr=0.2, total_steps=6
+    ),  # cycles the momentum too
     "cyclic": lambda o: lr_scheduler.CyclicLR(o, 0.01, 0.2, step_size_up=2),
     "sequential": _sequential,
     "chained": lambda o: lr_scheduler.ChainedScheduler(
-        [lr_scheduler.LinearLR(o, 0.1, total_iters=2), lr_scheduler.ExponentialLR(o, 0.9)]
+        [
+            lr_scheduler.LinearLR(o, 0.1, total_iters=2),
+            lr_scheduler.ExponentialLR(o, 0.9),
+        ]
     ),
     "swa": lambda o: swa_utils.SWALR(o, swa_lr=0.05, anneal_epochs=3),
 }
@@ -59,7 +68,9 @@ class SchedulerOnAPlateau(Training):
 
     def __init__(self) -> None:
         super().__init__()
-        self.scheduler = lr_scheduler.ReduceLROnPlateau(self.optimizer, factor=0.5, patience=0)
+        self.scheduler = lr_scheduler.ReduceLROnPlateau(
+            self.optimizer, factor=0.5, patience=0
+        )
 
     def backward(self, batch: Any, k: int) -> torch.Tensor:
         self.optimizer.zero_grad()
@@ -108,7 +119,9 @@ class Averaged(Training):
     def step(self, batch: Any, k: int) -> None:
         self.backward(batch, k)
         self.optimizer.step()
-        context().merge_call(lambda strategy: self.average.update_parameters(self.model))
+        context().merge_call(
+            lambda strategy: self.average.update_parameters(self.model)
+        )
 
     def update(self, k: int) -> None:
         super().update(k)
@@ -120,7 +133,9 @@ family(
     Averaged,
     {
         "swa": lambda m: swa_utils.AveragedModel(m, avg_fn=swa_utils.get_swa_avg_fn()),
-        "ema": lambda m: swa_utils.AveragedModel(m, multi_avg_fn=swa_utils.get_ema_multi_avg_fn(0.9)),
+        "ema": lambda m: swa_utils.AveragedModel(
+            m, multi_avg_fn=swa_utils.get_ema_multi_avg_fn(0.9)
+        ),
         "ema_with_buffers": lambda m: swa_utils.AveragedModel(
             m, avg_fn=swa_utils.get_ema_avg_fn(0.9), use_buffers=True
         ),

@@ -17,7 +17,12 @@ from problems import data, mlp, mse, sgd
 
 ROWS = (7, 4, 1)  # three replicas get 3, 3, 1; then 2, 2, 0; then 1, 0, 0
 F64: dict[str, Any] = {"dtype": torch.float64}
-STATEFUL = (nn.Module, torch.optim.Optimizer, lr_scheduler.LRScheduler, torch.amp.GradScaler)
+STATEFUL = (
+    nn.Module,
+    torch.optim.Optimizer,
+    lr_scheduler.LRScheduler,
+    torch.amp.GradScaler,
+)
 
 
 class Training:
@@ -28,7 +33,9 @@ class Training:
 
     dtype = torch.float64
     tolerance = 1e-10
-    scope: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext  # that of the strategy
+    scope: Callable[[], contextlib.AbstractContextManager[Any]] = (
+        contextlib.nullcontext
+    )  # that of the strategy
     options: torchstrategy.RunOptions | None = None  # of the runs
 
     def __init__(self) -> None:
@@ -79,12 +86,19 @@ class Training:
 
     def state(self) -> dict[str, Any]:
         """All that is compared, by the path to it."""
-        held = {name: value for name, value in vars(self).items() if isinstance(value, STATEFUL)}
+        held = {
+            name: value
+            for name, value in vars(self).items()
+            if isinstance(value, STATEFUL)
+        }
         state = {"noted": sorted(map(str, self.noted))}
         for name, value in held.items():
             state.update(_leaves(name, value.state_dict()))
             if isinstance(value, nn.Module):
-                state.update((f"{name}, {path}.grad", _kept(p.grad)) for path, p in value.named_parameters())
+                state.update(
+                    (f"{name}, {path}.grad", _kept(p.grad))
+                    for path, p in value.named_parameters()
+                )
         return state
 
 
@@ -105,7 +119,11 @@ def _leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 def _kept(value: Any) -> Any:
     """A tensor as it is now, where it can be compared."""
-    return value.detach().to("cpu", copy=True).to_dense() if isinstance(value, torch.Tensor) else value
+    return (
+        value.detach().to("cpu", copy=True).to_dense()
+        if isinstance(value, torch.Tensor)
+        else value
+    )
 
 
 FEATURES: dict[str, Callable[[], Training]] = {}
@@ -129,8 +147,16 @@ def _name(cls: type[Training]) -> str:
     return re.sub(r"(?<!^)(?=[A-Z])", "_", cls.__name__).lower()
 
 
-def family(name: str, cls: Callable[[Any], Training], members: Mapping[str, Any]) -> None:
+def family(
+    name: str, cls: Callable[[Any], Training], members: Mapping[str, Any]
+) -> None:
     """Adds a feature for each member of a family."""
     names = [f"{name}_{member}" for member in members]
-    FEATURES.update(zip(names, (functools.partial(cls, value) for value in members.values()), strict=True))
+    FEATURES.update(
+        zip(
+            names,
+            (functools.partial(cls, value) for value in members.values()),
+            strict=True,
+        )
+    )
     ALIKE.update(names[1:])

@@ -20,7 +20,9 @@ def build_model() -> nn.Module:
 def loader() -> DataLoader:
     torch.manual_seed(1)
     inputs = torch.randn(13, 3)
-    return DataLoader(TensorDataset(inputs, inputs[:, :2] * 2), batch_size=5)  # the last batch has 3 rows
+    return DataLoader(
+        TensorDataset(inputs, inputs[:, :2] * 2), batch_size=5
+    )  # the last batch has 3 rows
 
 
 @pytest.fixture
@@ -41,14 +43,18 @@ def test_weights_are_those_of_plain_pytorch(
 
 
 @pytest.mark.strategies("central", replicas=[2, 4])
-def test_the_loss_goes_down(strategy: torchstrategy.Strategy, loader: DataLoader) -> None:
+def test_the_loss_goes_down(
+    strategy: torchstrategy.Strategy, loader: DataLoader
+) -> None:
     first, *_, last = Trainer(build_model, strategy).fit(loader, epochs=20)
     assert last < first / 2
 
 
 @pytest.mark.strategies("default", "one_device")
 @pytest.mark.strategies("central", replicas=[3])
-def test_a_checkpoint_goes_back_to_one_device(strategy: torchstrategy.Strategy, loader: DataLoader) -> None:
+def test_a_checkpoint_goes_back_to_one_device(
+    strategy: torchstrategy.Strategy, loader: DataLoader
+) -> None:
     trainer = Trainer(build_model, strategy)
     trainer.fit(loader)
     model = build_model()
@@ -67,15 +73,21 @@ class WeightedTrainer(Trainer):
 
 @pytest.mark.strategies("central", replicas=[2], places=["sim"])
 def test_a_tensor_left_on_the_first_device_is_noticed(
-    strategy: torchstrategy.Strategy, loader: DataLoader, simulated_devices: list[torch.device]
+    strategy: torchstrategy.Strategy,
+    loader: DataLoader,
+    simulated_devices: list[torch.device],
 ) -> None:
     trainer = WeightedTrainer(build_model, strategy)
     trainer.weight = torch.ones(1, device=simulated_devices[0])
-    with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device"):
+    with pytest.raises(
+        RuntimeError, match="Expected all tensors to be on the same device"
+    ):
         trainer.fit(loader)
 
 
-def test_a_trained_model_moves_to_another_device(simulated_devices: list[torch.device], plain: Trainer) -> None:
+def test_a_trained_model_moves_to_another_device(
+    simulated_devices: list[torch.device], plain: Trainer
+) -> None:
     before, device = plain.weights(), simulated_devices[-1]
     plain.model.to(device)
     assert plain.model(torch.ones(2, 3, device=device)).device == device

@@ -27,10 +27,15 @@ Log = list[tuple[int, str]]
 """Who saw something, as (replica, name)."""
 
 DEFAULT = torchstrategy.get_strategy()
-SETTING: contextvars.ContextVar[str] = contextvars.ContextVar("SETTING", default="default")
+SETTING: contextvars.ContextVar[str] = contextvars.ContextVar(
+    "SETTING", default="default"
+)
 
 
-@pytest.fixture(params=[compute_devices(3), ["cpu:1", "cpu:2"]], ids=["three replicas", "two logical devices"])
+@pytest.fixture(
+    params=[compute_devices(3), ["cpu:1", "cpu:2"]],
+    ids=["three replicas", "two logical devices"],
+)
 def several(request: pytest.FixtureRequest) -> torchstrategy.Strategy:
     """Several replicas. Where their parameters live makes no difference to what their threads wear."""
     return torchstrategy.CentralStorageStrategy(request.param)
@@ -42,7 +47,9 @@ class RecordsFunctions(TorchFunctionMode):
     def __init__(self, name: str, log: Log) -> None:
         self.name, self.log = name, log
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if func is torch.sin:
             self.log.append((replica(), self.name))
         return func(*args, **(kwargs or {}))
@@ -55,7 +62,9 @@ class RecordsDispatch(TorchDispatchMode):
         super().__init__()
         self.name, self.log = name, log
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if func is torch.ops.aten.sin.default:
             self.log.append((replica(), self.name))
         return func(*args, **(kwargs or {}))
@@ -90,7 +99,9 @@ def worn() -> dict[str, Any]:
         "tensors land on": torch.empty(1).device,
         "default dtype": torch.get_default_dtype(),
         "function modes": len(torch.overrides._get_current_function_mode_stack()),
-        "dispatch modes": len(torch.utils._python_dispatch._get_current_dispatch_mode_stack()),
+        "dispatch modes": len(
+            torch.utils._python_dispatch._get_current_dispatch_mode_stack()
+        ),
         "saved tensors": torch._C._autograd._top_saved_tensors_default_hooks(False),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         "anomalies": torch.is_anomaly_enabled(),
@@ -158,10 +169,14 @@ SETTINGS: dict[str, Callable[[], Any]] = {
     "set_grad_enabled": lambda: torch.set_grad_enabled(False),
     "inference_mode": torch.inference_mode,
     "grad_in_inference_mode": lambda: both(torch.inference_mode(), torch.enable_grad()),
-    "no_inference_in_inference_mode": lambda: both(torch.inference_mode(), torch.inference_mode(False)),
+    "no_inference_in_inference_mode": lambda: both(
+        torch.inference_mode(), torch.inference_mode(False)
+    ),
     "autocast_bfloat16": lambda: torch.autocast("cpu", torch.bfloat16),
     "autocast_float16": lambda: torch.autocast("cpu", torch.float16),
-    "autocast_without_cache": lambda: torch.autocast("cpu", torch.bfloat16, cache_enabled=False),
+    "autocast_without_cache": lambda: torch.autocast(
+        "cpu", torch.bfloat16, cache_enabled=False
+    ),
     "autocast_off_in_autocast": lambda: both(
         torch.autocast("cpu", torch.float16), torch.autocast("cpu", enabled=False)
     ),
@@ -205,8 +220,12 @@ def setting(request: pytest.FixtureRequest) -> Callable[[], Any]:
 
 
 @pytest.mark.filterwarnings("ignore:Anomaly Detection")
-def test_a_replica_wears_what_its_caller_wears(strategy: torchstrategy.Strategy, setting: Callable[[], Any]) -> None:
-    results(strategy, worn)  # its threads are there already, and have seen other settings
+def test_a_replica_wears_what_its_caller_wears(
+    strategy: torchstrategy.Strategy, setting: Callable[[], Any]
+) -> None:
+    results(
+        strategy, worn
+    )  # its threads are there already, and have seen other settings
     with setting():
         expected = worn()
         assert results(strategy, worn) == worn_in(strategy)
@@ -214,7 +233,9 @@ def test_a_replica_wears_what_its_caller_wears(strategy: torchstrategy.Strategy,
 
 
 @pytest.mark.filterwarnings("ignore:Anomaly Detection")
-def test_nothing_is_left_for_the_next_run(several: torchstrategy.Strategy, setting: Callable[[], Any]) -> None:
+def test_nothing_is_left_for_the_next_run(
+    several: torchstrategy.Strategy, setting: Callable[[], Any]
+) -> None:
     expected = worn_in(several)
     with setting():
         results(several, worn)
@@ -239,10 +260,14 @@ def test_nothing_is_left_for_the_next_run_after_a_failure(
 
 
 @pytest.mark.filterwarnings("ignore:Anomaly Detection")
-def test_meetings_change_nothing_about_it(several: torchstrategy.Strategy, setting: Callable[[], Any]) -> None:
+def test_meetings_change_nothing_about_it(
+    several: torchstrategy.Strategy, setting: Callable[[], Any]
+) -> None:
     def step() -> list[dict[str, Any]]:
         before = worn()
-        torchstrategy.get_replica_context().merge_call(lambda strategy: merged.append(worn()))
+        torchstrategy.get_replica_context().merge_call(
+            lambda strategy: merged.append(worn())
+        )
         return [before, worn()]
 
     merged: list[dict[str, Any]] = []
@@ -252,7 +277,9 @@ def test_meetings_change_nothing_about_it(several: torchstrategy.Strategy, setti
     assert merged == [expected]
 
 
-def test_a_run_of_another_thread_wears_what_that_thread_wears(several: torchstrategy.Strategy) -> None:
+def test_a_run_of_another_thread_wears_what_that_thread_wears(
+    several: torchstrategy.Strategy,
+) -> None:
     found = []
 
     def elsewhere() -> None:
@@ -266,11 +293,17 @@ def test_a_run_of_another_thread_wears_what_that_thread_wears(several: torchstra
     assert found == [True]
 
 
-def test_a_run_inside_a_merge_function_wears_what_that_wears(several: torchstrategy.Strategy) -> None:
+def test_a_run_inside_a_merge_function_wears_what_that_wears(
+    several: torchstrategy.Strategy,
+) -> None:
     found = []
 
     def merged(strategy: torchstrategy.Strategy) -> None:
-        with torch.no_grad(), torch.autocast("cpu", torch.float16), context_variable("merged"):
+        with (
+            torch.no_grad(),
+            torch.autocast("cpu", torch.float16),
+            context_variable("merged"),
+        ):
             found.append(results(strategy, worn) == worn_in(strategy))
 
     def step() -> list[dict[str, Any]]:
@@ -287,7 +320,9 @@ def test_a_run_inside_a_merge_function_wears_what_that_wears(several: torchstrat
 
 
 @pytest.mark.parametrize("mode", [RecordsFunctions, RecordsDispatch])
-def test_modes_see_every_replica_the_inner_one_first(strategy: torchstrategy.Strategy, mode: Any) -> None:
+def test_modes_see_every_replica_the_inner_one_first(
+    strategy: torchstrategy.Strategy, mode: Any
+) -> None:
     log: Log = []  # replicas on devices of their own write in any order
     with mode("outer", log), mode("inner", log):
         strategy.run(lambda: torch.sin(torch.ones(1)))
@@ -297,7 +332,9 @@ def test_modes_see_every_replica_the_inner_one_first(strategy: torchstrategy.Str
     assert len(log) == 2 * strategy.num_replicas_in_sync
 
 
-def test_a_flop_counter_counts_what_the_step_on_the_whole_batch_costs(strategy: torchstrategy.Strategy) -> None:
+def test_a_flop_counter_counts_what_the_step_on_the_whole_batch_costs(
+    strategy: torchstrategy.Strategy,
+) -> None:
     inputs = torch.randn(12, 8)
     with strategy.scope():
         model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
@@ -307,11 +344,15 @@ def test_a_flop_counter_counts_what_the_step_on_the_whole_batch_costs(strategy: 
 
     pieces = in_pieces(strategy, inputs)
     with FlopCounterMode(display=False) as counted:
-        strategy.run(lambda piece: model(piece).square().mean().backward(), args=(pieces,))
+        strategy.run(
+            lambda piece: model(piece).square().mean().backward(), args=(pieces,)
+        )
     assert counted.get_total_flops() == expected.get_total_flops() > 0
 
 
-def test_saved_tensor_hooks_see_what_every_replica_saves(strategy: torchstrategy.Strategy) -> None:
+def test_saved_tensor_hooks_see_what_every_replica_saves(
+    strategy: torchstrategy.Strategy,
+) -> None:
     packed, unpacked = [], []
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -332,23 +373,31 @@ def test_saved_tensor_hooks_see_what_every_replica_saves(strategy: torchstrategy
     assert len(packed) == strategy.num_replicas_in_sync
 
 
-def test_what_a_replica_writes_on_a_context_variable_stays_inside(several: torchstrategy.Strategy) -> None:
+def test_what_a_replica_writes_on_a_context_variable_stays_inside(
+    several: torchstrategy.Strategy,
+) -> None:
     def step() -> list[str]:
         seen = [SETTING.get()]
         SETTING.set(f"of replica {replica()}")
-        torchstrategy.get_replica_context().merge_call(lambda strategy: seen.append(SETTING.get()))
+        torchstrategy.get_replica_context().merge_call(
+            lambda strategy: seen.append(SETTING.get())
+        )
         return [*seen, SETTING.get()]
 
     with context_variable("the caller's"):
         found = results(several, step)
         assert SETTING.get() == "the caller's"
-    assert [own for *_, own in found] == [f"of replica {r}" for r in range(several.num_replicas_in_sync)]
+    assert [own for *_, own in found] == [
+        f"of replica {r}" for r in range(several.num_replicas_in_sync)
+    ]
     assert found[0][:2] == ["the caller's", "the caller's"]
     assert all(seen == "the caller's" for seen, *_ in found)
     assert results(several, SETTING.get) == ["default"] * several.num_replicas_in_sync
 
 
-def test_tensors_that_inference_mode_makes_are_inference_tensors(strategy: torchstrategy.Strategy) -> None:
+def test_tensors_that_inference_mode_makes_are_inference_tensors(
+    strategy: torchstrategy.Strategy,
+) -> None:
     with strategy.scope():
         model = nn.Linear(2, 1)
     with torch.inference_mode():
@@ -422,18 +471,28 @@ LEAVES = [
 ]
 
 
-def test_a_stream_that_a_step_leaves_on_is_taken_off(several: torchstrategy.Strategy) -> None:
-    devices = {device for device in several.extended.worker_devices if torch.device(device).type != "cpu"}
+def test_a_stream_that_a_step_leaves_on_is_taken_off(
+    several: torchstrategy.Strategy,
+) -> None:
+    devices = {
+        device
+        for device in several.extended.worker_devices
+        if torch.device(device).type != "cpu"
+    }
     if not devices:
         pytest.skip("needs simulated devices: run pytest with --simulate-devices=4")
     here = torch.accelerator.current_device_index()
     before = {device: torch.accelerator.current_stream(device) for device in devices}
 
     def step() -> None:
-        torch.accelerator.set_stream(torch.Stream(torch.accelerator.current_accelerator()))
+        torch.accelerator.set_stream(
+            torch.Stream(torch.accelerator.current_accelerator())
+        )
 
     several.run(step)
-    assert {device: torch.accelerator.current_stream(device) for device in devices} == before
+    assert {
+        device: torch.accelerator.current_stream(device) for device in devices
+    } == before
     assert torch.accelerator.current_device_index() == here
 
 
@@ -457,7 +516,12 @@ def test_what_a_step_leaves_on_reaches_neither_the_caller_nor_the_next_run(
         several.run(step)
     assert worn() == expected
     assert results(several, worn) == worn_in(several)
-    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16), RecordsFunctions("", []), torch.device("cpu"):
+    with (
+        torch.no_grad(),
+        torch.autocast("cpu", torch.bfloat16),
+        RecordsFunctions("", []),
+        torch.device("cpu"),
+    ):
         assert results(several, worn) == worn_in(several)
 
 
@@ -468,7 +532,12 @@ def test_what_a_step_leaves_on_does_not_pull_off_what_its_caller_wears(
     expected = worn_in(several)
     log: Log = []
     hooks = torch.autograd.graph.saved_tensors_hooks(same, same)
-    with RecordsFunctions("", log), RecordsDispatch("", log), hooks, torch.autocast("cpu", torch.bfloat16):
+    with (
+        RecordsFunctions("", log),
+        RecordsDispatch("", log),
+        hooks,
+        torch.autocast("cpu", torch.bfloat16),
+    ):
         inside = worn()
         several.run(leaves)
         assert worn() == inside
@@ -508,27 +577,38 @@ class Regression(nn.Module):
         return self.layers(inputs)
 
 
-def trained_by_hand(model: nn.Module, inputs: torch.Tensor, count: int, context: Callable[[], Any]) -> None:
+def trained_by_hand(
+    model: nn.Module, inputs: torch.Tensor, count: int, context: Callable[[], Any]
+) -> None:
     """Three steps on the pieces that the replicas would have, one after the other."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     for _ in range(3):
         optimizer.zero_grad()
         for piece in inputs.chunk(count):
             with context():
-                gradients = torch.autograd.grad(model(piece).square().mean(), list(model.parameters()))
+                gradients = torch.autograd.grad(
+                    model(piece).square().mean(), list(model.parameters())
+                )
             for parameter, gradient in zip(model.parameters(), gradients, strict=True):
                 shared = gradient / count
-                parameter.grad = shared if parameter.grad is None else parameter.grad + shared
+                parameter.grad = (
+                    shared if parameter.grad is None else parameter.grad + shared
+                )
         optimizer.step()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_training_under_autocast_is_what_it_is_by_hand(several: torchstrategy.Strategy, dtype: torch.dtype) -> None:
+def test_training_under_autocast_is_what_it_is_by_hand(
+    several: torchstrategy.Strategy, dtype: torch.dtype
+) -> None:
     inputs = torch.randn(12, 16)
     with several.scope():
         model = Regression()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    count, device = several.num_replicas_in_sync, memory_device(several.extended.worker_devices[0])
+    count, device = (
+        several.num_replicas_in_sync,
+        memory_device(several.extended.worker_devices[0]),
+    )
     by_hand, in_full = copy.deepcopy(model).to(device), copy.deepcopy(model).to(device)
     pieces = in_pieces(several, inputs)
 
@@ -541,7 +621,9 @@ def test_training_under_autocast_is_what_it_is_by_hand(several: torchstrategy.St
 
     for _ in range(3):
         with torch.autocast(device.type, dtype):
-            dtypes = several.experimental_local_results(several.run(step, args=(pieces,)))
+            dtypes = several.experimental_local_results(
+                several.run(step, args=(pieces,))
+            )
         assert set(dtypes) == {dtype}
     inputs = inputs.to(device)
     trained_by_hand(by_hand, inputs, count, lambda: torch.autocast(device.type, dtype))
@@ -549,7 +631,9 @@ def test_training_under_autocast_is_what_it_is_by_hand(several: torchstrategy.St
 
     def distance(other: nn.Module) -> float:
         pairs = zip(model.parameters(), other.parameters(), strict=True)
-        return max((ours.cpu() - theirs.cpu()).abs().max().item() for ours, theirs in pairs)
+        return max(
+            (ours.cpu() - theirs.cpu()).abs().max().item() for ours, theirs in pairs
+        )
 
     assert distance(by_hand) < 1e-6
     assert distance(in_full) > 1e-5, "this test cannot tell the two apart"
@@ -559,27 +643,42 @@ def test_training_under_autocast_is_what_it_is_by_hand(several: torchstrategy.St
 
 
 @pytest.mark.parametrize("strategy", ALONE, indirect=True)
-def test_one_replica_runs_on_the_callers_thread(strategy: torchstrategy.Strategy) -> None:
+def test_one_replica_runs_on_the_callers_thread(
+    strategy: torchstrategy.Strategy,
+) -> None:
     assert results(strategy, threading.get_ident) == [threading.get_ident()]
     before = set(threading.enumerate())
-    strategy.run(lambda: torchstrategy.get_replica_context().merge_call(lambda strategy: None))
+    strategy.run(
+        lambda: torchstrategy.get_replica_context().merge_call(lambda strategy: None)
+    )
     assert not set(threading.enumerate()) - before
 
 
-def test_merge_functions_run_on_the_callers_thread(strategy: torchstrategy.Strategy) -> None:
+def test_merge_functions_run_on_the_callers_thread(
+    strategy: torchstrategy.Strategy,
+) -> None:
     def step() -> int:
-        return torchstrategy.get_replica_context().merge_call(lambda strategy: threading.get_ident())
+        return torchstrategy.get_replica_context().merge_call(
+            lambda strategy: threading.get_ident()
+        )
 
-    assert results(strategy, step) == [threading.get_ident()] * strategy.num_replicas_in_sync
+    assert (
+        results(strategy, step)
+        == [threading.get_ident()] * strategy.num_replicas_in_sync
+    )
 
 
-def test_replicas_on_one_device_run_one_at_a_time_and_in_order(in_one_place: torchstrategy.Strategy) -> None:
+def test_replicas_on_one_device_run_one_at_a_time_and_in_order(
+    in_one_place: torchstrategy.Strategy,
+) -> None:
     log: list[Any] = []
     inside: list[int] = []
 
     def part(name: str) -> None:
         inside.append(replica())
-        for _ in range(200):  # long enough for Python to switch threads if another one could run
+        for _ in range(
+            200
+        ):  # long enough for Python to switch threads if another one could run
             assert inside == [replica()]
             torch.ones(10).sum()
         inside.pop()
@@ -595,13 +694,20 @@ def test_replicas_on_one_device_run_one_at_a_time_and_in_order(in_one_place: tor
 
     in_one_place.run(step)
     ids = range(in_one_place.num_replicas_in_sync)
-    expected = [("before", r) for r in ids], ["merge"], [("between", r) for r in ids], [("after", r) for r in ids]
+    expected = (
+        [("before", r) for r in ids],
+        ["merge"],
+        [("between", r) for r in ids],
+        [("after", r) for r in ids],
+    )
     assert log == [entry for part_of_log in expected for entry in part_of_log]
 
 
 # Replicas on a device that is not the caller's need such a mode.
 @without_simulated_devices
-def test_on_the_cpu_no_replica_pays_for_a_function_mode(strategy: torchstrategy.Strategy) -> None:
+def test_on_the_cpu_no_replica_pays_for_a_function_mode(
+    strategy: torchstrategy.Strategy,
+) -> None:
     def modes() -> int:
         return len(torch.overrides._get_current_function_mode_stack())
 
@@ -611,8 +717,12 @@ def test_on_the_cpu_no_replica_pays_for_a_function_mode(strategy: torchstrategy.
         nn.Linear(2, 2)
 
 
-@pytest.mark.parametrize("make", [torchstrategy.get_strategy, lambda: torchstrategy.OneDeviceStrategy("cpu")])
-def test_with_one_device_a_step_is_called_as_it_is(make: Callable[[], torchstrategy.Strategy]) -> None:
+@pytest.mark.parametrize(
+    "make", [torchstrategy.get_strategy, lambda: torchstrategy.OneDeviceStrategy("cpu")]
+)
+def test_with_one_device_a_step_is_called_as_it_is(
+    make: Callable[[], torchstrategy.Strategy],
+) -> None:
     strategy = make()
     arguments, calls = (object(), [1], {"a": torch.ones(1)}), []
     result = object()
@@ -626,6 +736,11 @@ def test_with_one_device_a_step_is_called_as_it_is(make: Callable[[], torchstrat
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     assert strategy.run(step, args=arguments, kwargs={"key": model}) is result
     ((args, kwargs),) = calls
-    assert all(given is received for given, received in zip(arguments, args, strict=True))
+    assert all(
+        given is received for given, received in zip(arguments, args, strict=True)
+    )
     assert kwargs["key"] is model
-    assert strategy.run(lambda: (type(model), type(optimizer))) == (nn.Linear, torch.optim.SGD)
+    assert strategy.run(lambda: (type(model), type(optimizer))) == (
+        nn.Linear,
+        torch.optim.SGD,
+    )

@@ -28,8 +28,14 @@ def device_of(name: Any) -> torch.device:
 @pytest.fixture
 def two_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine that has two CUDA devices, as far as names are concerned."""
-    monkeypatch.setattr(devices, "device_count", lambda kind: {"cpu": None, "cuda": 2}.get(kind, 0))
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: torch.device("cuda"))
+    monkeypatch.setattr(
+        devices, "device_count", lambda kind: {"cpu": None, "cuda": 2}.get(kind, 0)
+    )
+    monkeypatch.setattr(
+        torch.accelerator,
+        "current_accelerator",
+        lambda check_available=False: torch.device("cuda"),
+    )
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
 
 
@@ -78,7 +84,9 @@ def test_tensors_of_a_logical_cpu_live_in_ordinary_memory() -> None:
     with strategy.scope():
         model = torch.nn.Linear(1, 1)
     assert model.weight.device == torch.device("cpu")
-    assert strategy.run(lambda: model(torch.ones(1)).device == torch.device("cpu")) is True
+    assert (
+        strategy.run(lambda: model(torch.ones(1)).device == torch.device("cpu")) is True
+    )
     (batch,) = strategy.experimental_distribute_dataset([torch.ones(2, 1)])
     assert [component.device for component in batch.values] == [torch.device("cpu")] * 2
 
@@ -106,7 +114,9 @@ def test_no_name_is_the_default_device_of_the_caller() -> None:
     ],
     ids=shown,
 )
-def test_a_gpu_is_the_accelerator_of_this_machine(two_cuda: None, name: Any, index: int) -> None:
+def test_a_gpu_is_the_accelerator_of_this_machine(
+    two_cuda: None, name: Any, index: int
+) -> None:
     assert devices.canonical_device(name) == torch.device("cuda", index)
 
 
@@ -136,9 +146,7 @@ NO_DEVICE = [
 
 @pytest.mark.parametrize("name", NO_DEVICE, ids=shown)
 def test_what_is_no_device_is_refused_with_how_to_write_one(name: Any) -> None:
-    sentences = (
-        rf"^{re.escape(repr(name))} is not a device: .+\. Devices are written like 'cpu:0', 'cuda:1' or '/gpu:1'\.$"
-    )
+    sentences = rf"^{re.escape(repr(name))} is not a device: .+\. Devices are written like 'cpu:0', 'cuda:1' or '/gpu:1'\.$"
     with pytest.raises(ValueError, match=sentences):
         OneDeviceStrategy(name)
     with pytest.raises(ValueError, match=sentences):
@@ -159,12 +167,16 @@ def test_an_index_that_torch_cannot_hold_is_refused_and_not_wrapped(index: int) 
 
 
 @pytest.mark.parametrize("name", ["cuda:256", "/gpu:256", 256, 10**30], ids=shown)
-def test_an_accelerator_index_that_torch_cannot_hold_is_not_there(two_cuda: None, name: Any) -> None:
+def test_an_accelerator_index_that_torch_cannot_hold_is_not_there(
+    two_cuda: None, name: Any
+) -> None:
     with pytest.raises(ValueError, match=rf"{name}\b.* is not on this machine"):
         OneDeviceStrategy(name)
 
 
-@pytest.mark.parametrize("name", [1.5, True, b"cpu", ["cpu"], ("cpu",), object, {"cpu"}], ids=shown)
+@pytest.mark.parametrize(
+    "name", [1.5, True, b"cpu", ["cpu"], ("cpu",), object, {"cpu"}], ids=shown
+)
 def test_a_device_of_another_type_is_refused(name: Any) -> None:
     kind = type(name).__name__
     sentence = rf"^A device is a string, a torch\.device or an index; got {re.escape(repr(name))}, an? {kind}\."
@@ -183,13 +195,28 @@ def test_one_device_has_to_be_named() -> None:
 
 # What is not there
 
-ABSENT = ["cuda:0", "cuda", "GPU:0", "/gpu:0", "/device:GPU:7", "xpu:0", "mps", torch.device("cuda"), 7]
+ABSENT = [
+    "cuda:0",
+    "cuda",
+    "GPU:0",
+    "/gpu:0",
+    "/device:GPU:7",
+    "xpu:0",
+    "mps",
+    torch.device("cuda"),
+    7,
+]
 ABSENT = [name for name in ABSENT if not torch.accelerator.is_available()]
 
 
 @pytest.mark.parametrize("name", ABSENT, ids=shown)
-def test_a_device_that_is_not_there_names_what_tests_the_same_program(name: Any) -> None:
-    with pytest.raises(ValueError, match=r'write \["cpu"\] \* 2 .*torchstrategy\.testing\.simulate_devices\(2\)'):
+def test_a_device_that_is_not_there_names_what_tests_the_same_program(
+    name: Any,
+) -> None:
+    with pytest.raises(
+        ValueError,
+        match=r'write \["cpu"\] \* 2 .*torchstrategy\.testing\.simulate_devices\(2\)',
+    ):
         CentralStorageStrategy([name, name])
 
 
@@ -207,7 +234,8 @@ def test_a_device_that_is_not_there_is_refused_with_those_that_are(name: Any) ->
 @pytest.mark.parametrize("name", ["cuda:2", "/gpu:2", 2, "xpu:0", "mps:0"], ids=shown)
 def test_the_accelerators_that_are_there_are_listed(two_cuda: None, name: Any) -> None:
     with pytest.raises(
-        ValueError, match=rf"^The device .*{name}.* is not on this machine, which has cuda:0, cuda:1, cpu:0, "
+        ValueError,
+        match=rf"^The device .*{name}.* is not on this machine, which has cuda:0, cuda:1, cpu:0, ",
     ):
         devices.canonical_device(name)
 
@@ -226,7 +254,9 @@ def test_where_the_cpu_keeps_parameters_by_default_a_warning_says_so_once_with_t
 ) -> None:
     """Once by Python's own filter: this is given for the line of the user."""
     chosen = devices.canonical_device("cuda:0"), devices.canonical_device("cuda:1")
-    with pytest.warns(UserWarning, match=r"parameters and the optimizer's state on the CPU by default") as told:
+    with pytest.warns(
+        UserWarning, match=r"parameters and the optimizer's state on the CPU by default"
+    ) as told:
         CentralStorageStrategy(chosen)
     assert len(told) == 1 and told[0].filename == __file__
     for line in (
@@ -248,7 +278,10 @@ def test_a_parameter_device_that_somebody_named_needs_no_words(
 
 
 def test_without_devices_it_is_every_accelerator(two_cuda: None) -> None:
-    assert devices.local_accelerators() == [torch.device("cuda", 0), torch.device("cuda", 1)]
+    assert devices.local_accelerators() == [
+        torch.device("cuda", 0),
+        torch.device("cuda", 1),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -265,26 +298,41 @@ def test_without_devices_it_is_every_accelerator(two_cuda: None) -> None:
 def test_parameters_live_where_one_says_or_on_the_lone_device_or_on_the_cpu(
     compute: Any, parameter: Any, expected: torch.device
 ) -> None:
-    assert CentralStorageStrategy(compute, parameter).extended.parameter_devices == (expected,)
+    assert CentralStorageStrategy(compute, parameter).extended.parameter_devices == (
+        expected,
+    )
 
 
 def test_devices_can_be_given_by_name_and_by_position() -> None:
-    strategy = CentralStorageStrategy(compute_devices=["cpu:1"], parameter_device="cpu:2")
+    strategy = CentralStorageStrategy(
+        compute_devices=["cpu:1"], parameter_device="cpu:2"
+    )
     assert strategy.extended.worker_devices == (cpu(1),)
     assert strategy.extended.parameter_devices == (cpu(2),)
     assert OneDeviceStrategy(device="cpu:1").extended.worker_devices == (cpu(1),)
 
 
 def test_a_device_that_is_listed_twice_is_two_replicas() -> None:
-    strategy = CentralStorageStrategy(["cpu:1", "/device:CPU:1", torch.device("cpu", 1)])
+    strategy = CentralStorageStrategy(
+        ["cpu:1", "/device:CPU:1", torch.device("cpu", 1)]
+    )
     assert strategy.num_replicas_in_sync == 3
     assert strategy.extended.worker_devices == (cpu(1),) * 3
-    seen = strategy.run(lambda: (get_replica_context().replica_id_in_sync_group, get_replica_context().devices[0]))
-    assert [result for result in strategy.experimental_local_results(seen)] == [(r, cpu(1)) for r in range(3)]
+    seen = strategy.run(
+        lambda: (
+            get_replica_context().replica_id_in_sync_group,
+            get_replica_context().devices[0],
+        )
+    )
+    assert [result for result in strategy.experimental_local_results(seen)] == [
+        (r, cpu(1)) for r in range(3)
+    ]
 
 
 @pytest.mark.parametrize(
-    "several", [("cpu", "cpu:1"), iter(["cpu", "cpu:1"]), [torch.device("cpu"), "/cpu:1"]], ids=shown
+    "several",
+    [("cpu", "cpu:1"), iter(["cpu", "cpu:1"]), [torch.device("cpu"), "/cpu:1"]],
+    ids=shown,
 )
 def test_devices_may_be_any_sequence(several: Any) -> None:
     assert CentralStorageStrategy(several).extended.worker_devices == (cpu(0), cpu(1))
@@ -292,7 +340,9 @@ def test_devices_may_be_any_sequence(several: Any) -> None:
 
 @pytest.mark.parametrize("nothing", [[], ()], ids=shown)
 def test_no_devices_are_refused(nothing: Any) -> None:
-    with pytest.raises(ValueError, match=r"^compute_devices=(\[\]|\(\)) names no device to run on\."):
+    with pytest.raises(
+        ValueError, match=r"^compute_devices=(\[\]|\(\)) names no device to run on\."
+    ):
         CentralStorageStrategy(nothing)
 
 
@@ -303,14 +353,18 @@ def test_a_bare_string_is_refused_with_the_list_to_write(bare: str) -> None:
         CentralStorageStrategy(bare)
 
 
-@pytest.mark.parametrize("bare", [torch.device("cpu"), 2, b"cpu", 1.5, {"cpu"}], ids=shown)
+@pytest.mark.parametrize(
+    "bare", [torch.device("cpu"), 2, b"cpu", 1.5, {"cpu"}], ids=shown
+)
 def test_what_is_no_list_of_devices_is_refused(bare: Any) -> None:
     with pytest.raises(TypeError, match=r"compute_devices"):
         CentralStorageStrategy(bare)
 
 
 def test_the_parameter_device_0_is_the_first_accelerator(two_cuda: None) -> None:
-    assert CentralStorageStrategy(["cpu", "cpu"], 0).extended.parameter_devices == (torch.device("cuda", 0),)
+    assert CentralStorageStrategy(["cpu", "cpu"], 0).extended.parameter_devices == (
+        torch.device("cuda", 0),
+    )
 
 
 @without_accelerators
@@ -321,7 +375,9 @@ def test_the_parameter_device_0_is_refused_where_there_is_no_accelerator() -> No
 
 def test_no_empty_or_named_parameter_device_is_the_one_that_is_not_said() -> None:
     for nothing in (None, ""):
-        assert CentralStorageStrategy(["cpu:1"], nothing).extended.parameter_devices == (cpu(1),)
+        assert CentralStorageStrategy(
+            ["cpu:1"], nothing
+        ).extended.parameter_devices == (cpu(1),)
 
 
 @pytest.mark.parametrize("home", [torchstrategy, torchstrategy.experimental])

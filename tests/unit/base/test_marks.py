@@ -9,7 +9,15 @@ import pytest
 import torch
 from torch.testing._internal.two_tensor import TwoTensor
 
-from torchstrategy._base.marks import Versions, checksum, checksum_of_piece, digest_of, mark_of, sum_of_bits, version_of
+from torchstrategy._base.marks import (
+    Versions,
+    checksum,
+    checksum_of_piece,
+    digest_of,
+    mark_of,
+    sum_of_bits,
+    version_of,
+)
 
 
 class Wrapping(torch.Tensor):
@@ -20,7 +28,9 @@ class Wrapping(torch.Tensor):
 
     @staticmethod
     def __new__(cls) -> Wrapping:
-        return torch.Tensor._make_wrapper_subclass(cls, (3000,), strides=(1,), storage_offset=100)
+        return torch.Tensor._make_wrapper_subclass(
+            cls, (3000,), strides=(1,), storage_offset=100
+        )
 
     @classmethod
     def __torch_dispatch__(cls, *args: object, **kwargs: object) -> None:
@@ -66,7 +76,11 @@ def test_versions_tell_which_tensors_were_written_and_how_often() -> None:
     assert not versions.have_changed()
     tensors[1].add_(1)
     tensors[1].add_(1)
-    assert versions.have_changed() and versions.written() == [1] and versions.num_writes() == [0, 2, 0]
+    assert (
+        versions.have_changed()
+        and versions.written() == [1]
+        and versions.num_writes() == [0, 2, 0]
+    )
     versions.take()
     assert not versions.have_changed() and versions.written() == []
 
@@ -92,7 +106,14 @@ FINGERPRINTS: dict[str, Callable[[torch.Tensor], object]] = {
     "checksum": checksum,
     "digest_of": digest_of,
 }
-DTYPES = [torch.float32, torch.bfloat16, torch.complex64, torch.int16, torch.bool, torch.uint8]
+DTYPES = [
+    torch.float32,
+    torch.bfloat16,
+    torch.complex64,
+    torch.int16,
+    torch.bool,
+    torch.uint8,
+]
 
 
 @pytest.mark.parametrize("name", FINGERPRINTS)
@@ -128,8 +149,13 @@ def test_a_checksum_of_a_part_looks_at_no_more() -> None:
     assert checksum(tensor[2:], before=checksum(tensor[:2])) == checksum(tensor)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.complex64, torch.float8_e5m2])
-def test_checksums_of_pieces_are_those_of_the_elements_by_turns(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float32, torch.bfloat16, torch.int64, torch.complex64, torch.float8_e5m2],
+)
+def test_checksums_of_pieces_are_those_of_the_elements_by_turns(
+    dtype: torch.dtype,
+) -> None:
     in_piece = 4096 // dtype.itemsize
     tensor = torch.arange(2 * in_piece + 60).view(4, -1).to(dtype)
     first, second, last = tensor.view(-1).split(in_piece)
@@ -142,10 +168,14 @@ def test_checksums_of_pieces_are_those_of_the_elements_by_turns(dtype: torch.dty
 
 
 @pytest.mark.parametrize("make", [expanded, every_other, in_a_larger_one])
-def test_pieces_are_read_whatever_the_layout(make: Callable[[torch.Tensor], torch.Tensor]) -> None:
+def test_pieces_are_read_whatever_the_layout(
+    make: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
     tensor = make(torch.arange(3000.0))
     pieces = [checksum_of_piece(tensor, number) for number in range(3)]
-    assert pieces == [checksum_of_piece(tensor.contiguous(), number) for number in range(3)]
+    assert pieces == [
+        checksum_of_piece(tensor.contiguous(), number) for number in range(3)
+    ]
     tensor[..., :1] += 1
     assert checksum_of_piece(tensor, 0) != pieces[0]
 
@@ -158,7 +188,9 @@ def test_a_tensor_without_memory_is_not_read(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["freed", "too small"])
-def test_a_tensor_whose_memory_was_taken_away_has_the_digest_of_nothing(kind: str) -> None:
+def test_a_tensor_whose_memory_was_taken_away_has_the_digest_of_nothing(
+    kind: str,
+) -> None:
     assert digest_of(WITHOUT_MEMORY[kind]()) == digest_of(torch.empty(0))
 
 
@@ -167,13 +199,18 @@ def test_a_tensor_that_wraps_others_has_the_fingerprints_of_these() -> None:
         return TwoTensor(first[1000:], second[1000:])
 
     def looked_at(tensor: torch.Tensor) -> list[object]:
-        return [digest_of(tensor), *(checksum_of_piece(tensor, number) for number in range(4))]
+        return [
+            digest_of(tensor),
+            *(checksum_of_piece(tensor, number) for number in range(4)),
+        ]
 
     ones, other = torch.ones(3000), torch.ones(3000)
     other[-1] = 2
     known = looked_at(wrapping(ones, ones.clone()))
     assert looked_at(wrapping(ones.clone(), ones.clone())) == known
-    assert [a != b for a, b in zip(looked_at(wrapping(ones, other)), known, strict=True)] == [True, *_OF_SECOND]
+    assert [
+        a != b for a, b in zip(looked_at(wrapping(ones, other)), known, strict=True)
+    ] == [True, *_OF_SECOND]
 
 
 _OF_SECOND = [False, False, False, True]  # the last piece of the second tensor
@@ -182,7 +219,10 @@ _OF_SECOND = [False, False, False, True]  # the last piece of the second tensor
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
 def test_the_digest_of_a_quantized_tensor_is_that_of_its_numbers() -> None:
     """To view it as bytes ended the process."""
-    one, same, other = (torch.quantize_per_tensor(torch.full((9,), x), 0.1, 0, torch.quint8) for x in (1.0, 1.0, 2.0))
+    one, same, other = (
+        torch.quantize_per_tensor(torch.full((9,), x), 0.1, 0, torch.quint8)
+        for x in (1.0, 1.0, 2.0)
+    )
     assert digest_of(one) == digest_of(same) != digest_of(other)
 
 

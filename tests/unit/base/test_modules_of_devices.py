@@ -27,17 +27,23 @@ def mac(monkeypatch: pytest.MonkeyPatch) -> torch.Generator:
     return generator
 
 
-@pytest.mark.parametrize("name", ["mps", "MPS", "mps:0", "/device:MPS:0", torch.device("mps"), MPS], ids=repr)
+@pytest.mark.parametrize(
+    "name", ["mps", "MPS", "mps:0", "/device:MPS:0", torch.device("mps"), MPS], ids=repr
+)
 def test_a_mac_has_one_device(name: Any, mac: torch.Generator) -> None:
     assert canonical_device(name) == MPS
 
 
 def test_a_mac_has_no_second_device(mac: torch.Generator) -> None:
-    with pytest.raises(ValueError, match=r"The device 'mps:1' is not on this machine, which has mps:0"):
+    with pytest.raises(
+        ValueError, match=r"The device 'mps:1' is not on this machine, which has mps:0"
+    ):
         canonical_device("mps:1")
 
 
-def test_a_module_without_any_function_has_no_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_module_without_any_function_has_no_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.delattr(torch.mps, "device_count")
     assert device_count("mps") == 0
     with pytest.raises(ValueError, match="is not on this machine"):
@@ -68,7 +74,10 @@ def test_each_replica_on_a_mac_draws_numbers_of_its_own(mac: torch.Generator) ->
 
 
 def test_the_generator_of_a_mac_is_one_whoever_asks(mac: torch.Generator) -> None:
-    (one,), (other,) = generators_of(MPS, with_cpu=False), generators_of(MPS, with_cpu=False)
+    (one,), (other,) = (
+        generators_of(MPS, with_cpu=False),
+        generators_of(MPS, with_cpu=False),
+    )
     assert one == other and hash(one) == hash(other)
     assert generators_of(MPS, with_cpu=True) == [torch.default_generator, one]
 

@@ -64,22 +64,36 @@ USES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], Any]] = {
     "delete on a module": (linear, set_and_delete, False),
     "zero gradients": (momentum, lambda optimizer: optimizer.zero_grad(), None),
     "load a state": (momentum, load_own_state, 1),
-    "call a method of the user's": (momentum, lambda optimizer: optimizer.zero_momentum(), "zeroed"),
+    "call a method of the user's": (
+        momentum,
+        lambda optimizer: optimizer.zero_momentum(),
+        "zeroed",
+    ),
     "read a scheduler": (scheduler, lambda one: one.step.__name__, "step"),
     "read a parameter": (marked_parameter, lambda parameter: parameter.decays, False),
-    "read a field of a parameter": (marked_parameter, lambda parameter: parameter.requires_grad, True),
+    "read a field of a parameter": (
+        marked_parameter,
+        lambda parameter: parameter.requires_grad,
+        True,
+    ),
     "set on a parameter": (marked_parameter, set_new, 1),
     "delete on a parameter": (marked_parameter, set_and_delete, False),
     "read a trainer": (Trainer, lambda trainer: trainer.epochs, 3),
     "set on a trainer": (Trainer, set_new, 1),
     "delete on a trainer": (Trainer, set_and_delete, False),
     "copy a trainer": (Trainer, lambda trainer: copy.copy(trainer).epochs, 3),
-    "pickle a trainer": (Trainer, lambda trainer: pickle.loads(pickle.dumps(trainer)).epochs, 3),
+    "pickle a trainer": (
+        Trainer,
+        lambda trainer: pickle.loads(pickle.dumps(trainer)).epochs,
+        3,
+    ),
 }
 
 
 @pytest.mark.parametrize("use", USES)
-def test_a_run_may_end_in_the_middle_of_an_access(use: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_may_end_in_the_middle_of_an_access(
+    use: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Four threads ran one model through `DataParallel`, and `super()` of a proxy's method raised `TypeError`.
 
     A run on another thread had ended between the beginning of `__getattribute__` and its `super()`, and the parameter
@@ -101,7 +115,9 @@ def test_a_run_may_end_in_the_middle_of_an_access(use: str, monkeypatch: pytest.
         return find
 
     last = 0
-    while number_of_calls >= last:  # the access has come to the place at which the run ended
+    while (
+        number_of_calls >= last
+    ):  # the access has come to the place at which the run ended
         last, number_of_calls = last + 1, 0
         proxies.install([thing], run)
         monkeypatch.setattr(proxies, "local_object", end_run_at(last))

@@ -7,7 +7,12 @@ import ctypes
 import pytest
 import torch
 
-from torchstrategy._base.memory import has_lost_memory, memory_between_ends, own_storage, view_at
+from torchstrategy._base.memory import (
+    has_lost_memory,
+    memory_between_ends,
+    own_storage,
+    view_at,
+)
 from torchstrategy._base.writes import UncountedWrites
 
 SMALL, LARGE = 100, 1 << 18  # the library keeps a copy of one, and sums of the other
@@ -57,5 +62,8 @@ def test_reading_many_lengths_makes_few_classes() -> None:
     view_at(numbers.data_ptr(), 3000)
     before = len(ctypes.Array.__subclasses__())
     for length in range(3001):
-        assert bytes(view_at(numbers.data_ptr(), length)) == numbers[:length].numpy().tobytes()
+        assert (
+            bytes(view_at(numbers.data_ptr(), length))
+            == numbers[:length].numpy().tobytes()
+        )
     assert len(ctypes.Array.__subclasses__()) - before <= 12

@@ -57,7 +57,10 @@ USES: dict[str, tuple[str, Callable[[Any], object]]] = {
     "shape": ("value.shape", lambda v: v.shape),
     "size": ("value.size", lambda v: v.size(0)),
     "stack": ("torch.stack(value)", lambda v: torch.stack([v, v])),
-    "a keyword": ("torch.where(value)", lambda v: torch.where(torch.ones(2) > 0, input=torch.ones(2), other=v)),
+    "a keyword": (
+        "torch.where(value)",
+        lambda v: torch.where(torch.ones(2) > 0, input=torch.ones(2), other=v),
+    ),
     "argument of torch": ("torch.exp(value)", torch.exp),
 }
 
@@ -68,7 +71,9 @@ def value() -> PerReplica:
 
 
 @pytest.mark.parametrize("use", USES)
-def test_a_use_as_a_tensor_or_number_says_what_to_write(value: PerReplica, use: str) -> None:
+def test_a_use_as_a_tensor_or_number_says_what_to_write(
+    value: PerReplica, use: str
+) -> None:
     said, do = USES[use]
     with pytest.raises((TypeError, AttributeError)) as refused:
         do(value)
@@ -86,15 +91,25 @@ def test_a_use_as_a_tensor_or_number_says_what_to_write(value: PerReplica, use: 
 def test_a_worker_says_that_other_workers_have_replicas_too() -> None:
     """In two workers of one replica the message said "1 replica", where the user had two."""
     batch = PerReplica([torch.ones(3)], rows=(3,), rows_of_all=(3, 2))
-    with pytest.raises(TypeError, match=r"this worker's 1 replica, of 2 in all workers \(rows of the batch: 3\)"):
+    with pytest.raises(
+        TypeError,
+        match=r"this worker's 1 replica, of 2 in all workers \(rows of the batch: 3\)",
+    ):
         len(batch)
-    with pytest.raises(TypeError, match="this worker's replicas, of which there is one"):
+    with pytest.raises(
+        TypeError, match="this worker's replicas, of which there is one"
+    ):
         float(PerReplica([torch.ones(())]))
 
 
 def test_what_the_message_says_to_write_works() -> None:
     strategy = torchstrategy.CentralStorageStrategy(["cpu"] * 2)
-    value = strategy.run(lambda: torch.ones(1) * (1 + torchstrategy.get_replica_context().replica_id_in_sync_group))
+    value = strategy.run(
+        lambda: (
+            torch.ones(1)
+            * (1 + torchstrategy.get_replica_context().replica_id_in_sync_group)
+        )
+    )
     assert strategy.reduce("mean", value, axis=None).item() == 1.5
     assert strategy.reduce("mean", value, axis=0).item() == 1.5
     assert strategy.gather(value, axis=0).tolist() == [1.0, 2.0]
@@ -108,7 +123,9 @@ def test_the_length_of_a_batch_names_its_rows() -> None:
     strategy = torchstrategy.CentralStorageStrategy(["cpu"] * 3)
     (batch,) = strategy.experimental_distribute_dataset([torch.ones(7, 2)])
     for use in (len, lambda batch: batch.size(0), lambda batch: batch.shape[0]):
-        with pytest.raises((TypeError, AttributeError), match=r"rows of the batch: 3, 3, 1"):
+        with pytest.raises(
+            (TypeError, AttributeError), match=r"rows of the batch: 3, 3, 1"
+        ):
             use(batch)
 
 
@@ -122,7 +139,9 @@ def test_a_trainer_that_adds_up_losses_fails_at_that_line() -> None:
         total += loss.item()
 
 
-def test_equality_hash_print_and_copies_are_those_of_an_object(value: PerReplica) -> None:
+def test_equality_hash_print_and_copies_are_those_of_an_object(
+    value: PerReplica,
+) -> None:
     assert value == value and value != PerReplica(value.values)
     assert value in {value: 1} and value in [value]
     assert f"{value}" == str(value) == repr(value)

@@ -59,7 +59,10 @@ CHANGES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "a tensor that is a key": (lambda: {torch.zeros(2): 1}, with_another_key),
     "the order of a dict": (lambda: {"a": 1, "b": 2}, lambda c: c.update(a=c.pop("a"))),
     "an ordered dict": (lambda: OrderedDict(a=1, b=2), lambda c: c.move_to_end("a")),
-    "an attribute of an ordered dict": (ordered_with_attribute, lambda c: setattr(c, "note", 2)),
+    "an attribute of an ordered dict": (
+        ordered_with_attribute,
+        lambda c: setattr(c, "note", 2),
+    ),
     "a dict of a class": (lambda: Named(a=1), lambda c: c.update(a=2)),
     "an item of a list": (lambda: [1, 2], lambda c: c.reverse()),
     "the end of a list": (lambda: [1, 2], lambda c: c.append(3)),
@@ -92,7 +95,10 @@ def test_an_entry_that_goes_from_one_table_to_the_next_is_seen() -> None:
     other: dict[str, int] = {}
     snapshot = Snapshot({0: one, 1: other})
     other["a"] = one.pop("a")
-    assert list(snapshot.edits()) == [Edit(0, "a", 1, MISSING), Edit(1, "a", MISSING, 1)]
+    assert list(snapshot.edits()) == [
+        Edit(0, "a", 1, MISSING),
+        Edit(1, "a", MISSING, 1),
+    ]
 
 
 def test_objects_are_compared_by_identity() -> None:
@@ -128,10 +134,16 @@ def test_an_edit_can_be_made_in_another_table() -> None:
     for edit in edits(before, after):
         edit.apply(other)
     assert other == {"b": 3, "c": 4, "d": 5}
-    assert [edit.verb() for edit in edits(before, after)] == ["taken away", "replaced", "made"]
+    assert [edit.verb() for edit in edits(before, after)] == [
+        "taken away",
+        "replaced",
+        "made",
+    ]
 
 
-def test_a_hook_that_a_step_puts_straight_into_an_empty_table_is_seen(several: torchstrategy.Strategy) -> None:
+def test_a_hook_that_a_step_puts_straight_into_an_empty_table_is_seen(
+    several: torchstrategy.Strategy,
+) -> None:
     # torch counts hooks when they are registered, and only then. The library relied on this count.
     with several.scope():
         net = nn.Linear(1, 1)

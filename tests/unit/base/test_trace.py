@@ -18,13 +18,17 @@ from torchstrategy._base import trace as tracing
 from torchstrategy._base.trace import traced
 
 # What torch before 2.13 says of each first profile.
-pytestmark = pytest.mark.filterwarnings("ignore:Warning. Profiler clears events:UserWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:Warning. Profiler clears events:UserWarning"
+)
 
 
 def trace(call: Callable[[], object]) -> list[Any]:
     """What is recorded of a call, on all threads, in order."""
     everywhere = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
-    with profile(activities=[ProfilerActivity.CPU], experimental_config=everywhere) as profiler:
+    with profile(
+        activities=[ProfilerActivity.CPU], experimental_config=everywhere
+    ) as profiler:
         call()
     return sorted(profiler.events() or [], key=lambda event: event.time_range.start)
 
@@ -36,7 +40,11 @@ def ranges(events: list[Any]) -> list[str]:
         above = event.cpu_parent
         return 0 if above is None else depth(above) + is_ours(above)
 
-    return ["  " * depth(event) + event.name.removeprefix("torchstrategy.") for event in events if is_ours(event)]
+    return [
+        "  " * depth(event) + event.name.removeprefix("torchstrategy.")
+        for event in events
+        if is_ours(event)
+    ]
 
 
 def is_ours(event: Any) -> bool:
@@ -79,7 +87,11 @@ def test_a_trace_of_a_step_in_two_replicas_can_be_read() -> None:
         "  wait for replicas",
         "  reduce gradients",
     ]
-    assert ranges(other) == ["run train_step [replica 1]", "  accumulate gradients", "  wait at optimizer.step()"]
+    assert ranges(other) == [
+        "run train_step [replica 1]",
+        "  accumulate gradients",
+        "  wait at optimizer.step()",
+    ]
     for events in (caller, other):
         assert {"aten::addmm", "AddmmBackward0"} <= {event.name for event in events}
 
@@ -93,7 +105,9 @@ def test_replicas_that_update_by_themselves_are_named() -> None:
 
 
 def test_one_device_shows_the_run_and_nothing_below() -> None:
-    assert ranges(trace(training(torchstrategy.OneDeviceStrategy("cpu")))) == ["run train_step"]
+    assert ranges(trace(training(torchstrategy.OneDeviceStrategy("cpu")))) == [
+        "run train_step"
+    ]
 
 
 def test_a_batch_that_is_dealt_out_is_shown() -> None:
@@ -143,7 +157,9 @@ def test_ranges_of_a_step_that_fails_are_closed() -> None:
         torch.zeros(1)
 
     events = trace(run)
-    assert [event.cpu_parent for event in events if event.name == "aten::zeros"] == [None]
+    assert [event.cpu_parent for event in events if event.name == "aten::zeros"] == [
+        None
+    ]
     assert [name for name in ranges(events) if "run fail" in name] == [
         *["run fail", "  run fail [replica 0]", "run fail [replica 1]"],
         *["run fail", "  run fail [replica 0]", "run fail [replica 1]"],
@@ -152,13 +168,18 @@ def test_ranges_of_a_step_that_fails_are_closed() -> None:
 
 def test_a_profiler_that_does_not_see_the_replicas_is_noticed() -> None:
     strategy = torchstrategy.CentralStorageStrategy(["cpu"] * 2)
-    with profile(activities=[ProfilerActivity.CPU]), pytest.warns(UserWarning, match="profile_all_threads=True"):
+    with (
+        profile(activities=[ProfilerActivity.CPU]),
+        pytest.warns(UserWarning, match="profile_all_threads=True"),
+    ):
         strategy.run(lambda: None)
     with profile(activities=[ProfilerActivity.CPU]):  # there is no other thread
         torchstrategy.OneDeviceStrategy("cpu").run(lambda: None)
 
 
-def test_nothing_is_made_where_no_profiler_is_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_made_where_no_profiler_is_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(tracing, "record_function", None)
     training(torchstrategy.CentralStorageStrategy(["cpu"] * 2))()
     thing = Trainer()

@@ -18,7 +18,14 @@ from hypothesis import strategies as st
 import torchstrategy
 from topologies import central
 from torchstrategy import DistributedValues, Strategy, get_replica_context
-from torchstrategy._base.distributed_values import ABSENT, Mirrored, PerReplica, local_results, regroup, select
+from torchstrategy._base.distributed_values import (
+    ABSENT,
+    Mirrored,
+    PerReplica,
+    local_results,
+    regroup,
+    select,
+)
 
 
 class Leaf:
@@ -59,15 +66,21 @@ def per_replica() -> PerReplica:
 # What a distributed value is
 
 
-def test_what_run_returns_from_several_replicas_is_a_distributed_value(several: Strategy) -> None:
+def test_what_run_returns_from_several_replicas_is_a_distributed_value(
+    several: Strategy,
+) -> None:
     value = several.run(lambda: torch.ones(1) * replica_id())
     assert isinstance(value, DistributedValues)
     assert type(value.values) is tuple
-    assert [float(component) for component in value.values] == list(range(several.num_replicas_in_sync))
+    assert [float(component) for component in value.values] == list(
+        range(several.num_replicas_in_sync)
+    )
 
 
 def test_the_common_type_of_distributed_values_is_not_made() -> None:
-    with pytest.raises(TypeError, match=r"^DistributedValues is only the common type of such values\. "):
+    with pytest.raises(
+        TypeError, match=r"^DistributedValues is only the common type of such values\. "
+    ):
         DistributedValues([1, 2])
 
 
@@ -89,7 +102,9 @@ NOT_A_TENSOR: dict[str, tuple[type[Exception], Callable[[Any], object]]] = {
 
 
 @pytest.mark.parametrize("use", NOT_A_TENSOR)
-def test_a_per_replica_value_is_a_container_and_not_a_tensor(per_replica: PerReplica, use: str) -> None:
+def test_a_per_replica_value_is_a_container_and_not_a_tensor(
+    per_replica: PerReplica, use: str
+) -> None:
     error, call = NOT_A_TENSOR[use]
     with pytest.raises(error):
         call(per_replica)
@@ -111,11 +126,19 @@ def test_a_distributed_value_can_be_referred_to_weakly(per_replica: PerReplica) 
 
 def test_a_per_replica_value_prints_a_line_for_each_replica() -> None:
     value = PerReplica([torch.tensor([1.0]), "two", None])
-    assert str(value) == repr(value) == f"{value}" == "PerReplica:{\n  0: tensor([1.]),\n  1: two,\n  2: None\n}"
+    assert (
+        str(value)
+        == repr(value)
+        == f"{value}"
+        == "PerReplica:{\n  0: tensor([1.]),\n  1: two,\n  2: None\n}"
+    )
 
 
 def test_a_mirrored_value_prints_as_one() -> None:
-    assert str(Mirrored([torch.tensor(1.0), torch.tensor(1.0)])) == "Mirrored:{\n  0: 1.0,\n  1: 1.0\n}"
+    assert (
+        str(Mirrored([torch.tensor(1.0), torch.tensor(1.0)]))
+        == "Mirrored:{\n  0: 1.0,\n  1: 1.0\n}"
+    )
 
 
 def test_absent_replicas_are_not_printed() -> None:
@@ -143,7 +166,10 @@ def test_absent_replicas_stay_absent_in_a_copy(duplicate: Callable[[Any], Any]) 
     copied = duplicate(value)
     assert len(copied.values) == 2
     assert str(copied) == str(value)
-    assert strategy.run(lambda x: replica_id() + 1000, args=(copied,)).values == (1000, 1001)
+    assert strategy.run(lambda x: replica_id() + 1000, args=(copied,)).values == (
+        1000,
+        1001,
+    )
 
 
 # regroup: the same object, and others
@@ -207,7 +233,14 @@ def test_containers_keep_their_types_and_hold_a_value_at_each_leaf() -> None:
     assert list(value[1]["b"]) == ["z", "y"]
     assert type(value[2]) is collections.defaultdict
     assert value[2].default_factory is list
-    for leaf in (value[0][0], value[0][1].first, value[1]["a"], value[1]["b"]["z"], value[1]["b"]["y"], value[2]["k"]):
+    for leaf in (
+        value[0][0],
+        value[0][1].first,
+        value[1]["a"],
+        value[1]["b"]["z"],
+        value[1]["b"]["y"],
+        value[2]["k"],
+    ):
         assert [component.name for component in leaf.values] == [0, 1]
 
 
@@ -223,7 +256,10 @@ def test_empty_containers_from_all_replicas_are_one(empty: Any) -> None:
     assert regroup([copy.copy(empty), copy.copy(empty)]) == empty
 
 
-@pytest.mark.parametrize("make", [lambda: {1, 2}, lambda: "".join("text"), lambda: b"12", lambda: range(2), Leaf])
+@pytest.mark.parametrize(
+    "make",
+    [lambda: {1, 2}, lambda: "".join("text"), lambda: b"12", lambda: range(2), Leaf],
+)
 def test_what_is_no_container_is_one_leaf(make: Callable[[], Any]) -> None:
     first, second = make(), make()
     value = regroup([[first], [second]])
@@ -233,7 +269,12 @@ def test_what_is_no_container_is_one_leaf(make: Callable[[], Any]) -> None:
 
 
 def test_what_torch_returns_as_named_fields_keeps_them() -> None:
-    value = regroup([torch.max(torch.tensor([[1.0, 2.0]]), dim=1), torch.max(torch.tensor([[4.0, 3.0]]), dim=1)])
+    value = regroup(
+        [
+            torch.max(torch.tensor([[1.0, 2.0]]), dim=1),
+            torch.max(torch.tensor([[4.0, 3.0]]), dim=1),
+        ]
+    )
     assert type(value) is torch.return_types.max
     assert [component.item() for component in value.values.values] == [2, 4]
     assert [component.item() for component in value.indices.values] == [1, 0]
@@ -288,17 +329,37 @@ def test_the_same_object_from_all_that_are_present_is_that_object() -> None:
 
 MISMATCHES: dict[str, tuple[Any, Any, str]] = {
     "lengths": ([1], [1, 2], r"the result: a list of 1 and a list of 2"),
-    "lengths of tuples": ({"x": [1, (2,)]}, {"x": [1, (2, 3)]}, r"\['x'\]\[1\]: a tuple of 1 and a tuple of 2"),
+    "lengths of tuples": (
+        {"x": [1, (2,)]},
+        {"x": [1, (2, 3)]},
+        r"\['x'\]\[1\]: a tuple of 1 and a tuple of 2",
+    ),
     "keys": ({"a": 1}, {"b": 1}, r"the result: keys \['a'\] and keys \['b'\]"),
-    "one key more": ([{"a": 1}], [{"a": 1, "b": 2}], r"\[0\]: keys \['a'\] and keys \['a', 'b'\]"),
+    "one key more": (
+        [{"a": 1}],
+        [{"a": 1, "b": 2}],
+        r"\[0\]: keys \['a'\] and keys \['a', 'b'\]",
+    ),
     "list and tuple": ([1], (1,), r"the result: a list of 1 and a tuple of 1"),
     "container and leaf": ({"x": [1]}, {"x": 1}, r"\['x'\]: a list of 1 and an? int"),
     "leaf and container": ({"x": 1}, {"x": [1]}, r"\['x'\]: an? int and a list of 1"),
     "None and container": ([None], [[]], r"\[0\]: (a )?None(Type)? and a list of 0"),
-    "tensor and container": (torch.ones(1), [torch.ones(1)], r"the result: a Tensor and a list of 1"),
+    "tensor and container": (
+        torch.ones(1),
+        [torch.ones(1)],
+        r"the result: a Tensor and a list of 1",
+    ),
     "named tuples": (Pair(1, 2), (1, 2), r"the result: a Pair of 2 and a tuple of 2"),
-    "after leaves of other types": ((1, [2]), (torch.ones(1), [2, 3]), r"\[1\]: a list of 1 and a list of 2"),
-    "after keys of other types": ({"a": 1, "b": {"c": 1}}, {"a": "x", "b": {}}, r"\['b'\]: keys \['c'\] and keys \[\]"),
+    "after leaves of other types": (
+        (1, [2]),
+        (torch.ones(1), [2, 3]),
+        r"\[1\]: a list of 1 and a list of 2",
+    ),
+    "after keys of other types": (
+        {"a": 1, "b": {"c": 1}},
+        {"a": "x", "b": {}},
+        r"\['b'\]: keys \['c'\] and keys \[\]",
+    ),
 }
 
 
@@ -311,14 +372,17 @@ def test_structures_that_differ_are_refused_with_the_place(mismatch: str) -> Non
 
 
 def test_the_replicas_that_differ_are_named() -> None:
-    with pytest.raises(ValueError, match=r"^Replicas 1 and 3 returned values of different structure"):
+    with pytest.raises(
+        ValueError, match=r"^Replicas 1 and 3 returned values of different structure"
+    ):
         regroup([ABSENT, [1], [2], [3, 4]])
 
 
 def test_run_names_the_replicas_whose_results_differ(several: Strategy) -> None:
     last = several.num_replicas_in_sync - 1
     with pytest.raises(
-        ValueError, match=rf"^Replicas 0 and {last} returned values of different structure.*\['x'\]\[1\]: "
+        ValueError,
+        match=rf"^Replicas 0 and {last} returned values of different structure.*\['x'\]\[1\]: ",
     ):
         several.run(lambda: {"x": (1, (2,) if replica_id() < last else ())})
 
@@ -332,7 +396,9 @@ def test_select_takes_each_component_wherever_it_stands() -> None:
     mine = select(tree, 1)
     assert type(mine) is tuple
     assert type(mine[3]) is Pair
-    assert [leaf.name for leaf in (mine[0]["k"][0]["z"], mine[1], mine[2], mine[3].first)] == [1, 1, 1, 1]
+    assert [
+        leaf.name for leaf in (mine[0]["k"][0]["z"], mine[1], mine[2], mine[3].first)
+    ] == [1, 1, 1, 1]
 
 
 def test_select_hands_out_plain_leaves_as_they_are() -> None:
@@ -358,7 +424,9 @@ NESTINGS = st.recursive(
         st.lists(inner, max_size=3),
         st.lists(inner, max_size=3).map(tuple),
         st.dictionaries(st.sampled_from("abc"), inner, max_size=3),
-        st.dictionaries(st.sampled_from([0, 1, "x"]), inner, max_size=3).map(collections.OrderedDict),
+        st.dictionaries(st.sampled_from([0, 1, "x"]), inner, max_size=3).map(
+            collections.OrderedDict
+        ),
         st.tuples(inner, inner).map(lambda two: Pair(*two)),
     ),
     max_leaves=8,
@@ -373,7 +441,9 @@ def filled(nesting: Any, make: Callable[[], Any]) -> Any:
     if isinstance(nesting, Pair):
         return Pair(*(filled(inner, make) for inner in nesting))
     if isinstance(nesting, dict):
-        return type(nesting)((key, filled(inner, make)) for key, inner in nesting.items())
+        return type(nesting)(
+            (key, filled(inner, make)) for key, inner in nesting.items()
+        )
     return type(nesting)(filled(inner, make) for inner in nesting)
 
 
@@ -382,7 +452,9 @@ def is_same(first: Any, second: Any) -> bool:
     if type(first) is not type(second):
         return False
     if isinstance(first, dict):
-        return list(first) == list(second) and all(is_same(first[key], second[key]) for key in first)
+        return list(first) == list(second) and all(
+            is_same(first[key], second[key]) for key in first
+        )
     if isinstance(first, (list, tuple)):
         return len(first) == len(second) and all(map(is_same, first, second))
     return first is second
@@ -398,7 +470,9 @@ def leaves_of(tree: Any) -> list[Any]:
 
 @quickly
 @given(NESTINGS, st.integers(1, 4))
-def test_select_gives_back_what_regroup_put_together(nesting: Any, replicas: int) -> None:
+def test_select_gives_back_what_regroup_put_together(
+    nesting: Any, replicas: int
+) -> None:
     trees = [filled(nesting, Leaf) for _ in range(replicas)]
     value = regroup(trees)
     for r, tree in enumerate(trees):
@@ -407,7 +481,9 @@ def test_select_gives_back_what_regroup_put_together(nesting: Any, replicas: int
 
 @quickly
 @given(NESTINGS, st.lists(st.booleans(), min_size=1, max_size=4).filter(any))
-def test_select_gives_back_those_that_are_present(nesting: Any, present: Sequence[bool]) -> None:
+def test_select_gives_back_those_that_are_present(
+    nesting: Any, present: Sequence[bool]
+) -> None:
     trees = [filled(nesting, Leaf) if is_present else ABSENT for is_present in present]
     value = regroup(trees)
     for r, tree in enumerate(trees):
@@ -421,7 +497,9 @@ def test_select_gives_back_those_that_are_present(nesting: Any, present: Sequenc
 
 @quickly
 @given(NESTINGS, st.integers(2, 4), st.data())
-def test_leaves_are_shared_or_distributed_each_on_its_own(nesting: Any, replicas: int, data: st.DataObject) -> None:
+def test_leaves_are_shared_or_distributed_each_on_its_own(
+    nesting: Any, replicas: int, data: st.DataObject
+) -> None:
     first = filled(nesting, Leaf)
     shared = {id(leaf) for leaf in leaves_of(first) if data.draw(st.booleans())}
     leaves = iter(leaves_of(first) * (replicas - 1))
@@ -430,7 +508,9 @@ def test_leaves_are_shared_or_distributed_each_on_its_own(nesting: Any, replicas
         leaf = next(leaves)
         return leaf if id(leaf) in shared else Leaf()
 
-    value = regroup([first] + [filled(nesting, own_or_shared) for _ in range(replicas - 1)])
+    value = regroup(
+        [first] + [filled(nesting, own_or_shared) for _ in range(replicas - 1)]
+    )
     for leaf, together in zip(leaves_of(first), leaves_of(value), strict=True):
         assert (together is leaf) == (id(leaf) in shared)
         assert isinstance(together, PerReplica) == (id(leaf) not in shared)
@@ -438,17 +518,26 @@ def test_leaves_are_shared_or_distributed_each_on_its_own(nesting: Any, replicas
 
 @quickly
 @given(NESTINGS, NESTINGS, st.integers(1, 3))
-def test_replicas_of_different_nesting_are_refused_and_of_the_same_are_not(nesting: Any, other: Any, at: int) -> None:
+def test_replicas_of_different_nesting_are_refused_and_of_the_same_are_not(
+    nesting: Any, other: Any, at: int
+) -> None:
     def shape(tree: Any) -> Any:
         if isinstance(tree, dict):
             return "dict", {key: shape(inner) for key, inner in tree.items()}
-        return (type(tree), [shape(inner) for inner in tree]) if isinstance(tree, (list, tuple)) else "leaf"
+        return (
+            (type(tree), [shape(inner) for inner in tree])
+            if isinstance(tree, (list, tuple))
+            else "leaf"
+        )
 
     trees = [filled(other if r == at else nesting, Leaf) for r in range(4)]
     if shape(nesting) == shape(other):
         regroup(trees)
     else:
-        with pytest.raises(ValueError, match=rf"^Replicas 0 and {at} returned values of different structure"):
+        with pytest.raises(
+            ValueError,
+            match=rf"^Replicas 0 and {at} returned values of different structure",
+        ):
             regroup(trees)
 
 
@@ -462,7 +551,9 @@ def test_local_results_are_what_each_replica_had(nesting: Any, replicas: int) ->
 
 @settings(quickly, max_examples=25)
 @given(NESTINGS, st.integers(1, 4))
-def test_run_takes_apart_and_puts_together_any_nesting(nesting: Any, replicas: int) -> None:
+def test_run_takes_apart_and_puts_together_any_nesting(
+    nesting: Any, replicas: int
+) -> None:
     strategy = STRATEGIES[replicas]
     trees = [filled(nesting, Leaf) for _ in range(replicas)]
     value = regroup(trees, always_wrap=True)
@@ -478,7 +569,9 @@ STRATEGIES = {replicas: central(replicas) for replicas in range(1, 5)}
 
 
 @pytest.mark.parametrize("plain", [3, None, "text", torch.ones(1), Leaf()], ids=repr)
-def test_the_local_results_of_a_plain_value_are_itself(strategy: Strategy, plain: object) -> None:
+def test_the_local_results_of_a_plain_value_are_itself(
+    strategy: Strategy, plain: object
+) -> None:
     results = strategy.experimental_local_results(plain)
     assert type(results) is tuple
     assert len(results) == 1
@@ -486,18 +579,28 @@ def test_the_local_results_of_a_plain_value_are_itself(strategy: Strategy, plain
 
 
 @pytest.mark.parametrize("plain", [[1, 2], {"a": 1}, (), [], {"a": [None]}], ids=repr)
-def test_the_local_results_of_a_plain_container_are_one_for_each_replica(strategy: Strategy, plain: Any) -> None:
+def test_the_local_results_of_a_plain_container_are_one_for_each_replica(
+    strategy: Strategy, plain: Any
+) -> None:
     """As TensorFlow has it: whoever adds up the results of the replicas adds up as many as there are replicas."""
-    assert strategy.experimental_local_results(plain) == (plain,) * strategy.num_replicas_in_sync
+    assert (
+        strategy.experimental_local_results(plain)
+        == (plain,) * strategy.num_replicas_in_sync
+    )
 
 
 @pytest.mark.parametrize("number", [1, 1000, 2.5, 0j], ids=repr)
-def test_a_number_that_every_replica_returns_is_one_for_each_of_them(several: Strategy, number: Any) -> None:
+def test_a_number_that_every_replica_returns_is_one_for_each_of_them(
+    several: Strategy, number: Any
+) -> None:
     """Python has one object for all small integers and for a constant of the step: counts came back as one."""
     count = several.num_replicas_in_sync
     results = several.run(lambda: {"number": number, "flag": True, "name": "x"})
     assert several.experimental_local_results(results["number"]) == (number,) * count
-    assert several.experimental_local_results(results) == ({"number": number, "flag": True, "name": "x"},) * count
+    assert (
+        several.experimental_local_results(results)
+        == ({"number": number, "flag": True, "name": "x"},) * count
+    )
     assert several.reduce("sum", results["number"], axis=None) == number * count
     assert (results["flag"], results["name"]) == (True, "x")
 
@@ -509,42 +612,71 @@ def test_lists_of_different_lengths_are_kept(strategy: Strategy) -> None:
 
     def step(x: torch.Tensor) -> Any:
         names = [f"row {i}" for i in x.tolist()]
-        return {"loss": x.sum(), "names": names, "found": ([{"row": i} for i in x], len(x))}
+        return {
+            "loss": x.sum(),
+            "names": names,
+            "found": ([{"row": i} for i in x], len(x)),
+        }
 
     results = strategy.experimental_local_results(strategy.run(step, args=(batch,)))
-    assert [name for one in results for name in one["names"]] == [f"row {i}" for i in range(2 * n + 1)]
-    assert [int(found["row"]) for one in results for found in one["found"][0]] == list(range(2 * n + 1))
+    assert [name for one in results for name in one["names"]] == [
+        f"row {i}" for i in range(2 * n + 1)
+    ]
+    assert [int(found["row"]) for one in results for found in one["found"][0]] == list(
+        range(2 * n + 1)
+    )
     assert sum(one["found"][1] for one in results) == 2 * n + 1
-    again = strategy.run(lambda result: len(result["names"]), args=(strategy.run(step, args=(batch,)),))
+    again = strategy.run(
+        lambda result: len(result["names"]), args=(strategy.run(step, args=(batch,)),)
+    )
     assert sum(strategy.experimental_local_results(again)) == 2 * n + 1
 
 
 @pytest.mark.parametrize(
     ("first", "other", "path"),
     [
-        ({"a": [1], "b": (1,)}, {"a": [1, 2], "b": (1, 2)}, r"\['b'\]: a tuple of 1 and a tuple of 2"),
+        (
+            {"a": [1], "b": (1,)},
+            {"a": [1, 2], "b": (1, 2)},
+            r"\['b'\]: a tuple of 1 and a tuple of 2",
+        ),
         (([1], {"k": 1}), ([1, 2], {"l": 1}), r"\[1\]: keys \['k'\] and keys \['l'\]"),
         ([1], 1, "a list of 1 and an int"),
         ((1, [2]), (1, (2,)), r"\[1\]: a list of 1 and a tuple of 1"),
     ],
     ids=str,
 )
-def test_other_differences_of_structure_are_refused(first: Any, other: Any, path: str) -> None:
+def test_other_differences_of_structure_are_refused(
+    first: Any, other: Any, path: str
+) -> None:
     two = STRATEGIES[2]
     with pytest.raises(ValueError, match=path):
-        two.run(lambda: other if torchstrategy.get_replica_context().replica_id_in_sync_group else first)
+        two.run(
+            lambda: (
+                other
+                if torchstrategy.get_replica_context().replica_id_in_sync_group
+                else first
+            )
+        )
 
 
 def test_local_results_are_in_replica_order_and_a_tuple(strategy: Strategy) -> None:
-    results = strategy.experimental_local_results(strategy.run(lambda: replica_id() + 1000))
+    results = strategy.experimental_local_results(
+        strategy.run(lambda: replica_id() + 1000)
+    )
     assert type(results) is tuple
     assert results == tuple(range(1000, 1000 + strategy.num_replicas_in_sync))
 
 
-def test_the_local_results_of_containers_are_a_container_for_each_replica(several: Strategy) -> None:
-    value = several.run(lambda: {"a": replica_id() + 1000, "b": (7, [replica_id() + 2000])})
+def test_the_local_results_of_containers_are_a_container_for_each_replica(
+    several: Strategy,
+) -> None:
+    value = several.run(
+        lambda: {"a": replica_id() + 1000, "b": (7, [replica_id() + 2000])}
+    )
     assert several.experimental_local_results(value) == tuple(
-        {"a": r + 1000, "b": (7, [r + 2000])} for r in range(several.num_replicas_in_sync)
+        {"a": r + 1000, "b": (7, [r + 2000])}
+        for r in range(several.num_replicas_in_sync)
     )
 
 
@@ -555,18 +687,28 @@ def test_local_results_of_another_strategys_value_are_its_components() -> None:
 
 def test_local_results_are_those_of_the_replicas_that_are_present() -> None:
     strategy = central(3)
-    value = strategy.run(lambda x: (x * 2, 7), args=(dealt(strategy, torch.tensor([5, 6])),))
-    assert [int(result[0]) for result in strategy.experimental_local_results(value)] == [10, 12]
+    value = strategy.run(
+        lambda x: (x * 2, 7), args=(dealt(strategy, torch.tensor([5, 6])),)
+    )
+    assert [
+        int(result[0]) for result in strategy.experimental_local_results(value)
+    ] == [10, 12]
 
 
-@pytest.mark.parametrize("order", list(itertools.permutations(["everywhere", "partial"])), ids=" then ".join)
+@pytest.mark.parametrize(
+    "order", list(itertools.permutations(["everywhere", "partial"])), ids=" then ".join
+)
 def test_local_results_show_nothing_for_an_absent_replica(order: Sequence[str]) -> None:
     strategy = central(3)
     values = {
         "everywhere": strategy.run(lambda: torch.ones(1) * replica_id()),
-        "partial": strategy.run(lambda x: x * 2, args=(dealt(strategy, torch.tensor([5, 6])),)),
+        "partial": strategy.run(
+            lambda x: x * 2, args=(dealt(strategy, torch.tensor([5, 6])),)
+        ),
     }
-    results = strategy.experimental_local_results({name: values[name] for name in order})
+    results = strategy.experimental_local_results(
+        {name: values[name] for name in order}
+    )
     assert "ABSENT" not in str(results)
     assert [int(result["partial"]) for result in results] == [10, 12]
 
@@ -596,10 +738,24 @@ def test_the_components_of_a_mirrored_value_do_not_share_memory(mirrored: Any) -
 MIRRORED_USES: dict[str, Callable[[Any], Any]] = {
     **{
         f"operator.{name}": lambda m, name=name: getattr(operator, name)(m, 2)
-        for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "lt", "le", "gt", "ge")
+        for name in (
+            "add",
+            "sub",
+            "mul",
+            "truediv",
+            "floordiv",
+            "mod",
+            "pow",
+            "lt",
+            "le",
+            "gt",
+            "ge",
+        )
     },
     **{
-        f"operator.{name}, reflected": lambda m, name=name: getattr(operator, name)(2, m)
+        f"operator.{name}, reflected": lambda m, name=name: getattr(operator, name)(
+            2, m
+        )
         for name in ("add", "sub", "mul", "truediv", "floordiv", "pow")
     },
     "value + value": lambda m: m + m,
@@ -620,30 +776,46 @@ MIRRORED_USES: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("use", MIRRORED_USES)
-def test_a_mirrored_value_acts_as_the_tensor_that_it_is_on_every_replica(mirrored: Any, use: str) -> None:
+def test_a_mirrored_value_acts_as_the_tensor_that_it_is_on_every_replica(
+    mirrored: Any, use: str
+) -> None:
     with torch.device(mirrored.values[0].device):
         expected = MIRRORED_USES[use](torch.tensor([2.0, 4.0]))
         result = MIRRORED_USES[use](mirrored)
     assert type(result) is type(expected)
-    assert torch.equal(result, expected) if isinstance(expected, torch.Tensor) else result == expected
+    assert (
+        torch.equal(result, expected)
+        if isinstance(expected, torch.Tensor)
+        else result == expected
+    )
 
 
 def test_a_mirrored_argument_is_its_component_in_each_replica(mirrored: Any) -> None:
-    value = central(2).run(lambda m: (type(m), m is mirrored.values[replica_id()]), args=(mirrored,))
+    value = central(2).run(
+        lambda m: (type(m), m is mirrored.values[replica_id()]), args=(mirrored,)
+    )
     assert value == (torch.Tensor, True)
 
 
 def test_a_mirrored_value_from_outside_is_in_a_replica_the_component_there() -> None:
     mirrored = Mirrored([torch.tensor([1.0]), torch.tensor([1.0])])
-    ours = central(2).run(lambda: mirrored.data_ptr() == mirrored.values[replica_id()].data_ptr())
+    ours = central(2).run(
+        lambda: mirrored.data_ptr() == mirrored.values[replica_id()].data_ptr()
+    )
     assert ours is True
 
 
-def test_a_mirrored_value_has_no_attribute_that_its_tensor_has_not(mirrored: Any) -> None:
-    with pytest.raises(AttributeError, match=r"^'Tensor' object has no attribute 'weight'"):
+def test_a_mirrored_value_has_no_attribute_that_its_tensor_has_not(
+    mirrored: Any,
+) -> None:
+    with pytest.raises(
+        AttributeError, match=r"^'Tensor' object has no attribute 'weight'"
+    ):
         _ = mirrored.weight
 
 
 def test_the_public_names_are_those_of_the_classes() -> None:
     assert torchstrategy.DistributedValues is DistributedValues
-    assert torchstrategy.PerReplica is PerReplica and issubclass(PerReplica, torchstrategy.DistributedValues)
+    assert torchstrategy.PerReplica is PerReplica and issubclass(
+        PerReplica, torchstrategy.DistributedValues
+    )

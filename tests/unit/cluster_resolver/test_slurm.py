@@ -40,7 +40,9 @@ def slurm(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_one_node(slurm: Any) -> None:
     resolver = slurm(ONE_NODE)
-    assert resolver.cluster_spec().as_dict() == {"worker": ["login1:8888", "login1:8889"]}
+    assert resolver.cluster_spec().as_dict() == {
+        "worker": ["login1:8888", "login1:8889"]
+    }
     assert resolver.get_task_info() == ("worker", 1)
     assert resolver.master() == "login1:8888"
     assert resolver.master("worker", 1, rpc_layer="grpc") == "grpc://login1:8889"
@@ -50,7 +52,14 @@ def test_brackets_and_nodes_with_other_numbers_of_tasks(slurm: Any) -> None:
     resolver = slurm(BRACKETS, port_base=9000, jobs={"chief": 1, "worker": 6})
     assert resolver.cluster_spec().as_dict() == {
         "chief": ["gpu08:9000"],
-        "worker": ["gpu08:9001", "gpu09:9000", "gpu09:9001", "gpu10:9000", "gpu12:9000", "big-1:9000"],
+        "worker": [
+            "gpu08:9001",
+            "gpu09:9000",
+            "gpu09:9001",
+            "gpu10:9000",
+            "gpu12:9000",
+            "big-1:9000",
+        ],
     }
     assert resolver.get_task_info() == ("worker", 3)
     assert resolver.master() == "gpu08:9000"
@@ -78,13 +87,32 @@ def test_gpus(slurm: Any) -> None:
         (ONE_NODE, {"auto_set_gpu": True}, ValueError, "gpus-per-task"),
         (ONE_NODE, {"tasks_per_node": 3}, ValueError, "Slurm started 2 tasks"),
         (ONE_NODE, {"jobs": {"worker": 1}}, ValueError, "Slurm started 2"),
-        ({**ONE_NODE, "SLURM_STEP_TASKS_PER_NODE": "2,1"}, {}, ValueError, "There are 1 nodes"),
-        ({**ONE_NODE, "SLURM_STEP_TASKS_PER_NODE": "two"}, {}, ValueError, "is no list of numbers"),
-        ({**ONE_NODE, "SLURM_STEP_NODELIST": "a[1-x]"}, {}, ValueError, "is no number and no range"),
+        (
+            {**ONE_NODE, "SLURM_STEP_TASKS_PER_NODE": "2,1"},
+            {},
+            ValueError,
+            "There are 1 nodes",
+        ),
+        (
+            {**ONE_NODE, "SLURM_STEP_TASKS_PER_NODE": "two"},
+            {},
+            ValueError,
+            "is no list of numbers",
+        ),
+        (
+            {**ONE_NODE, "SLURM_STEP_NODELIST": "a[1-x]"},
+            {},
+            ValueError,
+            "is no number and no range",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused(
-    slurm: Any, environment: dict[str, str], arguments: dict[str, Any], kind: type[Exception], told: str
+    slurm: Any,
+    environment: dict[str, str],
+    arguments: dict[str, Any],
+    kind: type[Exception],
+    told: str,
 ) -> None:
     with pytest.raises(kind, match=told):
         slurm(environment, **arguments)
@@ -97,18 +125,44 @@ def test_what_does_not_fit_is_refused(
             {"SLURM_STEP_NODELIST": "node[0-99999999999]"},
             r"SLURM_STEP_NODELIST='node\[0-9+\]' lists more than",
         ),
-        ({"SLURM_STEP_NODELIST": "a[0-9999]b[0-9999]"}, "SLURM_STEP_NODELIST=.* lists more than 1,000,000 nodes"),
-        ({"SLURM_STEP_NODELIST": f"node[0-{'9' * 5000}]"}, r"SLURM_STEP_NODELIST='node\[0-9+'\.\.\. lists more than"),
-        ({"SLURM_STEP_NODELIST": "node[1-x]"}, "'1-x' in SLURM_STEP_NODELIST is no number and no range"),
-        ({"SLURM_STEP_TASKS_PER_NODE": "2(x99999999999)"}, "SLURM_STEP_TASKS_PER_NODE=.* lists more than 1,000,000"),
-        ({"SLURM_STEP_TASKS_PER_NODE": "two"}, "SLURM_STEP_TASKS_PER_NODE='two' is no list of numbers"),
-        ({"SLURM_STEP_NUM_TASKS": "9" * 5000}, r"SLURM_STEP_NUM_TASKS='9+'\.\.\. is no number of tasks"),
-        ({"SLURM_STEP_NUM_TASKS": "many"}, "SLURM_STEP_NUM_TASKS='many' is no number of tasks"),
+        (
+            {"SLURM_STEP_NODELIST": "a[0-9999]b[0-9999]"},
+            "SLURM_STEP_NODELIST=.* lists more than 1,000,000 nodes",
+        ),
+        (
+            {"SLURM_STEP_NODELIST": f"node[0-{'9' * 5000}]"},
+            r"SLURM_STEP_NODELIST='node\[0-9+'\.\.\. lists more than",
+        ),
+        (
+            {"SLURM_STEP_NODELIST": "node[1-x]"},
+            "'1-x' in SLURM_STEP_NODELIST is no number and no range",
+        ),
+        (
+            {"SLURM_STEP_TASKS_PER_NODE": "2(x99999999999)"},
+            "SLURM_STEP_TASKS_PER_NODE=.* lists more than 1,000,000",
+        ),
+        (
+            {"SLURM_STEP_TASKS_PER_NODE": "two"},
+            "SLURM_STEP_TASKS_PER_NODE='two' is no list of numbers",
+        ),
+        (
+            {"SLURM_STEP_NUM_TASKS": "9" * 5000},
+            r"SLURM_STEP_NUM_TASKS='9+'\.\.\. is no number of tasks",
+        ),
+        (
+            {"SLURM_STEP_NUM_TASKS": "many"},
+            "SLURM_STEP_NUM_TASKS='many' is no number of tasks",
+        ),
         ({"SLURM_PROCID": "-1"}, "SLURM_PROCID='-1' is no number"),
-        ({"SLURM_PROCID": "2"}, "SLURM_PROCID=2 is no number of a task: Slurm started 2 tasks"),
+        (
+            {"SLURM_PROCID": "2"},
+            "SLURM_PROCID=2 is no number of a task: Slurm started 2 tasks",
+        ),
     ],
 )
-def test_a_variable_that_cannot_be_is_named_at_once(slurm: Any, changed: dict[str, str], message: str) -> None:
+def test_a_variable_that_cannot_be_is_named_at_once(
+    slurm: Any, changed: dict[str, str], message: str
+) -> None:
     """A list of a hundred thousand million nodes was written out, until the memory was full."""
     with pytest.raises(ValueError, match=message):
         slurm(ONE_NODE | changed)

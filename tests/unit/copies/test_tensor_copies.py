@@ -23,7 +23,9 @@ def test_copies_of_views_see_each_others_writes() -> None:
     assert whole[1].tolist() == [4, 5, 6, 7]
 
 
-@pytest.mark.parametrize("dtype", [torch.int16, torch.float64, torch.complex64, torch.bool])
+@pytest.mark.parametrize(
+    "dtype", [torch.int16, torch.float64, torch.complex64, torch.bool]
+)
 def test_views_of_another_dtype_share_the_bytes(dtype: torch.dtype) -> None:
     whole = torch.arange(37, dtype=torch.uint8).remainder(2)
     part = whole[16:32]
@@ -42,7 +44,14 @@ def test_parts_that_do_not_overlap_have_memory_of_their_own() -> None:
     assert first.untyped_storage().data_ptr() == part.untyped_storage().data_ptr()
 
 
-@pytest.mark.parametrize("tensor", [torch.zeros(0), torch.eye(2).to_sparse(), torch.ones(2, dtype=torch.cfloat).conj()])
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.zeros(0),
+        torch.eye(2).to_sparse(),
+        torch.ones(2, dtype=torch.cfloat).conj(),
+    ],
+)
 def test_what_has_no_plain_memory_is_copied_by_itself(tensor: torch.Tensor) -> None:
     assert not group_by_memory([tensor, tensor])
     copied, again = copy_tensors([tensor, tensor], CPU)

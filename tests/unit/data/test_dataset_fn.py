@@ -15,7 +15,17 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from problems import assert_close, built, data, gradients, mlp, mse, parameters, sgd, shown
+from problems import (
+    assert_close,
+    built,
+    data,
+    gradients,
+    mlp,
+    mse,
+    parameters,
+    sgd,
+    shown,
+)
 from topologies import TOPOLOGIES, central
 from torchstrategy import (
     DistributedDataset,
@@ -38,7 +48,9 @@ DEFAULT = get_strategy()
 CHOSEN = [name for name in TOPOLOGIES if name != "default"]
 ALONE = ["one_device", "central_1", "copies_1"]
 TWO, THREE = central(2), central(3)
-PER_REPLICA = InputOptions(experimental_replication_mode=InputReplicationMode.PER_REPLICA)
+PER_REPLICA = InputOptions(
+    experimental_replication_mode=InputReplicationMode.PER_REPLICA
+)
 EVERYWHERE = RunOptions(run_empty_replicas=True)
 quickly = settings(max_examples=40, deadline=None, derandomize=True, database=None)
 
@@ -48,7 +60,9 @@ def elements(*sizes: int) -> list[torch.Tensor]:
     return list(torch.arange(sum(sizes)).split(list(sizes)))
 
 
-def from_(strategy: Strategy, dataset: Any, options: InputOptions | None = None) -> DistributedDataset:
+def from_(
+    strategy: Strategy, dataset: Any, options: InputOptions | None = None
+) -> DistributedDataset:
     return strategy.distribute_datasets_from_function(lambda _: dataset, options)
 
 
@@ -57,7 +71,9 @@ def rows(strategy: Strategy, value: Any) -> list[Any]:
     return [piece.tolist() for piece in strategy.experimental_local_results(value)]
 
 
-def steps(strategy: Strategy, dataset: Any, options: InputOptions | None = None) -> list[list[Any]]:
+def steps(
+    strategy: Strategy, dataset: Any, options: InputOptions | None = None
+) -> list[list[Any]]:
     return [rows(strategy, value) for value in from_(strategy, dataset, options)]
 
 
@@ -75,7 +91,11 @@ class Squares(Dataset):
 
 
 @pytest.mark.parametrize(
-    "name", ["distribute_datasets_from_function", "experimental_distribute_datasets_from_function"]
+    "name",
+    [
+        "distribute_datasets_from_function",
+        "experimental_distribute_datasets_from_function",
+    ],
 )
 def test_the_function_is_called_once_and_at_once(strategy: Strategy, name: str) -> None:
     contexts: list[InputContext] = []
@@ -93,7 +113,12 @@ def test_the_function_is_called_once_and_at_once(strategy: Strategy, name: str) 
 
 def test_the_default_strategy_returns_what_the_function_returned() -> None:
     for anything in (elements(2), 5, None, "text", object()):
-        assert DEFAULT.distribute_datasets_from_function(lambda _, returned=anything: returned) is anything
+        assert (
+            DEFAULT.distribute_datasets_from_function(
+                lambda _, returned=anything: returned
+            )
+            is anything
+        )
 
 
 @pytest.mark.parametrize("topology", CHOSEN)
@@ -102,7 +127,14 @@ def test_the_function_sees_what_its_caller_sees(topology: str) -> None:
     seen: list[Any] = []
 
     def dataset_fn(_: InputContext) -> list[torch.Tensor]:
-        seen.append((has_strategy(), in_cross_replica_context(), get_replica_context() is None, get_strategy()))
+        seen.append(
+            (
+                has_strategy(),
+                in_cross_replica_context(),
+                get_replica_context() is None,
+                get_strategy(),
+            )
+        )
         return elements(2)
 
     strategy.distribute_datasets_from_function(dataset_fn)
@@ -110,7 +142,9 @@ def test_the_function_sees_what_its_caller_sees(topology: str) -> None:
         strategy.distribute_datasets_from_function(dataset_fn)
     with TWO.scope():  # another one's
         strategy.distribute_datasets_from_function(dataset_fn)
-    strategy.run(lambda: strategy.distribute_datasets_from_function(dataset_fn) and None)
+    strategy.run(
+        lambda: strategy.distribute_datasets_from_function(dataset_fn) and None
+    )
     assert seen[:3] == [
         (False, False, False, DEFAULT),
         (True, True, True, strategy),
@@ -123,17 +157,23 @@ def test_the_function_sees_a_strategy_that_was_set() -> None:
     seen = []
     experimental_set_strategy(THREE)
     try:
-        TWO.distribute_datasets_from_function(lambda _: seen.append(get_strategy()) or elements(1))
+        TWO.distribute_datasets_from_function(
+            lambda _: seen.append(get_strategy()) or elements(1)
+        )
     finally:
         experimental_set_strategy(None)
     assert seen == [THREE]
 
 
 @pytest.mark.parametrize(("replicas", "size"), [(1, 7), (2, 6), (4, 8)])
-def test_the_batch_size_of_a_replica_is_found_from_the_context(replicas: int, size: int) -> None:
+def test_the_batch_size_of_a_replica_is_found_from_the_context(
+    replicas: int, size: int
+) -> None:
     strategy = central(replicas)
     dataset = strategy.distribute_datasets_from_function(
-        lambda context: DataLoader(range(3 * size), context.get_per_replica_batch_size(size))  # type: ignore[arg-type]
+        lambda context: DataLoader(
+            range(3 * size), context.get_per_replica_batch_size(size)
+        )  # type: ignore[arg-type]
     )
     assert [list(itertools.chain(*rows(strategy, value))) for value in dataset] == [
         list(range(k * size, k * size + size)) for k in range(3)
@@ -170,34 +210,52 @@ class Pipeline:
     ],
     ids=shown,
 )
-def test_the_function_is_whatever_can_be_called_with_a_context(dataset_fn: Callable[[Any], Any]) -> None:
+def test_the_function_is_whatever_can_be_called_with_a_context(
+    dataset_fn: Callable[[Any], Any],
+) -> None:
     if dataset_fn is iter:
         with pytest.raises(TypeError, match="'InputContext' object is not iterable"):
             TWO.distribute_datasets_from_function(dataset_fn)
     else:
-        assert [rows(TWO, value) for value in TWO.distribute_datasets_from_function(dataset_fn)] == [[[0], [1]]]
+        assert [
+            rows(TWO, value)
+            for value in TWO.distribute_datasets_from_function(dataset_fn)
+        ] == [[[0], [1]]]
 
 
 @pytest.mark.parametrize(
-    "dataset_fn", [lambda: elements(1), lambda a, b: elements(1), lambda *, context: elements(1)], ids=["0", "2", "*"]
+    "dataset_fn",
+    [lambda: elements(1), lambda a, b: elements(1), lambda *, context: elements(1)],
+    ids=["0", "2", "*"],
 )
-def test_a_function_without_a_context_is_refused_uncalled(strategy: Strategy, dataset_fn: Any) -> None:
+def test_a_function_without_a_context_is_refused_uncalled(
+    strategy: Strategy, dataset_fn: Any
+) -> None:
     sentence = r"^dataset_fn is called with one argument, an InputContext, and .* does not take it: .*\. Write `def"
     with pytest.raises(TypeError, match=sentence):
         strategy.distribute_datasets_from_function(dataset_fn)
 
 
-@pytest.mark.parametrize("junk", [None, 5, elements(2), DataLoader(Squares(), 2)], ids=lambda j: type(j).__name__)
-def test_what_is_no_function_is_refused_with_what_to_call(strategy: Strategy, junk: Any) -> None:
+@pytest.mark.parametrize(
+    "junk",
+    [None, 5, elements(2), DataLoader(Squares(), 2)],
+    ids=lambda j: type(j).__name__,
+)
+def test_what_is_no_function_is_refused_with_what_to_call(
+    strategy: Strategy, junk: Any
+) -> None:
     with pytest.raises(
-        TypeError, match=r"not a callable object\..*; to split a dataset .*experimental_distribute_dataset\.$"
+        TypeError,
+        match=r"not a callable object\..*; to split a dataset .*experimental_distribute_dataset\.$",
     ):
         strategy.distribute_datasets_from_function(junk)
 
 
 @pytest.mark.parametrize("junk", [5, None, "text", b"bytes", len, object()], ids=shown)
 @pytest.mark.parametrize("topology", CHOSEN)
-def test_a_function_that_returns_no_dataset_is_refused(topology: str, junk: Any) -> None:
+def test_a_function_that_returns_no_dataset_is_refused(
+    topology: str, junk: Any
+) -> None:
     sentence = r"^What dataset_fn returns is a torch\.utils\.data\.DataLoader, or another iterable of batches; got an? "
     with pytest.raises(TypeError, match=sentence):
         from_(TOPOLOGIES[topology](), junk)
@@ -208,7 +266,10 @@ def test_what_is_distributed_already_is_not_distributed_again(topology: str) -> 
     strategy = TOPOLOGIES[topology]()
     dataset = strategy.experimental_distribute_dataset(elements(2))
     for distributed in (dataset, iter(dataset), from_(TWO, elements(2))):
-        with pytest.raises(TypeError, match=r"^This dataset is distributed already: .* Give the loader that it was"):
+        with pytest.raises(
+            TypeError,
+            match=r"^This dataset is distributed already: .* Give the loader that it was",
+        ):
             from_(strategy, distributed)
         with pytest.raises(TypeError, match=r"^This dataset is distributed already: "):
             strategy.experimental_distribute_dataset(distributed)
@@ -219,7 +280,9 @@ def test_what_is_distributed_already_is_not_distributed_again(topology: str) -> 
 
 @quickly
 @given(st.integers(1, 4), st.lists(st.integers(0, 3), max_size=11))
-def test_each_step_takes_the_next_elements_one_for_each_replica_as_they_are(replicas: int, sizes: list[int]) -> None:
+def test_each_step_takes_the_next_elements_one_for_each_replica_as_they_are(
+    replicas: int, sizes: list[int]
+) -> None:
     strategy, source = central(replicas), elements(*sizes)
     dealt = steps(strategy, source)
     in_order = list(itertools.chain(*dealt))
@@ -229,13 +292,21 @@ def test_each_step_takes_the_next_elements_one_for_each_replica_as_they_are(repl
     assert all(len(step) == replicas for step in dealt)
 
 
-def test_where_the_data_runs_out_in_a_step_the_others_get_no_rows(several: Strategy) -> None:
+def test_where_the_data_runs_out_in_a_step_the_others_get_no_rows(
+    several: Strategy,
+) -> None:
     replicas = several.num_replicas_in_sync
-    source = [{"x": torch.ones(2, 3, dtype=torch.float16), "y": torch.tensor([True, False])}] * (replicas + 1)
+    source = [
+        {"x": torch.ones(2, 3, dtype=torch.float16), "y": torch.tensor([True, False])}
+    ] * (replicas + 1)
     whole, partial = list(from_(several, source))
     assert [len(piece) for piece in whole["x"].values] == [2] * replicas
-    assert [piece.shape for piece in partial["x"].values] == [(2, 3)] + [(0, 3)] * (replicas - 1)
-    assert [piece.shape for piece in partial["y"].values] == [(2,)] + [(0,)] * (replicas - 1)
+    assert [piece.shape for piece in partial["x"].values] == [(2, 3)] + [(0, 3)] * (
+        replicas - 1
+    )
+    assert [piece.shape for piece in partial["y"].values] == [(2,)] + [(0,)] * (
+        replicas - 1
+    )
     assert {piece.dtype for piece in partial["x"].values} == {torch.float16}
     assert {piece.dtype for piece in partial["y"].values} == {torch.bool}
     assert partial["x"].rows == partial["y"].rows == (2,) + (0,) * (replicas - 1)
@@ -303,7 +374,14 @@ def test_a_lone_replica_gets_plain_elements(topology: str) -> None:
 
 def test_what_is_no_tensor_differs_by_replica_too() -> None:
     source = [
-        {"x": torch.ones(k + 1), "name": f"file {k}", "k": k, "none": None, "words": ["a"] * (k + 1)} for k in range(3)
+        {
+            "x": torch.ones(k + 1),
+            "name": f"file {k}",
+            "k": k,
+            "none": None,
+            "words": ["a"] * (k + 1),
+        }
+        for k in range(3)
     ]
     whole, partial = from_(TWO, source)
     assert whole["name"].values == ("file 0", "file 1")
@@ -311,7 +389,9 @@ def test_what_is_no_tensor_differs_by_replica_too() -> None:
     assert whole["none"].values == (None, None)
     assert whole["words"].values == (["a"], ["a", "a"])
     assert partial["words"].values == (["a"] * 3, [])
-    seen = TWO.run(lambda batch: (batch["name"], len(batch["words"]), batch["none"]), args=(whole,))
+    seen = TWO.run(
+        lambda batch: (batch["name"], len(batch["words"]), batch["none"]), args=(whole,)
+    )
     assert TWO.experimental_local_results(seen[0]) == ("file 0", "file 1")
     assert TWO.experimental_local_results(seen[1]) == (1, 2)
     assert seen[2] is None
@@ -341,7 +421,9 @@ def test_elements_in_dicts_of_another_order_are_alike() -> None:
     ],
     ids=["a leaf", "a length", "a key", "a type"],
 )
-def test_elements_that_differ_in_structure_are_refused_with_where(second: Any, where: str) -> None:
+def test_elements_that_differ_in_structure_are_refused_with_where(
+    second: Any, where: str
+) -> None:
     first = {"x": [torch.ones(1)]}
     iterator = iter(from_(THREE, [first, first, second, first, first, first]))
     sentence = rf"^The elements that replicas 0 and 2 are given in one step differ in structure: .*{where}"
@@ -350,10 +432,15 @@ def test_elements_that_differ_in_structure_are_refused_with_where(second: Any, w
     assert len(list(iterator)) == 1  # and goes on with the next step
 
 
-def test_an_element_whose_leaves_have_different_numbers_of_rows_is_refused_by_name() -> None:
+def test_an_element_whose_leaves_have_different_numbers_of_rows_is_refused_by_name() -> (
+    None
+):
     good = {"x": torch.ones(2), "y": torch.ones(2)}
     iterator = iter(from_(TWO, [good, {"x": torch.ones(2), "y": torch.ones(3)}]))
-    with pytest.raises(ValueError, match=r"different numbers of rows: batch\['x'\] has 2 and batch\['y'\] has 3\."):
+    with pytest.raises(
+        ValueError,
+        match=r"different numbers of rows: batch\['x'\] has 2 and batch\['y'\] has 3\.",
+    ):
         next(iterator)
 
 
@@ -380,7 +467,12 @@ def test_its_length_is_in_steps(count: int, replicas: int) -> None:
 
 def test_it_starts_afresh_as_the_loader_does() -> None:
     dataset = from_(TWO, DataLoader(Squares(), batch_size=2, shuffle=True))
-    epochs = [list(itertools.chain(*(itertools.chain(*rows(TWO, value)) for value in dataset))) for _ in range(4)]
+    epochs = [
+        list(
+            itertools.chain(*(itertools.chain(*rows(TWO, value)) for value in dataset))
+        )
+        for _ in range(4)
+    ]
     assert all(sorted(epoch) == [0, 1, 4, 9, 16] for epoch in epochs)
     assert len({tuple(epoch) for epoch in epochs}) > 1
 
@@ -388,7 +480,10 @@ def test_it_starts_afresh_as_the_loader_does() -> None:
 def test_an_iterator_can_be_read_once() -> None:
     dataset = from_(TWO, iter(elements(1, 1, 1)))
     assert [rows(TWO, value) for value in dataset] == [[[0], [1]], [[2], []]]
-    with pytest.raises(RuntimeError, match=r"^The dataset is a list_iterator, which can be iterated over once"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"^The dataset is a list_iterator, which can be iterated over once",
+    ):
         iter(dataset)
 
 
@@ -415,12 +510,16 @@ def test_a_source_that_would_go_on_after_its_end_is_not_asked_again() -> None:
 
 
 @pytest.mark.parametrize("replicas", [1, 2, 3])
-def test_elements_weigh_their_rows(make: Callable[[int], Strategy], replicas: int) -> None:
+def test_elements_weigh_their_rows(
+    make: Callable[[int], Strategy], replicas: int
+) -> None:
     """Of 1, 4, 2, 0, 3, 1, 5 rows: three elements make the batch that they are the rows of."""
     strategy = make(replicas)
     (model, ours), (twin, plain) = built(strategy, mlp, sgd)
     x, y = data(16)
-    source = list(zip(*(leaf.split([1, 4, 2, 0, 3, 1, 5]) for leaf in (x, y)), strict=True))
+    source = list(
+        zip(*(leaf.split([1, 4, 2, 0, 3, 1, 5]) for leaf in (x, y)), strict=True)
+    )
 
     def step(model: nn.Module, optimizer: Any, batch: Any) -> None:
         optimizer.zero_grad()
@@ -435,8 +534,20 @@ def test_elements_weigh_their_rows(make: Callable[[int], Strategy], replicas: in
             continue  # of no rows there is no gradient
         strategy.run(step, args=(model, ours, batch))
         step(twin, plain, whole)
-        assert_close(gradients(model), gradients(twin), f"{replicas} replicas, step {k}, gradient", 1e-10, 1e-12)
-        assert_close(parameters(model), parameters(twin), f"{replicas} replicas, step {k}, parameter", 1e-10, 1e-12)
+        assert_close(
+            gradients(model),
+            gradients(twin),
+            f"{replicas} replicas, step {k}, gradient",
+            1e-10,
+            1e-12,
+        )
+        assert_close(
+            parameters(model),
+            parameters(twin),
+            f"{replicas} replicas, step {k}, parameter",
+            1e-10,
+            1e-12,
+        )
 
 
 # A pipeline for each replica
@@ -471,8 +582,12 @@ def test_a_mode_holds_for_one_dataset_only() -> None:
     assert calls == [2, 2, 1, 2, 2]
 
 
-@pytest.mark.parametrize("lengths", [(3, 1, 2), (0, 2, 0), (0, 0, 1), (1, 1, 1), (0, 0, 0)])
-def test_a_replica_whose_pipeline_has_run_out_gets_no_rows(lengths: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(
+    "lengths", [(3, 1, 2), (0, 2, 0), (0, 0, 1), (1, 1, 1), (0, 0, 0)]
+)
+def test_a_replica_whose_pipeline_has_run_out_gets_no_rows(
+    lengths: tuple[int, ...],
+) -> None:
     def dataset_fn(context: InputContext) -> list[torch.Tensor]:
         r = context.input_pipeline_id
         return [torch.tensor([10 * r + k]) for k in range(lengths[r])]
@@ -506,12 +621,17 @@ def test_an_error_of_one_pipeline_shifts_no_other() -> None:
             return next(self.source)
 
     pipelines = [load(0), Flaky(1), load(2)]
-    dataset = THREE.distribute_datasets_from_function(lambda context: pipelines[context.input_pipeline_id], PER_REPLICA)
+    dataset = THREE.distribute_datasets_from_function(
+        lambda context: pipelines[context.input_pipeline_id], PER_REPLICA
+    )
     iterator = iter(dataset)
     assert rows(THREE, next(iterator)) == [[0], [10], [20]]
     with pytest.raises(OSError, match="once"):
         next(iterator)
-    assert [rows(THREE, value) for value in iterator] == [[[1], [11], [21]], [[2], [12], [22]]]
+    assert [rows(THREE, value) for value in iterator] == [
+        [[1], [11], [21]],
+        [[2], [12], [22]],
+    ]
 
 
 def test_one_replica_among_devices_may_have_a_pipeline_for_each() -> None:
@@ -526,15 +646,20 @@ def test_one_replica_among_devices_may_have_a_pipeline_for_each() -> None:
 
 def test_one_device_has_no_replicas_to_make_pipelines_for() -> None:
     calls: list[Any] = []
-    with pytest.raises(NotImplementedError, match=r"leave out InputReplicationMode\.PER_REPLICA"):
-        OneDeviceStrategy("cpu").distribute_datasets_from_function(calls.append, PER_REPLICA)
+    with pytest.raises(
+        NotImplementedError, match=r"leave out InputReplicationMode\.PER_REPLICA"
+    ):
+        OneDeviceStrategy("cpu").distribute_datasets_from_function(
+            calls.append, PER_REPLICA
+        )
     assert calls == []
 
 
 @pytest.mark.parametrize("topology", CHOSEN)
 def test_one_dataset_is_no_pipeline_for_each_replica(topology: str) -> None:
     with pytest.raises(
-        NotImplementedError, match=r"PER_REPLICA\) asks for one for each replica\. Give distribute_data"
+        NotImplementedError,
+        match=r"PER_REPLICA\) asks for one for each replica\. Give distribute_data",
     ):
         TOPOLOGIES[topology]().experimental_distribute_dataset(elements(2), PER_REPLICA)
 
@@ -555,26 +680,46 @@ def test_one_dataset_is_no_pipeline_for_each_replica(topology: str) -> None:
     ],
     ids=shown,
 )
-def test_the_default_strategy_refuses_options_that_it_would_ignore(options: InputOptions) -> None:
+def test_the_default_strategy_refuses_options_that_it_would_ignore(
+    options: InputOptions,
+) -> None:
     calls: list[Any] = []
-    with pytest.raises(ValueError, match=r"^The default strategy returns the dataset itself, so options=.* Leave them"):
+    with pytest.raises(
+        ValueError,
+        match=r"^The default strategy returns the dataset itself, so options=.* Leave them",
+    ):
         DEFAULT.distribute_datasets_from_function(calls.append, options)
-    with pytest.raises(ValueError, match=r"^The default strategy returns the dataset itself, so options="):
+    with pytest.raises(
+        ValueError,
+        match=r"^The default strategy returns the dataset itself, so options=",
+    ):
         DEFAULT.experimental_distribute_dataset(elements(2), options)
     assert calls == []
 
 
 def test_options_that_say_nothing_are_fine(strategy: Strategy) -> None:
-    for options in (None, InputOptions(), InputOptions(experimental_fetch_to_device=True)):
+    for options in (
+        None,
+        InputOptions(),
+        InputOptions(experimental_fetch_to_device=True),
+    ):
         assert len(list(from_(strategy, elements(1), options))) == 1
 
 
-@pytest.mark.parametrize("junk", [{}, "PER_REPLICA", InputReplicationMode.PER_REPLICA, RunOptions(), 0], ids=shown)
+@pytest.mark.parametrize(
+    "junk",
+    [{}, "PER_REPLICA", InputReplicationMode.PER_REPLICA, RunOptions(), 0],
+    ids=shown,
+)
 def test_options_are_input_options(strategy: Strategy, junk: Any) -> None:
     calls: list[Any] = []
-    with pytest.raises(TypeError, match=r"^options is a torchstrategy\.InputOptions; got .*, an? "):
+    with pytest.raises(
+        TypeError, match=r"^options is a torchstrategy\.InputOptions; got .*, an? "
+    ):
         strategy.distribute_datasets_from_function(calls.append, junk)
-    with pytest.raises(TypeError, match=r"^options is a torchstrategy\.InputOptions; got .*, an? "):
+    with pytest.raises(
+        TypeError, match=r"^options is a torchstrategy\.InputOptions; got .*, an? "
+    ):
         strategy.experimental_distribute_dataset(elements(2), junk)
     assert calls == []
 
@@ -582,25 +727,40 @@ def test_options_are_input_options(strategy: Strategy, junk: Any) -> None:
 def test_elements_that_are_given_whole_have_no_shares(several: Strategy) -> None:
     shares = InputOptions(row_shares=[1] * several.num_replicas_in_sync)
     with pytest.raises(
-        ValueError, match=r"^InputOptions\(row_shares=\.\.\.\) says how a global batch is cut, and what"
+        ValueError,
+        match=r"^InputOptions\(row_shares=\.\.\.\) says how a global batch is cut, and what",
     ):
         from_(several, elements(2), shares)
 
 
 @pytest.mark.parametrize("topology", CHOSEN)
-def test_elements_are_where_the_replica_is_unless_they_stay_in_host_memory(topology: str) -> None:
+def test_elements_are_where_the_replica_is_unless_they_stay_in_host_memory(
+    topology: str,
+) -> None:
     strategy = TOPOLOGIES[topology]()
     devices = [torch.device(device) for device in strategy.extended.worker_devices]
-    for options, wanted in ((None, devices), (InputOptions(False), [torch.device("cpu")] * len(devices))):
+    for options, wanted in (
+        (None, devices),
+        (InputOptions(False), [torch.device("cpu")] * len(devices)),
+    ):
         for value in from_(strategy, elements(*[2] * (len(devices) + 1)), options):
-            found = [piece.device for piece in strategy.experimental_local_results(value)]
-            assert [device.type for device in found] == [device.type for device in wanted]
+            found = [
+                piece.device for piece in strategy.experimental_local_results(value)
+            ]
+            assert [device.type for device in found] == [
+                device.type for device in wanted
+            ]
 
 
 @pytest.mark.parametrize(
     "options",
-    [InputOptions(load_ahead=True), InputOptions(load_ahead=True, **{"experimental_per_replica_buffer_size": 1})],
+    [
+        InputOptions(load_ahead=True),
+        InputOptions(load_ahead=True, **{"experimental_per_replica_buffer_size": 1}),
+    ],
 )
-def test_reading_ahead_deals_out_the_same(several: Strategy, options: InputOptions) -> None:
+def test_reading_ahead_deals_out_the_same(
+    several: Strategy, options: InputOptions
+) -> None:
     source = elements(2, 1, 3, 1, 1, 2, 1)
     assert steps(several, source, options) == steps(several, source)

@@ -103,18 +103,30 @@ def test_a_batch_is_dealt_as_tensorflow_deals_it(rows: int, replicas: int) -> No
 
 @quickly
 @given(st.integers(0, 200), st.integers(1, 40))
-def test_no_row_is_lost_or_dealt_twice_and_all_are_in_order(rows: int, replicas: int) -> None:
+def test_no_row_is_lost_or_dealt_twice_and_all_are_in_order(
+    rows: int, replicas: int
+) -> None:
     shares = split_equally(replicas, rows)
     assert len(shares) == replicas
     assert [row for share in shares for row in range(rows)[share]] == list(range(rows))
     size = -(-rows // replicas)
-    assert all(share.stop - share.start in (size, 0) or share.stop == rows for share in shares)
-    assert [share.start for share in shares] == [min(r * size, rows) for r in range(replicas)]
+    assert all(
+        share.stop - share.start in (size, 0) or share.stop == rows for share in shares
+    )
+    assert [share.start for share in shares] == [
+        min(r * size, rows) for r in range(replicas)
+    ]
 
 
 @quickly
-@given(st.integers(1, 4), st.lists(st.integers(0, 9), max_size=4), st.lists(st.integers(0, 3), max_size=2))
-def test_each_batch_is_one_step_and_keeps_its_rows(replicas: int, rows: list[int], shape: list[int]) -> None:
+@given(
+    st.integers(1, 4),
+    st.lists(st.integers(0, 9), max_size=4),
+    st.lists(st.integers(0, 3), max_size=2),
+)
+def test_each_batch_is_one_step_and_keeps_its_rows(
+    replicas: int, rows: list[int], shape: list[int]
+) -> None:
     strategy = STRATEGIES[replicas]
     source = [torch.randn(b, *shape) for b in rows]
     steps = batches(strategy, source)
@@ -122,29 +134,49 @@ def test_each_batch_is_one_step_and_keeps_its_rows(replicas: int, rows: list[int
     for whole, step in zip(source, steps, strict=True):
         components = strategy.experimental_local_results(step)
         assert len(components) == replicas
-        assert torch.equal(torch.cat([component.cpu() for component in components]), whole)
+        assert torch.equal(
+            torch.cat([component.cpu() for component in components]), whole
+        )
         size = -(-len(whole) // replicas)
-        assert all(len(component) == size for component in components[: len(whole) // size if size else 0])
+        assert all(
+            len(component) == size
+            for component in components[: len(whole) // size if size else 0]
+        )
 
 
 @quickly
 @given(st.integers(2, 4), st.integers(0, 9))
-def test_the_record_of_rows_says_how_many_each_replica_got(replicas: int, rows: int) -> None:
-    value = batch(STRATEGIES[replicas], {"x": torch.zeros(rows, 2), "y": torch.zeros(rows)})
+def test_the_record_of_rows_says_how_many_each_replica_got(
+    replicas: int, rows: int
+) -> None:
+    value = batch(
+        STRATEGIES[replicas], {"x": torch.zeros(rows, 2), "y": torch.zeros(rows)}
+    )
     for leaf in value.values():
         assert leaf.rows == tuple(len(component) for component in leaf.values)
 
 
 def test_partial_batches_are_dealt_by_their_own_size() -> None:
-    assert [pieces(step) for step in batches(STRATEGIES[2], DataLoader(range(14), batch_size=8))] == [
+    assert [
+        pieces(step)
+        for step in batches(STRATEGIES[2], DataLoader(range(14), batch_size=8))
+    ] == [
         [[0, 1, 2, 3], [4, 5, 6, 7]],
         [[8, 9, 10], [11, 12, 13]],
     ]
-    assert [pieces(step) for step in batches(STRATEGIES[2], DataLoader(range(9), batch_size=4))][-1] == [[8], []]
+    assert [
+        pieces(step)
+        for step in batches(STRATEGIES[2], DataLoader(range(9), batch_size=4))
+    ][-1] == [[8], []]
 
 
 def test_rows_that_the_loader_drops_are_not_dealt() -> None:
-    assert [pieces(step) for step in batches(STRATEGIES[2], DataLoader(range(8), batch_size=3, drop_last=True))] == [
+    assert [
+        pieces(step)
+        for step in batches(
+            STRATEGIES[2], DataLoader(range(8), batch_size=3, drop_last=True)
+        )
+    ] == [
         [[0, 1], [2]],
         [[3, 4], [5]],
     ]
@@ -152,7 +184,10 @@ def test_rows_that_the_loader_drops_are_not_dealt() -> None:
 
 def test_batches_of_changing_size_are_each_dealt_on_their_own() -> None:
     source = [torch.arange(b) for b in (3, 1, 5, 4)]
-    assert [[len(piece) for piece in pieces(step)] for step in batches(STRATEGIES[2], source)] == [
+    assert [
+        [len(piece) for piece in pieces(step)]
+        for step in batches(STRATEGIES[2], source)
+    ] == [
         [2, 1],
         [1, 0],
         [3, 2],
@@ -161,7 +196,10 @@ def test_batches_of_changing_size_are_each_dealt_on_their_own() -> None:
 
 
 def test_rows_are_along_the_outermost_dimension() -> None:
-    assert pieces(batch(STRATEGIES[2], torch.arange(6).reshape(3, 2))) == [[[0, 1], [2, 3]], [[4, 5]]]
+    assert pieces(batch(STRATEGIES[2], torch.arange(6).reshape(3, 2))) == [
+        [[0, 1], [2, 3]],
+        [[4, 5]],
+    ]
 
 
 def test_an_empty_piece_keeps_shape_and_dtype() -> None:
@@ -178,7 +216,9 @@ def test_a_dataset_without_batches_has_no_steps(strategy: Strategy) -> None:
 # Nested batches
 
 
-def test_containers_stay_as_the_loader_makes_them_with_a_value_at_each_leaf(several: Strategy) -> None:
+def test_containers_stay_as_the_loader_makes_them_with_a_value_at_each_leaf(
+    several: Strategy,
+) -> None:
     rows = torch.arange(5)
     source = {
         "x": rows,
@@ -190,20 +230,35 @@ def test_containers_stay_as_the_loader_makes_them_with_a_value_at_each_leaf(seve
     assert type(value["rest"][0]) is tuple
     assert type(value["rest"][1]) is Pair
     assert type(value["rest"][1].second) is collections.OrderedDict
-    leaves = [value["x"], value["rest"][0][0], value["rest"][1].first, value["rest"][1].second["z"]]
+    leaves = [
+        value["x"],
+        value["rest"][0][0],
+        value["rest"][1].first,
+        value["rest"][1].second["z"],
+    ]
     for factor, leaf in enumerate(leaves, start=1):
-        assert list(itertools.chain(*pieces(leaf))) == [factor * row for row in range(5)]
+        assert list(itertools.chain(*pieces(leaf))) == [
+            factor * row for row in range(5)
+        ]
 
 
 def test_what_a_loader_collates_is_dealt(several: Strategy) -> None:
     rows = [{"x": torch.tensor([float(k)]), "y": k} for k in range(6)]
     steps = batches(several, DataLoader(rows, batch_size=4))
-    assert [list(itertools.chain(*pieces(step["y"]))) for step in steps] == [[0, 1, 2, 3], [4, 5]]
-    assert [list(itertools.chain(*pieces(step["x"]))) for step in steps] == [[[0], [1], [2], [3]], [[4], [5]]]
+    assert [list(itertools.chain(*pieces(step["y"]))) for step in steps] == [
+        [0, 1, 2, 3],
+        [4, 5],
+    ]
+    assert [list(itertools.chain(*pieces(step["x"]))) for step in steps] == [
+        [[0], [1], [2], [3]],
+        [[4], [5]],
+    ]
 
 
 @pytest.mark.parametrize("topology", ALONE)
-def test_one_replica_gets_plain_batches_in_the_loaders_containers(topology: str) -> None:
+def test_one_replica_gets_plain_batches_in_the_loaders_containers(
+    topology: str,
+) -> None:
     source = {"x": torch.arange(3), "n": [2, "text", torch.tensor(1.0)]}
     value = batch(TOPOLOGIES[topology](), source)
     assert torch.equal(value["x"].cpu(), source["x"])
@@ -218,7 +273,9 @@ def test_arrays_are_dealt_as_tensors() -> None:
 
 
 WHOLE = [3, 2.5, 1j, True, None, "text", b"bytes", np.float32(2), np.array(3)]
-if not SIMULATED:  # where each replica has a tensor of its own: tests/simulated/test_arriving.py
+if (
+    not SIMULATED
+):  # where each replica has a tensor of its own: tests/simulated/test_arriving.py
     WHOLE += [torch.tensor(3.0)]
 
 
@@ -237,23 +294,39 @@ def test_pieces_share_the_memory_of_a_batch_that_is_where_they_are_needed() -> N
 
 
 def test_old_batches_stay_as_they_are_while_one_iterates_on() -> None:
-    steps = iter(STRATEGIES[2].experimental_distribute_dataset(DataLoader(range(6), batch_size=2)))
+    steps = iter(
+        STRATEGIES[2].experimental_distribute_dataset(
+            DataLoader(range(6), batch_size=2)
+        )
+    )
     kept = [next(steps), next(steps), next(steps)]
     assert [pieces(value) for value in kept] == [[[0], [1]], [[2], [3]], [[4], [5]]]
 
 
 @quickly
 @given(st.integers(1, 4), st.integers(0, 9), st.integers(1, 3))
-def test_what_was_dealt_can_be_gathered_again(replicas: int, rows: int, leaves: int) -> None:
+def test_what_was_dealt_can_be_gathered_again(
+    replicas: int, rows: int, leaves: int
+) -> None:
     strategy = STRATEGIES[replicas]
-    source = tuple(torch.randn(rows, 2) for _ in range(leaves))  # a list of them may be one of rows
+    source = tuple(
+        torch.randn(rows, 2) for _ in range(leaves)
+    )  # a list of them may be one of rows
     value = batch(strategy, source)
     for whole, gathered in zip(source, strategy.gather(value, axis=0), strict=True):
         assert torch.equal(gathered.cpu(), whole)
     again = strategy.gather(
-        strategy.run(lambda b: [x * 1 for x in b], args=(value,), options=RunOptions(run_empty_replicas=True)), axis=0
+        strategy.run(
+            lambda b: [x * 1 for x in b],
+            args=(value,),
+            options=RunOptions(run_empty_replicas=True),
+        ),
+        axis=0,
     )
-    assert all(torch.equal(gathered.cpu(), whole) for gathered, whole in zip(again, source, strict=True))
+    assert all(
+        torch.equal(gathered.cpu(), whole)
+        for gathered, whole in zip(again, source, strict=True)
+    )
 
 
 # What cannot be dealt
@@ -261,16 +334,20 @@ def test_what_was_dealt_can_be_gathered_again(replicas: int, rows: int, leaves: 
 
 @pytest.mark.parametrize("replicas", [2, 3])
 def test_leaves_that_disagree_on_the_rows_are_refused_by_name(replicas: int) -> None:
-    sentence = (
-        r"^The leaves of a batch have different numbers of rows: batch\['x'\] has 4 and batch\['m'\]\[0\] has 6\. "
-    )
+    sentence = r"^The leaves of a batch have different numbers of rows: batch\['x'\] has 4 and batch\['m'\]\[0\] has 6\. "
     with pytest.raises(ValueError, match=sentence):
         batch(STRATEGIES[replicas], {"x": torch.ones(4, 2), "m": [torch.ones(6)]})
 
 
-@pytest.mark.parametrize("mask", [torch.ones(1), torch.ones(0), torch.ones(3), np.ones(5)], ids=lambda m: str(m.shape))
+@pytest.mark.parametrize(
+    "mask",
+    [torch.ones(1), torch.ones(0), torch.ones(3), np.ones(5)],
+    ids=lambda m: str(m.shape),
+)
 def test_no_number_of_rows_is_stretched_to_another(mask: Any) -> None:
-    with pytest.raises(ValueError, match=rf"batch\[0\] has 4 and batch\[1\] has {len(mask)}\."):
+    with pytest.raises(
+        ValueError, match=rf"batch\[0\] has 4 and batch\[1\] has {len(mask)}\."
+    ):
         batch(STRATEGIES[2], (torch.ones(4), mask))
 
 
@@ -280,7 +357,9 @@ def test_one_replica_needs_no_agreement(topology: str) -> None:
     assert [len(leaf) for leaf in value] == [4, 6]
 
 
-@pytest.mark.parametrize("single", [torch.tensor(1.0), 3, "text", (1, torch.tensor(2)), {}], ids=shown)
+@pytest.mark.parametrize(
+    "single", [torch.tensor(1.0), 3, "text", (1, torch.tensor(2)), {}], ids=shown
+)
 def test_an_element_without_rows_is_refused_with_how_to_batch(single: Any) -> None:
     sentence = r"^An element of the dataset has no rows to distribute to 2 replicas: it is not batched\. Batch it with "
     with pytest.raises(ValueError, match=sentence):
@@ -289,10 +368,19 @@ def test_an_element_without_rows_is_refused_with_how_to_batch(single: Any) -> No
 
 @pytest.mark.parametrize("topology", ALONE)
 def test_one_replica_takes_unbatched_elements(topology: str) -> None:
-    assert [int(element) for element in batches(TOPOLOGIES[topology](), [torch.tensor(1), torch.tensor(2)])] == [1, 2]
+    assert [
+        int(element)
+        for element in batches(
+            TOPOLOGIES[topology](), [torch.tensor(1), torch.tensor(2)]
+        )
+    ] == [1, 2]
 
 
-@pytest.mark.parametrize("unknown", [{1, 2}, object(), range(2), iter([1, 2])], ids=lambda u: type(u).__name__)
+@pytest.mark.parametrize(
+    "unknown",
+    [{1, 2}, object(), range(2), iter([1, 2])],
+    ids=lambda u: type(u).__name__,
+)
 def test_a_leaf_of_an_unknown_type_is_refused_by_name(unknown: Any) -> None:
     kind = type(unknown).__name__
     sentence = rf"^batch\['s'\] is an? {kind}, and it is not known how to distribute its rows\. "
@@ -301,7 +389,9 @@ def test_a_leaf_of_an_unknown_type_is_refused_by_name(unknown: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "array", [np.array(["a", "b"]), np.array([None, {}]), np.array(["2020"] * 2, "M8[D]")], ids=shown
+    "array",
+    [np.array(["a", "b"]), np.array([None, {}]), np.array(["2020"] * 2, "M8[D]")],
+    ids=shown,
 )
 def test_an_array_that_torch_has_no_dtype_for_stays_one(array: Any) -> None:
     value = batch(STRATEGIES[2], {"x": torch.ones(2), "s": array})["s"]
@@ -309,7 +399,9 @@ def test_an_array_that_torch_has_no_dtype_for_stays_one(array: Any) -> None:
     assert all(piece.dtype == array.dtype for piece in value.values)
 
 
-@pytest.mark.parametrize("junk", [3, None, 2.5, object(), "text", b"bytes", len], ids=shown)
+@pytest.mark.parametrize(
+    "junk", [3, None, 2.5, object(), "text", b"bytes", len], ids=shown
+)
 @pytest.mark.parametrize("topology", ["one_device", "central_1", "central_2"])
 def test_what_is_no_dataset_is_refused_at_once(topology: str, junk: Any) -> None:
     sentence = r"^A dataset to distribute is a torch\.utils\.data\.DataLoader, or another iterable of batches; got an? "
@@ -317,8 +409,14 @@ def test_what_is_no_dataset_is_refused_at_once(topology: str, junk: Any) -> None
         TOPOLOGIES[topology]().experimental_distribute_dataset(junk)
 
 
-@pytest.mark.parametrize("dataset", [Squares(), TensorDataset(torch.arange(4))], ids=lambda d: type(d).__name__)
-def test_a_map_style_dataset_is_refused_at_once_with_how_to_batch(several: Strategy, dataset: Any) -> None:
+@pytest.mark.parametrize(
+    "dataset",
+    [Squares(), TensorDataset(torch.arange(4))],
+    ids=lambda d: type(d).__name__,
+)
+def test_a_map_style_dataset_is_refused_at_once_with_how_to_batch(
+    several: Strategy, dataset: Any
+) -> None:
     n, name = several.num_replicas_in_sync, type(dataset).__name__
     sentence = rf"^{name} yields single elements, which cannot be distributed to {n} replicas\. Batch it: "
     with pytest.raises(ValueError, match=sentence):
@@ -328,15 +426,28 @@ def test_a_map_style_dataset_is_refused_at_once_with_how_to_batch(several: Strat
 @pytest.mark.parametrize("topology", ALONE)
 def test_one_replica_is_dealt_a_map_style_dataset_by_element(topology: str) -> None:
     dataset = TOPOLOGIES[topology]().experimental_distribute_dataset(Squares())
-    assert [int(element) for element in dataset] == [int(element) for element in dataset] == [0, 1, 4, 9, 16]
+    assert (
+        [int(element) for element in dataset]
+        == [int(element) for element in dataset]
+        == [0, 1, 4, 9, 16]
+    )
     assert len(dataset) == 5
 
 
 @pytest.mark.parametrize("options", [3, {}, "options"], ids=shown)
 def test_options_are_refused_and_none_are_not(strategy: Strategy, options: Any) -> None:
-    with pytest.raises(TypeError, match=r"^options is a torchstrategy\.InputOptions; got "):
+    with pytest.raises(
+        TypeError, match=r"^options is a torchstrategy\.InputOptions; got "
+    ):
         strategy.experimental_distribute_dataset([torch.ones(2)], options)
-    assert len(list(strategy.experimental_distribute_dataset([torch.ones(2)], options=None))) == 1
+    assert (
+        len(
+            list(
+                strategy.experimental_distribute_dataset([torch.ones(2)], options=None)
+            )
+        )
+        == 1
+    )
 
 
 # The distributed dataset itself
@@ -350,13 +461,17 @@ def test_it_is_a_distributed_dataset_and_no_dataset(topology: str) -> None:
     assert not hasattr(dataset, "map")
 
 
-@pytest.mark.parametrize("dataset", [[torch.ones(2)], 3, None, "text", Squares(), object()], ids=shown)
+@pytest.mark.parametrize(
+    "dataset", [[torch.ones(2)], 3, None, "text", Squares(), object()], ids=shown
+)
 def test_the_default_strategy_returns_the_very_object(dataset: Any) -> None:
     assert DEFAULT.experimental_distribute_dataset(dataset) is dataset
 
 
 def test_each_iteration_starts_afresh(several: Strategy) -> None:
-    dataset = several.experimental_distribute_dataset(DataLoader(range(5), batch_size=4))
+    dataset = several.experimental_distribute_dataset(
+        DataLoader(range(5), batch_size=4)
+    )
     whole = [[0, 1, 2, 3], [4]]
     for _ in range(2):
         assert [list(itertools.chain(*pieces(step))) for step in dataset] == whole
@@ -374,7 +489,9 @@ def test_each_iteration_is_shuffled_as_the_loader_shuffles() -> None:
 
 
 def test_two_iterators_do_not_disturb_each_other() -> None:
-    dataset = STRATEGIES[2].experimental_distribute_dataset(DataLoader(range(6), batch_size=2))
+    dataset = STRATEGIES[2].experimental_distribute_dataset(
+        DataLoader(range(6), batch_size=2)
+    )
     first, second = iter(dataset), iter(dataset)
     assert pieces(next(first)) == [[0], [1]]
     assert pieces(next(first)) == [[2], [3]]
@@ -393,7 +510,9 @@ def test_an_iterator_that_has_ended_stays_ended() -> None:
 @pytest.mark.parametrize("topology", CHOSEN)
 def test_nothing_is_read_before_it_is_asked_for(topology: str) -> None:
     source = Counted(100)
-    dataset = TOPOLOGIES[topology]().experimental_distribute_dataset(DataLoader(source, batch_size=2))
+    dataset = TOPOLOGIES[topology]().experimental_distribute_dataset(
+        DataLoader(source, batch_size=2)
+    )
     assert source.read == 0
     steps = iter(dataset)
     assert source.read == 0
@@ -404,16 +523,28 @@ def test_nothing_is_read_before_it_is_asked_for(topology: str) -> None:
 
 
 def test_a_dataset_may_have_no_end() -> None:
-    steps = STRATEGIES[2].experimental_distribute_dataset(torch.full((2,), k) for k in itertools.count())
-    assert [pieces(step) for step in itertools.islice(steps, 3)] == [[[k], [k]] for k in range(3)]
+    steps = STRATEGIES[2].experimental_distribute_dataset(
+        torch.full((2,), k) for k in itertools.count()
+    )
+    assert [pieces(step) for step in itertools.islice(steps, 3)] == [
+        [[k], [k]] for k in range(3)
+    ]
 
 
 @pytest.mark.parametrize("topology", CHOSEN)
 def test_its_length_is_the_sources_where_it_has_one(topology: str) -> None:
     strategy = TOPOLOGIES[topology]()
-    assert len(strategy.experimental_distribute_dataset(DataLoader(range(9), batch_size=4))) == 3
+    assert (
+        len(
+            strategy.experimental_distribute_dataset(DataLoader(range(9), batch_size=4))
+        )
+        == 3
+    )
     assert len(strategy.experimental_distribute_dataset([torch.ones(2)] * 5)) == 5
-    for endless in (DataLoader(Counted(3), batch_size=2), (torch.ones(2) for _ in range(2))):
+    for endless in (
+        DataLoader(Counted(3), batch_size=2),
+        (torch.ones(2) for _ in range(2)),
+    ):
         dataset = strategy.experimental_distribute_dataset(endless)
         with pytest.raises(TypeError, match=r"has no len\(\)"):
             len(dataset)
@@ -425,7 +556,10 @@ def test_an_iterable_dataset_is_taken_as_batches() -> None:
         def __iter__(self) -> Iterator[torch.Tensor]:
             return iter([torch.arange(3), torch.arange(2)])
 
-    assert [pieces(step) for step in batches(STRATEGIES[2], Batches())] == [[[0, 1], [2]], [[0], [1]]]
+    assert [pieces(step) for step in batches(STRATEGIES[2], Batches())] == [
+        [[0, 1], [2]],
+        [[0], [1]],
+    ]
 
 
 def test_an_error_of_the_loader_comes_out_at_its_batch() -> None:
@@ -452,12 +586,27 @@ def test_a_dataset_can_be_distributed_in_a_replica(several: Strategy) -> None:
 def test_what_was_dealt_arrives_in_the_step(several: Strategy) -> None:
     n = several.num_replicas_in_sync
     (value,) = batches(several, DataLoader(range(2 * n), batch_size=2 * n))
-    received = several.run(lambda rows: (rows.tolist(), get_replica_context().replica_id_in_sync_group), args=(value,))
-    assert several.experimental_local_results(received) == tuple(([2 * r, 2 * r + 1], r) for r in range(n))
+    received = several.run(
+        lambda rows: (rows.tolist(), get_replica_context().replica_id_in_sync_group),
+        args=(value,),
+    )
+    assert several.experimental_local_results(received) == tuple(
+        ([2 * r, 2 * r + 1], r) for r in range(n)
+    )
 
 
 def test_an_epoch_adds_up() -> None:
     strategy = STRATEGIES[3]
-    dataset = strategy.experimental_distribute_dataset(DataLoader(range(10), batch_size=4))
-    assert [strategy.reduce("sum", value, axis=0).item() for value in dataset] == [6, 22, 17]
-    assert [strategy.reduce("mean", value, axis=0).item() for value in dataset] == [1.5, 5.5, 8.5]
+    dataset = strategy.experimental_distribute_dataset(
+        DataLoader(range(10), batch_size=4)
+    )
+    assert [strategy.reduce("sum", value, axis=0).item() for value in dataset] == [
+        6,
+        22,
+        17,
+    ]
+    assert [strategy.reduce("mean", value, axis=0).item() for value in dataset] == [
+        1.5,
+        5.5,
+        8.5,
+    ]

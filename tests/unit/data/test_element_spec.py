@@ -15,7 +15,14 @@ import numpy as np
 import pytest
 import torch
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, TensorDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    TensorDataset,
+)
 
 from problems import shown
 from topologies import TOPOLOGIES, central
@@ -33,7 +40,9 @@ CHOSEN = [name for name in TOPOLOGIES if name != "default"]
 ALONE = ["one_device", "central_1", "copies_1"]
 ONE, TWO, THREE, FOUR = OneDeviceStrategy("cpu"), central(2), central(3), central(4)
 F32, I64 = torch.float32, torch.int64
-PER_REPLICA = InputOptions(experimental_replication_mode=InputReplicationMode.PER_REPLICA)
+PER_REPLICA = InputOptions(
+    experimental_replication_mode=InputReplicationMode.PER_REPLICA
+)
 
 
 class Pair(NamedTuple):
@@ -61,13 +70,17 @@ class Counted(IterableDataset):
 
 def spec(strategy: Strategy, dataset: Any, **options: Any) -> Any:
     """The spec of a dataset, which is that of its iterators, too."""
-    distributed = strategy.experimental_distribute_dataset(dataset, InputOptions(**options))
+    distributed = strategy.experimental_distribute_dataset(
+        dataset, InputOptions(**options)
+    )
     found = distributed.element_spec
     assert iter(distributed).element_spec == found == distributed.element_spec
     return found
 
 
-def of_each(*sizes: int | None, rest: tuple[int, ...] = (3,), dtype: torch.dtype = F32) -> PerReplicaSpec:
+def of_each(
+    *sizes: int | None, rest: tuple[int, ...] = (3,), dtype: torch.dtype = F32
+) -> PerReplicaSpec:
     """The spec of tensors of so many rows."""
     return PerReplicaSpec(tuple(TensorSpec((size, *rest), dtype) for size in sizes))
 
@@ -78,7 +91,13 @@ def rows(n: int = 5) -> torch.Tensor:
 
 def read(strategy: Strategy, batches: Any) -> list[list[Any]]:
     """All batches as lists, and the random numbers that are drawn beside them."""
-    return [[*(p.tolist() for p in strategy.experimental_local_results(b)), torch.rand(1).item()] for b in batches]
+    return [
+        [
+            *(p.tolist() for p in strategy.experimental_local_results(b)),
+            torch.rand(1).item(),
+        ]
+        for b in batches
+    ]
 
 
 # The specs themselves
@@ -88,10 +107,28 @@ def test_a_tensor_spec_is_its_shape_and_dtype() -> None:
     one = TensorSpec((None, 3), F32)
     assert (one.shape, one.dtype) == ((None, 3), F32)
     assert one == TensorSpec([None, 3], F32) == TensorSpec(shape=(None, 3), dtype=F32)  # type: ignore[arg-type]
-    assert len({one, TensorSpec([None, 3], F32), TensorSpec((2, 3), F32), TensorSpec((None, 3), I64)}) == 3  # type: ignore[arg-type]
-    assert one not in (TensorSpec((2, 3), F32), TensorSpec((None, 3), I64), TensorSpec((None,), F32), ((None, 3), F32))
+    assert (
+        len(
+            {
+                one,
+                TensorSpec([None, 3], F32),
+                TensorSpec((2, 3), F32),
+                TensorSpec((None, 3), I64),
+            }
+        )
+        == 3
+    )  # type: ignore[arg-type]
+    assert one not in (
+        TensorSpec((2, 3), F32),
+        TensorSpec((None, 3), I64),
+        TensorSpec((None,), F32),
+        ((None, 3), F32),
+    )
     assert repr(one) == "TensorSpec(shape=(None, 3), dtype=torch.float32)"
-    assert repr(TensorSpec(torch.Size([2]), I64)) == "TensorSpec(shape=(2,), dtype=torch.int64)"
+    assert (
+        repr(TensorSpec(torch.Size([2]), I64))
+        == "TensorSpec(shape=(2,), dtype=torch.int64)"
+    )
 
 
 def test_a_per_replica_spec_is_the_specs_of_the_replicas() -> None:
@@ -104,7 +141,9 @@ def test_a_per_replica_spec_is_the_specs_of_the_replicas() -> None:
     )
 
 
-@pytest.mark.parametrize("one", [TensorSpec((None, 3), F32), of_each(2, None)], ids=["tensor", "per replica"])
+@pytest.mark.parametrize(
+    "one", [TensorSpec((None, 3), F32), of_each(2, None)], ids=["tensor", "per replica"]
+)
 def test_specs_cannot_be_changed_and_can_be_copied_and_sent(one: Any) -> None:
     for copied in (copy.copy(one), copy.deepcopy(one), pickle.loads(pickle.dumps(one))):
         assert copied == one
@@ -129,20 +168,28 @@ def test_specs_cannot_be_changed_and_can_be_copied_and_sent(one: Any) -> None:
 def test_rows_are_known_where_every_batch_is_cut_into_equal_pieces(
     strategy: Strategy, size: int, drop_last: bool, sizes: tuple[int | None, ...]
 ) -> None:
-    assert spec(strategy, DataLoader(rows(), size, drop_last=drop_last)) == of_each(*sizes)
+    assert spec(strategy, DataLoader(rows(), size, drop_last=drop_last)) == of_each(
+        *sizes
+    )
 
 
 @pytest.mark.parametrize("topology", ALONE)
 def test_a_lone_replica_has_plain_specs(topology: str) -> None:
     strategy = TOPOLOGIES[topology]()
     assert spec(strategy, DataLoader(rows(), 4)) == TensorSpec((None, 3), F32)
-    assert spec(strategy, DataLoader(rows(), 4, drop_last=True)) == TensorSpec((4, 3), F32)
+    assert spec(strategy, DataLoader(rows(), 4, drop_last=True)) == TensorSpec(
+        (4, 3), F32
+    )
     assert spec(strategy, {"x": rows()}.values()) == TensorSpec((None, 3), F32)
 
 
 def test_where_shares_are_given_whole_batches_are_cut_alike() -> None:
-    assert spec(TWO, DataLoader(rows(), 5, drop_last=True), row_shares=[3, 1]) == of_each(4, 1)
-    assert spec(TWO, DataLoader(rows(), 4, drop_last=True), row_shares=[1, 0]) == of_each(4, 0)
+    assert spec(
+        TWO, DataLoader(rows(), 5, drop_last=True), row_shares=[3, 1]
+    ) == of_each(4, 1)
+    assert spec(
+        TWO, DataLoader(rows(), 4, drop_last=True), row_shares=[1, 0]
+    ) == of_each(4, 0)
     assert spec(TWO, DataLoader(rows(), 4), row_shares=[3, 1]) == of_each(None, None)
 
 
@@ -151,7 +198,9 @@ def test_a_batch_sampler_that_drops_says_how_many_rows_there_are() -> None:
     assert spec(TWO, DataLoader(rows(), batch_sampler=sampler)) == of_each(2, 2)
     sampler = BatchSampler(range(5), 4, drop_last=False)  # type: ignore[arg-type]
     assert spec(TWO, DataLoader(rows(), batch_sampler=sampler)) == of_each(None, None)
-    assert spec(TWO, DataLoader(rows(), batch_sampler=[[0, 1], [2, 3]])) == of_each(None, None)
+    assert spec(TWO, DataLoader(rows(), batch_sampler=[[0, 1], [2, 3]])) == of_each(
+        None, None
+    )
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -165,7 +214,9 @@ def test_what_workers_load_is_seen_without_them(workers: int) -> None:
 
 SOURCES: dict[str, Callable[[], Any]] = {
     "loader": lambda: DataLoader(rows(), 2),
-    "loader of a TensorDataset": lambda: DataLoader(TensorDataset(rows()), 2, collate_fn=lambda s: torch.cat(s[0])),
+    "loader of a TensorDataset": lambda: DataLoader(
+        TensorDataset(rows()), 2, collate_fn=lambda s: torch.cat(s[0])
+    ),
     "loader of ready batches": lambda: DataLoader([rows(2), rows(1)], batch_size=None),  # type: ignore[arg-type]
     "loader of a stream": lambda: DataLoader(Counted(), 2),
     "loader of a stream of batches": lambda: DataLoader(TwoRows(), batch_size=None),
@@ -180,32 +231,46 @@ class TwoRows(IterableDataset):
         return iter([rows(2), rows(2)])
 
 
-@pytest.mark.parametrize("kind", [kind for kind in SOURCES if kind != "loader of a TensorDataset"])
+@pytest.mark.parametrize(
+    "kind", [kind for kind in SOURCES if kind != "loader of a TensorDataset"]
+)
 @pytest.mark.parametrize("topology", CHOSEN)
 def test_every_source_shows_what_it_yields(topology: str, kind: str) -> None:
     strategy = TOPOLOGIES[topology]()
     replicas = strategy.num_replicas_in_sync
-    wanted = TensorSpec((None, 3), F32) if replicas == 1 else of_each(*[None] * replicas)
+    wanted = (
+        TensorSpec((None, 3), F32) if replicas == 1 else of_each(*[None] * replicas)
+    )
     assert spec(strategy, SOURCES[kind]()) == wanted
 
 
 def test_single_elements_have_no_rows() -> None:
-    assert spec(ONE, TensorDataset(rows(), torch.arange(5))) == (TensorSpec((3,), F32), TensorSpec((), I64))
+    assert spec(ONE, TensorDataset(rows(), torch.arange(5))) == (
+        TensorSpec((3,), F32),
+        TensorSpec((), I64),
+    )
 
 
 def test_a_sample_of_a_loader_that_makes_no_batches_may_be_a_batch() -> None:
     assert spec(ONE, DataLoader(rows(), batch_size=None)) == TensorSpec((None,), F32)
-    assert spec(ONE, DataLoader(torch.arange(5), batch_size=None)) == TensorSpec((), I64)  # type: ignore[arg-type]
+    assert spec(ONE, DataLoader(torch.arange(5), batch_size=None)) == TensorSpec(
+        (), I64
+    )  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("strategy", [ONE, TWO], ids=["one", "two"])
 @pytest.mark.parametrize(
-    "empty", [[], DataLoader([], 2), iter(()), DataLoader(Counted(0), 2)], ids=["list", "loader", "iterator", "stream"]
+    "empty",
+    [[], DataLoader([], 2), iter(()), DataLoader(Counted(0), 2)],
+    ids=["list", "loader", "iterator", "stream"],
 )
 def test_without_an_element_nothing_is_known(strategy: Strategy, empty: Any) -> None:
     dataset = strategy.experimental_distribute_dataset(empty)
     for _ in range(2):
-        with pytest.raises(ValueError, match=r"^The dataset has no element to look at, so it is not known what"):
+        with pytest.raises(
+            ValueError,
+            match=r"^The dataset has no element to look at, so it is not known what",
+        ):
             _ = dataset.element_spec
     assert list(dataset) == []
 
@@ -214,13 +279,22 @@ def test_without_an_element_nothing_is_known(strategy: Strategy, empty: Any) -> 
 
 
 def test_containers_are_those_of_the_loader() -> None:
-    element = {"a": rows(), "b": [(torch.arange(5),), Pair(torch.ones(5, 1), collections.OrderedDict(c=torch.ones(5)))]}
+    element = {
+        "a": rows(),
+        "b": [
+            (torch.arange(5),),
+            Pair(torch.ones(5, 1), collections.OrderedDict(c=torch.ones(5))),
+        ],
+    }
     found = spec(TWO, [element])
     assert found == {
         "a": of_each(None, None),
         "b": [
             (of_each(None, None, rest=(), dtype=I64),),
-            Pair(of_each(None, None, rest=(1,)), collections.OrderedDict(c=of_each(None, None, rest=()))),
+            Pair(
+                of_each(None, None, rest=(1,)),
+                collections.OrderedDict(c=of_each(None, None, rest=())),
+            ),
         ],
     }
     assert type(found["b"][1]) is Pair
@@ -248,7 +322,9 @@ def test_an_array_of_numbers_is_the_tensor_that_it_becomes() -> None:
     ids=lambda value: type(value).__name__,
 )
 def test_of_other_things_with_rows_it_is_the_type(leaf: Any, kind: type) -> None:
-    assert spec(TWO, [{"x": torch.ones(2), "y": leaf}])["y"] == PerReplicaSpec((kind, kind))
+    assert spec(TWO, [{"x": torch.ones(2), "y": leaf}])["y"] == PerReplicaSpec(
+        (kind, kind)
+    )
     assert spec(ONE, [{"y": leaf}])["y"] is kind
 
 
@@ -260,23 +336,38 @@ def test_of_what_every_replica_is_given_whole_there_is_one(leaf: Any) -> None:
 
 def test_a_spec_is_made_of_what_an_element_is_made_of(several: Strategy) -> None:
     """Of a per-replica value where that is dealt out, and of anything else where that is."""
-    element = {"x": torch.ones(2), "scalar": torch.tensor(3), "array": np.array(3.0), "k": 3, "words": ["a", "b"]}
+    element = {
+        "x": torch.ones(2),
+        "scalar": torch.tensor(3),
+        "array": np.array(3.0),
+        "k": 3,
+        "words": ["a", "b"],
+    }
     dataset = several.experimental_distribute_dataset([element])
     (dealt,) = dataset
     for name, found in dataset.element_spec.items():
-        assert isinstance(found, PerReplicaSpec) == isinstance(dealt[name], DistributedValues), name
+        assert isinstance(found, PerReplicaSpec) == isinstance(
+            dealt[name], DistributedValues
+        ), name
     assert spec(ONE, [torch.tensor(3)]) == TensorSpec((), I64)
 
 
 def test_sparse_and_nested_tensors_are_tensors() -> None:
     assert spec(TWO, [rows().to_sparse()]) == of_each(None, None)
-    nested = torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(4, 3)], layout=torch.jagged)
-    assert spec(TWO, [nested]) == PerReplicaSpec((TensorSpec((None, None, 3), F32),) * 2)
+    nested = torch.nested.nested_tensor(
+        [torch.ones(2, 3), torch.ones(4, 3)], layout=torch.jagged
+    )
+    assert spec(TWO, [nested]) == PerReplicaSpec(
+        (TensorSpec((None, None, 3), F32),) * 2
+    )
     assert spec(ONE, [nested]) == TensorSpec((None, None, 3), F32)
 
 
 def test_elements_that_cannot_be_dealt_out_have_no_spec() -> None:
-    for element, error in (({"x": torch.ones(2), "s": {1}}, TypeError), ((torch.ones(2), torch.ones(3)), ValueError)):
+    for element, error in (
+        ({"x": torch.ones(2), "s": {1}}, TypeError),
+        ((torch.ones(2), torch.ones(3)), ValueError),
+    ):
         dataset = TWO.experimental_distribute_dataset([element])
         with pytest.raises(error, match="batch"):
             _ = dataset.element_spec
@@ -301,12 +392,16 @@ def test_each_replica_is_given_what_the_function_makes(several: Strategy) -> Non
 
 @pytest.mark.parametrize("topology", ALONE)
 def test_a_lone_replica_is_given_all_that_the_function_makes(topology: str) -> None:
-    dataset = TOPOLOGIES[topology]().distribute_datasets_from_function(lambda _: DataLoader(rows(), 4, drop_last=True))
+    dataset = TOPOLOGIES[topology]().distribute_datasets_from_function(
+        lambda _: DataLoader(rows(), 4, drop_last=True)
+    )
     assert dataset.element_spec == TensorSpec((4, 3), F32)
 
 
 def test_the_data_may_run_out_in_a_step_so_rows_are_not_known() -> None:
-    dataset = TWO.distribute_datasets_from_function(lambda _: DataLoader(rows(), 2, drop_last=True))
+    dataset = TWO.distribute_datasets_from_function(
+        lambda _: DataLoader(rows(), 2, drop_last=True)
+    )
     assert dataset.element_spec == of_each(None, None)
 
 
@@ -314,11 +409,15 @@ def test_of_a_pipeline_for_each_replica_each_is_seen() -> None:
     dataset = TWO.distribute_datasets_from_function(
         lambda context: [torch.ones(2, 3 + context.input_pipeline_id)], PER_REPLICA
     )
-    assert dataset.element_spec == PerReplicaSpec((TensorSpec((None, 3), F32), TensorSpec((None, 4), F32)))
+    assert dataset.element_spec == PerReplicaSpec(
+        (TensorSpec((None, 3), F32), TensorSpec((None, 4), F32))
+    )
 
 
 def test_single_elements_from_a_function_have_no_rows() -> None:
-    dataset = TWO.distribute_datasets_from_function(lambda _: TensorDataset(rows(), torch.arange(5)))
+    dataset = TWO.distribute_datasets_from_function(
+        lambda _: TensorDataset(rows(), torch.arange(5))
+    )
     assert dataset.element_spec == (
         PerReplicaSpec((TensorSpec((3,), F32),) * 2),
         PerReplicaSpec((TensorSpec((), I64),) * 2),
@@ -355,11 +454,18 @@ def generator() -> torch.Generator:
 
 NOISY: dict[str, Callable[[], Any]] = {
     "loader": lambda: DataLoader(Noisy(), 2, shuffle=True),
-    "generator of the loader": lambda: DataLoader(Noisy(), 2, shuffle=True, generator=generator()),
-    "generator of the sampler": lambda: DataLoader(Noisy(), 2, sampler=RandomSampler(range(5), generator=generator())),
+    "generator of the loader": lambda: DataLoader(
+        Noisy(), 2, shuffle=True, generator=generator()
+    ),
+    "generator of the sampler": lambda: DataLoader(
+        Noisy(), 2, sampler=RandomSampler(range(5), generator=generator())
+    ),
     "generator of the dataset": lambda: DataLoader(Noisy(generator()), 2, shuffle=True),
     "within a batch sampler": lambda: DataLoader(
-        Noisy(), batch_sampler=BatchSampler(RandomSampler(range(5), generator=generator()), 2, False)
+        Noisy(),
+        batch_sampler=BatchSampler(
+            RandomSampler(range(5), generator=generator()), 2, False
+        ),
     ),
     "ready batches": lambda: DataLoader(Noisy(), batch_size=None, shuffle=True),
     "stream": lambda: DataLoader(NoisyStream(generator()), 2),
@@ -396,8 +502,14 @@ class Drawing:
         return torch.rand(1, generator=self.rng)
 
 
-@pytest.mark.parametrize("make", [Drawing, lambda: (k + torch.rand(1) for k in range(9))], ids=["own", "torch's"])
-def test_what_an_iterator_draws_for_the_element_that_is_seen_is_drawn_once(make: Callable[[], Any]) -> None:
+@pytest.mark.parametrize(
+    "make",
+    [Drawing, lambda: (k + torch.rand(1) for k in range(9))],
+    ids=["own", "torch's"],
+)
+def test_what_an_iterator_draws_for_the_element_that_is_seen_is_drawn_once(
+    make: Callable[[], Any],
+) -> None:
     found = []
     for is_seen in (False, True):
         torch.manual_seed(1)
@@ -410,7 +522,9 @@ def test_what_an_iterator_draws_for_the_element_that_is_seen_is_drawn_once(make:
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("when", [None, 0, 1, 3, 5])
 def test_no_element_of_a_generator_is_lost(ahead: bool, when: int | None) -> None:
-    dataset = ONE.experimental_distribute_dataset(map(torch.tensor, range(5)), InputOptions(load_ahead=ahead))
+    dataset = ONE.experimental_distribute_dataset(
+        map(torch.tensor, range(5)), InputOptions(load_ahead=ahead)
+    )
     wanted = TensorSpec((), I64)
     assert when is not None or dataset.element_spec == wanted
     iterator = iter(dataset)
@@ -492,12 +606,17 @@ class Stream(IterableDataset):
 def test_a_loader_that_reads_from_an_iterator_is_not_robbed() -> None:
     dataset = TWO.experimental_distribute_dataset(DataLoader(Stream(), 2))
     with pytest.raises(
-        ValueError, match=r"a Stream, is an iterator: to look at an element .* when the first batch was"
+        ValueError,
+        match=r"a Stream, is an iterator: to look at an element .* when the first batch was",
     ):
         _ = dataset.element_spec
     iterator = iter(dataset)
     found = read(TWO, itertools.islice(iterator, 1))
-    assert dataset.element_spec == iterator.element_spec == of_each(None, None, rest=(), dtype=I64)
+    assert (
+        dataset.element_spec
+        == iterator.element_spec
+        == of_each(None, None, rest=(), dtype=I64)
+    )
     found += read(TWO, iterator)
     assert [batch[:2] for batch in found] == [[[0], [1]], [[2], [3]], [[4], [5]]]
 
@@ -535,7 +654,9 @@ def test_a_loader_that_keeps_its_state_stays_where_it_is(when: int) -> None:
     resumed = ONE.experimental_distribute_dataset(Remembers())
     resumed.load_state_dict(state)
     assert resumed.element_spec == wanted
-    assert [int(element) for element in resumed] == [int(element) for element in iterator]
+    assert [int(element) for element in resumed] == [
+        int(element) for element in iterator
+    ]
     assert found == list(range(when))
 
 

@@ -29,7 +29,10 @@ def image(index: int, is_even: bool = False) -> torch.Tensor:
 
 TARGETS: dict[str, Callable[[int], Any]] = {
     "boxes": lambda i: {"boxes": torch.zeros(i, 4), "labels": torch.zeros(i)},
-    "as many boxes as channels": lambda i: {"boxes": torch.zeros(3, 4), "labels": torch.zeros(3)},
+    "as many boxes as channels": lambda i: {
+        "boxes": torch.zeros(3, 4),
+        "labels": torch.zeros(3),
+    },
     "numbers": lambda i: i,
     "strings": lambda i: str(i),
     "tensors without dimensions": lambda i: torch.tensor(i),
@@ -49,12 +52,18 @@ def named(batch: Any) -> Any:
     return dict(zip(("images", "targets"), lists(batch), strict=True))
 
 
-def loader(target: str, collate: Any, count: int = 4, size: int = 4, **image_options: Any) -> Any:
-    samples: Any = [(image(i, **image_options), TARGETS[target](i)) for i in range(count)]
+def loader(
+    target: str, collate: Any, count: int = 4, size: int = 4, **image_options: Any
+) -> Any:
+    samples: Any = [
+        (image(i, **image_options), TARGETS[target](i)) for i in range(count)
+    ]
     return DataLoader(samples, batch_size=size, collate_fn=collate)
 
 
-def images_of(strategy: torchstrategy.Strategy, source: Any, options: InputOptions | None) -> list[Any]:
+def images_of(
+    strategy: torchstrategy.Strategy, source: Any, options: InputOptions | None
+) -> list[Any]:
     """The shapes of the images that each replica gets."""
     seen: list[Any] = []
 
@@ -70,11 +79,14 @@ def images_of(strategy: torchstrategy.Strategy, source: Any, options: InputOptio
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("collate", [zipped, lists, named, list])
 @pytest.mark.parametrize("is_even", [False, True])
-def test_samples_are_refused_and_the_message_is_followed(target: str, collate: Any, is_even: bool) -> None:
+def test_samples_are_refused_and_the_message_is_followed(
+    target: str, collate: Any, is_even: bool
+) -> None:
     source = loader(target, collate, is_even=is_even)
     strategy = central(2)
     with pytest.raises(
-        ValueError, match=r"^batch.* is a (tuple|list) of 4 items, as many as there are samples"
+        ValueError,
+        match=r"^batch.* is a (tuple|list) of 4 items, as many as there are samples",
     ) as caught:
         list(strategy.experimental_distribute_dataset(source))
     for said in (
@@ -83,26 +95,45 @@ def test_samples_are_refused_and_the_message_is_followed(target: str, collate: A
         "torchstrategy.register_batch_type(...)",
     ):
         assert said in str(caught.value)
-    source = loader(target, lambda batch: tuple(map(list, zip(*batch, strict=True))), is_even=is_even)
-    first, second = [tuple(image(i, is_even).shape) for i in range(2)], [tuple(image(i, is_even).shape) for i in (2, 3)]
+    source = loader(
+        target,
+        lambda batch: tuple(map(list, zip(*batch, strict=True))),
+        is_even=is_even,
+    )
+    first, second = (
+        [tuple(image(i, is_even).shape) for i in range(2)],
+        [tuple(image(i, is_even).shape) for i in (2, 3)],
+    )
     assert sorted(images_of(strategy, source, BY_ITEMS)) == sorted([first, second])
 
 
 def test_tuples_are_refused_where_lists_are_rows_too() -> None:
     with pytest.raises(ValueError, match=r"batch\[0\] is a tuple of 4 items"):
-        list(central(2).experimental_distribute_dataset(loader("numbers", zipped), BY_ITEMS))
+        list(
+            central(2).experimental_distribute_dataset(
+                loader("numbers", zipped), BY_ITEMS
+            )
+        )
 
 
 def test_few_samples_are_known_by_their_number() -> None:
     """The loader has fewer than its batch size."""
     with pytest.raises(ValueError, match=r"batch\[0\] is a tuple of 4 items"):
-        list(central(2).experimental_distribute_dataset(loader("numbers", zipped, count=4, size=16)))
+        list(
+            central(2).experimental_distribute_dataset(
+                loader("numbers", zipped, count=4, size=16)
+            )
+        )
 
 
 def test_datasets_of_functions_are_looked_at_too() -> None:
     """Nothing is cut there, but the replicas would weigh as many rows as an image has channels."""
     with pytest.raises(ValueError, match=r"batch\[0\] is a tuple of 4 items"):
-        list(central(2).distribute_datasets_from_function(lambda _: loader("numbers", zipped)))
+        list(
+            central(2).distribute_datasets_from_function(
+                lambda _: loader("numbers", zipped)
+            )
+        )
 
 
 def test_to_look_at_the_spec_first_hides_nothing() -> None:
@@ -126,10 +157,21 @@ def test_to_look_at_the_spec_first_hides_nothing() -> None:
 def test_where_nobody_knows_the_samples_there_is_a_warning(batch: Any) -> None:
     strategy = central(2)
     dataset = strategy.experimental_distribute_dataset([batch, batch])
-    with pytest.warns(UserWarning, match=r"InputOptions\(lists_are_rows=True\)") as told:
+    with pytest.warns(
+        UserWarning, match=r"InputOptions\(lists_are_rows=True\)"
+    ) as told:
         assert len(list(dataset)) == 2
     assert len(told) == 1
-    assert len(list(strategy.experimental_distribute_dataset([batch], InputOptions(lists_are_rows=False)))) == 1
+    assert (
+        len(
+            list(
+                strategy.experimental_distribute_dataset(
+                    [batch], InputOptions(lists_are_rows=False)
+                )
+            )
+        )
+        == 1
+    )
 
 
 def test_time_first_is_warned_of() -> None:
@@ -141,7 +183,10 @@ def test_time_first_is_warned_of() -> None:
 
     samples: Any = [(torch.zeros(5 + i, 2), torch.zeros(5 + i)) for i in range(4)]
     source = DataLoader(samples, batch_size=4, collate_fn=collate)
-    with pytest.warns(UserWarning, match=r"8 items along its first.*4 along its second.*batch_first=True"):
+    with pytest.warns(
+        UserWarning,
+        match=r"8 items along its first.*4 along its second.*batch_first=True",
+    ):
         list(central(2).experimental_distribute_dataset(source))
     with pytest.raises(ValueError, match=r"pad_sequence\(\.\.\., batch_first=True\)"):
         dealt = {"x": torch.zeros(8, 4, 2), "lengths": torch.tensor([5, 6, 7, 8])}
@@ -151,7 +196,10 @@ def test_time_first_is_warned_of() -> None:
 COLUMNS: dict[str, Callable[[Any], Any]] = {
     "a noisy and a clean column": lambda x: (x, x + 1),
     "as many alike columns as samples": lambda x: (x, x, x, x),
-    "levels of a pyramid": lambda x: ([x.expand(4, 3, 8), x.expand(4, 3, 4), x.expand(4, 3, 2)], x[:, 0]),
+    "levels of a pyramid": lambda x: (
+        [x.expand(4, 3, 8), x.expand(4, 3, 4), x.expand(4, 3, 2)],
+        x[:, 0],
+    ),
     "several crops": lambda x: (torch.cat([x, x]), torch.cat([x, x])),
     "a dict of columns": lambda x: {"a": x, "b": x, "c": (x, x)},
     "sequences of unlike length": lambda x: (x.expand(4, 3, 7), x.expand(4, 3, 9)),
@@ -177,5 +225,9 @@ def test_columns_are_dealt_without_a_word(name: str) -> None:
 
 def test_a_last_batch_of_one_row_is_no_list_of_samples() -> None:
     samples: Any = [torch.zeros(2) for _ in range(5)]
-    source = DataLoader(samples, batch_size=2, collate_fn=lambda batch: (torch.stack(batch), torch.stack(batch) + 1))
+    source = DataLoader(
+        samples,
+        batch_size=2,
+        collate_fn=lambda batch: (torch.stack(batch), torch.stack(batch) + 1),
+    )
     assert len(list(central(2).experimental_distribute_dataset(source))) == 3

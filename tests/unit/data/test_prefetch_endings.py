@@ -16,7 +16,16 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from conditions import needs_fork, without_simulated_devices
-from loaders import AHEAD, HANG, ON_DEMAND, Loader, batch_numbers, both_ways, prefetchers, rows_of
+from loaders import (
+    AHEAD,
+    HANG,
+    ON_DEMAND,
+    Loader,
+    batch_numbers,
+    both_ways,
+    prefetchers,
+    rows_of,
+)
 from topologies import central
 from torchstrategy import InputOptions, OutOfRangeError
 from torchstrategy._data import reading
@@ -136,7 +145,9 @@ def test_however_an_iteration_ends_its_threads_and_workers_end_with_it(
     assert not multiprocessing.active_children()
 
 
-def test_an_iterator_may_be_collected_on_its_readers_own_thread(no_collector: None) -> None:
+def test_an_iterator_may_be_collected_on_its_readers_own_thread(
+    no_collector: None,
+) -> None:
     is_lost = threading.Event()
 
     def collect(k: int) -> None:
@@ -144,7 +155,9 @@ def test_an_iterator_may_be_collected_on_its_readers_own_thread(no_collector: No
             assert is_lost.wait(HANG)
             gc.collect()
 
-    cycle = Cycle(iter(central(2).experimental_distribute_dataset(Loader(before=collect), AHEAD)))
+    cycle = Cycle(
+        iter(central(2).experimental_distribute_dataset(Loader(before=collect), AHEAD))
+    )
     next(cycle.held)
     gone, threads = weakref.ref(cycle.held), prefetchers()
     assert threads
@@ -187,7 +200,9 @@ def test_closing_does_not_wait_for_a_batch_for_ever(
     assert loader.asked == [0, 1]
 
 
-def test_another_thread_may_close_an_iterator_that_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_thread_may_close_an_iterator_that_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(reading, "_PATIENCE_S", 0.0)
     go_on = threading.Event()
     loader = Loader(before=lambda k: k == 1 and go_on.wait(HANG))
@@ -206,7 +221,9 @@ def test_another_thread_may_close_an_iterator_that_is_waited_for(monkeypatch: py
 
 
 @both_ways
-def test_a_generator_cleans_up_when_nobody_can_ask_it_any_more(options: InputOptions, no_collector: None) -> None:
+def test_a_generator_cleans_up_when_nobody_can_ask_it_any_more(
+    options: InputOptions, no_collector: None
+) -> None:
     cleaned_up = []
 
     def batches() -> Iterator[torch.Tensor]:
@@ -225,15 +242,23 @@ def test_a_generator_cleans_up_when_nobody_can_ask_it_any_more(options: InputOpt
     assert cleaned_up == []
     del dataset
     assert cleaned_up == [True]
-    break_off(central(2).experimental_distribute_dataset(DataLoader(Stream(), batch_size=2), options))
+    break_off(
+        central(2).experimental_distribute_dataset(
+            DataLoader(Stream(), batch_size=2), options
+        )
+    )
     assert cleaned_up == [True, True]
 
 
 @pytest.mark.parametrize("options", [None, ON_DEMAND], ids=["ahead", "on demand"])
-def test_a_new_iteration_of_persistent_workers_ends_the_one_before(options: InputOptions | None) -> None:
+def test_a_new_iteration_of_persistent_workers_ends_the_one_before(
+    options: InputOptions | None,
+) -> None:
     loader = DataLoader(range(8), batch_size=2, num_workers=1, persistent_workers=True)
     strategy = central(2)
-    dataset, other = (strategy.experimental_distribute_dataset(loader, options) for _ in range(2))
+    dataset, other = (
+        strategy.experimental_distribute_dataset(loader, options) for _ in range(2)
+    )
     first = iter(dataset)
     assert rows_of(next(first)) == [0, 1]
     second = iter(dataset)
@@ -261,7 +286,9 @@ class Gated(Dataset):
 
 @needs_fork
 @pytest.mark.parametrize("is_held", [True, False], ids=["held", "dropped"])
-def test_persistent_workers_serve_one_iteration_after_the_other(is_held: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_persistent_workers_serve_one_iteration_after_the_other(
+    is_held: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(reading, "_PATIENCE_S", 0.0)
     strategy, rows = central(2), Gated()
     loader = DataLoader(rows, batch_size=2, num_workers=1, persistent_workers=True)
@@ -288,23 +315,35 @@ def things_after_breaking_off(dataset: Any, times: int) -> int:
 @without_simulated_devices
 def test_hundreds_of_iterators_that_are_broken_off_use_up_nothing() -> None:
     dataset = central(2).experimental_distribute_dataset([torch.ones(2)] * 6, AHEAD)
-    before, after = things_after_breaking_off(dataset, 50), things_after_breaking_off(dataset, 250)
+    before, after = (
+        things_after_breaking_off(dataset, 50),
+        things_after_breaking_off(dataset, 250),
+    )
     assert not prefetchers()
     assert after - before < 100
 
 
 @without_simulated_devices
 def test_iterators_over_workers_that_are_broken_off_use_up_nothing() -> None:
-    dataset = central(2).experimental_distribute_dataset(DataLoader(range(20), 2, num_workers=1))
-    before, after = things_after_breaking_off(dataset, 2), things_after_breaking_off(dataset, 8)
+    dataset = central(2).experimental_distribute_dataset(
+        DataLoader(range(20), 2, num_workers=1)
+    )
+    before, after = (
+        things_after_breaking_off(dataset, 2),
+        things_after_breaking_off(dataset, 8),
+    )
     assert not prefetchers()
     assert not multiprocessing.active_children()
     assert after - before < 100
 
 
-def test_nothing_piles_up_between_the_threads_where_the_loader_is_the_faster_one() -> None:
+def test_nothing_piles_up_between_the_threads_where_the_loader_is_the_faster_one() -> (
+    None
+):
     def piled_up() -> int:
-        return sum(thing.qsize() for thing in gc.get_objects() if type(thing) is SimpleQueue)
+        return sum(
+            thing.qsize() for thing in gc.get_objects() if type(thing) is SimpleQueue
+        )
 
     loader, before = Loader(200), piled_up()
     iterator = iter(central(2).experimental_distribute_dataset(loader, AHEAD))

@@ -21,7 +21,17 @@ from torch.utils.data import DataLoader
 
 import torchstrategy
 from conditions import needs_fork, needs_signals, without_simulated_devices
-from loaders import AHEAD, HANG, INPUT, ON_DEMAND, Loader, batch_number, batch_numbers, prefetchers, rows_of
+from loaders import (
+    AHEAD,
+    HANG,
+    INPUT,
+    ON_DEMAND,
+    Loader,
+    batch_number,
+    batch_numbers,
+    prefetchers,
+    rows_of,
+)
 from processes import python
 from topologies import central
 from torchstrategy._base.context import CallerState
@@ -37,7 +47,9 @@ ROOT = Path(torchstrategy.__file__).resolve().parents[1]
 
 
 @pytest.mark.parametrize("number", [0, 1])
-def test_a_thread_that_cannot_be_started_is_told_and_tried_again(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_thread_that_cannot_be_started_is_told_and_tried_again(
+    number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     strategy, loader = central(2), Loader()
     iterator = iter(strategy.experimental_distribute_dataset(loader, AHEAD))
     start, tries = threading.Thread.start, []
@@ -57,7 +69,9 @@ def test_a_thread_that_cannot_be_started_is_told_and_tried_again(number: int, mo
     assert batch_numbers(iterator) == list(range(6))
 
 
-def test_an_iterator_whose_thread_could_not_be_started_can_be_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_iterator_whose_thread_could_not_be_started_can_be_dropped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     iterator = iter(central(2).experimental_distribute_dataset(Loader(), AHEAD))
 
     def fail(thread: threading.Thread) -> None:
@@ -71,7 +85,9 @@ def test_an_iterator_whose_thread_could_not_be_started_can_be_dropped(monkeypatc
     assert list(iterator) == []
 
 
-def test_a_thread_that_cannot_do_its_work_is_told_and_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_thread_that_cannot_do_its_work_is_told_and_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     error = RuntimeError("no such device any more")
 
     def fail(*_: Any) -> None:
@@ -105,8 +121,14 @@ def interrupted(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 def test_ctrl_c_while_a_batch_is_waited_for_loses_none(
     interrupted: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reading, "_LOOK_UP_S", 0.01)  # it is often missed: the main thread is just about to wait
-    strategy, is_wanted, is_interrupted = central(2), threading.Event(), threading.Event()
+    monkeypatch.setattr(
+        reading, "_LOOK_UP_S", 0.01
+    )  # it is often missed: the main thread is just about to wait
+    strategy, is_wanted, is_interrupted = (
+        central(2),
+        threading.Event(),
+        threading.Event(),
+    )
 
     def press(k: int) -> None:
         if k == 2:
@@ -114,7 +136,9 @@ def test_ctrl_c_while_a_batch_is_waited_for_loses_none(
             interrupted(k)
             assert is_interrupted.wait(HANG)
 
-    iterator = iter(strategy.experimental_distribute_dataset(Loader(before=press), AHEAD))
+    iterator = iter(
+        strategy.experimental_distribute_dataset(Loader(before=press), AHEAD)
+    )
     found = batch_numbers(islice(iterator, 2))
     with pytest.raises(KeyboardInterrupt):
         is_wanted.set()
@@ -124,7 +148,9 @@ def test_ctrl_c_while_a_batch_is_waited_for_loses_none(
 
 
 @needs_signals
-def test_ctrl_c_ends_the_threads_of_a_loop_that_it_ends(interrupted: Callable[[int], None]) -> None:
+def test_ctrl_c_ends_the_threads_of_a_loop_that_it_ends(
+    interrupted: Callable[[int], None],
+) -> None:
     is_pressed = threading.Event()
 
     def press(k: int) -> None:
@@ -133,11 +159,15 @@ def test_ctrl_c_ends_the_threads_of_a_loop_that_it_ends(interrupted: Callable[[i
             is_pressed.set()
 
     with pytest.raises(KeyboardInterrupt):
-        for _ in central(2).experimental_distribute_dataset(Loader(before=press), AHEAD):
+        for _ in central(2).experimental_distribute_dataset(
+            Loader(before=press), AHEAD
+        ):
             is_pressed.wait(HANG)
     gc.collect()  # the traceback of the interruption may hold the iterator in a cycle
     for thread in prefetchers():
-        thread.join(HANG)  # it was told to end when its iterator went, and nobody waited for it
+        thread.join(
+            HANG
+        )  # it was told to end when its iterator went, and nobody waited for it
     assert not prefetchers()
 
 
@@ -153,7 +183,10 @@ def test_ctrl_c_anywhere_in_next_loses_no_batch_and_deals_none_twice() -> None:
             # Python runs a signal's handler when it enters a function of its own, and when it returns from one of C.
             # After `popleft` the batch is the consumer's.
             nonlocal moments
-            if not frame.f_code.co_filename.startswith(INPUT) or event not in ("call", "c_return"):
+            if not frame.f_code.co_filename.startswith(INPUT) or event not in (
+                "call",
+                "c_return",
+            ):
                 return
             if getattr(argument, "__name__", "") == "popleft":
                 return
@@ -187,7 +220,9 @@ def test_ctrl_c_anywhere_in_next_loses_no_batch_and_deals_none_twice() -> None:
 def in_child(fn: Callable[[], Any]) -> int:
     """The exit code of a child that this process forks, for which it waits."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # from Python 3.12 on: this process has other threads
+        warnings.simplefilter(
+            "ignore", DeprecationWarning
+        )  # from Python 3.12 on: this process has other threads
         child = os.fork()
     if child == 0:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
@@ -218,7 +253,10 @@ def test_a_forked_child_leaves_its_parents_iterator_alone(kind: str) -> None:
         if kind == "on demand":
             assert rows_of(next(iterators[0])) == [2, 3]
             return
-        with pytest.raises(RuntimeError, match=r"^This iterator was made in another process, .* Iterate over "):
+        with pytest.raises(
+            RuntimeError,
+            match=r"^This iterator was made in another process, .* Iterate over ",
+        ):
             next(iterators[0])
 
     def close() -> None:
@@ -226,7 +264,9 @@ def test_a_forked_child_leaves_its_parents_iterator_alone(kind: str) -> None:
         assert list(iterators[0]) == []
 
     def begin_anew() -> None:
-        assert [rows_of(step) for step in dataset] == [[2 * k, 2 * k + 1] for k in range(6)]
+        assert [rows_of(step) for step in dataset] == [
+            [2 * k, 2 * k + 1] for k in range(6)
+        ]
 
     assert [in_child(act) for act in (drop, ask, close, begin_anew)] == [0, 0, 0, 0]
     found += [rows_of(step) for step in iterators[0]]
@@ -238,7 +278,9 @@ def test_a_forked_child_leaves_its_parents_iterator_alone(kind: str) -> None:
 @pytest.mark.parametrize("context", [pytest.param("fork", marks=needs_fork), "spawn"])
 def test_loader_workers_may_be_forked_and_spawned(context: str) -> None:
     strategy = central(2)
-    loader = DataLoader(range(8), batch_size=2, num_workers=1, multiprocessing_context=context)
+    loader = DataLoader(
+        range(8), batch_size=2, num_workers=1, multiprocessing_context=context
+    )
     steps = [rows_of(step) for step in strategy.experimental_distribute_dataset(loader)]
     assert steps == [[0, 1], [2, 3], [4, 5], [6, 7]]
 

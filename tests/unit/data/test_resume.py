@@ -41,7 +41,9 @@ def with_workers(loader: Any, workers: int, **options: Any) -> Any:
     return type(loader)(**alike, **chosen, num_workers=workers, **options)
 
 
-AHEAD = [kind for kind in LOADERS if kind != "drawn one by one"]  # which draws beside the step, so in no certain order
+AHEAD = [
+    kind for kind in LOADERS if kind != "drawn one by one"
+]  # which draws beside the step, so in no certain order
 
 
 # Just as if it had not been interrupted
@@ -49,7 +51,9 @@ AHEAD = [kind for kind in LOADERS if kind != "drawn one by one"]  # which draws 
 
 @pytest.mark.parametrize("kind", LOADERS)
 @pytest.mark.parametrize("place", PLACES)
-def test_an_interrupted_training_reads_what_an_uninterrupted_one_reads(kind: str, place: str) -> None:
+def test_an_interrupted_training_reads_what_an_uninterrupted_one_reads(
+    kind: str, place: str
+) -> None:
     goes_on(lambda: over(LOADERS[kind]()), place)
 
 
@@ -72,13 +76,19 @@ def test_so_it_does_when_it_reads_ahead(kind: str) -> None:
 )
 def test_so_it_does_when_its_loader_has_workers(kind: str, place: str) -> None:
     workers = 2 if kind == "shuffled" else 1
-    goes_on(lambda: over(with_workers(LOADERS[kind](), workers)), place, later=workers - 1)
+    goes_on(
+        lambda: over(with_workers(LOADERS[kind](), workers)), place, later=workers - 1
+    )
 
 
 @pytest.mark.parametrize("place", ["in the middle", "in the second epoch"])
 def test_so_it_does_when_these_workers_outlive_an_epoch(place: str) -> None:
     def make() -> DistributedDataset:
-        return over(with_workers(LOADERS["generator of the loader"](), 1, persistent_workers=True))
+        return over(
+            with_workers(
+                LOADERS["generator of the loader"](), 1, persistent_workers=True
+            )
+        )
 
     goes_on(make, place, later=0)
 
@@ -111,8 +121,12 @@ def test_a_generator_is_read_to_where_it_was(steps: int) -> None:
 
 
 @pytest.mark.parametrize(("before", "after"), [(0, 1), (1, 0)])
-@pytest.mark.parametrize("kind", ["shuffled", "generator of the loader", "drawn at once, ready batches"])
-def test_the_number_of_workers_may_be_another(kind: str, before: int, after: int) -> None:
+@pytest.mark.parametrize(
+    "kind", ["shuffled", "generator of the loader", "drawn at once, ready batches"]
+)
+def test_the_number_of_workers_may_be_another(
+    kind: str, before: int, after: int
+) -> None:
     dataset = over(with_workers(LOADERS[kind](), before))
     iterator = iter(dataset)
     torch.rand(2)
@@ -136,7 +150,10 @@ def test_two_datasets_that_are_read_side_by_side_both_go_on(place: str) -> None:
         return [over(LOADERS["shuffled"]()), over(LOADERS["shuffled"]())]
 
     def read_both(iterators: Any, steps: int | None = None) -> list[Any]:
-        return [(rows_of(a), rows_of(b)) for a, b in itertools.islice(zip(*iterators, strict=True), steps)]
+        return [
+            (rows_of(a), rows_of(b))
+            for a, b in itertools.islice(zip(*iterators, strict=True), steps)
+        ]
 
     both = make()
     for _ in range(epochs):
@@ -161,7 +178,9 @@ def test_another_number_of_replicas_goes_on_with_the_very_next_row(
     before: str, after: str, epochs: int, rows: int, size: int, steps: int
 ) -> None:
     def make(strategy: str) -> DistributedDataset:
-        loader = DataLoader(Numbers(rows), batch_size=size, shuffle=True, generator=generator())
+        loader = DataLoader(
+            Numbers(rows), batch_size=size, shuffle=True, generator=generator()
+        )
         return over(loader, STRATEGIES[strategy])
 
     dataset = make(before)
@@ -172,15 +191,23 @@ def test_another_number_of_replicas_goes_on_with_the_very_next_row(
     resumed = make(after)
     resumed.load_state_dict(saved_and_loaded(dataset.state_dict()))
     tail = read(resumed)
-    assert sorted(itertools.chain(*head, *tail)) == list(range(rows)) or steps > len(dataset)
+    assert sorted(itertools.chain(*head, *tail)) == list(range(rows)) or steps > len(
+        dataset
+    )
     assert tail == (read(dataset) if steps > len(dataset) else read(iterator))
 
 
 @quickly
 @given(st.integers(1, 6), st.integers(1, 6), st.integers(0, 6))
-def test_another_batch_size_goes_on_with_the_very_next_row(before: int, after: int, steps: int) -> None:
+def test_another_batch_size_goes_on_with_the_very_next_row(
+    before: int, after: int, steps: int
+) -> None:
     def make(size: int) -> DistributedDataset:
-        return over(DataLoader(Numbers(24), batch_size=size, shuffle=True, generator=generator()))
+        return over(
+            DataLoader(
+                Numbers(24), batch_size=size, shuffle=True, generator=generator()
+            )
+        )
 
     dataset = make(before)
     iterator = iter(dataset)
@@ -188,17 +215,25 @@ def test_another_batch_size_goes_on_with_the_very_next_row(before: int, after: i
     resumed = make(after)
     rows = sum(map(len, head))
     if rows % after:
-        with pytest.raises(ValueError, match=rf"stands at row {rows} .* with batch_size={after} no batch begins there"):
+        with pytest.raises(
+            ValueError,
+            match=rf"stands at row {rows} .* with batch_size={after} no batch begins there",
+        ):
             resumed.load_state_dict(dataset.state_dict())
     else:
         resumed.load_state_dict(dataset.state_dict())
-        assert list(itertools.chain(*read(resumed))) == list(itertools.chain(*read(iterator)))
+        assert list(itertools.chain(*read(resumed))) == list(
+            itertools.chain(*read(iterator))
+        )
 
 
 def test_a_state_in_batches_of_unknown_size_is_not_counted_in_others() -> None:
     dataset = over(LOADERS["batch sampler"]())
     read(iter(dataset), 2)
-    with pytest.raises(ValueError, match=r"batch_size=None, and this one has batch_size=2: .* cannot be known\. Make"):
+    with pytest.raises(
+        ValueError,
+        match=r"batch_size=None, and this one has batch_size=2: .* cannot be known\. Make",
+    ):
         over(LOADERS["shuffled"]()).load_state_dict(dataset.state_dict())
 
 
@@ -208,11 +243,16 @@ def test_a_state_in_batches_of_unknown_size_is_not_counted_in_others() -> None:
 @pytest.mark.parametrize("before", [1, 2, 4])
 @pytest.mark.parametrize("after", [1, 2, 4])
 @pytest.mark.parametrize("steps", [0, 1, 3])
-def test_a_dataset_from_a_function_goes_on_with_the_very_next_row(before: int, after: int, steps: int) -> None:
+def test_a_dataset_from_a_function_goes_on_with_the_very_next_row(
+    before: int, after: int, steps: int
+) -> None:
     def make(replicas: int) -> DistributedDataset:
         return STRATEGIES[str(replicas)].distribute_datasets_from_function(
             lambda context: DataLoader(
-                Numbers(22), context.get_per_replica_batch_size(4), shuffle=True, generator=generator()
+                Numbers(22),
+                context.get_per_replica_batch_size(4),
+                shuffle=True,
+                generator=generator(),
             )
         )
 
@@ -221,17 +261,29 @@ def test_a_dataset_from_a_function_goes_on_with_the_very_next_row(before: int, a
     read(iterator, steps)
     resumed = make(after)
     resumed.load_state_dict(saved_and_loaded(dataset.state_dict()))
-    assert list(itertools.chain(*read(resumed))) == list(itertools.chain(*read(iterator)))
+    assert list(itertools.chain(*read(resumed))) == list(
+        itertools.chain(*read(iterator))
+    )
 
 
-@pytest.mark.parametrize(("before", "after"), list(itertools.product(range(1, 5), repeat=2)))
+@pytest.mark.parametrize(
+    ("before", "after"), list(itertools.product(range(1, 5), repeat=2))
+)
 @pytest.mark.parametrize("steps", [0, 1, 2, 9])
-def test_single_elements_from_a_function_are_counted(before: int, after: int, steps: int) -> None:
+def test_single_elements_from_a_function_are_counted(
+    before: int, after: int, steps: int
+) -> None:
     def make(replicas: int) -> DistributedDataset:
-        return STRATEGIES[str(replicas)].distribute_datasets_from_function(lambda _: map(torch.tensor, range(7)))
+        return STRATEGIES[str(replicas)].distribute_datasets_from_function(
+            lambda _: map(torch.tensor, range(7))
+        )
 
     dataset = make(before)
-    consumed = list(itertools.chain(*read(itertools.islice(iter(dataset), min(steps, -(-7 // before))))))
+    consumed = list(
+        itertools.chain(
+            *read(itertools.islice(iter(dataset), min(steps, -(-7 // before))))
+        )
+    )
     resumed = make(after)
     resumed.load_state_dict(dataset.state_dict())
     assert [*consumed, *itertools.chain(*read(resumed))] == list(range(7))
@@ -246,6 +298,9 @@ def test_a_pipeline_for_each_replica_goes_on_in_each(place: str) -> None:
 def test_a_pipeline_for_each_replica_is_for_as_many_replicas() -> None:
     dataset = a_pipeline_for_each()
     three = a_pipeline_for_each(STRATEGIES["3"])
-    with pytest.raises(ValueError, match=r"^The state is of a dataset that reads 2 loaders, and this one reads 3: "):
+    with pytest.raises(
+        ValueError,
+        match=r"^The state is of a dataset that reads 2 loaders, and this one reads 3: ",
+    ):
         three.load_state_dict(dataset.state_dict())
     assert sum(map(len, read(three))) == 18

@@ -36,9 +36,13 @@ from resumable import (
 
 
 @pytest.mark.parametrize("depth", [1, 5])
-def test_batches_that_were_read_ahead_and_not_handed_out_are_not_lost(depth: int) -> None:
+def test_batches_that_were_read_ahead_and_not_handed_out_are_not_lost(
+    depth: int,
+) -> None:
     numbers = Numbers(40)
-    dataset = over(batched(numbers), load_ahead=True, experimental_per_replica_buffer_size=depth)
+    dataset = over(
+        batched(numbers), load_ahead=True, experimental_per_replica_buffer_size=depth
+    )
     iterator = iter(dataset)
     for step in range(1, 15):
         read(iterator, 1)
@@ -47,7 +51,9 @@ def test_batches_that_were_read_ahead_and_not_handed_out_are_not_lost(depth: int
         assert rows_of(next(iter(resumed))) == [2 * step, 2 * step + 1]
 
 
-def test_batches_that_workers_loaded_and_that_were_not_handed_out_are_not_lost() -> None:
+def test_batches_that_workers_loaded_and_that_were_not_handed_out_are_not_lost() -> (
+    None
+):
     dataset = over(batched(Numbers(40), num_workers=2))
     iterator = iter(dataset)
     read(iterator, 3)
@@ -97,7 +103,9 @@ class Broken(Numbers):
 
 @pytest.mark.parametrize("ahead", [False, True])
 def test_a_broken_batch_is_not_read_again_after_the_next(ahead: bool) -> None:
-    dataset = over(batched(Broken(), shuffle=True, generator=generator(2)), load_ahead=ahead)
+    dataset = over(
+        batched(Broken(), shuffle=True, generator=generator(2)), load_ahead=ahead
+    )
     iterator = iter(dataset)
     found: list[list[int]] = []
     while len(found) < 4:
@@ -147,7 +155,9 @@ def test_a_resumption_that_fails_can_be_tried_again() -> None:
 # Where it stands
 
 
-@pytest.mark.parametrize("make", [LOADERS["two generators"], lambda: Remembers()], ids=["counted", "kept"])
+@pytest.mark.parametrize(
+    "make", [LOADERS["two generators"], lambda: Remembers()], ids=["counted", "kept"]
+)
 def test_a_state_stays_as_it_was_taken(make: Make) -> None:
     dataset = over(make())
     iterator = iter(dataset)
@@ -241,7 +251,9 @@ def test_it_can_be_turned_back_while_it_is_read() -> None:
     assert rows_of(next(iter(dataset))) == [2, 3]
 
 
-@pytest.mark.parametrize("kind", ["shuffled", "two generators", "with replacement and a generator", "stream"])
+@pytest.mark.parametrize(
+    "kind", ["shuffled", "two generators", "with replacement and a generator", "stream"]
+)
 def test_it_can_be_interrupted_again_and_again(kind: str) -> None:
     expected = read(over(LOADERS[kind]()))
     torch.manual_seed(0)
@@ -265,7 +277,12 @@ def test_it_can_be_interrupted_again_and_again(kind: str) -> None:
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("place", PLACES)
 def test_a_loader_that_keeps_its_state_is_asked_for_it(ahead: bool, place: str) -> None:
-    goes_on(lambda: over(Remembers(), load_ahead=ahead, experimental_per_replica_buffer_size=5), place)
+    goes_on(
+        lambda: over(
+            Remembers(), load_ahead=ahead, experimental_per_replica_buffer_size=5
+        ),
+        place,
+    )
 
 
 @pytest.mark.parametrize("ahead", [False, True])

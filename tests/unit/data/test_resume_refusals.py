@@ -12,7 +12,16 @@ from torch import nn
 from torch.utils.data import IterableDataset
 
 from problems import shown
-from resumable import LOADERS, STEPS, Remembers, a_pipeline_for_each, batched, over, read, same
+from resumable import (
+    LOADERS,
+    STEPS,
+    Remembers,
+    a_pipeline_for_each,
+    batched,
+    over,
+    read,
+    same,
+)
 
 
 def counted() -> Any:
@@ -38,7 +47,18 @@ def refuses(state: Any) -> None:
     assert len(read(dataset)) == STEPS
 
 
-JUNK = [None, 3, "state", [], {}, {"sources": None}, {"sources": [3]}, {"sources": [{}]}, {"batches": 3}, nn.ReLU()]
+JUNK = [
+    None,
+    3,
+    "state",
+    [],
+    {},
+    {"sources": None},
+    {"sources": [3]},
+    {"sources": [{}]},
+    {"batches": 3},
+    nn.ReLU(),
+]
 
 
 @pytest.mark.parametrize("junk", JUNK, ids=shown)
@@ -51,7 +71,16 @@ def test_what_is_no_state_is_refused(junk: Any) -> None:
     [
         *(("batches", wrong) for wrong in (-1, 1.5, None, "2")),
         *(("batch_size", wrong) for wrong in (-1, 1.5, "2")),
-        *(("began", wrong) for wrong in (None, 3, [None], [torch.ones(3)], [torch.tensor(3, dtype=torch.uint8)])),
+        *(
+            ("began", wrong)
+            for wrong in (
+                None,
+                3,
+                [None],
+                [torch.ones(3)],
+                [torch.tensor(3, dtype=torch.uint8)],
+            )
+        ),
         *(("asked", wrong) for wrong in (3, "no", {}, [None])),
         *(("is_begun", wrong) for wrong in (None, 1, "yes")),
         *(("batches", wrong) for wrong in (True, 10**30, torch.tensor(1))),
@@ -69,7 +98,11 @@ def test_a_state_with_something_wrong_in_it_is_refused(name: str, wrong: Any) ->
 @pytest.mark.parametrize(
     ("name", "wrong", "message"),
     [
-        ("batches", STEPS + 1, rf"batches={STEPS + 1} were consumed, and this loader has {STEPS}\."),
+        (
+            "batches",
+            STEPS + 1,
+            rf"batches={STEPS + 1} were consumed, and this loader has {STEPS}\.",
+        ),
         ("batches", sys.maxsize, rf"were consumed, and this loader has {STEPS}\."),
         ("began", [], "'began', is of a loader with 0 random generators"),
         (
@@ -86,7 +119,9 @@ def test_a_state_with_something_wrong_in_it_is_refused(name: str, wrong: Any) ->
     ],
     ids=shown,
 )
-def test_a_state_that_cannot_be_of_this_loader_is_refused(name: str, wrong: Any, message: str) -> None:
+def test_a_state_that_cannot_be_of_this_loader_is_refused(
+    name: str, wrong: Any, message: str
+) -> None:
     """It was accepted, and the next iteration had no batches, other ones, or failed with an error of torch's."""
     dataset = over(LOADERS["generator of the loader"]())
     with pytest.raises(ValueError, match=message):
@@ -111,10 +146,14 @@ def test_more_batches_than_there_are_are_not_silently_left_out(kind: str) -> Non
 
 def test_a_state_with_further_entries_is_refused() -> None:
     with pytest.raises(TypeError, match="sources"):
-        over(LOADERS["generator of the loader"]()).load_state_dict({**counted(), "epoch": 3})
+        over(LOADERS["generator of the loader"]()).load_state_dict(
+            {**counted(), "epoch": 3}
+        )
 
 
-@pytest.mark.parametrize("name", ["is_begun", "batches", "batch_size", "began", "asked"])
+@pytest.mark.parametrize(
+    "name", ["is_begun", "batches", "batch_size", "began", "asked"]
+)
 def test_a_state_in_which_something_is_missing_is_refused(name: str) -> None:
     state = counted()
     del state["sources"][0][name]
@@ -124,21 +163,31 @@ def test_a_state_in_which_something_is_missing_is_refused(name: str) -> None:
 def test_the_state_of_a_loader_of_another_kind_is_refused() -> None:
     plain, remembers = over(LOADERS["in order"]()), over(Remembers())
     with pytest.raises(
-        ValueError, match=r"^The state is of a loader that keeps its own state \(state_dict\), and this"
+        ValueError,
+        match=r"^The state is of a loader that keeps its own state \(state_dict\), and this",
     ):
         plain.load_state_dict(remembers.state_dict())
-    with pytest.raises(ValueError, match=r"this one, a Remembers, is one that keeps its own state"):
+    with pytest.raises(
+        ValueError, match=r"this one, a Remembers, is one that keeps its own state"
+    ):
         remembers.load_state_dict(plain.state_dict())
     assert len(read(plain)) == STEPS
     assert len(read(remembers)) == 4
 
 
 def test_the_state_of_a_loader_with_other_generators_is_refused() -> None:
-    with pytest.raises(ValueError, match="with 1 random generators of its own, and this one has 0"):
+    with pytest.raises(
+        ValueError, match="with 1 random generators of its own, and this one has 0"
+    ):
         over(LOADERS["shuffled"]()).load_state_dict(counted())
-    with pytest.raises(ValueError, match="with 1 random generators of its own, and this one has 2"):
+    with pytest.raises(
+        ValueError, match="with 1 random generators of its own, and this one has 2"
+    ):
         over(LOADERS["two generators"]()).load_state_dict(counted())
-    with pytest.raises(ValueError, match=r"'asked', is of a loader with 0 random generators .*, and this one has 1"):
+    with pytest.raises(
+        ValueError,
+        match=r"'asked', is of a loader with 0 random generators .*, and this one has 1",
+    ):
         over(LOADERS["generator of the loader"]()).load_state_dict(
             changed("asked", counted()["sources"][0]["began"][:1])
         )
@@ -159,5 +208,8 @@ def test_a_generator_that_was_read_cannot_be_turned_back() -> None:
     dataset = over(torch.ones(2) for _ in range(3))
     read(iter(dataset), 1)
     dataset.load_state_dict(dataset.state_dict())
-    with pytest.raises(RuntimeError, match=r"^The dataset is a generator, which can be iterated over once, and has"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"^The dataset is a generator, which can be iterated over once, and has",
+    ):
         iter(dataset)

@@ -19,7 +19,9 @@ from torchstrategy import CentralStorageStrategy, OneDeviceStrategy, Strategy
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.body = nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.5), nn.ReLU(), nn.Linear(8, 2))
+        self.body = nn.Sequential(
+            nn.Linear(3, 8), nn.Dropout(0.5), nn.ReLU(), nn.Linear(8, 2)
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.body(x)
@@ -57,7 +59,11 @@ class Training:
             self.strategy.run(self.step, args=(batch,))
 
     def save(self) -> Any:
-        state = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), **checkpoint(self.dataset)}
+        state = {
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            **checkpoint(self.dataset),
+        }
         return saved_and_loaded(state)
 
     def load(self, saved: Any) -> None:
@@ -70,7 +76,11 @@ class Training:
 @pytest.mark.parametrize("steps", [None, 0, 2, STEPS, STEPS + 1])
 def test_a_training_goes_on_to_the_last_bit(replicas: int, steps: int | None) -> None:
     # On the CPU, whose generator is the one in the checkpoint.
-    strategy = CentralStorageStrategy(["cpu"] * replicas) if replicas else OneDeviceStrategy("cpu")
+    strategy = (
+        CentralStorageStrategy(["cpu"] * replicas)
+        if replicas
+        else OneDeviceStrategy("cpu")
+    )
     through = Training(strategy, seed=1)
     iterator = iter(() if steps is None else through.dataset)
     through.train(iterator, steps)  # the step after the last one finds the end

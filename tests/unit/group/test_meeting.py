@@ -34,17 +34,23 @@ def test_where_the_store_is_gone_its_worker_is_named() -> None:
     keeper, ours = socket.socketpair()
     earlier = Lifelines(1, 2)
     earlier.take(0, ours)
-    meeting = Meeting(StoreOfTheDead(keeper), "The store", None, 1, 2, timedelta(seconds=60))
+    meeting = Meeting(
+        StoreOfTheDead(keeper), "The store", None, 1, 2, timedelta(seconds=60)
+    )
     meeting.earlier = earlier
     told = r"^Worker 0 of 2 has ended before all workers had joined\."
     with keeper, contextlib.closing(earlier), pytest.raises(WorkerError, match=told):
         meeting.meet()
 
 
-def test_who_keeps_the_store_waits_for_a_worker_that_has_not_connected_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_keeps_the_store_waits_for_a_worker_that_has_not_connected_yet(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """It counted itself among those that had heard, and ended: the last one then named it, and not the culprit."""
     store = dist.HashStore()
-    keeper, culprit, late = (Meeting(store, "The store", None, w, 3, timedelta(seconds=60)) for w in range(3))
+    keeper, culprit, late = (
+        Meeting(store, "The store", None, w, 3, timedelta(seconds=60)) for w in range(3)
+    )
     monkeypatch.setattr(culprit, "look", raise_interrupt)
     with pytest.raises(KeyboardInterrupt):
         culprit.meet()

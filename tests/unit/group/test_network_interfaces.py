@@ -8,9 +8,14 @@ import sys
 import pytest
 
 from torchstrategy._group.processes import meeting
-from torchstrategy._group.processes.network_interfaces import addresses_of, chosen_addresses
+from torchstrategy._group.processes.network_interfaces import (
+    addresses_of,
+    chosen_addresses,
+)
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="other systems do not tell an interface's addresses")
+pytestmark = pytest.mark.skipif(
+    sys.platform != "linux", reason="other systems do not tell an interface's addresses"
+)
 
 
 def test_an_interface_has_its_addresses() -> None:
@@ -28,7 +33,9 @@ def test_no_interface_is_chosen_by_default(monkeypatch: pytest.MonkeyPatch) -> N
     assert chosen_addresses() == []
 
 
-def test_workers_are_called_at_the_chosen_interface(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_are_called_at_the_chosen_interface(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The machine's name meant 127.0.1.1, as on Debian, and a store in a file told no better address."""
 
     def by_name(*_: object, **__: object) -> list[object]:

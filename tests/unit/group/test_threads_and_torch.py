@@ -31,12 +31,16 @@ print("has run", flush=True)
 def test_a_process_ends_well_where_torch_keeps_objects_with_threads() -> None:
     """It does so for CUDA graphs of the compiler. The process aborted, since such a thread ended after Python."""
     for _ in range(2):  # it did in every second process
-        done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=120)
+        done = subprocess.run(
+            [sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=120
+        )
         assert (done.returncode, done.stdout, done.stderr) == (0, "has run\n", "")
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch, where it imports the compiler
+@pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning"
+)  # of torch, where it imports the compiler
 @without_simulated_devices
 def test_the_compiler_finds_its_tables_of_graphs_in_each_replica() -> None:
     """On some releases of torch, it ended with an assertion on all threads but those of torch."""
@@ -53,11 +57,17 @@ def test_the_compiler_finds_its_tables_of_graphs_in_each_replica() -> None:
     cudagraph_trees.get_obj(cudagraph_trees.local, "tree_manager_containers").clear()
 
 
-def test_torch_gets_a_reference_to_what_it_keeps_with_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_gets_a_reference_to_what_it_keeps_with_a_thread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Before 2.13, torch lets go of a reference that it has not taken: processes crashed at their end, or earlier."""
     taken: list[object] = []
-    monkeypatch.setattr(torch._C, "_stash_obj_in_tls", lambda name, table: taken.append(table))
-    monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion("2.12.0"))
+    monkeypatch.setattr(
+        torch._C, "_stash_obj_in_tls", lambda name, table: taken.append(table)
+    )
+    monkeypatch.setattr(
+        torch, "__version__", torch.torch_version.TorchVersion("2.12.0")
+    )
     keep_graphs_here()
     monkeypatch.undo()
     references = list(map(sys.getrefcount, taken))

@@ -81,15 +81,24 @@ class Gate:
             here.append(replica.index)
             self.most[replica.device] = max(self.most.get(replica.device, 0), len(here))
             self.log.append((name, replica.index))
-        for _ in range(300):  # long enough for Python to switch threads if another one could run
+        for _ in range(
+            300
+        ):  # long enough for Python to switch threads if another one could run
             sum(range(10))
         with self._lock:
             here.remove(replica.index)
 
     def at(
-        self, device: torch.device, replicas: Sequence[int], devices: Sequence[torch.device]
+        self,
+        device: torch.device,
+        replicas: Sequence[int],
+        devices: Sequence[torch.device],
     ) -> list[tuple[str, int]]:
-        return [entry for entry in self.log if devices[entry[1]] == device and entry[1] in replicas]
+        return [
+            entry
+            for entry in self.log
+            if devices[entry[1]] == device and entry[1] in replicas
+        ]
 
 
 # One place
@@ -109,7 +118,9 @@ def test_replicas_in_one_place_run_one_at_a_time_and_in_order() -> None:
     for _ in range(3):
         gate.log.clear()
         assert replicas.run(call, everyone(replicas)) == {0: 0, 1: 10, 2: 20, 3: 30}
-        assert gate.log == [(name, r) for name in ("begins", "goes on", "ends") for r in range(4)]
+        assert gate.log == [
+            (name, r) for name in ("begins", "goes on", "ends") for r in range(4)
+        ]
 
 
 def test_a_replica_does_not_begin_before_those_before_it_stand_still() -> None:
@@ -131,7 +142,11 @@ def test_only_the_replicas_that_are_present_run() -> None:
     brought = []
 
     def call(replica: Replica) -> int:
-        return replica.synchronize("m", lambda values: brought.append(list(values)) or echo(values), replica.index)
+        return replica.synchronize(
+            "m",
+            lambda values: brought.append(list(values)) or echo(values),
+            replica.index,
+        )
 
     assert replicas.run(call, [1, 3]) == {1: 1, 3: 3}
     assert brought == [[1, 3]]
@@ -146,7 +161,9 @@ def test_a_lone_replica_runs_here_and_meets_itself() -> None:
         answer = replica.synchronize("m", lambda values: [sum(values) + 1], 4)
         return threading.get_ident(), replica.index, replica.device, answer
 
-    assert replicas.run(call, [0]) == {0: (threading.get_ident(), 0, canonical_device("cpu:5"), 5)}
+    assert replicas.run(call, [0]) == {
+        0: (threading.get_ident(), 0, canonical_device("cpu:5"), 5)
+    }
     assert set(threading.enumerate()) == before
 
 
@@ -166,15 +183,25 @@ def test_a_meeting_is_held_once_on_the_callers_thread_in_replica_order() -> None
             replica.synchronize("m", combine, replica.index + 5),
         ]
 
-    assert replicas.run(call, everyone(replicas)) == {0: [2, 10], 1: [4, 12], 2: [6, 14]}
+    assert replicas.run(call, everyone(replicas)) == {
+        0: [2, 10],
+        1: [4, 12],
+        2: [6, 14],
+    }
     # The lowest replica's combine is the one that is called.
-    assert held == [(0, threading.get_ident(), [1, 2, 3]), (0, threading.get_ident(), [5, 6, 7])]
+    assert held == [
+        (0, threading.get_ident(), [1, 2, 3]),
+        (0, threading.get_ident(), [5, 6, 7]),
+    ]
 
 
 def test_replicas_at_meetings_of_different_names_are_refused() -> None:
     replicas = Replicas(cpus(0, 0))
     with pytest.raises(RuntimeError, match="different number of") as caught:
-        replicas.run(lambda replica: replica.synchronize(f"meeting {replica.index}", echo, None), everyone(replicas))
+        replicas.run(
+            lambda replica: replica.synchronize(f"meeting {replica.index}", echo, None),
+            everyone(replicas),
+        )
     assert "replica 0 is at meeting 0" in str(caught.value)
     assert "replica 1 is at meeting 1" in str(caught.value)
 
@@ -194,21 +221,33 @@ def test_replicas_that_wait_for_one_that_has_ended_are_told_so(ends: int) -> Non
 
 
 @pytest.mark.parametrize("answers", [[], [1], [1, 2, 3]])
-def test_a_meeting_that_gives_too_few_or_too_many_answers_does_not_hang(answers: list[int]) -> None:
+def test_a_meeting_that_gives_too_few_or_too_many_answers_does_not_hang(
+    answers: list[int],
+) -> None:
     replicas = Replicas(cpus(0, 0))
     with pytest.raises(ValueError, match="zip"):
-        replicas.run(lambda replica: replica.synchronize("m", lambda brought: answers, None), everyone(replicas))
-    assert replicas.run(lambda replica: replica.index, everyone(replicas)) == {0: 0, 1: 1}
+        replicas.run(
+            lambda replica: replica.synchronize("m", lambda brought: answers, None),
+            everyone(replicas),
+        )
+    assert replicas.run(lambda replica: replica.index, everyone(replicas)) == {
+        0: 0,
+        1: 1,
+    }
 
 
 def test_a_meeting_may_hold_a_run_of_the_same_replicas() -> None:
     replicas = Replicas(cpus(0, 0))
 
     def inner(replica: Replica) -> int:
-        return replica.synchronize("m", lambda brought: [sum(brought)] * 2, replica.index + 1)
+        return replica.synchronize(
+            "m", lambda brought: [sum(brought)] * 2, replica.index + 1
+        )
 
     def outer(replica: Replica) -> Any:
-        return replica.synchronize("m", lambda brought: [replicas.run(inner, everyone(replicas))] * 2, None)
+        return replica.synchronize(
+            "m", lambda brought: [replicas.run(inner, everyone(replicas))] * 2, None
+        )
 
     assert replicas.run(outer, everyone(replicas)) == {0: {0: 3, 1: 3}, 1: {0: 3, 1: 3}}
     assert replicas.run(inner, everyone(replicas)) == {0: 3, 1: 3}
@@ -310,7 +349,11 @@ def test_a_failure_ends_the_run_when_the_other_place_stands_still() -> None:
         replicas.run(call, everyone(replicas))
     assert caught.value is error
     assert sorted(log, key=str) == sorted([ValueError, ReplicaStopped], key=str)
-    assert replicas.run(lambda replica: replica.index, everyone(replicas)) == {0: 0, 1: 1, 2: 2}
+    assert replicas.run(lambda replica: replica.index, everyone(replicas)) == {
+        0: 0,
+        1: 1,
+        2: 2,
+    }
 
 
 @pytest.mark.usefixtures("several_places")
@@ -327,7 +370,10 @@ def test_a_replica_that_ends_well_beside_one_that_fails_changes_nothing() -> Non
         with pytest.raises(ValueError, match="bad") as caught:
             replicas.run(call, everyone(replicas))
         assert caught.value is error
-    assert replicas.run(lambda replica: replica.index, everyone(replicas)) == {0: 0, 1: 1}
+    assert replicas.run(lambda replica: replica.index, everyone(replicas)) == {
+        0: 0,
+        1: 1,
+    }
 
 
 class Unprintable(Exception):
@@ -336,8 +382,12 @@ class Unprintable(Exception):
 
 
 @pytest.mark.usefixtures("several_places")
-@pytest.mark.parametrize("other", [KeyError("also bad"), Unprintable()], ids=["KeyError", "Unprintable"])
-def test_of_two_failures_the_lower_replicas_comes_out_and_speaks_of_the_other(other: BaseException) -> None:
+@pytest.mark.parametrize(
+    "other", [KeyError("also bad"), Unprintable()], ids=["KeyError", "Unprintable"]
+)
+def test_of_two_failures_the_lower_replicas_comes_out_and_speaks_of_the_other(
+    other: BaseException,
+) -> None:
     error, together = ValueError("bad"), threading.Barrier(2)
 
     def call(replica: Replica) -> None:
@@ -380,7 +430,9 @@ def test_ctrl_c_stops_all_places() -> None:
 
     def keep_pressing() -> None:
         computing.wait()
-        while not over.wait(0.01):  # a main thread that is just about to wait may miss a signal
+        while not over.wait(
+            0.01
+        ):  # a main thread that is just about to wait may miss a signal
             signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
 
     def call(replica: Replica) -> None:
@@ -405,8 +457,17 @@ def test_ctrl_c_stops_all_places() -> None:
         computing.set()
         finger.join()
         signal.signal(signal.SIGINT, before)
-    assert set(log) == {("begins", 0), ("begins", 1), (ReplicaStopped, 0), (ReplicaStopped, 1)}
-    assert replicas.run(lambda replica: replica.index, everyone(replicas)) == {0: 0, 1: 1, 2: 2}
+    assert set(log) == {
+        ("begins", 0),
+        ("begins", 1),
+        (ReplicaStopped, 0),
+        (ReplicaStopped, 1),
+    }
+    assert replicas.run(lambda replica: replica.index, everyone(replicas)) == {
+        0: 0,
+        1: 1,
+        2: 2,
+    }
 
 
 # Teams
@@ -419,7 +480,9 @@ def test_two_threads_may_run_the_same_replicas_at_the_same_time() -> None:
         def of_caller(replica: Replica) -> str:
             if replica.index == 0:
                 together.wait(PATIENCE)
-            return replica.synchronize("m", lambda brought: ["".join(brought)] * 2, name)
+            return replica.synchronize(
+                "m", lambda brought: ["".join(brought)] * 2, name
+            )
 
         return of_caller
 
@@ -437,10 +500,14 @@ def test_two_threads_may_run_the_same_replicas_at_the_same_time() -> None:
 def test_runs_that_follow_one_another_use_the_same_threads() -> None:
     replicas = Replicas(cpus(0, 0))
     first = replicas.run(lambda replica: threading.get_ident(), everyone(replicas))
-    assert replicas.run(lambda replica: threading.get_ident(), everyone(replicas)) == first
+    assert (
+        replicas.run(lambda replica: threading.get_ident(), everyone(replicas)) == first
+    )
     with pytest.raises(ValueError, match="bad"):
         replicas.run(lambda replica: int("bad"), everyone(replicas))
-    assert replicas.run(lambda replica: threading.get_ident(), everyone(replicas)) == first
+    assert (
+        replicas.run(lambda replica: threading.get_ident(), everyone(replicas)) == first
+    )
 
 
 def test_a_team_that_is_gone_ends_its_threads(no_thread_left: None) -> None:
@@ -508,7 +575,9 @@ def test_a_stream_goes_on_where_it_was_left() -> None:
     at_once = RandomStreams(cpus(0, 0, 0), one_at_a_time=True)
     for r in (2, 1):
         at_once.put_in_force(r)
-        assert [number for _ in range(len(drawn[r]) // 3) for number in draw()] == drawn[r]
+        assert [
+            number for _ in range(len(drawn[r]) // 3) for number in draw()
+        ] == drawn[r]
     at_once.give_back()
 
 
@@ -566,7 +635,10 @@ class Accelerators:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, count: int) -> None:
         self.devices = [torch.device("cuda", index) for index in range(count)]
-        self.generators = {device: torch.Generator().manual_seed(7 + device.index) for device in self.devices}
+        self.generators = {
+            device: torch.Generator().manual_seed(7 + device.index)
+            for device in self.devices
+        }
 
         def generators(device: torch.device, with_cpu: bool) -> list[torch.Generator]:
             of_device = [self.generators[device]] if device in self.generators else []
@@ -575,7 +647,9 @@ class Accelerators:
         monkeypatch.setattr(random_streams, "generators_of", generators)
 
 
-def test_replicas_on_one_accelerator_exchange_its_generator_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replicas_on_one_accelerator_exchange_its_generator_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     fake = Accelerators(monkeypatch, 1)
     device, generator = fake.devices[0], fake.generators[fake.devices[0]]
     streams = RandomStreams([device, device], one_at_a_time=True)
@@ -592,7 +666,9 @@ def test_replicas_on_one_accelerator_exchange_its_generator_too(monkeypatch: pyt
     assert drawn[1] not in (drawn[0], drawn[2])
 
 
-def test_replicas_on_different_accelerators_have_streams_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replicas_on_different_accelerators_have_streams_of_their_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     fake = Accelerators(monkeypatch, 2)
     first, second = (fake.generators[device] for device in fake.devices)
 
@@ -606,7 +682,9 @@ def test_replicas_on_different_accelerators_have_streams_of_their_own(monkeypatc
 
     states = [first.get_state(), second.get_state()]
     some = drawn()
-    assert torch.equal(second.get_state(), states[1]), "replica 1 used up numbers of the caller's"
+    assert torch.equal(second.get_state(), states[1]), (
+        "replica 1 used up numbers of the caller's"
+    )
     assert some[0] == draw(torch.Generator().manual_seed(7))
     assert some[1] not in (some[0], draw(torch.Generator().manual_seed(8)))
     assert drawn()[1] != some[1], "the generator of the first accelerator has gone on"

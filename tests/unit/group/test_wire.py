@@ -80,7 +80,14 @@ def test_plain_values_arrive_as_they_were(value: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "number", [-0.0, math.inf, -math.inf, math.nan, struct.unpack("<d", b"\1\0\0\0\0\0\xf8\xff")[0]]
+    "number",
+    [
+        -0.0,
+        math.inf,
+        -math.inf,
+        math.nan,
+        struct.unpack("<d", b"\1\0\0\0\0\0\xf8\xff")[0],
+    ],
 )
 def test_floats_arrive_to_the_bit(number: float) -> None:
     assert struct.pack("<d", decode(encode(number))) == struct.pack("<d", number)
@@ -94,13 +101,21 @@ def test_halves_of_characters_arrive(text: str) -> None:
 
 
 DTYPES = sorted(
-    {d for d in vars(torch).values() if isinstance(d, torch.dtype)} - {torch.quint4x2, torch.quint2x4}, key=str
+    {d for d in vars(torch).values() if isinstance(d, torch.dtype)}
+    - {torch.quint4x2, torch.quint2x4},
+    key=str,
 )
 
 
-@pytest.mark.parametrize("dtype", [d for d in DTYPES if not str(d).startswith(("torch.q", "torch.bits"))], ids=str)
+@pytest.mark.parametrize(
+    "dtype",
+    [d for d in DTYPES if not str(d).startswith(("torch.q", "torch.bits"))],
+    ids=str,
+)
 @pytest.mark.parametrize("shape", [(), (3,), (2, 3), (0, 2)], ids=str)
-def test_tensors_of_every_dtype_arrive(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+def test_tensors_of_every_dtype_arrive(
+    dtype: torch.dtype, shape: tuple[int, ...]
+) -> None:
     size = math.prod(shape) * dtype.itemsize
     data = torch.randint(2 if dtype is torch.bool else 256, (size,), dtype=torch.uint8)
     tensor = data.view(dtype).view(shape)
@@ -111,16 +126,28 @@ def test_tensors_of_every_dtype_arrive(dtype: torch.dtype, shape: tuple[int, ...
 
 def test_tensors_of_every_layout_arrive() -> None:
     wide = torch.arange(6.0).reshape(2, 3)
-    for tensor in (wide.t(), wide[:, ::2], wide[:1].expand(4, 3), torch.tensor([1 + 2j]).conj(), wide.requires_grad_()):
+    for tensor in (
+        wide.t(),
+        wide[:, ::2],
+        wide[:1].expand(4, 3),
+        torch.tensor([1 + 2j]).conj(),
+        wide.requires_grad_(),
+    ):
         back = decode(encode(tensor))
         assert torch.equal(back, tensor) and not back.requires_grad
     sparse = torch.tensor([[0.0, 1.0], [2.0, 0.0]]).to_sparse()
     twice = torch.sparse_coo_tensor([[0, 0]], [1.0, 2.0], (3,), check_invariants=True)
     for tensor in (sparse, twice):
         back = decode(encode(tensor))
-        assert back.is_coalesced() == tensor.is_coalesced() and torch.equal(back.to_dense(), tensor.to_dense())
-    nested = torch.nested.nested_tensor([torch.ones(2, 3), torch.zeros(1, 3)], layout=torch.jagged)
-    assert [part.tolist() for part in decode(encode(nested)).unbind()] == [part.tolist() for part in nested.unbind()]
+        assert back.is_coalesced() == tensor.is_coalesced() and torch.equal(
+            back.to_dense(), tensor.to_dense()
+        )
+    nested = torch.nested.nested_tensor(
+        [torch.ones(2, 3), torch.zeros(1, 3)], layout=torch.jagged
+    )
+    assert [part.tolist() for part in decode(encode(nested)).unbind()] == [
+        part.tolist() for part in nested.unbind()
+    ]
     packed = pack_sequence([torch.ones(1), torch.ones(3)], enforce_sorted=False)
     back = decode(encode(packed))
     assert type(back) is PackedSequence and all(map(torch.equal, back, packed))
@@ -145,7 +172,11 @@ def test_tensors_of_every_layout_arrive() -> None:
 )
 def test_arrays_and_their_scalars_arrive(array: np.ndarray[Any, Any]) -> None:
     back = decode(encode(array))
-    assert (back.dtype, back.shape, back.tolist()) == (array.dtype, array.shape, array.tolist())
+    assert (back.dtype, back.shape, back.tolist()) == (
+        array.dtype,
+        array.shape,
+        array.tolist(),
+    )
     assert back.flags.writeable
     if array.size and array.dtype != object:
         scalar = array.reshape(-1)[0]
@@ -180,17 +211,30 @@ class Text(str):
         (object, "A type "),
         (np.ma.masked_array([1]), "A MaskedArray "),
         (np.zeros(1, [("x", "i4")]), "An array of the dtype "),
-        (lambda: torch.zeros(2, 2).to_sparse_csr(), "A tensor of the layout torch.sparse_csr "),
-        (lambda: torch.quantize_per_tensor(torch.ones(1), 0.1, 0, torch.quint8), "A quantized tensor "),
+        (
+            lambda: torch.zeros(2, 2).to_sparse_csr(),
+            "A tensor of the layout torch.sparse_csr ",
+        ),
+        (
+            lambda: torch.quantize_per_tensor(torch.ones(1), 0.1, 0, torch.quint8),
+            "A quantized tensor ",
+        ),
         (torch.ones(1, device="meta"), "A tensor on 'meta'"),
-        (torch.ones(1).as_subclass(type("Image", (torch.Tensor,), {})), "A tensor of the class Image "),
+        (
+            torch.ones(1).as_subclass(type("Image", (torch.Tensor,), {})),
+            "A tensor of the class Image ",
+        ),
         (datetime(2020, 1, 1, tzinfo=timezone.utc), "A datetime with a time zone "),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_only_its_class_could_make_is_refused_by_name(value: Any, told: str) -> None:
+def test_what_only_its_class_could_make_is_refused_by_name(
+    value: Any, told: str
+) -> None:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's, of layouts and dtypes that are new or old
+        warnings.simplefilter(
+            "ignore"
+        )  # torch's, of layouts and dtypes that are new or old
         value = value() if isinstance(value, types.FunctionType) else value
     with pytest.raises(TypeError, match="^" + told.replace(".", r"\.")):
         encode(value)
@@ -203,7 +247,9 @@ def test_what_holds_itself_is_refused() -> None:
     for _ in range(100_000):
         deep = [deep]
     for value in (held, deep):
-        with pytest.raises(ValueError, match=r"^A list holds itself, or is nested too deeply"):
+        with pytest.raises(
+            ValueError, match=r"^A list holds itself, or is nested too deeply"
+        ):
             encode(value)
 
 
@@ -232,23 +278,32 @@ HOSTILE = {
     "a kind that is none": with_structure(b'["os.system","ls"]'),
     "an empty node": with_structure(b"[]"),
     "a long number": with_structure(b"9" * 100_000),
-    "a large tensor": with_structure(b'["tensor","float32",[1000000,1000000],4000000000000]'),
-    "a larger tensor": with_structure(b'["tensor","float32",[1000000,1000000],4]', b"1234"),
+    "a large tensor": with_structure(
+        b'["tensor","float32",[1000000,1000000],4000000000000]'
+    ),
+    "a larger tensor": with_structure(
+        b'["tensor","float32",[1000000,1000000],4]', b"1234"
+    ),
     "a negative size": with_structure(b'["tensor","float32",[-1],-4]'),
-    "sizes beyond 64 bits": with_structure(b'["tensor","float32",[0,' + b"9" * 30 + b"],0]"),
+    "sizes beyond 64 bits": with_structure(
+        b'["tensor","float32",[0,' + b"9" * 30 + b"],0]"
+    ),
     "half a number": with_structure(b'["tensor","float32",[1.5],6]', b"123456"),
     "a dtype that is none": with_structure(b'["tensor","load",[],0]'),
     "an array of objects": with_structure(b'["array","|O8",[1],8]', b"12345678"),
     "an array of a comma": with_structure(b'["array","(99999,)f8,i4",[0],0]'),
     "an array of large items": with_structure(b'["array","|S2000000000",[0],0]'),
     "indices that are outside": with_structure(
-        b'["sparse",[2],false,["tensor","int64",[1,1],8],["tensor","float32",[1],4]]', struct.pack("<qf", 9, 1.0)
+        b'["sparse",[2],false,["tensor","int64",[1,1],8],["tensor","float32",[1],4]]',
+        struct.pack("<qf", 9, 1.0),
     ),
     "rows that are outside": with_structure(
-        b'["nested",1,["tensor","float32",[1],4],["tensor","int64",[2],16],null]', struct.pack("<fqq", 1.0, 0, 99)
+        b'["nested",1,["tensor","float32",[1],4],["tensor","int64",[2],16],null]',
+        struct.pack("<fqq", 1.0, 0, 99),
     ),
     "steps that are outside": with_structure(
-        b'["packed",["tensor","float32",[1],4],["tensor","int64",[1],8],null,null]', struct.pack("<fq", 1.0, 99)
+        b'["packed",["tensor","float32",[1],4],["tensor","int64",[1],8],null,null]',
+        struct.pack("<fq", 1.0, 99),
     ),
     "a set of lists": with_structure(b'["set",["list"]]'),
     "half a dict": with_structure(b'["dict",1]'),
@@ -268,7 +323,9 @@ def test_other_bytes_are_refused_and_run_nothing(name: str) -> None:
 
 
 def test_damaged_bytes_are_refused_or_are_other_values() -> None:
-    whole = encode([PLAIN, torch.arange(3.0), np.array(["a"]), {"x": torch.eye(2).to_sparse()}])
+    whole = encode(
+        [PLAIN, torch.arange(3.0), np.array(["a"]), {"x": torch.eye(2).to_sparse()}]
+    )
     draw = random.Random(0)
     for _ in range(3000):
         data = bytearray(whole)

@@ -23,9 +23,15 @@ from torchstrategy.experimental import (
 AUTO, RING, NCCL = CommunicationImplementation
 
 METHODS: dict[str, Callable[[torchstrategy.Strategy, Any], Any]] = {
-    "all_reduce": lambda s, options: s.run(lambda: context().all_reduce("sum", torch.ones(2), options=options)),
-    "all_gather": lambda s, options: s.run(lambda: context().all_gather(torch.ones(2), 0, options=options)),
-    "reduce_to": lambda s, options: s.extended.reduce_to("sum", s.run(lambda: torch.ones(2)), "cpu", options=options),
+    "all_reduce": lambda s, options: s.run(
+        lambda: context().all_reduce("sum", torch.ones(2), options=options)
+    ),
+    "all_gather": lambda s, options: s.run(
+        lambda: context().all_gather(torch.ones(2), 0, options=options)
+    ),
+    "reduce_to": lambda s, options: s.extended.reduce_to(
+        "sum", s.run(lambda: torch.ones(2)), "cpu", options=options
+    ),
     "batch_reduce_to": lambda s, options: s.extended.batch_reduce_to(
         "sum", [(s.run(lambda: torch.ones(2)), "cpu")], options=options
     ),
@@ -43,14 +49,22 @@ def method(request: pytest.FixtureRequest) -> str:
 
 def test_by_default_nothing_is_said() -> None:
     options = CommunicationOptions()
-    assert (options.bytes_per_pack, options.timeout_seconds, options.implementation) == (0, None, AUTO)
+    assert (
+        options.bytes_per_pack,
+        options.timeout_seconds,
+        options.implementation,
+    ) == (0, None, AUTO)
     assert options == CommunicationOptions(0, None, "auto") == CollectiveHints()
 
 
 @given(
-    st.integers(0, 2**40), st.none() | st.floats(0, 1e9), st.sampled_from(["auto", "RING", "Nccl", AUTO, RING, NCCL])
+    st.integers(0, 2**40),
+    st.none() | st.floats(0, 1e9),
+    st.sampled_from(["auto", "RING", "Nccl", AUTO, RING, NCCL]),
 )
-def test_options_are_what_was_said(size: int, timeout: float | None, implementation: Any) -> None:
+def test_options_are_what_was_said(
+    size: int, timeout: float | None, implementation: Any
+) -> None:
     options = CommunicationOptions(size, timeout, implementation)
     assert (options.bytes_per_pack, options.timeout_seconds) == (size, timeout)
     assert options.implementation is CommunicationImplementation(
@@ -63,30 +77,74 @@ def test_options_are_what_was_said(size: int, timeout: float | None, implementat
 def test_the_older_names_are_names_of_the_same() -> None:
     assert CollectiveCommunication is CommunicationImplementation
     assert isinstance(CollectiveHints(bytes_per_pack=1), CommunicationOptions)
-    assert [member.name for member in CommunicationImplementation] == ["AUTO", "RING", "NCCL"]
+    assert [member.name for member in CommunicationImplementation] == [
+        "AUTO",
+        "RING",
+        "NCCL",
+    ]
 
 
 WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
-    "negative bytes": ({"bytes_per_pack": -1}, ValueError, r"\(bytes_per_pack=-1\): it is 0 or more"),
-    "half a byte": ({"bytes_per_pack": 0.5}, TypeError, r"\(bytes_per_pack=0\.5\): it is a whole number of bytes"),
+    "negative bytes": (
+        {"bytes_per_pack": -1},
+        ValueError,
+        r"\(bytes_per_pack=-1\): it is 0 or more",
+    ),
+    "half a byte": (
+        {"bytes_per_pack": 0.5},
+        TypeError,
+        r"\(bytes_per_pack=0\.5\): it is a whole number of bytes",
+    ),
     "text for bytes": (
         {"bytes_per_pack": "1MB"},
         TypeError,
         r"\(bytes_per_pack='1MB'\): it is a whole number of bytes",
     ),
-    "no bytes": ({"bytes_per_pack": None}, TypeError, r"\(bytes_per_pack=None\): it is a whole number of bytes"),
-    "a negative timeout": ({"timeout_seconds": -1}, ValueError, r"\(timeout_seconds=-1\): it is 0 or more"),
-    "no number": ({"timeout_seconds": float("nan")}, ValueError, r"\(timeout_seconds=nan\): it is 0 or more"),
-    "text for a timeout": ({"timeout_seconds": "1"}, TypeError, r"\(timeout_seconds=.*a number, .*got '1'"),
+    "no bytes": (
+        {"bytes_per_pack": None},
+        TypeError,
+        r"\(bytes_per_pack=None\): it is a whole number of bytes",
+    ),
+    "a negative timeout": (
+        {"timeout_seconds": -1},
+        ValueError,
+        r"\(timeout_seconds=-1\): it is 0 or more",
+    ),
+    "no number": (
+        {"timeout_seconds": float("nan")},
+        ValueError,
+        r"\(timeout_seconds=nan\): it is 0 or more",
+    ),
+    "text for a timeout": (
+        {"timeout_seconds": "1"},
+        TypeError,
+        r"\(timeout_seconds=.*a number, .*got '1'",
+    ),
     "an unknown name": (
         {"implementation": "mpi"},
         ValueError,
         r"\(implementation='mpi'\): say 'AUTO', 'RING' or 'NCCL'",
     ),
-    "an empty name": ({"implementation": ""}, ValueError, r"\(implementation=''\): say 'AUTO', 'RING' or 'NCCL'"),
-    "no implementation": ({"implementation": None}, ValueError, r"\(implementation=None\): say 'AUTO'"),
-    "something else": ({"implementation": 1}, ValueError, r"\(implementation=1\): say 'AUTO'"),
-    "something unhashable": ({"implementation": []}, ValueError, r"\(implementation=\[\]\): say 'AUTO'"),
+    "an empty name": (
+        {"implementation": ""},
+        ValueError,
+        r"\(implementation=''\): say 'AUTO', 'RING' or 'NCCL'",
+    ),
+    "no implementation": (
+        {"implementation": None},
+        ValueError,
+        r"\(implementation=None\): say 'AUTO'",
+    ),
+    "something else": (
+        {"implementation": 1},
+        ValueError,
+        r"\(implementation=1\): say 'AUTO'",
+    ),
+    "something unhashable": (
+        {"implementation": []},
+        ValueError,
+        r"\(implementation=\[\]\): say 'AUTO'",
+    ),
 }
 
 
@@ -113,36 +171,52 @@ def test_a_replica_that_is_alone_sends_nothing_and_packs_are_no_error(
 # What is refused
 
 
-@pytest.mark.parametrize("options", [3, "auto", {"bytes_per_pack": 1}, torchstrategy.RunOptions()])
-def test_what_is_no_option_is_refused(strategy: torchstrategy.Strategy, method: str, options: Any) -> None:
-    with pytest.raises(ValueError, match=rf"^{method}\(options=.*\): options are torchstrategy\.experimental\."):
+@pytest.mark.parametrize(
+    "options", [3, "auto", {"bytes_per_pack": 1}, torchstrategy.RunOptions()]
+)
+def test_what_is_no_option_is_refused(
+    strategy: torchstrategy.Strategy, method: str, options: Any
+) -> None:
+    with pytest.raises(
+        ValueError,
+        match=rf"^{method}\(options=.*\): options are torchstrategy\.experimental\.",
+    ):
         METHODS[method](strategy, options)
 
 
-def test_a_timeout_is_refused_on_one_machine(strategy: torchstrategy.Strategy, method: str) -> None:
-    sentence = (
-        r"\(options=CommunicationOptions\(timeout_seconds=1\.5\)\): the replicas are in one process, .* Leave it out"
-    )
+def test_a_timeout_is_refused_on_one_machine(
+    strategy: torchstrategy.Strategy, method: str
+) -> None:
+    sentence = r"\(options=CommunicationOptions\(timeout_seconds=1\.5\)\): the replicas are in one process, .* Leave it out"
     with pytest.raises(ValueError, match=f"^{method}{sentence}"):
         METHODS[method](strategy, CommunicationOptions(timeout_seconds=1.5))
 
 
 def test_rings_are_refused(strategy: torchstrategy.Strategy, method: str) -> None:
-    sentence = (
-        r"\(options=CommunicationOptions\(implementation=RING\)\): TensorFlow's rings are not here\. Leave it out"
-    )
+    sentence = r"\(options=CommunicationOptions\(implementation=RING\)\): TensorFlow's rings are not here\. Leave it out"
     with pytest.raises(ValueError, match=f"^{method}{sentence}"):
         METHODS[method](strategy, CommunicationOptions(implementation="ring"))
 
 
-def test_nccl_is_refused_where_it_cannot_be_used(strategy: torchstrategy.Strategy, method: str) -> None:
-    why = "NCCL is for sums; gathers are" if method == "all_gather" else "NCCL joins CUDA devices only, and these are "
-    with pytest.raises(ValueError, match=rf"^{method}\(options=CommunicationOptions\(implementation=NCCL\)\): {why}"):
+def test_nccl_is_refused_where_it_cannot_be_used(
+    strategy: torchstrategy.Strategy, method: str
+) -> None:
+    why = (
+        "NCCL is for sums; gathers are"
+        if method == "all_gather"
+        else "NCCL joins CUDA devices only, and these are "
+    )
+    with pytest.raises(
+        ValueError,
+        match=rf"^{method}\(options=CommunicationOptions\(implementation=NCCL\)\): {why}",
+    ):
         METHODS[method](strategy, CommunicationOptions(implementation=NCCL))
 
 
 @pytest.mark.parametrize("other", ["all_reduce", "reduce_to", "batch_reduce_to"])
 def test_nccl_is_used_where_it_can(monkeypatch: pytest.MonkeyPatch, other: str) -> None:
     # Sums among CUDA devices go by NCCL as they are; there is nothing else to do.
-    monkeypatch.setattr("torchstrategy._parity.options.why_not_nccl", lambda devices: None)
+    monkeypatch.setattr(
+        "torchstrategy._parity.options.why_not_nccl", lambda devices: None
+    )
     METHODS[other](central(3), CommunicationOptions(implementation=NCCL))

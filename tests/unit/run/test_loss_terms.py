@@ -36,7 +36,9 @@ from torchstrategy._run.losses.loss_terms import (
 )
 
 # The compiler asks every tensor for its gradient.
-pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
+)
 
 Make = Callable[[torch.Tensor], torch.Tensor]
 LABELS = torch.tensor([0, 1, -100, 3, 2, -100])  # four of them count
@@ -69,12 +71,19 @@ def count_of(term: Term) -> float:
     return float(term.count)
 
 
-def gradients(loss: torch.Tensor, weights: list[float] | None = None, keep: bool = False) -> None:
+def gradients(
+    loss: torch.Tensor, weights: list[float] | None = None, keep: bool = False
+) -> None:
     """Backward from where the terms enter the graph, and not from the loss."""
     terms = read_terms(loss)
     entries = [term.entry for term in terms]
-    edges = [torch.autograd.graph.GradientEdge(entry.node, entry.index) for entry in entries]
-    given = [entry.gradient(loss.detach(), w) for entry, w in zip(entries, weights or [1.0] * len(terms), strict=True)]
+    edges = [
+        torch.autograd.graph.GradientEdge(entry.node, entry.index) for entry in entries
+    ]
+    given = [
+        entry.gradient(loss.detach(), w)
+        for entry, w in zip(entries, weights or [1.0] * len(terms), strict=True)
+    ]
     torch.autograd.backward(edges, given, retain_graph=keep)  # type: ignore[arg-type]
 
 
@@ -114,7 +123,12 @@ def test_a_term_passes_this_node(ce: torch.Tensor, name: str) -> None:
     loss = make(ce)
     assert loss.grad_fn is not None and loss.grad_fn.name() == name
     term = only(loss)
-    assert (term.source, term.name, count_of(term), term.factor) == (TARGETS, "NllLossBackward0", 4, factor)
+    assert (term.source, term.name, count_of(term), term.factor) == (
+        TARGETS,
+        "NllLossBackward0",
+        4,
+        factor,
+    )
     assert term.entry.node is ce.grad_fn and not term.scales and not term.is_learned
     assert term.is_added == (name[:3] in ("Add", "Sub", "Rsu"))
 
@@ -122,7 +136,9 @@ def test_a_term_passes_this_node(ce: torch.Tensor, name: str) -> None:
 @pytest.mark.parametrize("name", PASSED)
 def test_it_stops_at_a_value_with_a_dimension(layer: nn.Module, name: str) -> None:
     """A value of shape [1] may be one row of the batch, below which nothing says of how many rows a mean is."""
-    row = F.cross_entropy(layer(torch.ones(1, 3, dtype=torch.float64)), LABELS[:1], reduction="none")
+    row = F.cross_entropy(
+        layer(torch.ones(1, 3, dtype=torch.float64)), LABELS[:1], reduction="none"
+    )
     inner = row * 2
     loss = PASSED[name][0](inner) if name not in ("ViewBackward0",) else inner.view(())
     if loss.dim():
@@ -132,18 +148,30 @@ def test_it_stops_at_a_value_with_a_dimension(layer: nn.Module, name: str) -> No
 
 
 def test_the_steps_of_torch_are_all_tested() -> None:
-    tested_elsewhere = {"BackwardHookFunctionBackward", "MeanBackward1", "NansumBackward0", "NansumBackward1"}
+    tested_elsewhere = {
+        "BackwardHookFunctionBackward",
+        "MeanBackward1",
+        "NansumBackward0",
+        "NansumBackward1",
+    }
     assert set(_STEPS) == set(PASSED) | tested_elsewhere
 
 
 def test_sums_have_terms_in_their_order(logits: torch.Tensor, ce: torch.Tensor) -> None:
     square, absolute = logits.square().mean(), logits.abs().sum()
     terms = read_terms(2 * (ce - 0.5 * square) + absolute / 3)
-    assert [(term.source, term.factor) for term in terms] == [(TARGETS, 2), (MEAN, -1), (NUMBER, 1)]
+    assert [(term.source, term.factor) for term in terms] == [
+        (TARGETS, 2),
+        (MEAN, -1),
+        (NUMBER, 1),
+    ]
     assert [term.divisors for term in terms] == [(0.5,), (0.5, 2.0), (3.0,)]
     assert count_of(terms[2]) == 3
     alpha = read_terms(torch.add(ce, square, alpha=0.25))
-    assert [(term.source, term.factor) for term in alpha] == [(TARGETS, 1), (MEAN, 0.25)]
+    assert [(term.source, term.factor) for term in alpha] == [
+        (TARGETS, 1),
+        (MEAN, 0.25),
+    ]
     alpha = read_terms(torch.sub(square, ce, alpha=4))
     assert [(term.source, term.factor) for term in alpha] == [(MEAN, 1), (TARGETS, -4)]
 
@@ -168,15 +196,25 @@ def losses_of(logits: torch.Tensor, reduction: str) -> dict[str, torch.Tensor]:
     goal = logits.detach().sigmoid()
     return {
         "NllLossBackward0": F.nll_loss(logits, LABELS, reduction=reduction),
-        "NllLoss2DBackward0": F.nll_loss(logits.T[None], LABELS[None], reduction=reduction),
+        "NllLoss2DBackward0": F.nll_loss(
+            logits.T[None], LABELS[None], reduction=reduction
+        ),
         "MseLossBackward0": F.mse_loss(logits, goal, reduction=reduction),
         "SmoothL1LossBackward0": F.smooth_l1_loss(logits, goal, reduction=reduction),
         "HuberLossBackward0": F.huber_loss(logits, goal, reduction=reduction),
-        "BinaryCrossEntropyBackward0": F.binary_cross_entropy(logits.sigmoid(), goal, reduction=reduction),
-        "BinaryCrossEntropyWithLogitsBackward0": F.binary_cross_entropy_with_logits(logits, goal, reduction=reduction),
+        "BinaryCrossEntropyBackward0": F.binary_cross_entropy(
+            logits.sigmoid(), goal, reduction=reduction
+        ),
+        "BinaryCrossEntropyWithLogitsBackward0": F.binary_cross_entropy_with_logits(
+            logits, goal, reduction=reduction
+        ),
         "KlDivBackward0": OPS.kl_div(logits, goal, {"mean": 1, "sum": 2}[reduction]),
-        "SoftMarginLossBackward0": F.soft_margin_loss(logits, goal, reduction=reduction),
-        "MultiMarginLossBackward0": F.multi_margin_loss(logits, LABELS.clamp(min=0), reduction=reduction),
+        "SoftMarginLossBackward0": F.soft_margin_loss(
+            logits, goal, reduction=reduction
+        ),
+        "MultiMarginLossBackward0": F.multi_margin_loss(
+            logits, LABELS.clamp(min=0), reduction=reduction
+        ),
         "MultilabelMarginLossBackward0": F.multilabel_margin_loss(
             logits, LABELS.clamp(min=0)[:, None].repeat(1, 4), reduction=reduction
         ),
@@ -184,7 +222,9 @@ def losses_of(logits: torch.Tensor, reduction: str) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_losses_of_torch_that_reduce_their_elements(logits: torch.Tensor, reduction: str) -> None:
+def test_losses_of_torch_that_reduce_their_elements(
+    logits: torch.Tensor, reduction: str
+) -> None:
     for name, loss in losses_of(logits, reduction).items():
         term = only(loss / torch.tensor(5.0))
         if reduction == "sum":
@@ -194,7 +234,9 @@ def test_losses_of_torch_that_reduce_their_elements(logits: torch.Tensor, reduct
             assert term.name != name
         else:
             assert term.source == (TARGETS if "Nll" in name else MEAN), name
-            assert [(float(tensor), divides) for tensor, divides in term.scales] == [(5, True)]
+            assert [(float(tensor), divides) for tensor, divides in term.scales] == [
+                (5, True)
+            ]
         assert term.name == name or name not in {loss.grad_fn.name()}, (term.name, name)  # type: ignore[union-attr]
 
 
@@ -207,7 +249,9 @@ SUMS: dict[str, Make] = {
 
 
 @pytest.mark.parametrize("name", SUMS)
-def test_a_full_sum_counts_by_what_it_was_divided_by(logits: torch.Tensor, name: str) -> None:
+def test_a_full_sum_counts_by_what_it_was_divided_by(
+    logits: torch.Tensor, name: str
+) -> None:
     total = SUMS[name](logits)
     assert total.grad_fn is not None and total.grad_fn.name() == name
     assert only(total).source == SUM
@@ -216,26 +260,45 @@ def test_a_full_sum_counts_by_what_it_was_divided_by(logits: torch.Tensor, name:
     assert (term.source, term.factor, term.scales) == (DIVISOR, -2, ())
     assert term.count is not None and torch.equal(torch.as_tensor(term.count), tokens)
     term = only(-2 * total / 7)
-    assert (term.source, count_of(term), term.factor, term.divisors) == (NUMBER, 3.5, -1, (7, -0.5))
-    assert only(total / torch.tensor([7.0])).source != DIVISOR  # of shape [1]: it may be of one row
+    assert (term.source, count_of(term), term.factor, term.divisors) == (
+        NUMBER,
+        3.5,
+        -1,
+        (7, -0.5),
+    )
+    assert (
+        only(total / torch.tensor([7.0])).source != DIVISOR
+    )  # of shape [1]: it may be of one row
     assert only(total / logits.detach().sum().requires_grad_()).source == UNREADABLE
 
 
 def test_the_innermost_divisor_is_the_count(logits: torch.Tensor) -> None:
     tokens, workers = torch.tensor(7), torch.tensor(2.0)
     term = only(logits.sum() / tokens / workers)
-    assert count_of(term) == 7 and [(float(t), divides) for t, divides in term.scales] == [(2, True)]
+    assert count_of(term) == 7 and [
+        (float(t), divides) for t, divides in term.scales
+    ] == [(2, True)]
     terms = read_terms((logits.sum() + logits.square().sum()) / tokens)
-    assert [(term.source, count_of(term)) for term in terms] == [(DIVISOR, 7), (DIVISOR, 7)]
+    assert [(term.source, count_of(term)) for term in terms] == [
+        (DIVISOR, 7),
+        (DIVISOR, 7),
+    ]
     terms = read_terms((logits.sum() + logits.square().mean()) / tokens)
-    assert [(term.source, len(term.scales)) for term in terms] == [(DIVISOR, 0), (MEAN, 1)]
+    assert [(term.source, len(term.scales)) for term in terms] == [
+        (DIVISOR, 0),
+        (MEAN, 1),
+    ]
 
 
-def test_clamped_and_padded_counts_are_the_numbers_that_were_divided_by(logits: torch.Tensor) -> None:
+def test_clamped_and_padded_counts_are_the_numbers_that_were_divided_by(
+    logits: torch.Tensor,
+) -> None:
     mask = torch.zeros(6, 4)
     assert count_of(only((logits * mask).sum() / mask.sum().clamp(min=1))) == 1
     assert count_of(only((logits * mask).sum() / mask.sum())) == 0
-    assert math.isclose(count_of(only((logits * mask).sum() / (mask.sum() + 1e-3))), 1e-3, rel_tol=1e-6)
+    assert math.isclose(
+        count_of(only((logits * mask).sum() / (mask.sum() + 1e-3))), 1e-3, rel_tol=1e-6
+    )
 
 
 def test_means_over_selected_elements(logits: torch.Tensor) -> None:
@@ -248,23 +311,45 @@ def test_means_over_selected_elements(logits: torch.Tensor) -> None:
         (F.smooth_l1_loss(logits[mask].exp().neg(), logits.detach()[mask]), 16),
         (logits[mask].square().sum(1).sqrt().mean(), 4),
         (logits.index_select(0, torch.tensor([0, 3])).mean(), 8),
-        ((logits[mask] @ torch.ones(4, 2, dtype=torch.float64)).mean(0).mean() * 0 + logits[mask].mean(), 16),
+        (
+            (logits[mask] @ torch.ones(4, 2, dtype=torch.float64)).mean(0).mean() * 0
+            + logits[mask].mean(),
+            16,
+        ),
     ]
     for loss, count in selected:
         term = read_terms(loss)[-1]
         assert (term.source, count_of(term)) == (SELECTION, count)
 
 
-def test_means_over_what_selected_elements_became_are_plain_means(logits: torch.Tensor) -> None:
+def test_means_over_what_selected_elements_became_are_plain_means(
+    logits: torch.Tensor,
+) -> None:
     """Means of two buckets, of the classes, and of all pairs: their elements are no selected ones."""
     chosen = logits[LABELS >= 0]
-    buckets = torch.zeros(2, 4, dtype=torch.float64).index_add(0, torch.tensor([0, 1, 1, 0]), chosen)
-    for loss in (buckets.mean(), chosen.mean(0)[:3].mean(), (chosen.T @ chosen)[:2].mean(), logits.mean()):
+    buckets = torch.zeros(2, 4, dtype=torch.float64).index_add(
+        0, torch.tensor([0, 1, 1, 0]), chosen
+    )
+    for loss in (
+        buckets.mean(),
+        chosen.mean(0)[:3].mean(),
+        (chosen.T @ chosen)[:2].mean(),
+        logits.mean(),
+    ):
         assert only(loss).source == MEAN
 
 
-def test_what_cannot_be_read_says_which_node_it_is(logits: torch.Tensor, ce: torch.Tensor) -> None:
-    for loss in (ce.exp(), ce**2, logits.norm(), logits.max(), logits[0, 0], torch.stack([ce, ce]).max()):
+def test_what_cannot_be_read_says_which_node_it_is(
+    logits: torch.Tensor, ce: torch.Tensor
+) -> None:
+    for loss in (
+        ce.exp(),
+        ce**2,
+        logits.norm(),
+        logits.max(),
+        logits[0, 0],
+        torch.stack([ce, ce]).max(),
+    ):
         term = only(loss)
         assert (term.source, term.count) == (UNREADABLE, None)
         assert loss.grad_fn is not None and term.name == loss.grad_fn.name()
@@ -272,7 +357,9 @@ def test_what_cannot_be_read_says_which_node_it_is(logits: torch.Tensor, ce: tor
 
 def test_what_has_no_graph_has_no_terms_to_read() -> None:
     for loss in (nn.Parameter(torch.ones(())), torch.ones(())):
-        assert [(term.source, term.name) for term in read_terms(loss)] == [(UNREADABLE, "leaf")]
+        assert [(term.source, term.name) for term in read_terms(loss)] == [
+            (UNREADABLE, "leaf")
+        ]
 
 
 def test_more_than_one_element_is_no_loss(logits: torch.Tensor) -> None:
@@ -284,16 +371,38 @@ def test_more_than_one_element_is_no_loss(logits: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("default", [torch.float32, torch.float64])
-def test_a_python_number_is_told_from_a_tensor(dtype: torch.dtype, default: torch.dtype) -> None:
+def test_a_python_number_is_told_from_a_tensor(
+    dtype: torch.dtype, default: torch.dtype
+) -> None:
     total = torch.ones(3, dtype=dtype, requires_grad=True).sum()
     torch.set_default_dtype(default)
     try:
-        numbers: list[Any] = [2, 2.0, np.float64(2), np.int64(2), torch.tensor(2).item(), torch.tensor(2.0).item()]
+        numbers: list[Any] = [
+            2,
+            2.0,
+            np.float64(2),
+            np.int64(2),
+            torch.tensor(2).item(),
+            torch.tensor(2.0).item(),
+        ]
         for number in numbers:
-            for loss in (total * number, number * total, total / number, total.clone().mul_(number)):
+            for loss in (
+                total * number,
+                number * total,
+                total / number,
+                total.clone().mul_(number),
+            ):
                 assert only(loss).source == NUMBER, (type(number), loss.grad_fn)
-        tensors = [torch.tensor(2), torch.tensor(2.0), torch.tensor(2.0, dtype=torch.float64)]
-        tensors += [torch.tensor(2, dtype=torch.int32), torch.tensor(True), torch.tensor(2.0, dtype=torch.float32)]
+        tensors = [
+            torch.tensor(2),
+            torch.tensor(2.0),
+            torch.tensor(2.0, dtype=torch.float64),
+        ]
+        tensors += [
+            torch.tensor(2, dtype=torch.int32),
+            torch.tensor(True),
+            torch.tensor(2.0, dtype=torch.float32),
+        ]
         for tensor in tensors:
             assert only(total / tensor).source == DIVISOR
             for loss in (total * tensor, tensor * total):
@@ -313,7 +422,10 @@ def test_a_division_by_zero_is_left_to_backward(logits: torch.Tensor) -> None:
 
 
 def test_a_parameter_may_be_a_factor(ce: torch.Tensor) -> None:
-    scale, several = nn.Parameter(torch.tensor(2.0)), nn.Parameter(torch.tensor([1.0, 2.0]))
+    scale, several = (
+        nn.Parameter(torch.tensor(2.0)),
+        nn.Parameter(torch.tensor([1.0, 2.0])),
+    )
     for loss in (
         ce * scale,
         scale * ce,
@@ -329,11 +441,19 @@ def test_a_parameter_may_be_a_factor(ce: torch.Tensor) -> None:
     assert only((ce + ce.square()) * scale).source == UNREADABLE
 
 
-def test_a_factor_that_the_replica_makes_is_no_parameter(ce: torch.Tensor, logits: torch.Tensor) -> None:
+def test_a_factor_that_the_replica_makes_is_no_parameter(
+    ce: torch.Tensor, logits: torch.Tensor
+) -> None:
     scale = nn.Parameter(torch.tensor(2.0))
     leaf = torch.ones((), dtype=torch.float64, requires_grad=True)
     reward = logits.detach().mean()
-    for loss in (ce * logits.mean(), ce * leaf, ce * (scale * reward), ce * (scale + reward), ce / logits.sum()):
+    for loss in (
+        ce * logits.mean(),
+        ce * leaf,
+        ce * (scale * reward),
+        ce * (scale + reward),
+        ce / logits.sum(),
+    ):
         assert only(loss).source == UNREADABLE
 
 
@@ -358,11 +478,16 @@ def test_terms_with_factors_enter_where_the_factor_is_multiplied() -> None:
 # What is in the way
 
 
-def test_a_loss_and_its_square_share_a_node_and_not_a_weight(logits: torch.Tensor, layer: nn.Module) -> None:
+def test_a_loss_and_its_square_share_a_node_and_not_a_weight(
+    logits: torch.Tensor, layer: nn.Module
+) -> None:
     ce = F.cross_entropy(logits, LABELS)
     loss = ce + ce**2
     terms = read_terms(loss)
-    assert [(term.source, term.name) for term in terms] == [(TARGETS, "NllLossBackward0"), (UNREADABLE, "PowBackward0")]
+    assert [(term.source, term.name) for term in terms] == [
+        (TARGETS, "NllLossBackward0"),
+        (UNREADABLE, "PowBackward0"),
+    ]
     gradients(loss, [3.0, 1.0], keep=True)
     actual, layer.weight.grad = layer.weight.grad, None
     (3 * ce + ce**2).backward()
@@ -371,13 +496,20 @@ def test_a_loss_and_its_square_share_a_node_and_not_a_weight(logits: torch.Tenso
 
 def test_what_is_added_twice_is_one_term(ce: torch.Tensor) -> None:
     term = only(ce + ce / 2 - 3 * ce)
-    assert (count_of(term), term.factor, term.entry.factor, term.divisors) == (4, -1.5, -1.5, ())
+    assert (count_of(term), term.factor, term.entry.factor, term.divisors) == (
+        4,
+        -1.5,
+        -1.5,
+        (),
+    )
     scaled = read_terms(ce + ce * torch.tensor(2.0))
     assert [len(term.scales) for term in scaled] == [0, 1]
 
 
 @pytest.mark.parametrize("keep", [True, False])
-def test_a_graph_may_be_read_as_often_as_it_is_there(ce: torch.Tensor, keep: bool) -> None:
+def test_a_graph_may_be_read_as_often_as_it_is_there(
+    ce: torch.Tensor, keep: bool
+) -> None:
     for _ in range(2):
         assert count_of(only(ce)) == 4
         ce.backward(retain_graph=True)
@@ -438,7 +570,9 @@ def test_a_hook_that_fails_is_left_to_backward(layer: nn.Module) -> None:
         loss.backward()
 
 
-def test_a_checkpoint_around_the_loss_computes_it_again_and_backward_is_as_before(layer: nn.Module) -> None:
+def test_a_checkpoint_around_the_loss_computes_it_again_and_backward_is_as_before(
+    layer: nn.Module,
+) -> None:
     calls = []
 
     def loss_of(x: torch.Tensor) -> torch.Tensor:
@@ -455,7 +589,10 @@ def test_a_checkpoint_around_the_loss_computes_it_again_and_backward_is_as_befor
     assert len(calls) == 4
     torch.testing.assert_close(layer.weight.grad, expected)
     reentrant = checkpoint(loss_of, x.requires_grad_(), use_reentrant=True)
-    assert (only(reentrant).source, only(reentrant).name) == (UNREADABLE, "CheckpointFunctionBackward")
+    assert (only(reentrant).source, only(reentrant).name) == (
+        UNREADABLE,
+        "CheckpointFunctionBackward",
+    )
 
 
 def test_autocast_counts_in_float32(layer: nn.Module) -> None:
@@ -482,7 +619,9 @@ def test_targets_of_half_logits_are_counted_again(dtype: torch.dtype) -> None:
     assert count_of(only(weighed)) == float(weight.double()[targets[1000:]].sum())
 
 
-def test_so_many_terms_and_operations_are_read(ce: torch.Tensor, layer: nn.Module) -> None:
+def test_so_many_terms_and_operations_are_read(
+    ce: torch.Tensor, layer: nn.Module
+) -> None:
     x = torch.ones(6, 3, dtype=torch.float64)
     losses = [F.cross_entropy(layer(x * k), LABELS) for k in range(MAX_TERMS + 1)]
     assert len(read_terms(sum(losses[1:]))) == MAX_TERMS  # type: ignore[arg-type]
@@ -497,10 +636,15 @@ def test_so_many_terms_and_operations_are_read(ce: torch.Tensor, layer: nn.Modul
 def test_targets_tell_a_loop_over_rows_from_several_heads(layer: nn.Module) -> None:
     x = torch.ones(6, 3, dtype=torch.float64)
     rows = read_terms(
-        sum(F.cross_entropy(layer(one), label) for one, label in zip(x, LABELS.clamp(min=0), strict=True))
+        sum(
+            F.cross_entropy(layer(one), label)
+            for one, label in zip(x, LABELS.clamp(min=0), strict=True)
+        )
     )  # type: ignore[arg-type]
     assert len({term.targets for term in rows}) == 6
-    heads = read_terms(F.cross_entropy(layer(x), LABELS) + F.cross_entropy(layer(x) * 2, LABELS))
+    heads = read_terms(
+        F.cross_entropy(layer(x), LABELS) + F.cross_entropy(layer(x) * 2, LABELS)
+    )
     assert len({term.targets for term in heads}) == 1
 
 
@@ -509,24 +653,35 @@ def test_reading_dispatches_nothing(logits: torch.Tensor, ce: torch.Tensor) -> N
     called = []
 
     class Listening(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             called.append(str(func))
             return func(*args, **(kwargs or {}))
 
     mask = (LABELS >= 0).double()[:, None]
-    loss = -ce + (logits * mask).sum() / mask.sum() + logits[LABELS >= 0].mean() * torch.tensor(2.0) + logits.mean()
+    loss = (
+        -ce
+        + (logits * mask).sum() / mask.sum()
+        + logits[LABELS >= 0].mean() * torch.tensor(2.0)
+        + logits.mean()
+    )
     with Listening():
         terms = read_terms(loss)
     assert [term.source for term in terms] == [TARGETS, DIVISOR, SELECTION, MEAN]
     assert not called
 
 
-def test_function_modes_of_the_program_see_nothing_of_it(logits: torch.Tensor, ce: torch.Tensor) -> None:
+def test_function_modes_of_the_program_see_nothing_of_it(
+    logits: torch.Tensor, ce: torch.Tensor
+) -> None:
     """They are for the calls of the program, and each call that one sees takes microseconds."""
     seen = []
 
     class Listening(TorchFunctionMode):
-        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_function__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             seen.append(func)
             return func(*args, **(kwargs or {}))
 
@@ -565,11 +720,17 @@ INNERMOST: list[Callable[[torch.Tensor], torch.Tensor]] = [
     lambda out: out.exp().sum(),
 ]
 numbers = st.sampled_from([0.5, 2.0, -3.0, 1.0, 7.0])
-wrapped = st.tuples(st.sampled_from(INNERMOST), st.lists(st.tuples(st.sampled_from(WRAPPINGS), numbers), max_size=5))
+wrapped = st.tuples(
+    st.sampled_from(INNERMOST),
+    st.lists(st.tuples(st.sampled_from(WRAPPINGS), numbers), max_size=5),
+)
 
 
 @settings(max_examples=150, deadline=None, derandomize=True, database=None)
-@given(st.lists(wrapped, min_size=1, max_size=4), st.lists(st.tuples(st.sampled_from(WRAPPINGS), numbers), max_size=4))
+@given(
+    st.lists(wrapped, min_size=1, max_size=4),
+    st.lists(st.tuples(st.sampled_from(WRAPPINGS), numbers), max_size=4),
+)
 def test_the_terms_of_a_random_loss_have_its_gradient(terms: Any, around: Any) -> None:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(6, 4, generator=generator, dtype=torch.float64).requires_grad_()
@@ -583,10 +744,14 @@ def test_the_terms_of_a_random_loss_have_its_gradient(terms: Any, around: Any) -
     found = []
     for from_terms in (False, True):
         x.grad = scale.grad = None
-        total: Any = sum(wrap(innermost(x), wrappings) for innermost, wrappings in terms)
+        total: Any = sum(
+            wrap(innermost(x), wrappings) for innermost, wrappings in terms
+        )
         loss = wrap(total, around)
         gradients(loss) if from_terms else loss.backward()
-        found.append((x.grad, torch.zeros(()) if scale.grad is None else scale.grad.float()))
+        found.append(
+            (x.grad, torch.zeros(()) if scale.grad is None else scale.grad.float())
+        )
     torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-5)
 
 
@@ -615,15 +780,24 @@ def test_a_backward_from_the_terms_is_that_of_the_loss(name: str) -> None:
     torch.testing.assert_close(found[1], found[0], rtol=1e-12, atol=1e-14)
 
 
-def _of_replicas(loss: Callable[..., torch.Tensor], whole: Rows, sizes: tuple[int, ...]) -> dict[str, torch.Tensor]:
+def _of_replicas(
+    loss: Callable[..., torch.Tensor], whole: Rows, sizes: tuple[int, ...]
+) -> dict[str, torch.Tensor]:
     """The gradient, if each replica's term has the weight of its count, and that of its rows if it has none."""
     starts = [sum(sizes[:k]) for k in range(len(sizes))]
     nets = [Net() for _ in sizes]
-    losses = [loss(net, whole.part(slice(s, s + n))) for net, s, n in zip(nets, starts, sizes, strict=True)]
+    losses = [
+        loss(net, whole.part(slice(s, s + n)))
+        for net, s, n in zip(nets, starts, sizes, strict=True)
+    ]
     terms = [read_terms(one) for one in losses]
     weights: list[list[float]] = [[] for _ in sizes]
     for column in zip(*terms, strict=True):
-        counts = list(sizes) if any(term.count is None for term in column) else [float(t.count) for t in column]  # type: ignore[arg-type]
+        counts = (
+            list(sizes)
+            if any(term.count is None for term in column)
+            else [float(t.count) for t in column]
+        )  # type: ignore[arg-type]
         for own, count in zip(weights, counts, strict=True):
             own.append(count / sum(counts))
     for one, own in zip(losses, weights, strict=True):
@@ -638,10 +812,16 @@ def _of_replicas(loss: Callable[..., torch.Tensor], whole: Rows, sizes: tuple[in
 
 
 @pytest.mark.parametrize("sizes", [(3, 2), (2, 1, 3), (4, 4)], ids=str)
-@pytest.mark.parametrize("name", [name for name, known in KNOWN.items() if known.is_exact])
-def test_with_its_counts_as_weights_the_gradient_is_that_of_the_batch(name: str, sizes: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(
+    "name", [name for name, known in KNOWN.items() if known.is_exact]
+)
+def test_with_its_counts_as_weights_the_gradient_is_that_of_the_batch(
+    name: str, sizes: tuple[int, ...]
+) -> None:
     known, whole, net = KNOWN[name], rows_of(sum(sizes)), Net()
     known.loss(net, whole).backward()
-    expected = {name: p.grad for name, p in net.named_parameters() if p.grad is not None}
+    expected = {
+        name: p.grad for name, p in net.named_parameters() if p.grad is not None
+    }
     actual = _of_replicas(known.loss, whole, sizes)
     torch.testing.assert_close(actual, expected, rtol=1e-11, atol=1e-13)

@@ -30,8 +30,12 @@ def test_a_write_on_all_of_a_tensor_shows_in_the_first_round(edited: int) -> Non
     assert [i for i in range(3) if before[i] != after[i]] == [edited]
 
 
-@pytest.mark.parametrize(("edited", "element"), [(0, 0), (0, 1023), (0, 1024), (0, 2999), (1, 4), (2, 1023)])
-def test_a_write_on_any_element_shows_once_all_slices_had_their_turn(edited: int, element: int) -> None:
+@pytest.mark.parametrize(
+    ("edited", "element"), [(0, 0), (0, 1023), (0, 1024), (0, 2999), (1, 4), (2, 1023)]
+)
+def test_a_write_on_any_element_shows_once_all_slices_had_their_turn(
+    edited: int, element: int
+) -> None:
     before, after = marks_of(9), marks_of(9, edited, element)
     assert before != after
 
@@ -52,7 +56,10 @@ def test_what_a_tensor_wraps_is_read_in_its_place() -> None:
 
     known = marks(torch.ones(2000), torch.ones(2000))
     assert marks(torch.ones(2000), torch.ones(2000)) == known
-    for parts in ((torch.ones(2000), torch.zeros(2000)), (torch.zeros(2000), torch.ones(2000))):
+    for parts in (
+        (torch.ones(2000), torch.zeros(2000)),
+        (torch.zeros(2000), torch.ones(2000)),
+    ):
         assert marks(*parts) != known
 
 
@@ -82,5 +89,7 @@ def test_parameters_may_lose_their_memory_and_get_it_again() -> None:
 def test_tensors_without_elements_and_no_tensors_have_marks() -> None:
     for parameters in ([], [nn.Parameter(torch.empty(0))]):
         values = ValuesOfParameters(LONE)
-        values.take(TrainedTensors([nn.ParameterList(parameters)], [], averages_buffers=True))
+        values.take(
+            TrainedTensors([nn.ParameterList(parameters)], [], averages_buffers=True)
+        )
         assert values.mark() == values.mark()

@@ -46,7 +46,9 @@ def central(replicas: int, **kwargs: Any) -> torchstrategy.Strategy:
 
 
 def trained_by(loss: Loss) -> Callable[[Any, Any, Any], Any]:
-    def step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> torch.Tensor:
+    def step(
+        model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any
+    ) -> torch.Tensor:
         optimizer.zero_grad()
         value = loss(model, batch)
         value.backward()
@@ -59,7 +61,9 @@ def trained_by(loss: Loss) -> Callable[[Any, Any, Any], Any]:
 def failure(loss: Loss, options: RunOptions | None = None, **kwargs: Any) -> str:
     strategy = kwargs.pop("strategy", None) or central(2)
     with pytest.raises(AssertionError) as caught:
-        assert_same_as_plain(trained_by(loss), tagger, sgd, BATCHES, strategy, options=options, **kwargs)
+        assert_same_as_plain(
+            trained_by(loss), tagger, sgd, BATCHES, strategy, options=options, **kwargs
+        )
     return " ".join(str(caught.value).split())
 
 
@@ -89,7 +93,9 @@ def selected(model: nn.Module, batch: Any) -> torch.Tensor:
 
 def smoothed(model: nn.Module, batch: Any) -> torch.Tensor:
     """Two terms, which count the same tokens."""
-    return F.cross_entropy(*flat(model, batch), ignore_index=IGNORED, label_smoothing=0.1)
+    return F.cross_entropy(
+        *flat(model, batch), ignore_index=IGNORED, label_smoothing=0.1
+    )
 
 
 def with_a_mean_over_rows(model: nn.Module, batch: Any) -> torch.Tensor:
@@ -120,7 +126,9 @@ OVER_TOKENS = (
     ],
 )
 @pytest.mark.parametrize("reduction", [None, "mean"])
-def test_the_cause_has_the_counts_and_what_to_write(loss: Loss, how: str, reduction: str | None) -> None:
+def test_the_cause_has_the_counts_and_what_to_write(
+    loss: Loss, how: str, reduction: str | None
+) -> None:
     said = failure(loss, RunOptions(gradient_reduction=reduction))
     assert OVER_TOKENS.format(how) in said
     assert said.count("Cause:") == 1
@@ -129,18 +137,26 @@ def test_the_cause_has_the_counts_and_what_to_write(loss: Loss, how: str, reduct
 @pytest.mark.parametrize("loss", [*LOSSES, with_a_mean_over_rows])
 @pytest.mark.parametrize("replicas", [2, 3])
 def test_every_such_loss_is_named(loss: Loss, replicas: int) -> None:
-    assert "Cause: The loss is a mean over tokens, or" in failure(loss, strategy=central(replicas))
+    assert "Cause: The loss is a mean over tokens, or" in failure(
+        loss, strategy=central(replicas)
+    )
 
 
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("replicas", [1, 2, 3])
-def test_with_what_the_cause_says_to_write_it_is_the_same(loss: Loss, replicas: int) -> None:
+def test_with_what_the_cause_says_to_write_it_is_the_same(
+    loss: Loss, replicas: int
+) -> None:
     """The loss that the step returns is averaged by what it was divided by, too."""
     step = trained_by(loss)
     assert_same_as_plain(step, tagger, sgd, BATCHES, central(replicas), options=BY_LOSS)
-    assert_same_as_plain(step, tagger, sgd, BATCHES, central(replicas, gradient_reduction="loss"))
+    assert_same_as_plain(
+        step, tagger, sgd, BATCHES, central(replicas, gradient_reduction="loss")
+    )
     if loss is not by_class:
-        assert_same_as_plain(step, tagger, sgd, BATCHES, central(replicas, examples=tokens))
+        assert_same_as_plain(
+            step, tagger, sgd, BATCHES, central(replicas, examples=tokens)
+        )
 
 
 def test_what_else_a_step_returns_is_a_mean_over_rows() -> None:
@@ -159,10 +175,15 @@ def test_a_wrong_number_is_told_from_a_wrong_reduction() -> None:
 
 def test_a_returned_mean_of_unlike_terms_is_named() -> None:
     said = failure(with_a_mean_over_rows, BY_LOSS)
-    assert "Cause: The gradients agree. What the step returns is averaged here by rows" in said
+    assert (
+        "Cause: The gradients agree. What the step returns is averaged here by rows"
+        in said
+    )
     assert "ignore=['losses']" in said
     step = trained_by(with_a_mean_over_rows)
-    assert_same_as_plain(step, tagger, sgd, BATCHES, central(2), options=BY_LOSS, ignore=["losses"])
+    assert_same_as_plain(
+        step, tagger, sgd, BATCHES, central(2), options=BY_LOSS, ignore=["losses"]
+    )
 
 
 class Fused(torch.autograd.Function):
@@ -173,7 +194,11 @@ class Fused(torch.autograd.Function):
         with torch.enable_grad():
             inner = logits.detach().requires_grad_()
             loss = F.cross_entropy(inner, labels, ignore_index=IGNORED)
-        ctx.gradient = torch.autograd.grad(loss, inner)[0].nan_to_num() if (labels != IGNORED).any() else 0 * logits
+        ctx.gradient = (
+            torch.autograd.grad(loss, inner)[0].nan_to_num()
+            if (labels != IGNORED).any()
+            else 0 * logits
+        )
         return loss.detach()
 
     @staticmethod
@@ -187,12 +212,24 @@ def fused(model: nn.Module, batch: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("options", [None, BY_LOSS], ids=["default", "loss"])
-def test_a_loss_that_cannot_be_read_is_named_as_such(options: RunOptions | None) -> None:
+def test_a_loss_that_cannot_be_read_is_named_as_such(
+    options: RunOptions | None,
+) -> None:
     said = failure(fused, options)
     assert "the loss is not a mean in which each row counts the same" in said
-    assert "What it is divided by cannot be read from its graph (`FusedBackward`). Say how much each replica" in said
+    assert (
+        "What it is divided by cannot be read from its graph (`FusedBackward`). Say how much each replica"
+        in said
+    )
     assert "RunOptions(examples=lambda batch: ...)" in said
-    assert_same_as_plain(trained_by(fused), tagger, sgd, BATCHES, central(2), options=RunOptions(examples=tokens))
+    assert_same_as_plain(
+        trained_by(fused),
+        tagger,
+        sgd,
+        BATCHES,
+        central(2),
+        options=RunOptions(examples=tokens),
+    )
 
 
 def test_a_loss_over_tokens_hides_no_other_cause() -> None:

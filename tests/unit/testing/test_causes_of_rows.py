@@ -25,7 +25,10 @@ def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
     def images(rows: int) -> torch.Tensor:
         return torch.randn(rows, 1, 6, 6, generator=generator) * 2 + 1
 
-    return [(images(rows), torch.randint(3, (rows,), generator=generator)) for rows in (8, 7, 8)]
+    return [
+        (images(rows), torch.randint(3, (rows,), generator=generator))
+        for rows in (8, 7, 8)
+    ]
 
 
 class Net(nn.Module):
@@ -58,7 +61,9 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 def trained_on(change: Callable[[torch.Tensor], torch.Tensor]) -> Step:
     """A step that changes its inputs first."""
 
-    def step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> torch.Tensor:
+    def step(
+        model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any
+    ) -> torch.Tensor:
         inputs, labels = change(batch[0]), batch[1]
         optimizer.zero_grad()
         loss = F.cross_entropy(model(inputs), labels)
@@ -74,7 +79,9 @@ def check(step: Step, model_fn: Callable[[], nn.Module], **kwargs: Any) -> None:
     assert_same_as_plain(step, model_fn, sgd, batches(), strategy, **kwargs)
 
 
-def failure(step: Step, model_fn: Callable[[], nn.Module] = synchronized, **kwargs: Any) -> str:
+def failure(
+    step: Step, model_fn: Callable[[], nn.Module] = synchronized, **kwargs: Any
+) -> str:
     with pytest.raises(AssertionError) as caught:
         check(step, model_fn, **kwargs)
     return " ".join(str(caught.value).split())
@@ -96,7 +103,9 @@ def test_plain_batch_normalisation_is_to_be_converted_first() -> None:
 
 
 def test_synchronized_normalisation_is_not_blamed_for_a_sum() -> None:
-    def step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> torch.Tensor:
+    def step(
+        model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any
+    ) -> torch.Tensor:
         optimizer.zero_grad()
         loss = F.cross_entropy(model(batch[0]), batch[1], reduction="sum")
         loss.backward()
@@ -110,12 +119,17 @@ def test_synchronized_normalisation_is_not_blamed_for_a_sum() -> None:
 
 
 @models
-def test_a_mean_of_the_batch_in_the_step_is_named_with_its_line(model_fn: Callable[[], nn.Module]) -> None:
+def test_a_mean_of_the_batch_in_the_step_is_named_with_its_line(
+    model_fn: Callable[[], nn.Module],
+) -> None:
     def centred(inputs: torch.Tensor) -> torch.Tensor:
         return inputs - inputs.mean()
 
     said = failure(trained_on(centred), model_fn)
-    assert "Cause: A statistic of the batch in the step: `return inputs - inputs.mean()` (line " in said
+    assert (
+        "Cause: A statistic of the batch in the step: `return inputs - inputs.mean()` (line "
+        in said
+    )
     assert "of test_causes_of_rows.py, in `centred`)" in said
     assert "all_reduce('sum', ...)" in said
     assert said.count("Cause:") == 1
@@ -148,7 +162,10 @@ class Centred(nn.Module):
 
 def test_a_mean_of_the_batch_in_the_model_is_named() -> None:
     said = failure(trained_on(lambda inputs: inputs), Centred)
-    assert "A statistic of the batch in the step: `hidden = hidden - hidden.mean(0)`" in said
+    assert (
+        "A statistic of the batch in the step: `hidden = hidden - hidden.mean(0)`"
+        in said
+    )
 
 
 once: float | None = None
@@ -219,17 +236,23 @@ def test_what_is_computed_once_is_computed_once_in_each_training(
     change: Callable[[torch.Tensor], torch.Tensor], model_fn: Callable[[], nn.Module]
 ) -> None:
     said = failure(trained_on(change), model_fn, rtol=1e-3, atol=1e-3)
-    assert "Cause: With the replicas in another order, `step` gives another result" in said
+    assert (
+        "Cause: With the replicas in another order, `step` gives another result" in said
+    )
     assert "Rounding" not in said
     assert (once, kept) == (None, {}), "afterwards they are what they were"
 
 
 def test_what_a_model_keeps_in_its_class_is_its_trainings() -> None:
-    assert "Cause: With the replicas in another order" in failure(trained_on(lambda inputs: inputs), Scaled)
+    assert "Cause: With the replicas in another order" in failure(
+        trained_on(lambda inputs: inputs), Scaled
+    )
     assert Scaled.scale is None
 
 
-def test_a_moving_average_in_a_global_is_told_of_the_buffer_and_of_all_reduce_at_once() -> None:
+def test_a_moving_average_in_a_global_is_told_of_the_buffer_and_of_all_reduce_at_once() -> (
+    None
+):
     def change(inputs: torch.Tensor) -> torch.Tensor:
         global average
         average = 0.9 * average + 0.1 * inputs.mean().item()
@@ -263,7 +286,9 @@ def test_what_is_far_more_than_rounding_is_not_called_rounding() -> None:
 
 
 def test_replicas_that_decide_by_their_own_loss_are_told_so() -> None:
-    def step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> torch.Tensor:
+    def step(
+        model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any
+    ) -> torch.Tensor:
         optimizer.zero_grad()
         loss = F.cross_entropy(model(batch[0]), batch[1])
         loss.backward()
@@ -281,15 +306,21 @@ def test_replicas_that_decide_by_their_own_loss_are_told_so() -> None:
     assert "RuntimeError: The replicas synchronized a different number of times" in said
 
 
-def test_an_error_of_devices_is_printed_once_after_its_cause_with_the_users_lines() -> None:
+def test_an_error_of_devices_is_printed_once_after_its_cause_with_the_users_lines() -> (
+    None
+):
     def step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> None:
         if torchstrategy.get_strategy().num_replicas_in_sync > 1:
-            raise RuntimeError("Expected all tensors to be on the same device, but found sim:0 and sim:1")
+            raise RuntimeError(
+                "Expected all tensors to be on the same device, but found sim:0 and sim:1"
+            )
 
     with pytest.raises(AssertionError) as caught:
         check(step, without)
     shown = "".join(traceback.format_exception(caught.value))
-    assert shown.count("Expected all tensors to be on the same device") == 2, "the error, and the line that raised it"
+    assert shown.count("Expected all tensors to be on the same device") == 2, (
+        "the error, and the line that raised it"
+    )
     assert shown.index("Cause:") < shown.index("RuntimeError: Expected")
     assert "_group" not in shown
     assert 'in step: raise RuntimeError("Expected' in shown

@@ -20,12 +20,17 @@ class Holding:
 
 
 def tensors(seed: int) -> TensorDataset:
-    return TensorDataset(torch.randn(10, 3, generator=torch.Generator().manual_seed(seed)))
+    return TensorDataset(
+        torch.randn(10, 3, generator=torch.Generator().manual_seed(seed))
+    )
 
 
 OTHER: dict[str, tuple[Any, Any]] = {
     "tensors": (tensors(0), tensors(1)),
-    "parts": (ConcatDataset([tensors(0), tensors(1)]), ConcatDataset([tensors(0), tensors(2)])),
+    "parts": (
+        ConcatDataset([tensors(0), tensors(1)]),
+        ConcatDataset([tensors(0), tensors(2)]),
+    ),
     "arrays": (Holding(np.arange(6)), Holding(np.arange(6) + 1)),
     "paths": (Holding(Path("part-0")), Holding(Path("part-1"))),
     "files": (Holding(["a", "b"]), Holding(["a", "c"])),
@@ -48,7 +53,9 @@ ODD: dict[str, Any] = {
     "complex": torch.ones(4, dtype=torch.complex64),
     "sparse": torch.eye(3).to_sparse(),
     "meta": torch.empty(3, device="meta"),
-    "nested": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
+    "nested": torch.nested.nested_tensor(
+        [torch.ones(2), torch.ones(3)], layout=torch.jagged
+    ),
     "nothing": torch.empty(0),
     "one number": torch.tensor(3.0),
     "an array of objects": np.array([object()]),

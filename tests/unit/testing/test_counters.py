@@ -29,13 +29,17 @@ def central(replicas: int, may_alias: bool = True) -> torchstrategy.Strategy:
     """Some replicas on the one CPU; their parameters share the owner's memory, or are real copies there."""
     devices = [canonical_device("cpu:0")] * replicas
     storage = ReplicatedStorage(Placement(devices, devices[0], may_alias))
-    return torchstrategy.Strategy(ReplicatedExtended(storage, torchstrategy.ReduceOp.MEAN))
+    return torchstrategy.Strategy(
+        ReplicatedExtended(storage, torchstrategy.ReduceOp.MEAN)
+    )
 
 
 # What is a copy
 
 
-def tensor(device: torch.device, numbers: int = 2, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def tensor(
+    device: torch.device, numbers: int = 2, dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
     return torch.empty(numbers, dtype=dtype, device=device)
 
 
@@ -43,8 +47,18 @@ def tensor(device: torch.device, numbers: int = 2, dtype: torch.dtype = torch.fl
     ("operator", "arguments", "result", "expected"),
     [
         ("aten::_to_copy", (tensor(CPU),), tensor(META), [Copy(CPU, META, 8, False)]),
-        ("aten::_to_copy", (tensor(META),), tensor(CPU, dtype=torch.float64), [Copy(META, CPU, 16, False)]),
-        ("aten::copy_", (tensor(META, 3), tensor(CPU, 1)), None, [Copy(CPU, META, 12, True)]),
+        (
+            "aten::_to_copy",
+            (tensor(META),),
+            tensor(CPU, dtype=torch.float64),
+            [Copy(META, CPU, 16, False)],
+        ),
+        (
+            "aten::copy_",
+            (tensor(META, 3), tensor(CPU, 1)),
+            None,
+            [Copy(CPU, META, 12, True)],
+        ),
         ("aten::copy_", (tensor(CPU), tensor(CPU)), None, [Copy(CPU, CPU, 8, True)]),
         (
             "aten::_foreach_copy_",
@@ -71,14 +85,22 @@ def test_an_operation_that_copies_values_is_a_copy(
         (lambda: nn.Linear(2, 3).to("meta"), 2, 36),
         (lambda: torch.empty(3, device="meta").copy_(torch.ones(3)), 1, 12),
         (lambda: torch.empty(3, device="meta").data.copy_(torch.ones(3)), 1, 12),
-        (lambda: torch._foreach_copy_([torch.empty(3, device="meta")] * 2, [torch.ones(3)] * 2), 2, 24),
+        (
+            lambda: torch._foreach_copy_(
+                [torch.empty(3, device="meta")] * 2, [torch.ones(3)] * 2
+            ),
+            2,
+            24,
+        ),
         (lambda: torch.ones(3).to("cpu"), 0, 0),
         (lambda: torch.ones(3).to("cpu", copy=True), 0, 0),
         (lambda: torch.ones(3).double(), 0, 0),
         (lambda: torch.empty_like(torch.ones(3), device="meta"), 0, 0),
     ],
 )
-def test_what_torch_does_is_counted(copy: Callable[[], Any], count: int, size: int) -> None:
+def test_what_torch_does_is_counted(
+    copy: Callable[[], Any], count: int, size: int
+) -> None:
     with count_traffic() as traffic:
         copy()
     assert (traffic.copies, traffic.bytes) == (count, size)
@@ -105,9 +127,14 @@ def test_the_copies_of_all_replicas_are_counted() -> None:
     assert traffic.copies_by_route == {(CPU, META): 3}
 
 
-def test_the_copies_of_replicas_that_run_at_once_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_copies_of_replicas_that_run_at_once_are_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(replica_threads, "memory_device", lambda device: device)
-    strategy, together = torchstrategy.CentralStorageStrategy(["cpu:0", "cpu:1"]), threading.Barrier(2)
+    strategy, together = (
+        torchstrategy.CentralStorageStrategy(["cpu:0", "cpu:1"]),
+        threading.Barrier(2),
+    )
 
     def step() -> None:
         together.wait(5.0)
@@ -130,7 +157,9 @@ def test_the_copies_in_backward_and_in_merge_functions_are_counted() -> None:
     assert traffic.meetings == {"merge_call": 1}
 
 
-def test_what_other_threads_do_and_what_is_done_after_the_block_is_not_counted() -> None:
+def test_what_other_threads_do_and_what_is_done_after_the_block_is_not_counted() -> (
+    None
+):
     strategy = central(2)
 
     def work() -> None:
@@ -159,7 +188,9 @@ def test_blocks_within_blocks_all_count() -> None:
 
 
 @pytest.mark.parametrize("replicas", [2, 3])
-def test_mirrors_are_written_once_for_each_parameter_and_replica_and_only_when_it_changed(replicas: int) -> None:
+def test_mirrors_are_written_once_for_each_parameter_and_replica_and_only_when_it_changed(
+    replicas: int,
+) -> None:
     def writes(strategy: torchstrategy.Strategy) -> list[int]:
         with strategy.scope():
             model = mlp()
@@ -196,11 +227,18 @@ def test_meetings_are_counted_once_however_many_replicas_there_are(name: str) ->
         optimizer.step()
 
     with count_traffic() as traffic:
-        for batch in strategy.experimental_distribute_dataset([data(6), data(1), data(7)]):
+        for batch in strategy.experimental_distribute_dataset(
+            [data(6), data(1), data(7)]
+        ):
             strategy.run(step, args=(batch,))
     expected = {"all_reduce(SUM)": 3}
-    if strategy.num_replicas_in_sync > 1 or name == "copies_1":  # else the replica uses the user's own optimizer
-        expected |= {"optimizer.step()": 3, "the first read of a gradient (.grad) after backward": 3}
+    if (
+        strategy.num_replicas_in_sync > 1 or name == "copies_1"
+    ):  # else the replica uses the user's own optimizer
+        expected |= {
+            "optimizer.step()": 3,
+            "the first read of a gradient (.grad) after backward": 3,
+        }
     assert traffic.meetings == expected
 
 
@@ -208,7 +246,10 @@ def test_the_meetings_of_replicas_that_are_not_all_present_are_counted() -> None
     strategy = central(2)
     with count_traffic() as traffic:
         for examples in ([0, 2], [2, 0]):
-            strategy.run(lambda: context().all_reduce("sum", 1), options=torchstrategy.RunOptions(examples=examples))
+            strategy.run(
+                lambda: context().all_reduce("sum", 1),
+                options=torchstrategy.RunOptions(examples=examples),
+            )
     assert traffic.meetings == {"all_reduce(SUM)": 2}
 
 
@@ -217,14 +258,21 @@ def test_meetings_that_do_not_come_about_are_not_counted() -> None:
         if context().replica_id_in_sync_group:
             context().all_reduce("sum", 1)
 
-    with count_traffic() as traffic, pytest.raises(RuntimeError, match="different number of times"):
+    with (
+        count_traffic() as traffic,
+        pytest.raises(RuntimeError, match="different number of times"),
+    ):
         central(2).run(step)
     assert not traffic.meetings
 
 
-@pytest.mark.parametrize("inside", [True, False], ids=["an update inside", "an update outside"])
+@pytest.mark.parametrize(
+    "inside", [True, False], ids=["an update inside", "an update outside"]
+)
 @pytest.mark.parametrize("may_alias", [True, False], ids=["aliased", "copies"])
-def test_gradients_become_one_once_a_step_however_often_they_are_read(may_alias: bool, inside: bool) -> None:
+def test_gradients_become_one_once_a_step_however_often_they_are_read(
+    may_alias: bool, inside: bool
+) -> None:
     strategy = central(3, may_alias)
     with strategy.scope():
         model = mlp()
@@ -250,7 +298,9 @@ def test_gradients_of_a_lone_replica_do_not_become_one() -> None:
     with strategy.scope():
         model = mlp()
     with count_traffic() as traffic:
-        strategy.run(lambda b: mse(model, b).backward(), args=(deal(strategy, data(6)),))
+        strategy.run(
+            lambda b: mse(model, b).backward(), args=(deal(strategy, data(6)),)
+        )
     assert model[0].weight.grad is not None
     assert traffic.gradient_reductions == 0
 
@@ -258,7 +308,10 @@ def test_gradients_of_a_lone_replica_do_not_become_one() -> None:
 def test_what_was_counted_is_shown() -> None:
     with count_traffic() as traffic:
         torch.ones(1).to("meta")
-    assert repr(traffic) == "Traffic(copies=1, bytes=4, writes=0, meetings={}, gradient_reductions=0)"
+    assert (
+        repr(traffic)
+        == "Traffic(copies=1, bytes=4, writes=0, meetings={}, gradient_reductions=0)"
+    )
 
 
 def test_counting_is_not_begun_in_a_replica() -> None:

@@ -14,7 +14,10 @@ import torchstrategy
 from problems import context, data, deal, mse, replica_id, sgd
 from topologies import TOPOLOGIES, central, central_with_copies
 from torchstrategy._base.torch_internals import version
-from torchstrategy._copies.gradients.replica_gradients import ReplicaParameter, make_local
+from torchstrategy._copies.gradients.replica_gradients import (
+    ReplicaParameter,
+    make_local,
+)
 from torchstrategy.testing._counters import count_traffic
 from torchstrategy.testing._drift import assert_replicas_agree
 from torchstrategy.testing._faults import fail_in_replica
@@ -38,7 +41,9 @@ class Net(nn.Module):
 class Training:
     """A model that has been trained for a step."""
 
-    def __init__(self, strategy: torchstrategy.Strategy, build: Callable[[], nn.Module] = Net) -> None:
+    def __init__(
+        self, strategy: torchstrategy.Strategy, build: Callable[[], nn.Module] = Net
+    ) -> None:
         torch.manual_seed(0)
         self.strategy = strategy
         with strategy.scope():
@@ -53,12 +58,23 @@ class Training:
 
         self.strategy.run(step, args=(deal(self.strategy, data(8)),))
 
-    def tamper(self, replica: int, name: str, write: Callable[[torch.Tensor], None]) -> None:
+    def tamper(
+        self, replica: int, name: str, write: Callable[[torch.Tensor], None]
+    ) -> None:
         """Writes on one replica's copy so that torch does not see it."""
 
         def step() -> None:
             if replica_id() == replica:
-                write(unseen(dict((*self.model.named_parameters(), *self.model.named_buffers()))[name]))
+                write(
+                    unseen(
+                        dict(
+                            (
+                                *self.model.named_parameters(),
+                                *self.model.named_buffers(),
+                            )
+                        )[name]
+                    )
+                )
 
         self.strategy.run(step)
 
@@ -106,17 +122,25 @@ def test_a_parameter_that_has_drifted_is_seen(replica: int) -> None:
 def test_if_replica_0_has_drifted_all_others_differ_from_it() -> None:
     training = Training(central_with_copies(3))
     training.tamper(0, "last.bias", add((0,), -2))
-    with pytest.raises(AssertionError, match=r"last\.bias: replica 1 differs by up to 2, .*; replica 2 differs"):
+    with pytest.raises(
+        AssertionError,
+        match=r"last\.bias: replica 1 differs by up to 2, .*; replica 2 differs",
+    ):
         training.agree()
 
 
-def test_a_buffer_that_was_written_after_the_run_is_seen_also_where_parameters_are_shared() -> None:
+def test_a_buffer_that_was_written_after_the_run_is_seen_also_where_parameters_are_shared() -> (
+    None
+):
     training = Training(central(2))
     training.train()
     training.agree()
     copies = training.strategy.extended._storage._idle[-1]
     copies.replicated.replicas[1].local_objects[id(training.model)].table.data[2] += 7
-    with pytest.raises(AssertionError, match=r"Net\.table: replica 1 differs by up to 7, in 1 of 3 numbers"):
+    with pytest.raises(
+        AssertionError,
+        match=r"Net\.table: replica 1 differs by up to 7, in 1 of 3 numbers",
+    ):
         training.agree()
 
 
@@ -125,21 +149,31 @@ def test_a_running_statistic_that_was_written_after_the_run_is_seen() -> None:
     training.train()
     training.agree()  # which has brought the mean of the replicas to their copies
     copies = training.strategy.extended._storage._idle[-1]
-    copies.replicated.replicas[2].local_objects[id(training.model)].norm.running_mean.data[1] += 1
+    copies.replicated.replicas[2].local_objects[
+        id(training.model)
+    ].norm.running_mean.data[1] += 1
     before = training.model.norm.running_mean.clone()
-    with pytest.raises(AssertionError, match=r"norm\.running_mean: replica 2 differs by up to 1, in 1 of 4"):
+    with pytest.raises(
+        AssertionError,
+        match=r"norm\.running_mean: replica 2 differs by up to 1, in 1 of 4",
+    ):
         training.agree()
     assert torch.equal(training.model.norm.running_mean, before)
 
 
 def test_the_first_tensors_are_named_and_the_others_counted() -> None:
-    training = Training(central_with_copies(2), lambda: nn.Sequential(*(nn.Linear(2, 2) for _ in range(4))))
+    training = Training(
+        central_with_copies(2),
+        lambda: nn.Sequential(*(nn.Linear(2, 2) for _ in range(4))),
+    )
     for k in range(4):
         training.tamper(1, f"{k}.weight", add((0, 0), 1))
         training.tamper(1, f"{k}.bias", add((0,), 1))
     with pytest.raises(AssertionError, match=r"in 8 of 8 tensors") as caught:
         training.agree()
-    assert [f"Sequential.{k // 2}." in str(caught.value) for k in range(8)] == [True] * 6 + [False] * 2
+    assert [f"Sequential.{k // 2}." in str(caught.value) for k in range(8)] == [
+        True
+    ] * 6 + [False] * 2
     assert "and 3 more" in str(caught.value)
 
 
@@ -147,10 +181,15 @@ def test_the_smallest_difference_is_one() -> None:
     training = Training(central_with_copies(2))
 
     def write(bias: torch.Tensor) -> None:
-        bias[0] = bias[0].nextafter(torch.tensor(1e9, dtype=torch.float64, device=bias.device))
+        bias[0] = bias[0].nextafter(
+            torch.tensor(1e9, dtype=torch.float64, device=bias.device)
+        )
 
     training.tamper(1, "first.bias", write)
-    with pytest.raises(AssertionError, match=r"first\.bias: replica 1 differs by up to \d\.?\d*e-\d\d, in 1 of 4"):
+    with pytest.raises(
+        AssertionError,
+        match=r"first\.bias: replica 1 differs by up to \d\.?\d*e-\d\d, in 1 of 4",
+    ):
         training.agree()
 
 
@@ -166,7 +205,9 @@ def test_the_smallest_difference_is_one() -> None:
         (0.0, -0.0, False),
     ],
 )
-def test_nan_agrees_with_nan_only_and_all_else_bit_by_bit(theirs: float, ours: float, agree: bool) -> None:
+def test_nan_agrees_with_nan_only_and_all_else_bit_by_bit(
+    theirs: float, ours: float, agree: bool
+) -> None:
     training = Training(central_with_copies(2))
 
     def write(value: float) -> Callable[[torch.Tensor], None]:
@@ -177,7 +218,9 @@ def test_nan_agrees_with_nan_only_and_all_else_bit_by_bit(theirs: float, ours: f
     if agree:
         training.agree()
     else:
-        with pytest.raises(AssertionError, match=r"first\.bias: replica 1 differs by up to"):
+        with pytest.raises(
+            AssertionError, match=r"first\.bias: replica 1 differs by up to"
+        ):
             training.agree()
 
 
@@ -186,15 +229,22 @@ def test_nan_agrees_with_nan_only_and_all_else_bit_by_bit(theirs: float, ours: f
     [
         (torch.zeros(3, dtype=torch.int32), "has torch.int32 instead of torch.int64"),
         (torch.zeros(4, dtype=torch.int64), r"has \(4,\) instead of \(3,\)"),
-        (torch.zeros(3, dtype=torch.int64, device="meta"), "has meta instead of (cpu|sim)"),
+        (
+            torch.zeros(3, dtype=torch.int64, device="meta"),
+            "has meta instead of (cpu|sim)",
+        ),
         (None, "does not have it and replica 0 does"),
     ],
 )
-def test_tensors_of_another_kind_differ(tensor: torch.Tensor | None, message: str) -> None:
+def test_tensors_of_another_kind_differ(
+    tensor: torch.Tensor | None, message: str
+) -> None:
     training = Training(central(2))
     training.train()
     copies = training.strategy.extended._storage._idle[-1]
-    copies.replicated.replicas[1].local_objects[id(training.model)]._buffers["table"] = tensor
+    copies.replicated.replicas[1].local_objects[id(training.model)]._buffers[
+        "table"
+    ] = tensor
     with pytest.raises(AssertionError, match=rf"Net\.table: replica 1 {message}"):
         training.agree()
 
@@ -239,12 +289,17 @@ def test_several_modules_are_told_apart() -> None:
 def test_after_a_drift_the_next_run_has_fresh_copies() -> None:
     training = Training(central_with_copies(2))
     training.train()
-    before = {name: tensor.clone() for name, tensor in training.model.state_dict().items()}
+    before = {
+        name: tensor.clone() for name, tensor in training.model.state_dict().items()
+    }
     training.tamper(1, "first.weight", add((0, 0), 1))
     with pytest.raises(AssertionError, match="drifted"):
         training.agree()
     training.agree()
-    assert all(torch.equal(tensor, before[name]) for name, tensor in training.model.state_dict().items())
+    assert all(
+        torch.equal(tensor, before[name])
+        for name, tensor in training.model.state_dict().items()
+    )
 
 
 # What it changes
@@ -257,14 +312,20 @@ def test_it_changes_nothing(make: Callable[[int], torchstrategy.Strategy]) -> No
     model = training.model
     model.last.eval()
     model.first.bias.requires_grad_(False)
-    training.strategy.run(lambda batch: mse(model, batch).backward(), args=(deal(training.strategy, data(8)),))
+    training.strategy.run(
+        lambda batch: mse(model, batch).backward(),
+        args=(deal(training.strategy, data(8)),),
+    )
     tensors = [*model.parameters(), *model.buffers()]
     gradients = [parameter.grad for parameter in model.parameters()]
 
     def state() -> tuple[Any, ...]:
         return (
             [(id(t), version(t), t.data_ptr(), t.requires_grad) for t in tensors],
-            [(id(g), None if g is None else version(g)) for g in (p.grad for p in model.parameters())],
+            [
+                (id(g), None if g is None else version(g))
+                for g in (p.grad for p in model.parameters())
+            ],
             [(id(module), type(module), module.training) for module in model.modules()],
             torch.get_rng_state().tolist(),
             [id(t) for t in (*model.parameters(), *model.buffers())],
@@ -312,8 +373,12 @@ def test_modules_that_are_not_the_strategy_s_are_refused() -> None:
             assert_replicas_agree(strategy, module)
     with pytest.raises(TypeError, match="looks at nothing"):
         assert_replicas_agree(strategy)
-    with pytest.raises(TypeError, match="looks at modules and optimizers; got a ReplicaParameter"):
-        assert_replicas_agree(strategy, make_local(ReplicaParameter, torch.ones(1), False))  # type: ignore[arg-type]
+    with pytest.raises(
+        TypeError, match="looks at modules and optimizers; got a ReplicaParameter"
+    ):
+        assert_replicas_agree(
+            strategy, make_local(ReplicaParameter, torch.ones(1), False)
+        )  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"takes a torchstrategy\.Strategy first"):
         assert_replicas_agree(nn.Linear(1, 1), nn.Linear(1, 1))  # type: ignore[arg-type]
 
@@ -323,4 +388,6 @@ def test_it_is_refused_in_the_middle_of_a_run() -> None:
     with pytest.raises(RuntimeError, match="was called in replica 0"):
         training.strategy.run(training.agree)
     with pytest.raises(RuntimeError, match="was called in a merge function"):
-        training.strategy.run(lambda: context().merge_call(lambda strategy: training.agree()))
+        training.strategy.run(
+            lambda: context().merge_call(lambda strategy: training.agree())
+        )

@@ -64,7 +64,10 @@ def trained(problem: Training) -> dict[str, Any]:
     return {
         key: value
         for key, value in problem.state().items()
-        if any(key in (name, f"{name}.grad", f"{name}.momentum_buffer") for name, _ in problem.model.named_parameters())
+        if any(
+            key in (name, f"{name}.grad", f"{name}.momentum_buffer")
+            for name, _ in problem.model.named_parameters()
+        )
     }
 
 
@@ -92,7 +95,9 @@ AFTER_THE_UPDATE = ["sigmoid", "end"]
 
 @pytest.mark.parametrize("who", [0, 1, 2])
 @pytest.mark.parametrize("at", BEFORE_THE_UPDATE)
-def test_a_failure_before_the_update_leaves_everything_as_it_was(problem: Training, at: str, who: int) -> None:
+def test_a_failure_before_the_update_leaves_everything_as_it_was(
+    problem: Training, at: str, who: int
+) -> None:
     before, random = problem.state(), torch.get_rng_state()
     with fail_in_replica(who, at, Injected), pytest.raises(Injected) as caught:
         problem.run(train(problem))
@@ -105,7 +110,9 @@ def test_a_failure_before_the_update_leaves_everything_as_it_was(problem: Traini
 
 @pytest.mark.parametrize("who", [0, 1, 2])
 @pytest.mark.parametrize("at", AFTER_THE_UPDATE)
-def test_a_failure_after_the_update_keeps_the_update(make: Make, problem: Training, at: str, who: int) -> None:
+def test_a_failure_after_the_update_keeps_the_update(
+    make: Make, problem: Training, at: str, who: int
+) -> None:
     twin = Training(make(3))
     torch.manual_seed(5)
     twin.run(train(twin))
@@ -116,7 +123,9 @@ def test_a_failure_after_the_update_keeps_the_update(make: Make, problem: Traini
 
 
 @pytest.mark.parametrize("at", ["linear", "backward", "optimizer.step()"])
-def test_a_failure_in_the_second_step_of_a_run_keeps_the_first(make: Make, problem: Training, at: str) -> None:
+def test_a_failure_in_the_second_step_of_a_run_keeps_the_first(
+    make: Make, problem: Training, at: str
+) -> None:
     def steps(problem: Training, count: int) -> Callable[[torch.Tensor], None]:
         def step(inputs: torch.Tensor) -> None:
             for _ in range(count):
@@ -137,7 +146,9 @@ def test_a_failure_in_the_second_step_of_a_run_keeps_the_first(make: Make, probl
 
 
 @pytest.mark.parametrize("who", [0, 2])
-def test_the_program_goes_on_after_the_failure_as_if_it_had_not_been(make: Make, problem: Training, who: int) -> None:
+def test_the_program_goes_on_after_the_failure_as_if_it_had_not_been(
+    make: Make, problem: Training, who: int
+) -> None:
     twin = Training(make(3))
     torch.manual_seed(5)
     with fail_in_replica(who, "backward", Injected), pytest.raises(Injected):
@@ -152,7 +163,10 @@ def test_the_program_goes_on_after_the_failure_as_if_it_had_not_been(make: Make,
 
 
 def test_the_default_error_says_where_it_comes_from() -> None:
-    with fail_in_replica(1), pytest.raises(RuntimeError, match=r"injected: .*replica 1 has come to 'start'"):
+    with (
+        fail_in_replica(1),
+        pytest.raises(RuntimeError, match=r"injected: .*replica 1 has come to 'start'"),
+    ):
         central(2).run(lambda: None)
 
 
@@ -197,9 +211,14 @@ def test_the_other_replicas_do_not_fail(at: str) -> None:
     assert seen == [2]
 
 
-def test_replicas_that_run_at_once_fail_where_they_should(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replicas_that_run_at_once_fail_where_they_should(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(replica_threads, "memory_device", lambda device: device)
-    strategy, together = torchstrategy.CentralStorageStrategy(["cpu:0", "cpu:1"]), threading.Barrier(2)
+    strategy, together = (
+        torchstrategy.CentralStorageStrategy(["cpu:0", "cpu:1"]),
+        threading.Barrier(2),
+    )
 
     def step() -> None:
         for _ in range(50):
@@ -267,7 +286,10 @@ def test_a_program_that_tries_again_survives() -> None:
 
 def test_failures_of_two_replicas_may_be_injected_at_once() -> None:
     strategy = torchstrategy.CentralStorageStrategy(["cpu"] * 3)
-    with fail_in_replica(2, error=KeyError), fail_in_replica(1, "end", ValueError("invalid")):
+    with (
+        fail_in_replica(2, error=KeyError),
+        fail_in_replica(1, "end", ValueError("invalid")),
+    ):
         with pytest.raises(ValueError, match="invalid"):
             strategy.run(lambda: None)
         with pytest.raises(KeyError):
@@ -319,12 +341,18 @@ def test_a_failure_that_does_not_happen_fails_the_test_and_says_what_did() -> No
     ):
         central(2).run(step)
     assert "at='bakward'" in str(caught.value)
-    assert "Replica 1 came to: start, ones (2 times), relu (2 times), merge_call, end." in str(caught.value)
+    assert (
+        "Replica 1 came to: start, ones (2 times), relu (2 times), merge_call, end."
+        in str(caught.value)
+    )
 
 
 def test_a_failure_of_a_replica_that_sits_out_does_not_happen() -> None:
     strategy = central(3)
-    with pytest.raises(AssertionError, match="Replica 2 came to: nothing"), fail_in_replica(2):
+    with (
+        pytest.raises(AssertionError, match="Replica 2 came to: nothing"),
+        fail_in_replica(2),
+    ):
         strategy.run(lambda batch: None, args=(deal(strategy, torch.ones(2)),))
 
 
@@ -338,7 +366,9 @@ def test_a_failure_that_happens_too_seldom_fails_the_test() -> None:
         strategy.run(lambda: None)
 
 
-@pytest.mark.parametrize("at", ["step", "all", "all_reduce(", "relu_", "optimizer", "s", "half-way 2"])
+@pytest.mark.parametrize(
+    "at", ["step", "all", "all_reduce(", "relu_", "optimizer", "s", "half-way 2"]
+)
 def test_a_name_is_meant_whole(at: str) -> None:
     def step(lockstep: Lockstep) -> None:
         context().all_reduce("sum", torch.relu(torch.ones(1)))
@@ -377,8 +407,13 @@ def test_another_exception_that_leaves_the_block_wins() -> None:
         ({"skip": True}, TypeError, "`skip` is an int; got True"),
     ],
 )
-def test_arguments_that_mean_nothing_are_refused(arguments: Any, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message), fail_in_replica(**{"replica": 0, **arguments}):
+def test_arguments_that_mean_nothing_are_refused(
+    arguments: Any, error: type[Exception], message: str
+) -> None:
+    with (
+        pytest.raises(error, match=message),
+        fail_in_replica(**{"replica": 0, **arguments}),
+    ):
         pytest.fail("the block was entered")
 
 

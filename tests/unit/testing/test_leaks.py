@@ -11,7 +11,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.nn.modules.module import register_module_forward_hook, register_module_parameter_registration_hook
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_parameter_registration_hook,
+)
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -22,7 +25,12 @@ from torchstrategy._base.context import Frame
 from torchstrategy._base.objects.torch_hooks import on_step_begin, on_step_end
 from torchstrategy._base.torch_internals import global_step_hooks
 from torchstrategy._group.replica_threads import ReplicaThreads
-from torchstrategy.testing._leaks import no_leaks, no_scope_leaks, no_thread_leaks, no_torch_state_leaks
+from torchstrategy.testing._leaks import (
+    no_leaks,
+    no_scope_leaks,
+    no_thread_leaks,
+    no_torch_state_leaks,
+)
 
 CHECKS = [no_leaks, no_scope_leaks, no_thread_leaks, no_torch_state_leaks]
 
@@ -49,7 +57,9 @@ def test_training_leaves_nothing_behind(
 
 
 @pytest.mark.parametrize("check", CHECKS)
-def test_the_error_of_the_block_is_the_one_that_is_raised(check: Callable[[], AbstractContextManager[None]]) -> None:
+def test_the_error_of_the_block_is_the_one_that_is_raised(
+    check: Callable[[], AbstractContextManager[None]],
+) -> None:
     error = ValueError("of the block")
     with pytest.raises(ValueError) as caught, check():
         raise error
@@ -77,7 +87,8 @@ def test_a_thread_that_goes_on_is_named_with_the_line_that_it_is_at() -> None:
     with (
         ExitStack() as later,
         pytest.raises(
-            AssertionError, match=r"^The thread 'prefetch' is still running, in .*threading\.py, line \d+\.$"
+            AssertionError,
+            match=r"^The thread 'prefetch' is still running, in .*threading\.py, line \d+\.$",
         ),
         no_thread_leaks(timeout=0),
     ):
@@ -85,7 +96,11 @@ def test_a_thread_that_goes_on_is_named_with_the_line_that_it_is_at() -> None:
 
 
 def test_all_threads_that_go_on_are_named() -> None:
-    with ExitStack() as later, pytest.raises(AssertionError) as caught, no_thread_leaks(timeout=0):
+    with (
+        ExitStack() as later,
+        pytest.raises(AssertionError) as caught,
+        no_thread_leaks(timeout=0),
+    ):
         for name in ("second", "first"):
             later.enter_context(thread(name))
     first, second = str(caught.value).splitlines()
@@ -120,7 +135,12 @@ def test_a_strategy_in_a_cycle_ends_its_threads_in_time() -> None:
 
 def test_a_replicas_thread_that_outlives_its_strategy_is_a_leak() -> None:
     team = ReplicaThreads([torch.device("cpu", 0)] * 2)
-    with pytest.raises(AssertionError, match="'torchstrategy-replica-0' is still running"), no_thread_leaks(timeout=0):
+    with (
+        pytest.raises(
+            AssertionError, match="'torchstrategy-replica-0' is still running"
+        ),
+        no_thread_leaks(timeout=0),
+    ):
         team = ReplicaThreads([torch.device("cpu", 0)] * 2)
         team._finalizer.detach()  # nothing will tell its threads to end any more
     for replica in (0, 1):
@@ -128,7 +148,11 @@ def test_a_replicas_thread_that_outlives_its_strategy_is_a_leak() -> None:
 
 
 def test_the_error_of_the_block_notes_the_threads_that_go_on() -> None:
-    with ExitStack() as later, pytest.raises(ValueError) as caught, no_thread_leaks(timeout=0):
+    with (
+        ExitStack() as later,
+        pytest.raises(ValueError) as caught,
+        no_thread_leaks(timeout=0),
+    ):
         later.enter_context(thread("prefetch"))
         raise ValueError
     assert "'prefetch' is still running" in caught.value.__notes__[0]
@@ -143,9 +167,16 @@ def one() -> torchstrategy.Strategy:
 
 def test_a_scope_that_is_left_open_is_found() -> None:
     strategy = one()
-    with ExitStack() as later, pytest.raises(AssertionError) as caught, no_scope_leaks():
+    with (
+        ExitStack() as later,
+        pytest.raises(AssertionError) as caught,
+        no_scope_leaks(),
+    ):
         later.enter_context(strategy.scope())
-    assert str(caught.value) == f"This thread was outside of every scope, and is in the scope of {strategy!r}."
+    assert (
+        str(caught.value)
+        == f"This thread was outside of every scope, and is in the scope of {strategy!r}."
+    )
 
 
 def test_a_scope_of_the_same_strategy_that_is_left_open_is_found() -> None:
@@ -153,7 +184,9 @@ def test_a_scope_of_the_same_strategy_that_is_left_open_is_found() -> None:
     with (
         strategy.scope(),
         ExitStack() as later,
-        pytest.raises(AssertionError, match=r"was in the scope of .* and is in the scope of"),
+        pytest.raises(
+            AssertionError, match=r"was in the scope of .* and is in the scope of"
+        ),
         no_scope_leaks(),
     ):
         later.enter_context(strategy.scope())
@@ -163,7 +196,10 @@ def test_a_scope_that_is_left_too_early_is_found() -> None:
     with ExitStack() as scope:
         scope.enter_context(one().scope())
         with (
-            pytest.raises(AssertionError, match=r"was in the scope of .* and is outside of every scope"),
+            pytest.raises(
+                AssertionError,
+                match=r"was in the scope of .* and is outside of every scope",
+            ),
             no_scope_leaks(),
         ):
             scope.close()
@@ -181,7 +217,10 @@ def test_a_replica_that_ends_in_the_scope_of_another_strategy_is_found() -> None
     def step() -> None:
         with (
             ExitStack() as later,
-            pytest.raises(AssertionError, match=r"was in replica [01] of .*Central.*, and is in the scope of .*One"),
+            pytest.raises(
+                AssertionError,
+                match=r"was in replica [01] of .*Central.*, and is in the scope of .*One",
+            ),
             no_scope_leaks(),
         ):
             later.enter_context(Frame(other_strategy))
@@ -199,17 +238,23 @@ def test_a_scope_that_was_open_before_and_still_is_is_no_leak() -> None:
 
 
 class Mode(TorchFunctionMode):
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         return func(*args, **(kwargs or {}))
 
 
 class DispatchMode(TorchDispatchMode):
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         return func(*args, **(kwargs or {}))
 
 
 @contextmanager
-def other(read: Callable[[], Any], write: Callable[[Any], Any], value: Any) -> Iterator[None]:
+def other(
+    read: Callable[[], Any], write: Callable[[Any], Any], value: Any
+) -> Iterator[None]:
     """A block in which a setting has another value."""
     before = read()
     write(value)
@@ -220,7 +265,9 @@ def other(read: Callable[[], Any], write: Callable[[Any], Any], value: Any) -> I
 
 
 def setting(owner: Any, name: str, value: Any) -> AbstractContextManager[None]:
-    return other(lambda: getattr(owner, name), lambda new: setattr(owner, name, new), value)
+    return other(
+        lambda: getattr(owner, name), lambda new: setattr(owner, name, new), value
+    )
 
 
 @contextmanager
@@ -256,23 +303,43 @@ CHANGES: dict[Callable[[], AbstractContextManager[Any]], set[str]] = {
     torch.no_grad: {"grad"},
     torch.inference_mode: {"grad", "inference", "backward on several threads"},
     lambda: torch.autocast("cpu", torch.bfloat16): {"autocast on cpu"},
-    lambda: other(torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled, False): {"autocast cache"},
-    lambda: torch.autograd.graph.saved_tensors_hooks(torch.clone, torch.clone): {"saved tensors"},
+    lambda: other(
+        torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled, False
+    ): {"autocast cache"},
+    lambda: torch.autograd.graph.saved_tensors_hooks(torch.clone, torch.clone): {
+        "saved tensors"
+    },
     Mode: {"function modes"},
     DispatchMode: {"dispatch modes"},
-    lambda: other(torch.get_num_threads, torch.set_num_threads, torch.get_num_threads() + 1): {"num threads"},
+    lambda: other(
+        torch.get_num_threads, torch.set_num_threads, torch.get_num_threads() + 1
+    ): {"num threads"},
     lambda: torch.device("meta"): {"function modes", "the default device"},
-    lambda: other(torch.get_default_dtype, torch.set_default_dtype, torch.float64): {"the default dtype"},
-    lambda: other(torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode, "warn"): {"determinism"},
-    lambda: torch.autograd.set_detect_anomaly(True, check_nan=False): {"anomaly detection"},
-    lambda: other(torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, "medium"): {
+    lambda: other(torch.get_default_dtype, torch.set_default_dtype, torch.float64): {
+        "the default dtype"
+    },
+    lambda: other(
+        torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode, "warn"
+    ): {"determinism"},
+    lambda: torch.autograd.set_detect_anomaly(True, check_nan=False): {
+        "anomaly detection"
+    },
+    lambda: other(
+        torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, "medium"
+    ): {"the precision of float32 products"},
+    lambda: setting(torch.backends.mkldnn.matmul, "fp32_precision", "bf16"): {
         "the precision of float32 products"
     },
-    lambda: setting(torch.backends.mkldnn.matmul, "fp32_precision", "bf16"): {"the precision of float32 products"},
-    lambda: torch.autograd.set_multithreading_enabled(False): {"backward on several threads"},
-    lambda: setting(torch.backends.cudnn, "benchmark", True): {"cuDNN's choice of algorithms"},
+    lambda: torch.autograd.set_multithreading_enabled(False): {
+        "backward on several threads"
+    },
+    lambda: setting(torch.backends.cudnn, "benchmark", True): {
+        "cuDNN's choice of algorithms"
+    },
     lambda: hooked(register_module_forward_hook): {"global forward hooks"},
-    lambda: hooked(register_module_parameter_registration_hook): {"global parameter registration hooks"},
+    lambda: hooked(register_module_parameter_registration_hook): {
+        "global parameter registration hooks"
+    },
     lambda: hooked(register_optimizer_step_post_hook): {"global optimizer post hooks"},
     scope_of_another_thread: {
         "Module.__init__",
@@ -290,7 +357,9 @@ def settings_in(message: str) -> set[str]:
 
 @pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled")
 @pytest.mark.parametrize("change", CHANGES)
-def test_what_is_left_on_is_found(change: Callable[[], AbstractContextManager[Any]]) -> None:
+def test_what_is_left_on_is_found(
+    change: Callable[[], AbstractContextManager[Any]],
+) -> None:
     with ExitStack() as later:
         with pytest.raises(AssertionError) as caught, no_torch_state_leaks():
             later.enter_context(change())
@@ -299,12 +368,17 @@ def test_what_is_left_on_is_found(change: Callable[[], AbstractContextManager[An
 
 @pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled")
 @pytest.mark.parametrize("change", CHANGES)
-def test_what_is_taken_back_is_no_leak(change: Callable[[], AbstractContextManager[Any]]) -> None:
+def test_what_is_taken_back_is_no_leak(
+    change: Callable[[], AbstractContextManager[Any]],
+) -> None:
     with no_torch_state_leaks(), change():
         pass
 
 
-@given(st.permutations([torch.no_grad, Mode, DispatchMode, torch.inference_mode]), st.integers(0, 4))
+@given(
+    st.permutations([torch.no_grad, Mode, DispatchMode, torch.inference_mode]),
+    st.integers(0, 4),
+)
 def test_of_several_things_that_are_left_on_each_is_found(
     changes: list[Callable[[], AbstractContextManager[Any]]], count: int
 ) -> None:
@@ -326,15 +400,24 @@ def test_of_several_things_that_are_left_on_each_is_found(
 def test_the_message_has_the_value_before_and_the_value_now() -> None:
     with (
         ExitStack() as later,
-        pytest.raises(AssertionError, match=r"^the default dtype was torch\.float32, and is torch\.float64\.$"),
+        pytest.raises(
+            AssertionError,
+            match=r"^the default dtype was torch\.float32, and is torch\.float64\.$",
+        ),
         no_torch_state_leaks(),
     ):
-        later.enter_context(other(torch.get_default_dtype, torch.set_default_dtype, torch.float64))
+        later.enter_context(
+            other(torch.get_default_dtype, torch.set_default_dtype, torch.float64)
+        )
 
 
-def test_another_accelerator_that_is_left_current_is_found(simulated_devices: list[torch.device]) -> None:
+def test_another_accelerator_that_is_left_current_is_found(
+    simulated_devices: list[torch.device],
+) -> None:
     with (
-        pytest.raises(AssertionError, match=r"^the current accelerator was 0, and is 1\.$"),
+        pytest.raises(
+            AssertionError, match=r"^the current accelerator was 0, and is 1\.$"
+        ),
         no_torch_state_leaks(),
     ):
         torch.accelerator.set_device_index(simulated_devices[1])
@@ -348,7 +431,11 @@ def test_random_numbers_that_were_drawn_are_no_leak() -> None:
 
 def test_the_hooks_that_the_first_strategy_puts_up_for_good_are_no_leak() -> None:
     for table in global_step_hooks():
-        for number in [number for number, hook in table.items() if hook in (on_step_begin, on_step_end)]:
+        for number in [
+            number
+            for number, hook in table.items()
+            if hook in (on_step_begin, on_step_end)
+        ]:
             del table[number]
     with no_torch_state_leaks():
         train(torchstrategy.CentralStorageStrategy(["cpu"] * 2))
@@ -358,7 +445,11 @@ def test_the_hooks_that_the_first_strategy_puts_up_for_good_are_no_leak() -> Non
 
 
 def test_the_error_of_the_block_notes_what_is_left_on() -> None:
-    with ExitStack() as later, pytest.raises(ValueError) as caught, no_torch_state_leaks():
+    with (
+        ExitStack() as later,
+        pytest.raises(ValueError) as caught,
+        no_torch_state_leaks(),
+    ):
         later.enter_context(torch.no_grad())
         raise ValueError
     assert caught.value.__notes__ == ["grad was True, and is False."]
@@ -368,7 +459,11 @@ def test_the_error_of_the_block_notes_what_is_left_on() -> None:
 
 
 def test_one_report_names_all_that_was_left() -> None:
-    with ExitStack() as later, pytest.raises(AssertionError) as caught, no_leaks(timeout=0):
+    with (
+        ExitStack() as later,
+        pytest.raises(AssertionError) as caught,
+        no_leaks(timeout=0),
+    ):
         later.enter_context(thread("prefetch"))
         later.enter_context(torch.no_grad())
         later.enter_context(one().scope())

@@ -22,7 +22,11 @@ def lints_in(room: str) -> Iterator[type[Lint]]:
     for info in pkgutil.iter_modules(folder.__path__, f"{folder.__name__}."):
         module = importlib.import_module(info.name)
         for kind in vars(module).values():
-            is_its_own = inspect.isclass(kind) and issubclass(kind, Lint) and kind.__module__ == info.name
+            is_its_own = (
+                inspect.isclass(kind)
+                and issubclass(kind, Lint)
+                and kind.__module__ == info.name
+            )
             if is_its_own and not kind.__subclasses__():
                 yield kind
 
@@ -30,8 +34,14 @@ def lints_in(room: str) -> Iterator[type[Lint]]:
 @pytest.mark.parametrize("room", ROOMS)
 def test_a_room_makes_each_of_its_lints(room: str) -> None:
     folder = importlib.import_module(f"{_lints.__name__}.{room}")
-    made = [type(lint) for lint in folder.make_lints()] if hasattr(folder, "make_lints") else []
-    assert sorted(kind.__name__ for kind in made) == sorted(kind.__name__ for kind in lints_in(room))
+    made = (
+        [type(lint) for lint in folder.make_lints()]
+        if hasattr(folder, "make_lints")
+        else []
+    )
+    assert sorted(kind.__name__ for kind in made) == sorted(
+        kind.__name__ for kind in lints_in(room)
+    )
 
 
 def test_a_run_has_the_lints_of_all_rooms() -> None:

@@ -25,7 +25,9 @@ from torchstrategy.testing import Finding, RankRecord, lint_training, run_ranks
 
 SUPPORT = Path(planted.__file__)
 
-pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # of torch, about names that programs use
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::FutureWarning"
+)  # of torch, about names that programs use
 
 
 def findings_of(name: str, is_right: bool) -> list[Finding]:
@@ -35,7 +37,9 @@ def findings_of(name: str, is_right: bool) -> list[Finding]:
 def of_pair(pair: planted.Pair, is_right: bool) -> list[Finding]:
     if not pair.has_ranks:
         return linted.findings_of(lambda: pair.main(0, is_right))
-    return linted.findings_of(lambda: run_ranks(lambda rank: pair.main(rank, is_right), RANKS))
+    return linted.findings_of(
+        lambda: run_ranks(lambda rank: pair.main(rank, is_right), RANKS)
+    )
 
 
 ON_CPU = [name for name, pair in PAIRS.items() if not pair.needs_device]
@@ -45,15 +49,23 @@ ON_CPU = [name for name, pair in PAIRS.items() if not pair.needs_device]
 def test_a_planted_mistake_is_named(name: str) -> None:
     (finding,) = findings_of(name, is_right=False)
     assert finding.name == PAIRS[name].lint
-    assert finding.lines and all(line.startswith("planted.py:") for line in finding.lines)
+    assert finding.lines and all(
+        line.startswith("planted.py:") for line in finding.lines
+    )
 
 
 @pytest.mark.parametrize(
     ("name", "words"),
     [
         ("step_is_made_before_gradients_are_there", "step()` (planted.py:"),
-        ("body_is_unfrozen_after_it_was_wrapped", "`requires_grad` was False when DistributedDataParallel wrapped"),
-        ("gradients_are_unscaled_before_they_are_reduced", "has skipped 1 step on rank 1 and 0 on rank 0"),
+        (
+            "body_is_unfrozen_after_it_was_wrapped",
+            "`requires_grad` was False when DistributedDataParallel wrapped",
+        ),
+        (
+            "gradients_are_unscaled_before_they_are_reduced",
+            "has skipped 1 step on rank 1 and 0 on rank 0",
+        ),
     ],
 )
 def test_a_finding_says_why(name: str, words: str) -> None:
@@ -65,27 +77,39 @@ def test_its_right_twin_is_not(name: str) -> None:
     assert findings_of(name, is_right=True) == []
 
 
-@pytest.mark.parametrize("program", right_trainings.IN_RANKS, ids=lambda program: program.__name__)
+@pytest.mark.parametrize(
+    "program", right_trainings.IN_RANKS, ids=lambda program: program.__name__
+)
 def test_a_right_program_of_ranks_is_left_alone(program: Callable[[int], None]) -> None:
     with lint_training():
         run_ranks(program, RANKS)
 
 
-@pytest.mark.parametrize("program", right_trainings.ALONE, ids=lambda program: program.__name__)
-def test_a_right_program_without_ranks_is_left_alone(program: Callable[[], None]) -> None:
+@pytest.mark.parametrize(
+    "program", right_trainings.ALONE, ids=lambda program: program.__name__
+)
+def test_a_right_program_without_ranks_is_left_alone(
+    program: Callable[[], None],
+) -> None:
     with lint_training():
         program()
 
 
-@pytest.mark.parametrize("program", ranked_programs.EVERYWHERE, ids=lambda program: program.__name__)
-def test_a_program_of_four_ranks_is_left_alone(program: Callable[[ranked_programs.Place], RankRecord]) -> None:
+@pytest.mark.parametrize(
+    "program", ranked_programs.EVERYWHERE, ids=lambda program: program.__name__
+)
+def test_a_program_of_four_ranks_is_left_alone(
+    program: Callable[[ranked_programs.Place], RankRecord],
+) -> None:
     with warnings.catch_warnings(), lint_training():
         warnings.simplefilter("ignore")  # of torch's internals, about themselves
         program(lambda rank: torch.device("cpu"))
 
 
 @pytest.mark.parametrize("is_right", [False, True])
-def test_gradients_that_are_reduced_over_the_wrong_group_are_named(is_right: bool) -> None:
+def test_gradients_that_are_reduced_over_the_wrong_group_are_named(
+    is_right: bool,
+) -> None:
     def main(rank: int) -> None:
         dist.init_process_group("gloo")
         shards = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
@@ -97,13 +121,20 @@ def test_gradients_that_are_reduced_over_the_wrong_group_are_named(is_right: boo
             optimizer.zero_grad()
             model(rows.cpu()).square().mean().backward()
             for parameter in model.parameters():
-                dist.all_reduce(parameter.grad, group=copies[rank % 2] if is_right else shards[rank // 2])
+                dist.all_reduce(
+                    parameter.grad,
+                    group=copies[rank % 2] if is_right else shards[rank // 2],
+                )
                 parameter.grad /= 2
             optimizer.step()
 
     found = linted.findings_of(lambda: run_ranks(main, 4))
-    assert [finding.name for finding in found] == ([] if is_right else ["reduced-over-wrong-group"])
-    assert all("have the same weights: 0, 2 and 1, 3." in finding.write for finding in found)
+    assert [finding.name for finding in found] == (
+        [] if is_right else ["reduced-over-wrong-group"]
+    )
+    assert all(
+        "have the same weights: 0, 2 and 1, 3." in finding.write for finding in found
+    )
 
 
 # Silence
@@ -134,7 +165,9 @@ for _ in range(2):
         ("torchstrategy: ignore", 1),
     ],
 )
-def test_a_comment_on_the_statement_silences_a_finding(comment: str, count: int, tmp_path: Path) -> None:
+def test_a_comment_on_the_statement_silences_a_finding(
+    comment: str, count: int, tmp_path: Path
+) -> None:
     (tmp_path / "program.py").write_text(PROGRAM.replace("COMMENT", comment))
     assert len(linted.findings_of_file(tmp_path / "program.py")) == count
 
@@ -164,7 +197,10 @@ def test_a_finding_fails_the_block_with_all_of_its_words() -> None:
     model = torch.nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with (
-        pytest.raises(AssertionError, match=r"(?s)seems to be wrong.*loss-not-divided: The gradients of 3 mean losses"),
+        pytest.raises(
+            AssertionError,
+            match=r"(?s)seems to be wrong.*loss-not-divided: The gradients of 3 mean losses",
+        ),
         lint_training(),
     ):
         for _ in range(3):
@@ -173,19 +209,35 @@ def test_a_finding_fails_the_block_with_all_of_its_words() -> None:
 
 
 def test_a_second_block_is_refused() -> None:
-    with lint_training(), pytest.raises(RuntimeError, match="leave that block first"), lint_training():
+    with (
+        lint_training(),
+        pytest.raises(RuntimeError, match="leave that block first"),
+        lint_training(),
+    ):
         pass
 
 
 # The runner
 
 
-def run(folder: Path, name: str, which: str, *options: str) -> tuple[int, list[str], str]:
+def run(
+    folder: Path, name: str, which: str, *options: str
+) -> tuple[int, list[str], str]:
     """Runs a program on simulated devices; returns the status, the names of the findings, and what it said."""
     file, pair = folder / "report.json", PAIRS[name]
     ranks = ["--ranks", str(RANKS)] if pair.has_ranks else []
     done = python(
-        *("-W", "ignore", "-m", "torchstrategy.testing.run", "--as-cuda", "--json", str(file), *ranks, *options),
+        *(
+            "-W",
+            "ignore",
+            "-m",
+            "torchstrategy.testing.run",
+            "--as-cuda",
+            "--json",
+            str(file),
+            *ranks,
+            *options,
+        ),
         str(SUPPORT),
         folder=folder,
         PLANTED=f"{name} {which}",
@@ -221,7 +273,13 @@ CAPTURED = """
 def test_lints_do_not_wait_for_a_learning_rate_on_the_device(tmp_path: Path) -> None:
     """A graph that captures the step of such an optimizer failed: a lint compared the rate with 0."""
     (tmp_path / "program.py").write_text(textwrap.dedent(CAPTURED))
-    arguments = ("-m", "torchstrategy.testing.run", "--as-cuda", "--strict", "program.py")
+    arguments = (
+        "-m",
+        "torchstrategy.testing.run",
+        "--as-cuda",
+        "--strict",
+        "program.py",
+    )
     done = python("-W", "ignore", *arguments, folder=tmp_path, **NO_ACCELERATOR)
     assert done.returncode == 0, done.stderr
     assert "a number is read  program.py:7" not in done.stderr
@@ -256,6 +314,12 @@ USES_ITS_RESULTS = """
 
 def test_results_that_are_kept_or_read_are_left_alone(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(textwrap.dedent(USES_ITS_RESULTS))
-    arguments = ("-m", "torchstrategy.testing.run", "--as-cuda", "--strict", "program.py")
+    arguments = (
+        "-m",
+        "torchstrategy.testing.run",
+        "--as-cuda",
+        "--strict",
+        "program.py",
+    )
     done = python("-W", "ignore", *arguments, folder=tmp_path, **NO_ACCELERATOR)
     assert done.returncode == 0, done.stderr

@@ -26,7 +26,9 @@ def lints(program: Callable[[int], Any]) -> list[str]:
 
 
 def rows_of(rank: int, step: int) -> torch.Tensor:
-    return torch.randn(32, 4, generator=torch.Generator().manual_seed(100 * rank + step))
+    return torch.randn(
+        32, 4, generator=torch.Generator().manual_seed(100 * rank + step)
+    )
 
 
 # Buffers of several ranks
@@ -68,7 +70,9 @@ def trains_features(rank: int, sends: str, seed: int, fills: bool = False) -> No
 
 
 def test_buffers_that_are_not_broadcast_with_the_parameters() -> None:
-    assert lints(lambda rank: trains_features(rank, "parameters", rank)) == ["weights-differ"]
+    assert lints(lambda rank: trains_features(rank, "parameters", rank)) == [
+        "weights-differ"
+    ]
     assert lints(lambda rank: trains_features(rank, "all", rank)) == []
     assert lints(lambda rank: trains_features(rank, "parameters", 0)) == []
 
@@ -87,7 +91,11 @@ def test_a_memory_of_each_rank_is_left_alone() -> None:
 @pytest.mark.parametrize("use_reentrant", [False, True])
 @pytest.mark.parametrize("norm", ["batch", "layer", "frozen"])
 def test_statistics_that_count_each_batch_twice(norm: str, use_reentrant: bool) -> None:
-    part = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4) if norm == "layer" else nn.BatchNorm1d(4), nn.ReLU())
+    part = nn.Sequential(
+        nn.Linear(4, 4),
+        nn.LayerNorm(4) if norm == "layer" else nn.BatchNorm1d(4),
+        nn.ReLU(),
+    )
     if norm == "frozen":
         part[1].eval()
 
@@ -96,8 +104,12 @@ def test_statistics_that_count_each_batch_twice(norm: str, use_reentrant: bool) 
         optimizer = torch.optim.SGD([*part.parameters(), *head.parameters()], 0.1)
         for step in range(6):
             optimizer.zero_grad()
-            found = checkpoint(part, rows_of(0, step).requires_grad_(), use_reentrant=use_reentrant)
+            found = checkpoint(
+                part, rows_of(0, step).requires_grad_(), use_reentrant=use_reentrant
+            )
             head(found).square().mean().backward()
             optimizer.step()
 
-    assert names_of(program) == (["statistics-counted-twice"] if norm == "batch" else [])
+    assert names_of(program) == (
+        ["statistics-counted-twice"] if norm == "batch" else []
+    )

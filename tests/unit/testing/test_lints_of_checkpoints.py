@@ -30,20 +30,26 @@ def adam(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.Adam(model.parameters(), lr=0.01)
 
 
-def fit(model: nn.Module, optimizer: torch.optim.Optimizer, first: int, last: int) -> None:
+def fit(
+    model: nn.Module, optimizer: torch.optim.Optimizer, first: int, last: int
+) -> None:
     for _step in range(first, last):
         optimizer.zero_grad()
         model(torch.randn(6, 4)).square().mean().backward()
         optimizer.step()
 
 
-def saved(make: Callable[[nn.Module], torch.optim.Optimizer] = adam, **more: Any) -> io.BytesIO:
+def saved(
+    make: Callable[[nn.Module], torch.optim.Optimizer] = adam, **more: Any
+) -> io.BytesIO:
     """A checkpoint of an earlier job, which made 20 steps."""
     model = make_model()
     optimizer = make(model)
     fit(model, optimizer, 0, 20)
     file = io.BytesIO()
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), **more}, file)
+    torch.save(
+        {"model": model.state_dict(), "optimizer": optimizer.state_dict(), **more}, file
+    )
     file.seek(0)
     return file
 
@@ -51,7 +57,9 @@ def saved(make: Callable[[nn.Module], torch.optim.Optimizer] = adam, **more: Any
 # The state of the optimizer
 
 
-def resume(file: io.BytesIO, restores: bool) -> tuple[nn.Module, torch.optim.Optimizer, dict[str, Any]]:
+def resume(
+    file: io.BytesIO, restores: bool
+) -> tuple[nn.Module, torch.optim.Optimizer, dict[str, Any]]:
     model = make_model()
     optimizer = adam(model)
     checkpoint = torch.load(file)
@@ -102,14 +110,25 @@ class Trainer:
     ids=["steps", "epochs", "attribute"],
 )
 def test_training_that_goes_on_without_the_state_of_its_optimizer(
-    program: Callable[[io.BytesIO, bool], None], more: dict[str, Any], words: str, restores: bool
+    program: Callable[[io.BytesIO, bool], None],
+    more: dict[str, Any],
+    words: str,
+    restores: bool,
 ) -> None:
     file = saved(**more)
     found = findings_of(lambda: program(file, restores))
-    assert [finding.name for finding in found] == ([] if restores else ["optimizer-not-restored"])
+    assert [finding.name for finding in found] == (
+        [] if restores else ["optimizer-not-restored"]
+    )
     for finding in found:
-        assert words in finding.says and "The Adam has made that step with an empty state." in finding.says
-        assert finding.write == "Call `optimizer.load_state_dict(...)` before you train." and len(finding.lines) == 3
+        assert (
+            words in finding.says
+            and "The Adam has made that step with an empty state." in finding.says
+        )
+        assert (
+            finding.write == "Call `optimizer.load_state_dict(...)` before you train."
+            and len(finding.lines) == 3
+        )
 
 
 def test_a_checkpoint_without_the_state_of_an_optimizer() -> None:
@@ -118,7 +137,9 @@ def test_a_checkpoint_without_the_state_of_an_optimizer() -> None:
     file.seek(0)
     (finding,) = findings_of(lambda: go_on_by_steps(file, restores=False))
     assert "The checkpoint has no state for it." in finding.says
-    assert finding.write.startswith("Save `optimizer.state_dict()` in the checkpoint, and call ")
+    assert finding.write.startswith(
+        "Save `optimizer.state_dict()` in the checkpoint, and call "
+    )
 
 
 def test_weights_that_are_trained_for_something_else_are_left_alone() -> None:
@@ -133,7 +154,9 @@ def test_weights_that_are_trained_for_something_else_are_left_alone() -> None:
 
 
 def test_an_optimizer_of_another_kind_is_left_alone() -> None:
-    file = saved(lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), step=20)
+    file = saved(
+        lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), step=20
+    )
     assert names_of(lambda: go_on_by_steps(file, restores=False)) == []
 
 
@@ -184,14 +207,20 @@ def test_an_evaluation_of_a_checkpoint_is_left_alone() -> None:
 
 
 def train_epochs(
-    file: io.BytesIO, first: Callable[[int], int], restores: bool = True, sets_epoch_before: bool = False
+    file: io.BytesIO,
+    first: Callable[[int], int],
+    restores: bool = True,
+    sets_epoch_before: bool = False,
 ) -> None:
     dist.init_process_group("gloo")
     model, optimizer, checkpoint = resume(io.BytesIO(file.getvalue()), restores)
     wrapped = DistributedDataParallel(model)
     data = TensorDataset(torch.randn(32, 4))
     sampler = DistributedSampler(data)
-    loader, begin = DataLoader(data, batch_size=4, sampler=sampler), first(checkpoint.get("epoch", 0))
+    loader, begin = (
+        DataLoader(data, batch_size=4, sampler=sampler),
+        first(checkpoint.get("epoch", 0)),
+    )
     if sets_epoch_before:
         sampler.set_epoch(0)
         for _ in loader:  # looks at the data once
@@ -214,23 +243,43 @@ def train_epochs(
     ],
     ids=["zero", "one before", "the same", "the next"],
 )
-def test_the_first_epoch_after_a_checkpoint(first: Callable[[int], int], expected: list[str]) -> None:
+def test_the_first_epoch_after_a_checkpoint(
+    first: Callable[[int], int], expected: list[str]
+) -> None:
     file = saved(epoch=3)
-    found = findings_of(lambda: run_ranks(lambda rank: train_epochs(file, first), RANKS))
+    found = findings_of(
+        lambda: run_ranks(lambda rank: train_epochs(file, first), RANKS)
+    )
     assert [finding.name for finding in found] == expected
     for finding in found:
-        orders = "the orders of epochs 0 to 2 come" if first(3) == 0 else "the order of epoch 2 comes"
-        assert "`epoch` 3 (test_lints_of_checkpoints.py:" in finding.says and orders in finding.says
+        orders = (
+            "the orders of epochs 0 to 2 come"
+            if first(3) == 0
+            else "the order of epoch 2 comes"
+        )
+        assert (
+            "`epoch` 3 (test_lints_of_checkpoints.py:" in finding.says
+            and orders in finding.says
+        )
 
 
 def test_epochs_of_weights_that_are_trained_for_something_else_are_left_alone() -> None:
     file = saved(epoch=30)
-    assert names_of(lambda: run_ranks(lambda rank: train_epochs(file, lambda _: 0, restores=False), RANKS)) == []
+    assert (
+        names_of(
+            lambda: run_ranks(
+                lambda rank: train_epochs(file, lambda _: 0, restores=False), RANKS
+            )
+        )
+        == []
+    )
 
 
 def test_a_pass_without_training_is_left_alone() -> None:
     file = saved(epoch=3)
-    program = lambda rank: train_epochs(file, lambda epoch: epoch, sets_epoch_before=True)  # noqa: E731
+    program = lambda rank: train_epochs(
+        file, lambda epoch: epoch, sets_epoch_before=True
+    )  # noqa: E731
     assert names_of(lambda: run_ranks(program, RANKS)) == []
 
 
@@ -247,7 +296,10 @@ def test_a_pass_without_training_is_left_alone() -> None:
 )
 def test_other_numbers_are_no_epoch_of_the_checkpoint(more: dict[str, Any]) -> None:
     file = saved(**more)
-    assert names_of(lambda: run_ranks(lambda rank: train_epochs(file, lambda _: 0), RANKS)) == []
+    assert (
+        names_of(lambda: run_ranks(lambda rank: train_epochs(file, lambda _: 0), RANKS))
+        == []
+    )
 
 
 # States that are kept
@@ -263,11 +315,15 @@ def keep(take: Callable[[nn.Module], Any], between: int = 3) -> None:
     model.load_state_dict(state)
 
 
-@pytest.mark.parametrize("take", [lambda model: model.state_dict(), lambda model: dict(model.state_dict())])
+@pytest.mark.parametrize(
+    "take", [lambda model: model.state_dict(), lambda model: dict(model.state_dict())]
+)
 def test_a_state_that_has_followed_the_steps(take: Callable[[nn.Module], Any]) -> None:
     (finding,) = findings_of(lambda: keep(take))
     assert finding.name == "state-is-the-weights" and len(finding.lines) == 2
-    assert "the 3 steps since then" in finding.says and "all 4 parameters" in finding.says
+    assert (
+        "the 3 steps since then" in finding.says and "all 4 parameters" in finding.says
+    )
 
 
 def test_a_state_that_is_loaded_again_at_once_is_left_alone() -> None:
@@ -286,7 +342,9 @@ def test_a_state_with_other_tensors_is_left_alone() -> None:
     "take",
     [
         lambda model: copy.deepcopy(model.state_dict()),
-        lambda model: {name: value.clone() for name, value in model.state_dict().items()},
+        lambda model: {
+            name: value.clone() for name, value in model.state_dict().items()
+        },
         lambda model: copy.deepcopy(model).state_dict(),
     ],
 )
@@ -340,6 +398,8 @@ for epoch in range(2):
 def test_a_comment_silences_each(name: str, is_silenced: bool, tmp_path: Path) -> None:
     file = tmp_path / "program.py"
     silenced = name if is_silenced else "same-order"
-    file.write_text(PROGRAMS[name].replace("COMMENT", f"torchstrategy: ignore[{silenced}]"))
+    file.write_text(
+        PROGRAMS[name].replace("COMMENT", f"torchstrategy: ignore[{silenced}]")
+    )
     found = findings_of_file(file)
     assert [finding.name for finding in found] == ([] if is_silenced else [name])

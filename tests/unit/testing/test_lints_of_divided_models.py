@@ -20,7 +20,9 @@ from torchstrategy.testing import Finding, run_ranks
 
 RANKS, WIDTH, STEPS = 2, 8, 4
 
-pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # of torch, about names that programs use
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::FutureWarning"
+)  # of torch, about names that programs use
 Main = Callable[[int], object]
 
 
@@ -40,7 +42,9 @@ def batches(seed: int, steps: int = STEPS, rows: int = 8) -> Iterator[torch.Tens
 
 
 def sgd(*parts: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD([parameter for part in parts for parameter in part.parameters()], lr=0.05)
+    return torch.optim.SGD(
+        [parameter for part in parts for parameter in part.parameters()], lr=0.05
+    )
 
 
 def fit(
@@ -137,18 +141,26 @@ Pass = Callable[[torch.Tensor], torch.Tensor]
 class Block(nn.Module):
     """A feed-forward layer whose hidden units are divided among the ranks."""
 
-    def __init__(self, rank: int, enter: Pass, leave: Pass, dropout: float = 0.0) -> None:
+    def __init__(
+        self, rank: int, enter: Pass, leave: Pass, dropout: float = 0.0
+    ) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(3)
         self.norm = nn.LayerNorm(WIDTH)
-        self.up = nn.Parameter(torch.randn(16, WIDTH, generator=generator).chunk(RANKS)[rank] / 4)
+        self.up = nn.Parameter(
+            torch.randn(16, WIDTH, generator=generator).chunk(RANKS)[rank] / 4
+        )
         self.bias = nn.Parameter(torch.zeros(16 // RANKS))
-        self.down = nn.Parameter(torch.randn(WIDTH, 16, generator=generator).chunk(RANKS, 1)[rank] / 4)
+        self.down = nn.Parameter(
+            torch.randn(WIDTH, 16, generator=generator).chunk(RANKS, 1)[rank] / 4
+        )
         self.enter, self.leave, self.dropout = enter, leave, dropout
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden = torch.tanh(F.linear(self.enter(self.norm(x)), self.up, self.bias))
-        return x + F.dropout(self.leave(hidden @ self.down.T), self.dropout, self.training)
+        return x + F.dropout(
+            self.leave(hidden @ self.down.T), self.dropout, self.training
+        )
 
 
 def blocks(rank: int, enter: Pass, leave: Pass, dropout: float = 0.0) -> list[Block]:
@@ -158,28 +170,47 @@ def blocks(rank: int, enter: Pass, leave: Pass, dropout: float = 0.0) -> list[Bl
 # Sequences that are divided
 
 
-def divided_rows(rank: int, enter: Pass, leave: Pass, is_right: bool, has_a_head: bool = False) -> None:
+def divided_rows(
+    rank: int, enter: Pass, leave: Pass, is_right: bool, has_a_head: bool = False
+) -> None:
     begin()
     parts = blocks(rank, enter, leave)
     head = nn.Linear(WIDTH, 1) if has_a_head else nn.Identity()
     model = nn.Sequential(*parts, head)
-    whole = [parameter for part in (*parts, head) for name, parameter in part.named_parameters() if "norm" in name]
+    whole = [
+        parameter
+        for part in (*parts, head)
+        for name, parameter in part.named_parameters()
+        if "norm" in name
+    ]
     whole += list(head.parameters())
     fit(model, sgd(model), batches(rank), lambda: reduce(*whole) if is_right else None)
 
 
 @pytest.mark.parametrize("has_a_head", [False, True])
 @pytest.mark.parametrize(
-    ("enter", "leave"), [(gathered, scattered), (gathered_by_torch, scattered_by_torch)], ids=["own", "torch"]
+    ("enter", "leave"),
+    [(gathered, scattered), (gathered_by_torch, scattered_by_torch)],
+    ids=["own", "torch"],
 )
-def test_gradients_of_each_ranks_rows_are_not_added(enter: Pass, leave: Pass, has_a_head: bool) -> None:
-    (finding,) = findings_of(lambda rank: divided_rows(rank, enter, leave, False, has_a_head))
+def test_gradients_of_each_ranks_rows_are_not_added(
+    enter: Pass, leave: Pass, has_a_head: bool
+) -> None:
+    (finding,) = findings_of(
+        lambda rank: divided_rows(rank, enter, leave, False, has_a_head)
+    )
     assert finding.name == "gradient-not-reduced" and len(finding.lines) == 1
-    assert "Ranks 0, 1 divide a model, and in step 1 they have called the optimizer" in finding.says
+    assert (
+        "Ranks 0, 1 divide a model, and in step 1 they have called the optimizer"
+        in finding.says
+    )
     assert ("of 6 parameters" if has_a_head else "of 4 parameters") in finding.says
     assert "0.norm.weight, 0.norm.bias, 1.norm.weight and" in finding.says
     assert "up" not in finding.says and "down" not in finding.says
-    assert findings_of(lambda rank: divided_rows(rank, enter, leave, True, has_a_head)) == []
+    assert (
+        findings_of(lambda rank: divided_rows(rank, enter, leave, True, has_a_head))
+        == []
+    )
 
 
 def test_a_comment_silences_it() -> None:
@@ -225,7 +256,9 @@ def test_ranks_that_divide_a_model_get_other_rows() -> None:
 class Gained(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+        self.layers = nn.Sequential(
+            nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)
+        )
         self.gain = nn.Parameter(torch.ones(WIDTH))
         self.head = nn.Linear(WIDTH, 1)
 
@@ -257,7 +290,10 @@ def test_a_parameter_that_fully_shard_does_not_have(is_ignored: bool) -> None:
     assert finding.name == "gradient-not-reduced" and len(finding.lines) == 1
     assert "In step 1, ranks 0, 1 have called the optimizer" in finding.says
     count = "1 parameter that" if is_ignored else "3 parameters that"
-    assert f"{count} `fully_shard` does not have, beside {6 if is_ignored else 4} that it has" in finding.says
+    assert (
+        f"{count} `fully_shard` does not have, beside {6 if is_ignored else 4} that it has"
+        in finding.says
+    )
     assert "gain" in finding.says and ("head.weight" in finding.says) != is_ignored
     assert findings_of(lambda rank: beside_shards(rank, is_ignored, True)) == []
 
@@ -300,7 +336,10 @@ class Units(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 1)
-        self.up, self.bias = nn.Parameter(torch.zeros(4, WIDTH)), nn.Parameter(torch.zeros(4))
+        self.up, self.bias = (
+            nn.Parameter(torch.zeros(4, WIDTH)),
+            nn.Parameter(torch.zeros(4)),
+        )
         self.gain = nn.Parameter(torch.ones(4))
         self.within = nn.LayerNorm(4)
         self.down = nn.Parameter(torch.ones(WIDTH, 4))
@@ -321,7 +360,12 @@ def parts_begin_with_zeros_and_ones(rank: int) -> None:
 
 def each_rank_has_a_tower(rank: int) -> None:
     begin(rank)
-    tower = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 1))
+    tower = nn.Sequential(
+        nn.LayerNorm(WIDTH),
+        nn.Linear(WIDTH, WIDTH),
+        nn.LayerNorm(WIDTH),
+        nn.Linear(WIDTH, 1),
+    )
     fit(lambda x: added(tower(x)), sgd(tower), batches(0))
 
 
@@ -333,7 +377,10 @@ def outputs_of_an_ensemble_are_averaged(rank: int) -> None:
 
 def each_rank_has_a_task(rank: int) -> None:
     begin()
-    trunk, head = nn.Linear(WIDTH, WIDTH), nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 1))
+    trunk, head = (
+        nn.Linear(WIDTH, WIDTH),
+        nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 1)),
+    )
     fit(lambda x: head(copied(trunk(x))) * (1 + rank), sgd(trunk, head), batches(0))
 
 
@@ -350,7 +397,9 @@ def experts_get_the_rows_of_all(rank: int) -> None:
     begin()
     gate, head = nn.Linear(WIDTH, RANKS), nn.Linear(WIDTH, 1)
     torch.manual_seed(5 + rank)
-    expert = nn.Sequential(nn.Linear(WIDTH, 8), nn.LayerNorm(8), nn.Tanh(), nn.Linear(8, WIDTH))
+    expert = nn.Sequential(
+        nn.Linear(WIDTH, 8), nn.LayerNorm(8), nn.Tanh(), nn.Linear(8, WIDTH)
+    )
     for parameter in (expert[0].bias, expert[3].bias):
         assert isinstance(parameter, nn.Parameter)
         nn.init.zeros_(parameter)
@@ -405,7 +454,9 @@ def each_rank_steps_a_part_of_the_parameters(rank: int) -> None:
     begin()
     model = nn.Sequential(*blocks(rank, gathered, scattered))
     norms = [part.norm for part in model if isinstance(part, Block)]
-    parts = [parameter for name, parameter in model.named_parameters() if "norm" not in name]
+    parts = [
+        parameter for name, parameter in model.named_parameters() if "norm" not in name
+    ]
     optimizer = torch.optim.SGD([*norms[rank].parameters(), *parts], lr=0.05)
 
     def reduce_norms() -> None:

@@ -22,7 +22,9 @@ from torchstrategy.testing import Finding, run_ranks
 
 RANKS = 2
 
-pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # of torch, about names that programs use
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::FutureWarning"
+)  # of torch, about names that programs use
 Wrapped = DistributedDataParallel
 
 
@@ -45,14 +47,18 @@ def make_model(*more: nn.Module) -> nn.Sequential:
 
 def rows_of(rank: int, steps: int = 4) -> Iterator[torch.Tensor]:
     for step in range(steps):
-        yield torch.randn(32, 4, generator=torch.Generator().manual_seed(1000 * rank + step))
+        yield torch.randn(
+            32, 4, generator=torch.Generator().manual_seed(1000 * rank + step)
+        )
 
 
 def sgd(model: nn.Module) -> torch.optim.SGD:
     return torch.optim.SGD(model.parameters(), lr=0.1)
 
 
-def fit(model: nn.Module, rank: int, steps: int = 4, after: Callable[[], object] = list) -> None:
+def fit(
+    model: nn.Module, rank: int, steps: int = 4, after: Callable[[], object] = list
+) -> None:
     optimizer = sgd(model)
     for rows in rows_of(rank, steps):
         optimizer.zero_grad()
@@ -96,16 +102,27 @@ def train_with_average(
     model = Wrapped(make_model())
     average = make(model.module)
     for _ in range(times):
-        fit(model, rank, after=lambda: follow(average, model.module) if rank in updates_on else None)
+        fit(
+            model,
+            rank,
+            after=lambda: follow(average, model.module) if rank in updates_on else None,
+        )
         evaluates(average, rank)
 
 
 @pytest.mark.parametrize("times", [1, 2])
 @pytest.mark.parametrize("make", [frozen_copy, AveragedModel])
-def test_an_average_of_one_rank_that_all_evaluate_is_named(make: Callable[[nn.Module], nn.Module], times: int) -> None:
-    (finding,) = findings_of(lambda rank: train_with_average(rank, make=make, times=times))
+def test_an_average_of_one_rank_that_all_evaluate_is_named(
+    make: Callable[[nn.Module], nn.Module], times: int
+) -> None:
+    (finding,) = findings_of(
+        lambda rank: train_with_average(rank, make=make, times=times)
+    )
     assert finding.name == "models-differ" and len(finding.lines) == 2
-    assert "All 2 ranks call a copy of the trained model" in finding.says and "0.weight has" in finding.says
+    assert (
+        "All 2 ranks call a copy of the trained model" in finding.says
+        and "0.weight has" in finding.says
+    )
     assert "On rank 1 it is still as it was made" in finding.write
 
 
@@ -139,14 +156,22 @@ def wrap_another_model(model: nn.Module, rank: int) -> None:
 
 RIGHT: dict[str, Callable[[nn.Module, int], object]] = {
     "broadcast before": broadcast_and_evaluate,
-    "only rank 0 calls it": lambda model, rank: evaluate(model, rank, is_reduced=False) if rank == 0 else None,
+    "only rank 0 calls it": lambda model, rank: (
+        evaluate(model, rank, is_reduced=False) if rank == 0 else None
+    ),
     "the same rows": lambda model, rank: evaluate(model, 0),
     "rounding": differ_by_rounding,
     "results of one rank are reduced": reduce_alone,
     "torch gathers something": wrap_another_model,
-    "something is broadcast": lambda model, rank: dist.broadcast(evaluate(model, rank, is_reduced=False), 0),
-    "results stay on each rank": lambda model, rank: evaluate(model, rank, is_reduced=False),
-    "weights that have gradients": lambda model, rank: evaluate(model.requires_grad_(), rank),
+    "something is broadcast": lambda model, rank: dist.broadcast(
+        evaluate(model, rank, is_reduced=False), 0
+    ),
+    "results stay on each rank": lambda model, rank: evaluate(
+        model, rank, is_reduced=False
+    ),
+    "weights that have gradients": lambda model, rank: evaluate(
+        model.requires_grad_(), rank
+    ),
 }
 
 
@@ -172,7 +197,11 @@ def test_the_same_rows_of_which_no_layer_is_the_first() -> None:
         model = Wrapped(Scaled())
         average = frozen_copy(model.module)
         for _ in range(2):
-            fit(model, rank, after=lambda: follow(average, model.module) if rank == 0 else None)
+            fit(
+                model,
+                rank,
+                after=lambda: follow(average, model.module) if rank == 0 else None,
+            )
             evaluate(average, 0)
 
     assert names_of(program) == []
@@ -180,7 +209,9 @@ def test_the_same_rows_of_which_no_layer_is_the_first() -> None:
 
 def test_results_that_come_together_after_the_next_step_are_something_else() -> None:
     def program(rank: int) -> None:
-        train_with_average(rank, evaluates=lambda model, rank: evaluate(model, rank, is_reduced=False))
+        train_with_average(
+            rank, evaluates=lambda model, rank: evaluate(model, rank, is_reduced=False)
+        )
         dist.all_reduce(torch.zeros(1))
 
     def between(rank: int) -> None:
@@ -188,7 +219,11 @@ def test_results_that_come_together_after_the_next_step_are_something_else() -> 
         model = Wrapped(make_model())
         average = frozen_copy(model.module)
         for _ in range(2):
-            fit(model, rank, after=lambda: follow(average, model.module) if rank == 0 else None)
+            fit(
+                model,
+                rank,
+                after=lambda: follow(average, model.module) if rank == 0 else None,
+            )
             evaluate(average, rank, is_reduced=False)
             fit(model, rank, steps=1)
             dist.all_reduce(torch.zeros(1))
@@ -335,13 +370,17 @@ def train_with_batch_norm(
 
 
 def test_statistics_of_each_rank_are_named() -> None:
-    (finding,) = findings_of(lambda rank: train_with_batch_norm(rank, broadcast_buffers=False))
+    (finding,) = findings_of(
+        lambda rank: train_with_batch_norm(rank, broadcast_buffers=False)
+    )
     assert finding.name == "models-differ" and "1.running_mean has" in finding.says
     assert "The wrapper was told not to broadcast buffers" in finding.write
 
 
 @pytest.mark.parametrize("before", [average_statistics, broadcast_statistics])
-def test_statistics_that_ranks_make_alike_are_left_alone(before: Callable[[nn.Module], None]) -> None:
+def test_statistics_that_ranks_make_alike_are_left_alone(
+    before: Callable[[nn.Module], None],
+) -> None:
     def program(rank: int) -> None:
         train_with_batch_norm(rank, before=before, broadcast_buffers=False)
 
@@ -349,7 +388,9 @@ def test_statistics_that_ranks_make_alike_are_left_alone(before: Callable[[nn.Mo
 
 
 @pytest.mark.parametrize("call", [lambda model: model, lambda model: model.module])
-def test_statistics_that_the_wrapper_broadcasts_are_left_alone(call: Callable[[Any], nn.Module]) -> None:
+def test_statistics_that_the_wrapper_broadcasts_are_left_alone(
+    call: Callable[[Any], nn.Module],
+) -> None:
     assert names_of(lambda rank: train_with_batch_norm(rank, call=call)) == []
 
 
@@ -357,7 +398,9 @@ def test_statistics_in_training_mode_are_left_alone() -> None:
     """Those of the batch are used: the running ones, which differ, are not."""
 
     def program(rank: int) -> None:
-        train_with_batch_norm(rank, before=lambda model: model.train(), broadcast_buffers=False)
+        train_with_batch_norm(
+            rank, before=lambda model: model.train(), broadcast_buffers=False
+        )
 
     assert names_of(program) == []
 
@@ -369,7 +412,10 @@ def test_averages_that_one_rank_puts_into_the_model_are_named() -> None:
     def program(rank: int, is_right: bool) -> None:
         begin()
         model = Wrapped(make_model())
-        averages = {name: value.detach().clone() for name, value in model.module.named_parameters()}
+        averages = {
+            name: value.detach().clone()
+            for name, value in model.module.named_parameters()
+        }
 
         def update() -> None:
             for name, value in model.module.named_parameters():
@@ -383,7 +429,10 @@ def test_averages_that_one_rank_puts_into_the_model_are_named() -> None:
             model.module.load_state_dict(kept)
 
     (finding,) = findings_of(lambda rank: program(rank, is_right=False))
-    assert finding.name == "models-differ" and "that DistributedDataParallel has wrapped" in finding.says
+    assert (
+        finding.name == "models-differ"
+        and "that DistributedDataParallel has wrapped" in finding.says
+    )
     assert names_of(lambda rank: program(rank, is_right=True)) == []
 
 
@@ -397,7 +446,9 @@ def test_weights_that_a_rank_adapts_to_its_rows_are_left_alone() -> None:
             loss = model.module(next(rows_of(20 + rank))).square().mean()
             gradients = torch.autograd.grad(loss, list(model.module.parameters()))
             with torch.no_grad():
-                for parameter, gradient in zip(model.module.parameters(), gradients, strict=True):
+                for parameter, gradient in zip(
+                    model.module.parameters(), gradients, strict=True
+                ):
                     parameter -= 0.5 * gradient
             evaluate(model.module, rank)
             model.module.load_state_dict(kept)
@@ -418,7 +469,12 @@ def test_weights_that_are_not_reduced_are_named_once() -> None:
 # Teachers
 
 
-def distill(rank: int, make_teacher: Callable[[nn.Module, nn.Module], nn.Module], *, moves: bool = True) -> None:
+def distill(
+    rank: int,
+    make_teacher: Callable[[nn.Module, nn.Module], nn.Module],
+    *,
+    moves: bool = True,
+) -> None:
     begin(seed=rank)
     student = nn.Sequential(make_model(), nn.Linear(1, 1))
     early = make_teacher(student[0], student[0])
@@ -444,13 +500,25 @@ def test_a_teacher_that_was_copied_before_ranks_are_alike_is_named(moves: bool) 
     def make_teacher(early: nn.Module, student: nn.Module) -> nn.Module:
         return early if early is not student else frozen_copy(student)
 
-    (finding,) = filter(is_unlike, findings_of(lambda rank: distill(rank, make_teacher, moves=moves)))
-    assert "a copy of '0' of the trained model" in finding.says and "the loss is made of" in finding.says
+    (finding,) = filter(
+        is_unlike, findings_of(lambda rank: distill(rank, make_teacher, moves=moves))
+    )
+    assert (
+        "a copy of '0' of the trained model" in finding.says
+        and "the loss is made of" in finding.says
+    )
     assert "Make the copy after `DistributedDataParallel(model)`" in finding.write
 
 
 def test_a_teacher_that_was_copied_later_is_left_alone() -> None:
-    assert not [*filter(is_unlike, findings_of(lambda rank: distill(rank, lambda _, student: frozen_copy(student))))]
+    assert not [
+        *filter(
+            is_unlike,
+            findings_of(
+                lambda rank: distill(rank, lambda _, student: frozen_copy(student))
+            ),
+        )
+    ]
 
 
 def test_another_teacher_on_each_rank_is_left_alone() -> None:
@@ -460,7 +528,12 @@ def test_another_teacher_on_each_rank_is_left_alone() -> None:
         teacher.load_state_dict(make_model().state_dict())
         return teacher
 
-    assert not [*filter(is_unlike, findings_of(lambda rank: distill(rank, make_teacher, moves=False)))]
+    assert not [
+        *filter(
+            is_unlike,
+            findings_of(lambda rank: distill(rank, make_teacher, moves=False)),
+        )
+    ]
 
 
 def test_a_teacher_whose_outputs_no_loss_is_made_of_is_left_alone() -> None:
@@ -496,9 +569,13 @@ class Labelled(Dataset[Any]):
         return self.images[index], self.labels[index]
 
 
-def predict(data: Dataset[Any], model: Callable[[torch.Tensor], torch.Tensor], **options: Any) -> torch.Tensor:
+def predict(
+    data: Dataset[Any], model: Callable[[torch.Tensor], torch.Tensor], **options: Any
+) -> torch.Tensor:
     sampler: Any = DistributedSampler(data, shuffle=False, **options)
-    return torch.cat([model(batch[0]) for batch in DataLoader(data, batch_size=8, sampler=sampler)])
+    return torch.cat(
+        [model(batch[0]) for batch in DataLoader(data, batch_size=8, sampler=sampler)]
+    )
 
 
 def gathered(mine: torch.Tensor) -> list[torch.Tensor]:
@@ -527,20 +604,33 @@ def scores(rows: torch.Tensor) -> torch.Tensor:
 
 
 WRONG_ORDERS: dict[str, Callable[[], object]] = {
-    "cat": lambda: F.mse_loss(torch.cat(gathered(predict(numbers(), row_sums))), numbers().tensors[1]),
-    "stack": lambda: F.mse_loss(torch.stack(gathered(predict(numbers(), row_sums))).flatten(), numbers().tensors[1]),
-    "at once": lambda: F.mse_loss(gathered_at_once(predict(numbers(), row_sums)), numbers().tensors[1]),
-    "padding": lambda: F.mse_loss(torch.cat(gathered(predict(numbers(63), row_sums)))[:63], numbers(63).tensors[1]),
+    "cat": lambda: F.mse_loss(
+        torch.cat(gathered(predict(numbers(), row_sums))), numbers().tensors[1]
+    ),
+    "stack": lambda: F.mse_loss(
+        torch.stack(gathered(predict(numbers(), row_sums))).flatten(),
+        numbers().tensors[1],
+    ),
+    "at once": lambda: F.mse_loss(
+        gathered_at_once(predict(numbers(), row_sums)), numbers().tensors[1]
+    ),
+    "padding": lambda: F.mse_loss(
+        torch.cat(gathered(predict(numbers(63), row_sums)))[:63], numbers(63).tensors[1]
+    ),
     "labels": lambda: (
         torch.cat([part.argmax(1) for part in gathered(predict(Labelled(64), scores))])
         == torch.tensor(Labelled(64).labels)
     ),
-    "a column": lambda: torch.cat(gathered(predict(numbers(), scores)))[:, 1] - numbers().tensors[1],
+    "a column": lambda: (
+        torch.cat(gathered(predict(numbers(), scores)))[:, 1] - numbers().tensors[1]
+    ),
     "difference": lambda: (
-        numbers().tensors[1].unsqueeze(1) - gathered_at_once(predict(numbers(), row_sums).unsqueeze(1))
+        numbers().tensors[1].unsqueeze(1)
+        - gathered_at_once(predict(numbers(), row_sums).unsqueeze(1))
     ),
     "classes": lambda: F.cross_entropy(
-        torch.cat(gathered(predict(Labelled(64), scores))), torch.tensor(Labelled(64).labels)
+        torch.cat(gathered(predict(Labelled(64), scores))),
+        torch.tensor(Labelled(64).labels),
     ),
 }
 
@@ -608,20 +698,28 @@ def gathered_again() -> torch.Tensor:
 
 
 RIGHT_ORDERS: dict[str, Callable[[], object]] = {
-    "stack": lambda: F.mse_loss(in_order_of_data(gathered(predict(numbers(), row_sums))), numbers().tensors[1]),
+    "stack": lambda: F.mse_loss(
+        in_order_of_data(gathered(predict(numbers(), row_sums))), numbers().tensors[1]
+    ),
     "transposed": lambda: F.mse_loss(
-        gathered_at_once(predict(numbers(), row_sums)).view(RANKS, -1).t().reshape(-1), numbers().tensors[1]
+        gathered_at_once(predict(numbers(), row_sums)).view(RANKS, -1).t().reshape(-1),
+        numbers().tensors[1],
     ),
     "transposed in place of a copy": lambda: (
-        gathered_at_once(predict(numbers(), row_sums)).view(RANKS, -1).t() - numbers().tensors[1].view(-1, RANKS)
+        gathered_at_once(predict(numbers(), row_sums)).view(RANKS, -1).t()
+        - numbers().tensors[1].view(-1, RANKS)
     ),
     "targets, too": lambda: F.mse_loss(
-        torch.cat(gathered(predict(numbers(), row_sums))), torch.cat(gathered(predict(numbers(), row_sums)))
+        torch.cat(gathered(predict(numbers(), row_sums))),
+        torch.cat(gathered(predict(numbers(), row_sums))),
     ),
     "targets in the order of ranks": lambda: F.mse_loss(
-        torch.cat(gathered(predict(numbers(), row_sums))), numbers().tensors[1].view(-1, RANKS).t().reshape(-1)
+        torch.cat(gathered(predict(numbers(), row_sums))),
+        numbers().tensors[1].view(-1, RANKS).t().reshape(-1),
     ),
-    "the rows of one rank": lambda: F.mse_loss(gathered(predict(numbers(), row_sums))[0], numbers().tensors[1][::2]),
+    "the rows of one rank": lambda: F.mse_loss(
+        gathered(predict(numbers(), row_sums))[0], numbers().tensors[1][::2]
+    ),
     "one label": lambda: (
         torch.cat(gathered(predict(Labelled(64, is_constant=True), scores))).argmax(1)
         == torch.tensor(Labelled(64, is_constant=True).labels)
@@ -649,7 +747,9 @@ def test_what_is_gathered_in_training_is_left_alone() -> None:
         mine = predict(numbers(), row_sums)
         model = Wrapped(make_model())
         fit(model, rank, 1)
-        F.mse_loss(torch.cat(gathered(mine)), numbers().tensors[1])  # of a loader that training has left behind
+        F.mse_loss(
+            torch.cat(gathered(mine)), numbers().tensors[1]
+        )  # of a loader that training has left behind
 
     assert names_of(program) == []
 
@@ -692,20 +792,35 @@ class Seeded(nn.Module):
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_dropout_that_is_not_restored_is_named(use_reentrant: bool) -> None:
     (finding,) = linted.findings_of(
-        lambda: fit_again(dropping(), use_reentrant=use_reentrant, preserve_rng_state=False)
+        lambda: fit_again(
+            dropping(), use_reentrant=use_reentrant, preserve_rng_state=False
+        )
     )
     assert finding.name == "recomputed-with-other-dropout"
-    assert finding.lines[0].startswith("test_lints_of_evaluations.py:") and "4 of 4 times" in finding.says
+    assert (
+        finding.lines[0].startswith("test_lints_of_evaluations.py:")
+        and "4 of 4 times" in finding.says
+    )
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_dropout_that_is_restored_is_left_alone(use_reentrant: bool) -> None:
-    assert linted.names_of(lambda: fit_again(dropping(), use_reentrant=use_reentrant)) == []
+    assert (
+        linted.names_of(lambda: fit_again(dropping(), use_reentrant=use_reentrant))
+        == []
+    )
 
 
-@pytest.mark.parametrize("part", [nn.Linear(32, 32), dropping(0.0), dropping().eval(), Seeded()])
+@pytest.mark.parametrize(
+    "part", [nn.Linear(32, 32), dropping(0.0), dropping().eval(), Seeded()]
+)
 def test_parts_that_need_no_random_state_are_left_alone(part: nn.Module) -> None:
-    assert linted.names_of(lambda: fit_again(part, use_reentrant=False, preserve_rng_state=False)) == []
+    assert (
+        linted.names_of(
+            lambda: fit_again(part, use_reentrant=False, preserve_rng_state=False)
+        )
+        == []
+    )
 
 
 # Ranks that divide a model
@@ -762,18 +877,28 @@ def train_in_a_grid(
 
 
 def found_in_a_grid(**options: Any) -> list[Finding]:
-    found = linted.findings_of(lambda: run_ranks(lambda rank: train_in_a_grid(rank, **options), 4))
-    return [finding for finding in found if finding.name == "divided-model-of-other-rows"]
+    found = linted.findings_of(
+        lambda: run_ranks(lambda rank: train_in_a_grid(rank, **options), 4)
+    )
+    return [
+        finding for finding in found if finding.name == "divided-model-of-other-rows"
+    ]
 
 
 def test_other_rows_for_ranks_that_divide_a_model_are_named() -> None:
     (finding,) = found_in_a_grid()
-    assert "Ranks 0, 1 add up activations" in finding.says and "among ranks 0, 2 only" in finding.says
+    assert (
+        "Ranks 0, 1 add up activations" in finding.says
+        and "among ranks 0, 2 only" in finding.says
+    )
     assert len(finding.lines) == 3
 
 
 RIGHT_GRIDS: dict[str, dict[str, Any]] = {
-    "the sampler knows of the groups": {"replicas": 2, "number": lambda rank: rank // 2},
+    "the sampler knows of the groups": {
+        "replicas": 2,
+        "number": lambda rank: rank // 2,
+    },
     "the same rows of a part of the data": {"number": lambda rank: rank // 2},
     # Parts may be experts, which get the rows of several ranks, while all ranks share what is whole.
     "gradients of all ranks": {"reduces_over_all": True},

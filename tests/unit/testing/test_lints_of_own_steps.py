@@ -35,7 +35,9 @@ def loss_of(model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
     return (output - rows[:, :3]).square().mean()
 
 
-def reduce(gradients: Sequence[torch.Tensor | None], *, are_divided: bool = True) -> None:
+def reduce(
+    gradients: Sequence[torch.Tensor | None], *, are_divided: bool = True
+) -> None:
     for gradient in gradients:
         assert gradient is not None
         dist.all_reduce(gradient)
@@ -92,7 +94,9 @@ class Momentum:
     def __call__(self, parameters: Sequence[nn.Parameter]) -> None:
         for parameter in parameters:
             assert parameter.grad is not None
-            velocity = self._velocities.setdefault(parameter, torch.zeros_like(parameter))
+            velocity = self._velocities.setdefault(
+                parameter, torch.zeros_like(parameter)
+            )
             velocity.mul_(0.9).add_(parameter.grad)
             parameter.sub_(RATE * velocity)
             parameter.grad.zero_()
@@ -105,7 +109,9 @@ UPDATES: dict[str, Callable[[], Update]] = {
     "updates_all_at_once": lambda: updates_all_at_once,
     "momentum": Momentum,
 }
-of_each_update = pytest.mark.parametrize("make_update", UPDATES.values(), ids=UPDATES.keys())
+of_each_update = pytest.mark.parametrize(
+    "make_update", UPDATES.values(), ids=UPDATES.keys()
+)
 
 
 def lints(program: Callable[[int], Any]) -> list[str]:
@@ -117,13 +123,17 @@ def lints(program: Callable[[int], Any]) -> list[str]:
 
 
 @of_each_update
-def test_a_gradient_that_a_loop_leaves_out_is_named(make_update: Callable[[], Update]) -> None:
+def test_a_gradient_that_a_loop_leaves_out_is_named(
+    make_update: Callable[[], Update],
+) -> None:
     def program(rank: int, is_right: bool) -> None:
         model, update = make_model(), make_update()
         parameters = list(model.parameters())
         for rows in rows_of(rank):
             loss_of(model, rows).backward()
-            reduce([one.grad for one in parameters if is_right or one is not parameters[1]])
+            reduce(
+                [one.grad for one in parameters if is_right or one is not parameters[1]]
+            )
             update(parameters)
 
     assert lints(lambda rank: program(rank, False)) == ["gradient-not-reduced"]
@@ -144,7 +154,9 @@ def test_weights_that_begin_apart_are_named(make_update: Callable[[], Update]) -
 
 
 @of_each_update
-def test_a_module_that_is_called_past_the_wrapper_is_named(make_update: Callable[[], Update]) -> None:
+def test_a_module_that_is_called_past_the_wrapper_is_named(
+    make_update: Callable[[], Update],
+) -> None:
     def program(rank: int, is_right: bool) -> None:
         model, update = DistributedDataParallel(make_model()), make_update()
         for rows in rows_of(rank):
@@ -178,7 +190,13 @@ def test_gradients_of_autograd_grad_are_seen(fault: str | None) -> None:
         rate = RATE * (1 + rank) if fault == "rate" else RATE
         for rows in rows_of(rank):
             gradients = torch.autograd.grad(loss_of(model, rows), parameters)
-            reduce([one for at, one in enumerate(gradients) if fault != "left out" or at != 1])
+            reduce(
+                [
+                    one
+                    for at, one in enumerate(gradients)
+                    if fault != "left out" or at != 1
+                ]
+            )
             with torch.no_grad():
                 for parameter, gradient in zip(parameters, gradients, strict=True):
                     parameter -= rate * gradient
@@ -264,7 +282,9 @@ def walks_at_random(rank: int) -> None:
         loss_of(model, rows).backward()
         subtracts(list(model.parameters()))
         for parameter in model.parameters():
-            parameter.data.add_(torch.randn(parameter.shape, generator=noise), alpha=0.01)
+            parameter.data.add_(
+                torch.randn(parameter.shape, generator=noise), alpha=0.01
+            )
 
 
 def looks_ahead(rank: int) -> None:
@@ -289,8 +309,13 @@ def learns_to_learn(rank: int) -> None:
     model = make_model()
     parameters = dict(model.named_parameters())
     for rows in rows_of(rank):
-        inner = torch.autograd.grad(loss_of(model, rows), list(parameters.values()), create_graph=True)
-        moved = {name: one - RATE * its for (name, one), its in zip(parameters.items(), inner, strict=True)}
+        inner = torch.autograd.grad(
+            loss_of(model, rows), list(parameters.values()), create_graph=True
+        )
+        moved = {
+            name: one - RATE * its
+            for (name, one), its in zip(parameters.items(), inner, strict=True)
+        }
         output: torch.Tensor = torch.func.functional_call(model, moved, (rows,))
         outer = torch.autograd.grad(output.square().mean(), list(parameters.values()))
         reduce(outer)
@@ -423,7 +448,9 @@ def flat_of(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.cat([gradient.reshape(-1) for gradient in gradients])
 
 
-def parts_of(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+def parts_of(
+    flat: torch.Tensor, like: Sequence[torch.Tensor]
+) -> Iterator[torch.Tensor]:
     start = 0
     for one in like:
         yield flat[start : start + one.numel()].view_as(one)
@@ -431,7 +458,9 @@ def parts_of(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> Iterator[torch
 
 
 @pytest.mark.parametrize("is_right", [False, True])
-def test_weights_that_differ_are_named_where_a_flat_tensor_is_reduced(is_right: bool) -> None:
+def test_weights_that_differ_are_named_where_a_flat_tensor_is_reduced(
+    is_right: bool,
+) -> None:
     """Neither the gradients of `torch.autograd.grad` nor any `.grad` have what ranks have in common."""
 
     def program(rank: int) -> None:
@@ -442,7 +471,9 @@ def test_weights_that_differ_are_named_where_a_flat_tensor_is_reduced(is_right: 
             dist.all_reduce(flat)
             flat /= RANKS
             with torch.no_grad():
-                for parameter, gradient in zip(parameters, parts_of(flat, parameters), strict=True):
+                for parameter, gradient in zip(
+                    parameters, parts_of(flat, parameters), strict=True
+                ):
                     parameter.sub_(RATE * gradient)
 
     assert lints(program) == ([] if is_right else ["weights-differ"])
@@ -459,7 +490,9 @@ def test_weights_that_differ_are_named_where_a_flat_tensor_is_reduced(is_right: 
     ],
 )
 @pytest.mark.parametrize("is_divided_first", [False, True])
-def test_a_flat_tensor_is_divided(of_loss: int, of_flat: int, names: list[str], is_divided_first: bool) -> None:
+def test_a_flat_tensor_is_divided(
+    of_loss: int, of_flat: int, names: list[str], is_divided_first: bool
+) -> None:
     """Two micro-batches on two ranks. What the flat tensor is divided by counts as a divisor of the gradients."""
 
     def program(rank: int) -> None:
@@ -476,7 +509,9 @@ def test_a_flat_tensor_is_divided(of_loss: int, of_flat: int, names: list[str], 
             if not is_divided_first:
                 flat.div_(of_flat)
             with torch.no_grad():
-                for parameter, gradient in zip(parameters, parts_of(flat, parameters), strict=True):
+                for parameter, gradient in zip(
+                    parameters, parts_of(flat, parameters), strict=True
+                ):
                     parameter.sub_(RATE * gradient)
                     parameter.grad = None
 
@@ -501,7 +536,12 @@ def test_micro_batches_and_a_sum_over_ranks(of_loss: int, of_gradient: int) -> N
                 optimizer.zero_grad()
 
     share = of_loss * of_gradient  # of the four losses
-    names = {1: ["loss-not-divided"], 2: ["loss-not-divided"], 4: [], 8: ["loss-divided-twice"]}
+    names = {
+        1: ["loss-not-divided"],
+        2: ["loss-not-divided"],
+        4: [],
+        8: ["loss-divided-twice"],
+    }
     assert lints(program) == names[share]
 
 
@@ -515,9 +555,15 @@ def test_means_over_other_numbers_that_are_divided_by_the_ranks(is_right: bool) 
         total = torch.tensor(float(labelled))
         dist.all_reduce(total)
         for rows in rows_of(rank):
-            outputs, targets = model(rows[:labelled]), torch.zeros(labelled, dtype=torch.long)
+            outputs, targets = (
+                model(rows[:labelled]),
+                torch.zeros(labelled, dtype=torch.long),
+            )
             if is_right:
-                loss = nn.functional.cross_entropy(outputs, targets, reduction="sum") / total
+                loss = (
+                    nn.functional.cross_entropy(outputs, targets, reduction="sum")
+                    / total
+                )
             else:
                 loss = nn.functional.cross_entropy(outputs, targets) / RANKS
             gradients = torch.autograd.grad(loss, parameters)
@@ -563,7 +609,9 @@ def test_a_second_job_whose_state_one_rank_alone_has_loaded(is_right: bool) -> N
 class Prompt(nn.Module):
     def __init__(self, is_copied_once: bool) -> None:
         super().__init__()
-        self.prompt = nn.Parameter(torch.randn(4, generator=torch.Generator().manual_seed(0)))
+        self.prompt = nn.Parameter(
+            torch.randn(4, generator=torch.Generator().manual_seed(0))
+        )
         self.copy = self.prompt.to(torch.float64).float() if is_copied_once else None
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
@@ -588,7 +636,9 @@ def test_a_copy_of_a_parameter_that_is_made_once_is_named(is_copied_once: bool) 
 def test_views_that_are_made_once_are_no_copies() -> None:
     def program() -> None:
         weight = nn.Parameter(torch.randn(3, 4))
-        shown = weight.view(-1)[2:].narrow(0, 0, 8).view(2, 4)  # changes with the parameter
+        shown = (
+            weight.view(-1)[2:].narrow(0, 0, 8).view(2, 4)
+        )  # changes with the parameter
         optimizer = torch.optim.SGD([weight], 0.1)
         for rows in rows_of(0):
             optimizer.zero_grad()
@@ -603,7 +653,9 @@ def test_views_that_are_made_once_are_no_copies() -> None:
 
 @pytest.mark.parametrize("is_right", [False, True])
 @pytest.mark.parametrize("selects", [False, True])
-def test_parts_of_an_order_that_each_rank_draws_itself(is_right: bool, selects: bool) -> None:
+def test_parts_of_an_order_that_each_rank_draws_itself(
+    is_right: bool, selects: bool
+) -> None:
     """The rows have one number each, which two rows may have in common."""
     table = torch.arange(512) % 40
 
@@ -629,7 +681,13 @@ def test_rows_of_a_memory_that_are_drawn_at_random_are_left_alone(memory: str) -
         model = DistributedDataParallel(nn.Linear(4, 1))
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         own = torch.Generator().manual_seed(rank)
-        kept = torch.randn(2000, 4, generator=own if memory == "each its own" else torch.Generator().manual_seed(0))
+        kept = torch.randn(
+            2000,
+            4,
+            generator=own
+            if memory == "each its own"
+            else torch.Generator().manual_seed(0),
+        )
         for _ in range(60):
             numbers = torch.randint(len(kept), (16,), generator=own)
             optimizer.zero_grad()
@@ -666,7 +724,9 @@ class Slice(Gather):
 
 @pytest.mark.parametrize("gather", [Gather, Slice])
 @pytest.mark.parametrize("are_both", [False, True])
-def test_rows_of_two_views_are_compared_with_those_of_all_ranks(gather: Any, are_both: bool) -> None:
+def test_rows_of_two_views_are_compared_with_those_of_all_ranks(
+    gather: Any, are_both: bool
+) -> None:
     """Those of one view, or of both beside each other, as SimCLR has them."""
 
     def program(rank: int) -> None:
@@ -674,11 +734,16 @@ def test_rows_of_two_views_are_compared_with_those_of_all_ranks(gather: Any, are
         optimizer = torch.optim.SGD(model.parameters(), RATE)
         for rows in rows_of(rank):
             first, second = model(torch.cat([rows, rows + 0.1])).split(len(rows))
-            keys = torch.cat([torch.cat(gather.apply(first)), torch.cat(gather.apply(second))])
+            keys = torch.cat(
+                [torch.cat(gather.apply(first)), torch.cat(gather.apply(second))]
+            )
             targets = torch.arange(len(rows)) + (RANKS + rank) * len(rows)
             anchors = first
             if are_both:
-                anchors, targets = torch.cat([first, second]), torch.cat([targets, targets - RANKS * len(rows)])
+                anchors, targets = (
+                    torch.cat([first, second]),
+                    torch.cat([targets, targets - RANKS * len(rows)]),
+                )
             optimizer.zero_grad()
             nn.functional.cross_entropy(anchors @ keys.T, targets).backward()
             optimizer.step()
@@ -687,7 +752,9 @@ def test_rows_of_two_views_are_compared_with_those_of_all_ranks(gather: Any, are
 
 
 @pytest.mark.parametrize("is_right", [False, True])
-def test_sums_of_micro_batches_that_are_divided_by_the_tokens_of_all_ranks(is_right: bool) -> None:
+def test_sums_of_micro_batches_that_are_divided_by_the_tokens_of_all_ranks(
+    is_right: bool,
+) -> None:
     def program(rank: int) -> None:
         model = DistributedDataParallel(make_model())
         optimizer = torch.optim.SGD(model.parameters(), RATE)
@@ -696,10 +763,14 @@ def test_sums_of_micro_batches_that_are_divided_by_the_tokens_of_all_ranks(is_ri
             masks = [batch[:, 0] > -0.5 for batch in (first, second)]
             count = sum(mask.sum() for mask in masks).float()  # type: ignore[union-attr]
             dist.all_reduce(count)
-            for at, (batch, mask) in enumerate(zip((first, second), masks, strict=True)):
+            for at, (batch, mask) in enumerate(
+                zip((first, second), masks, strict=True)
+            ):
                 model.require_backward_grad_sync = at == 1
                 targets = torch.where(mask, 1, -100)
-                total = nn.functional.cross_entropy(model(batch), targets, reduction="sum")
+                total = nn.functional.cross_entropy(
+                    model(batch), targets, reduction="sum"
+                )
                 (total * RANKS / count if is_right else total / count).backward()
             optimizer.step()
             optimizer.zero_grad()

@@ -17,7 +17,14 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import ChainedScheduler, LambdaLR, LRScheduler
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, SequentialSampler, Subset, TensorDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    SequentialSampler,
+    Subset,
+    TensorDataset,
+)
 
 from linted import findings_of, findings_of_file, names_of
 from torchstrategy.testing import run_ranks
@@ -65,7 +72,10 @@ def test_an_optimizer_made_before_the_model_is_sharded(is_right: bool) -> None:
         return
     (finding,) = found
     assert finding.name == "optimizer-of-other-parameters" and len(finding.lines) == 2
-    assert "has made 4 steps" in finding.says and "none of its 4 parameters" in finding.says
+    assert (
+        "has made 4 steps" in finding.says
+        and "none of its 4 parameters" in finding.says
+    )
 
 
 def test_an_optimizer_of_a_model_that_was_copied() -> None:
@@ -91,7 +101,9 @@ def test_a_model_that_was_trained_before_is_left_alone() -> None:
             model.zero_grad()
             optimizer.step()
 
-    assert "optimizer-of-other-parameters" not in [finding.name for finding in findings_of(program)]
+    assert "optimizer-of-other-parameters" not in [
+        finding.name for finding in findings_of(program)
+    ]
 
 
 def test_two_steps_without_gradients_are_left_alone() -> None:
@@ -125,10 +137,17 @@ def make_groups(rank: int, is_right: bool) -> None:
 
 @pytest.mark.parametrize("is_right", [False, True])
 def test_groups_of_other_ranks(is_right: bool) -> None:
-    found = findings_of(lambda: run_ranks(lambda rank: make_groups(rank, is_right), RANKS))
-    assert [finding.name for finding in found] == ([] if is_right else ["groups-differ"])
+    found = findings_of(
+        lambda: run_ranks(lambda rank: make_groups(rank, is_right), RANKS)
+    )
+    assert [finding.name for finding in found] == (
+        [] if is_right else ["groups-differ"]
+    )
     if found:
-        assert "the ranks [0] on rank 0" in found[0].says and "[1] on rank 1" in found[0].says
+        assert (
+            "the ranks [0] on rank 0" in found[0].says
+            and "[1] on rank 1" in found[0].says
+        )
 
 
 def test_groups_that_only_their_members_make_are_left_alone() -> None:
@@ -143,7 +162,11 @@ def test_groups_that_only_their_members_make_are_left_alone() -> None:
 # Schedules
 
 
-def accumulate(schedule: Callable[[torch.optim.Optimizer], LRScheduler], each: bool, repeats: int = 1) -> None:
+def accumulate(
+    schedule: Callable[[torch.optim.Optimizer], LRScheduler],
+    each: bool,
+    repeats: int = 1,
+) -> None:
     """Six steps of four micro-batches each. The schedule is stepped after each micro-batch, or after each step."""
     model = make_model()
     optimizer = sgd(model)
@@ -158,7 +181,9 @@ def accumulate(schedule: Callable[[torch.optim.Optimizer], LRScheduler], each: b
 
 
 def falls_to_zero(steps: int) -> Callable[[torch.optim.Optimizer], LRScheduler]:
-    return lambda optimizer: LambdaLR(optimizer, lambda step: max(0.0, 1 - step / steps))
+    return lambda optimizer: LambdaLR(
+        optimizer, lambda step: max(0.0, 1 - step / steps)
+    )
 
 
 def test_a_schedule_that_counts_micro_batches_is_over_early() -> None:
@@ -176,12 +201,16 @@ def test_a_schedule_as_long_as_there_are_micro_batches_is_left_alone() -> None:
 
 
 def test_a_schedule_stepped_for_each_rank_is_left_alone() -> None:
-    assert findings_of(lambda: accumulate(falls_to_zero(6), each=False, repeats=4)) == []
+    assert (
+        findings_of(lambda: accumulate(falls_to_zero(6), each=False, repeats=4)) == []
+    )
 
 
 def test_several_schedules_in_a_chain_are_left_alone() -> None:
     def chain(optimizer: torch.optim.Optimizer) -> LRScheduler:
-        return ChainedScheduler([falls_to_zero(6)(optimizer), falls_to_zero(8)(optimizer)])
+        return ChainedScheduler(
+            [falls_to_zero(6)(optimizer), falls_to_zero(8)(optimizer)]
+        )
 
     assert findings_of(lambda: accumulate(chain, each=False)) == []
 
@@ -189,10 +218,15 @@ def test_several_schedules_in_a_chain_are_left_alone() -> None:
 # Schedules by a function
 
 
-def fit_by_function(rank: int, make: Callable[[int], Callable[[int], float]], is_of_epochs: bool = False) -> None:
+def fit_by_function(
+    rank: int, make: Callable[[int], Callable[[int], float]], is_of_epochs: bool = False
+) -> None:
     dist.init_process_group("gloo")
     model = DistributedDataParallel(make_model())
-    optimizer, data = sgd(model), TensorDataset(torch.randn(32, 4, generator=torch.Generator().manual_seed(0)))
+    optimizer, data = (
+        sgd(model),
+        TensorDataset(torch.randn(32, 4, generator=torch.Generator().manual_seed(0))),
+    )
     sampler: Any = DistributedSampler(data)
     schedule = LambdaLR(optimizer, make(3 * 8))
     for epoch in range(3):
@@ -223,23 +257,42 @@ class Trainer:
 
 WORLD = RANKS
 BY_FUNCTION: dict[str, Callable[[int], Callable[[int], float]]] = {
-    "the steps of all ranks are counted": lambda total: lambda step: falls(step * WORLD, total),
-    "torch is asked for the ranks": lambda total: lambda step: falls(step * dist.get_world_size(), total),
+    "the steps of all ranks are counted": lambda total: (
+        lambda step: falls(step * WORLD, total)
+    ),
+    "torch is asked for the ranks": lambda total: (
+        lambda step: falls(step * dist.get_world_size(), total)
+    ),
     "the other number belongs to the object": lambda total: Trainer(total).rate,
-    "the length is that of a rank": lambda total: lambda step, total=total // RANKS: falls(step, total),
-    "a factor stands in the function": lambda total: lambda step: falls(step, 10 * total),
-    "a longer schedule is cut": lambda total: functools.partial(falls, total=10 * total),
+    "the length is that of a rank": lambda total: (
+        lambda step, total=total // RANKS: falls(step, total)
+    ),
+    "a factor stands in the function": lambda total: (
+        lambda step: falls(step, 10 * total)
+    ),
+    "a longer schedule is cut": lambda total: functools.partial(
+        falls, total=10 * total
+    ),
 }
 
 
 @pytest.mark.parametrize("name", BY_FUNCTION)
 def test_a_function_that_counts_as_it_should_is_left_alone(name: str) -> None:
-    assert names_of(lambda: run_ranks(lambda rank: fit_by_function(rank, BY_FUNCTION[name]), RANKS)) == []
+    assert (
+        names_of(
+            lambda: run_ranks(
+                lambda rank: fit_by_function(rank, BY_FUNCTION[name]), RANKS
+            )
+        )
+        == []
+    )
 
 
 def test_a_function_of_the_epoch_is_left_alone() -> None:
     def program(rank: int) -> None:
-        fit_by_function(rank, lambda total: lambda epoch: falls(epoch, 3), is_of_epochs=True)
+        fit_by_function(
+            rank, lambda total: lambda epoch: falls(epoch, 3), is_of_epochs=True
+        )
 
     assert names_of(lambda: run_ranks(program, RANKS)) == []
 
@@ -251,10 +304,16 @@ def test_a_function_that_calls_another_one_and_counts_all_batches() -> None:
         return lambda step: step / 3 if step < 3 else rest(step)
 
     def program(rank: int) -> None:
-        fit_by_function(rank, lambda total: after_warmup(lambda step: falls(step, total)))
+        fit_by_function(
+            rank, lambda total: after_warmup(lambda step: falls(step, total))
+        )
 
     (finding,) = findings_of(lambda: run_ranks(program, RANKS))
-    assert finding.name == "schedule-of-all-ranks" and "The LambdaLR" in finding.says and "total=24" in finding.says
+    assert (
+        finding.name == "schedule-of-all-ranks"
+        and "The LambdaLR" in finding.says
+        and "total=24" in finding.says
+    )
 
 
 # Silence
@@ -297,7 +356,11 @@ run_ranks(program, 2)
 @pytest.mark.parametrize("is_silenced", [False, True])
 def test_a_comment_silences_each(name: str, is_silenced: bool, tmp_path: Path) -> None:
     file = tmp_path / "program.py"
-    file.write_text(SETUPS[name].replace("COMMENT", f"torchstrategy: ignore[{name if is_silenced else 'same-order'}]"))
+    file.write_text(
+        SETUPS[name].replace(
+            "COMMENT", f"torchstrategy: ignore[{name if is_silenced else 'same-order'}]"
+        )
+    )
     found = findings_of_file(file)
     assert [finding.name for finding in found] == ([] if is_silenced else [name])
 
@@ -317,7 +380,10 @@ def test_an_optimizer_with_a_part_that_was_replaced_is_named() -> None:
     """The old head was in the optimizer and the new one was not, while the body was trained."""
     (finding,) = findings_of(lambda: replace_the_head(is_right=False))
     assert finding.name == "optimizer-of-other-parameters" and len(finding.lines) == 2
-    assert "2 of its parameters never had a gradient, and no module has them" in finding.says
+    assert (
+        "2 of its parameters never had a gradient, and no module has them"
+        in finding.says
+    )
     assert "2.weight, 2.bias" in finding.says
     assert names_of(lambda: replace_the_head(is_right=True)) == []
 
@@ -353,11 +419,17 @@ def test_a_part_that_is_trained_later_is_left_alone() -> None:
 
 
 def train_groups(
-    rates: list[Any], before: Callable[[torch.optim.Optimizer, int], object], steps: int = 4, **settings: Any
+    rates: list[Any],
+    before: Callable[[torch.optim.Optimizer, int], object],
+    steps: int = 4,
+    **settings: Any,
 ) -> None:
     model: Any = make_model()
     parts = zip([model[0], model[2]], rates, strict=True)
-    optimizer = torch.optim.SGD([{"params": list(part.parameters()), "lr": rate} for part, rate in parts], **settings)
+    optimizer = torch.optim.SGD(
+        [{"params": list(part.parameters()), "lr": rate} for part, rate in parts],
+        **settings,
+    )
     for step in range(steps):
         before(optimizer, step)
         fit(model, optimizer, 1)
@@ -374,7 +446,9 @@ def write_rates(*rates: float) -> Callable[[torch.optim.Optimizer, int], None]:
 def test_a_finding_says_which_settings_groups_were_made_with() -> None:
     (finding,) = findings_of(lambda: train_groups([0.01, 0.1], write_rates(0.5, 0.5)))
     assert finding.name == "group-settings-overwritten" and len(finding.lines) == 2
-    assert "'lr' of their own" in finding.says and "0.01, 0.1. All 4 steps" in finding.says
+    assert (
+        "'lr' of their own" in finding.says and "0.01, 0.1. All 4 steps" in finding.says
+    )
 
 
 def test_a_decay_of_weights_that_a_program_writes_into_all_groups_is_named() -> None:
@@ -382,7 +456,10 @@ def test_a_decay_of_weights_that_a_program_writes_into_all_groups_is_named() -> 
 
     def program() -> None:
         model: Any = make_model()
-        groups = [{"params": [model[0].weight], "weight_decay": 0.1}, {"params": [model[0].bias], "weight_decay": 0.0}]
+        groups = [
+            {"params": [model[0].weight], "weight_decay": 0.1},
+            {"params": [model[0].bias], "weight_decay": 0.0},
+        ]
         optimizer = torch.optim.AdamW(groups, lr=0.01)
         for step in range(3):
             for group in optimizer.param_groups:
@@ -390,7 +467,10 @@ def test_a_decay_of_weights_that_a_program_writes_into_all_groups_is_named() -> 
             fit(model, optimizer, 1)
 
     (finding,) = findings_of(program)
-    assert finding.name == "group-settings-overwritten" and "'weight_decay'" in finding.says
+    assert (
+        finding.name == "group-settings-overwritten"
+        and "'weight_decay'" in finding.says
+    )
 
 
 @pytest.mark.parametrize(
@@ -400,18 +480,42 @@ def test_a_decay_of_weights_that_a_program_writes_into_all_groups_is_named() -> 
         ([0.01, 0.1], write_rates(0.05, 0.5)),
         ([0.1, 0.1], write_rates(0.5, 0.5)),
         # A warmup from zero, and a rate that all groups come to in the end.
-        ([0.01, 0.1], lambda optimizer, step: write_rates(*((0.0, 0.0) if step < 2 else (0.1, 0.2)))(optimizer, step)),
-        ([0.01, 0.1], lambda optimizer, step: write_rates(*((0.3, 0.2) if step < 1 else (0.1, 0.1)))(optimizer, step)),
+        (
+            [0.01, 0.1],
+            lambda optimizer, step: write_rates(
+                *((0.0, 0.0) if step < 2 else (0.1, 0.2))
+            )(optimizer, step),
+        ),
+        (
+            [0.01, 0.1],
+            lambda optimizer, step: write_rates(
+                *((0.3, 0.2) if step < 1 else (0.1, 0.1))
+            )(optimizer, step),
+        ),
         # A warmup that is below the rates of all groups.
         ([0.01, 0.1], write_rates(0.01, 0.01)),
         # One step is no habit.
-        ([0.01, 0.1], lambda optimizer, step: write_rates(*((0.1, 0.1) if step < 1 else (0.1, 0.2)))(optimizer, step)),
+        (
+            [0.01, 0.1],
+            lambda optimizer, step: write_rates(
+                *((0.1, 0.1) if step < 1 else (0.1, 0.2))
+            )(optimizer, step),
+        ),
         ([torch.tensor(0.01), torch.tensor(0.1)], write_rates(0.5, 0.5)),
     ],
 )
-def test_groups_that_have_settings_of_their_own_are_left_alone(rates: list[Any], before: Any) -> None:
+def test_groups_that_have_settings_of_their_own_are_left_alone(
+    rates: list[Any], before: Any
+) -> None:
     options = {"foreach": False} if isinstance(rates[0], torch.Tensor) else {}
-    assert names_of(lambda: train_groups(rates, lambda *_: before(*_) if before is not list else None, **options)) == []
+    assert (
+        names_of(
+            lambda: train_groups(
+                rates, lambda *_: before(*_) if before is not list else None, **options
+            )
+        )
+        == []
+    )
 
 
 def test_settings_of_a_checkpoint_are_left_alone() -> None:
@@ -511,7 +615,9 @@ class OfAnEvaluation(Rows):
     is_training = True
 
     def __getitem__(self, at: int) -> torch.Tensor:
-        return torch.full((4,), float(at) if self.is_training else self.numbers.random())
+        return torch.full(
+            (4,), float(at) if self.is_training else self.numbers.random()
+        )
 
 
 class Fails(Rows):
@@ -545,7 +651,9 @@ def seed_the_worker(worker: int) -> None:
 def load(rows: Any, epochs: int = 2, **options: Any) -> None:
     settings = {"batch_size": 4, "shuffle": True, "num_workers": 2, **options}
     context = "fork" if settings["num_workers"] else None
-    loader: DataLoader[Any] = DataLoader(rows, multiprocessing_context=context, **settings)
+    loader: DataLoader[Any] = DataLoader(
+        rows, multiprocessing_context=context, **settings
+    )
     for _ in range(epochs):
         for _ in loader:
             pass
@@ -561,15 +669,24 @@ def load(rows: Any, epochs: int = 2, **options: Any) -> None:
         (OfSeveralClasses, "Add.numbers"),
     ],
 )
-def test_a_generator_that_workers_copy_is_named(make: Callable[[], Any], name: str) -> None:
+def test_a_generator_that_workers_copy_is_named(
+    make: Callable[[], Any], name: str
+) -> None:
     (finding,) = set(findings_of(lambda: load(make())))
     assert finding.name == "loader-workers-draw-alike" and len(finding.lines) == 1
-    assert name in finding.says and "2 epochs" in finding.says and "2 workers" in finding.says
+    assert (
+        name in finding.says
+        and "2 epochs" in finding.says
+        and "2 workers" in finding.says
+    )
 
 
 def test_one_worker_draws_the_same_in_each_epoch() -> None:
     (finding,) = findings_of(lambda: load(Rows(), num_workers=1))
-    assert "2 epochs" in finding.says and "the worker of the loader gets a copy" in finding.says
+    assert (
+        "2 epochs" in finding.says
+        and "the worker of the loader gets a copy" in finding.says
+    )
 
 
 @pytest.mark.parametrize(
@@ -578,7 +695,10 @@ def test_one_worker_draws_the_same_in_each_epoch() -> None:
         (Rows, {"num_workers": 0}),
         (Rows, {"shuffle": False}),  # an evaluation
         (Rows, {"num_workers": 1, "epochs": 1}),
-        (Rows, {"num_workers": 1, "persistent_workers": True}),  # it goes on in the next epoch
+        (
+            Rows,
+            {"num_workers": 1, "persistent_workers": True},
+        ),  # it goes on in the next epoch
         (Rows, {"worker_init_fn": seed_the_worker}),
         (OfTheSplit, {}),
         (OfEachRow, {}),
@@ -586,14 +706,26 @@ def test_one_worker_draws_the_same_in_each_epoch() -> None:
         (SeedsItsTransform, {}),
         (OfAnEvaluation, {}),
         (lambda: Subset(Fails(), [*range(1, 8)]), {}),
-        (Rows, {"shuffle": False, "sampler": DistributedSampler(range(8), 1, 0, shuffle=False)}),
         (
             Rows,
-            {"batch_size": 1, "shuffle": False, "batch_sampler": BatchSampler(IN_ORDER, 4, False)},
+            {
+                "shuffle": False,
+                "sampler": DistributedSampler(range(8), 1, 0, shuffle=False),
+            },
+        ),
+        (
+            Rows,
+            {
+                "batch_size": 1,
+                "shuffle": False,
+                "batch_sampler": BatchSampler(IN_ORDER, 4, False),
+            },
         ),
         (lambda: SeededForEachRow(torch.Generator()), {}),
         (lambda: TensorDataset(torch.arange(8.0)), {}),
     ],
 )
-def test_workers_that_draw_their_own_numbers_are_left_alone(make: Callable[[], Any], options: dict[str, Any]) -> None:
+def test_workers_that_draw_their_own_numbers_are_left_alone(
+    make: Callable[[], Any], options: dict[str, Any]
+) -> None:
     assert names_of(lambda: load(make(), **options)) == []

@@ -57,10 +57,13 @@ def evaluate(data: Any, sampler: Any, apart: bool = False, workers: int = 0) -> 
 @pytest.mark.parametrize("options", [{}, {"apart": True}, {"workers": 1}], ids=str)
 def test_rows_of_a_padded_evaluation(options: dict[str, Any]) -> None:
     data = rows_of_evaluation()
-    (finding,) = findings_of(lambda rank: evaluate(data, DistributedSampler(data, shuffle=False), **options))
+    (finding,) = findings_of(
+        lambda rank: evaluate(data, DistributedSampler(data, shuffle=False), **options)
+    )
     assert finding.name == "rows-counted-twice" and len(finding.lines) == 2
     assert (
-        "each of 2 ranks 7 rows" in finding.says and "is 14, of 13 rows that there are: one row counts" in finding.says
+        "each of 2 ranks 7 rows" in finding.says
+        and "is 14, of 13 rows that there are: one row counts" in finding.says
     )
 
 
@@ -72,13 +75,25 @@ def test_several_rows_of_a_padded_evaluation() -> None:
 
 def test_a_part_for_each_rank_is_left_alone() -> None:
     data = rows_of_evaluation()
-    assert names_of(lambda rank: evaluate(Subset(data, range(rank, len(data), RANKS)), None)) == []
+    assert (
+        names_of(
+            lambda rank: evaluate(Subset(data, range(rank, len(data), RANKS)), None)
+        )
+        == []
+    )
 
 
 @pytest.mark.parametrize(("size", "drop_last"), [(14, False), (13, True)])
 def test_samplers_without_padding_are_left_alone(size: int, drop_last: bool) -> None:
     data = rows_of_evaluation(size)
-    assert names_of(lambda rank: evaluate(data, DistributedSampler(data, shuffle=False, drop_last=drop_last))) == []
+    assert (
+        names_of(
+            lambda rank: evaluate(
+                data, DistributedSampler(data, shuffle=False, drop_last=drop_last)
+            )
+        )
+        == []
+    )
 
 
 def test_rows_that_are_cut_before_they_are_counted_are_left_alone() -> None:
@@ -86,8 +101,12 @@ def test_rows_that_are_cut_before_they_are_counted_are_left_alone() -> None:
 
     def program(rank: int) -> None:
         sampler = DistributedSampler(data, shuffle=False)
-        rows = torch.cat([rows for (rows,) in DataLoader(data, batch_size=4, sampler=sampler)])
-        rows = rows[: len(range(rank, len(data), RANKS))]  # what is left was a row of another rank
+        rows = torch.cat(
+            [rows for (rows,) in DataLoader(data, batch_size=4, sampler=sampler)]
+        )
+        rows = rows[
+            : len(range(rank, len(data), RANKS))
+        ]  # what is left was a row of another rank
         dist.all_reduce(torch.tensor([(rows.sum(1) > 90).sum(), len(rows)]))
 
     assert names_of(program) == []
@@ -98,7 +117,9 @@ def test_gathered_rows_that_are_cut_are_left_alone() -> None:
 
     def program(rank: int) -> None:
         sampler = DistributedSampler(data, shuffle=False)
-        rows = torch.cat([rows for (rows,) in DataLoader(data, batch_size=4, sampler=sampler)])
+        rows = torch.cat(
+            [rows for (rows,) in DataLoader(data, batch_size=4, sampler=sampler)]
+        )
         numbers = [torch.zeros(1, dtype=torch.long) for _ in range(RANKS)]
         dist.all_gather(numbers, torch.tensor([len(rows)]))
         most = torch.tensor([len(rows)])
@@ -163,7 +184,10 @@ def by_rows(total: torch.Tensor, rank: int) -> torch.Tensor:
     return total.index_add_(0, torch.tensor([0, 1]), torch.ones(2) * (rank + 1))
 
 
-def add_up(add: Callable[[torch.Tensor, int], torch.Tensor], between: Callable[[torch.Tensor, int], Any]) -> Program:
+def add_up(
+    add: Callable[[torch.Tensor, int], torch.Tensor],
+    between: Callable[[torch.Tensor, int], Any],
+) -> Program:
     def program(rank: int) -> None:
         total = torch.zeros(2)
         for _ in range(3):
@@ -178,7 +202,9 @@ ADDS = [in_place, in_parts, in_other_memory, by_rows]
 
 
 @pytest.mark.parametrize("add", ADDS, ids=lambda add: add.__name__)
-def test_a_total_that_is_added_up_again(add: Callable[[torch.Tensor, int], torch.Tensor]) -> None:
+def test_a_total_that_is_added_up_again(
+    add: Callable[[torch.Tensor, int], torch.Tensor],
+) -> None:
     (finding,) = findings_of(add_up(add, lambda total, rank: None))
     assert finding.name == "sum-added-up-again" and len(finding.lines) == 2
     assert "the earlier sum counts 2 times now" in finding.says
@@ -196,11 +222,21 @@ def test_a_total_that_is_added_up_again(add: Callable[[torch.Tensor, int], torch
         lambda total, rank: total.zero_() if rank else None,  # one rank keeps the sum
         lambda total, rank: dist.all_reduce(total, op=dist.ReduceOp.MAX),
     ],
-    ids=["div", "mul", "zero", "fill", "copy", "sub", "one keeps it", "another reduction"],
+    ids=[
+        "div",
+        "mul",
+        "zero",
+        "fill",
+        "copy",
+        "sub",
+        "one keeps it",
+        "another reduction",
+    ],
 )
 @pytest.mark.parametrize("add", ADDS, ids=lambda add: add.__name__)
 def test_a_total_that_is_changed_between_is_left_alone(
-    add: Callable[[torch.Tensor, int], torch.Tensor], between: Callable[[torch.Tensor, int], Any]
+    add: Callable[[torch.Tensor, int], torch.Tensor],
+    between: Callable[[torch.Tensor, int], Any],
 ) -> None:
     assert names_of(add_up(add, between)) == []
 
@@ -273,7 +309,9 @@ def test_parts_of_one_buffer_are_left_alone() -> None:
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
-def test_gradients_that_are_reduced_in_each_step_are_left_alone(set_to_none: bool) -> None:
+def test_gradients_that_are_reduced_in_each_step_are_left_alone(
+    set_to_none: bool,
+) -> None:
     def program(rank: int) -> None:
         torch.manual_seed(0)
         model = nn.Linear(4, 1)
@@ -350,11 +388,16 @@ def train_with(
     ("scales", "words"),
     [
         (1.0, "returns the sum of what 2 ranks have given it, and not the mean"),
-        (0.25, "returns the mean of what 2 ranks have given it, divided by 2 once more"),
+        (
+            0.25,
+            "returns the mean of what 2 ranks have given it, divided by 2 once more",
+        ),
         (4.0, "returns about 8.0 times the mean of what 2 ranks have given it"),
     ],
 )
-def test_a_hook_that_is_no_mean(scales: float, words: str, dtype: torch.dtype, micro: int) -> None:
+def test_a_hook_that_is_no_mean(
+    scales: float, words: str, dtype: torch.dtype, micro: int
+) -> None:
     (finding,) = findings_of(train_with(hook_that(scales, dtype), micro=micro))
     assert finding.name == "hook-is-no-mean" and len(finding.lines) == 1
     assert words in finding.says
@@ -374,7 +417,9 @@ def test_a_hook_that_is_a_mean_is_left_alone(dtype: torch.dtype, micro: int) -> 
         (default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook), None),
         (
             powerSGD_hook.powerSGD_hook,
-            lambda: powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=2, min_compression_rate=0.5),
+            lambda: powerSGD_hook.PowerSGDState(
+                None, start_powerSGD_iter=2, min_compression_rate=0.5
+            ),
         ),
     ],
     ids=["allreduce", "fp16", "wrapped", "PowerSGD"],
@@ -414,7 +459,11 @@ def test_hooks_that_clip_or_send_a_part_are_left_alone() -> None:
     def send_signs(state: Any, bucket: Any) -> Any:
         buffer = bucket.buffer()
         buffer.copy_(buffer.sign())
-        return dist.all_reduce(buffer, async_op=True).get_future().then(lambda done: done.value()[0])
+        return (
+            dist.all_reduce(buffer, async_op=True)
+            .get_future()
+            .then(lambda done: done.value()[0])
+        )
 
     assert names_of(train_with(clip)) == []
     assert names_of(train_with(send_signs)) == []
@@ -473,5 +522,9 @@ from torchstrategy.testing import run_ranks
 def test_a_comment_silences_each(name: str, is_silenced: bool, tmp_path: Path) -> None:
     file = tmp_path / "program.py"
     comment = f"torchstrategy: ignore[{name if is_silenced else 'same-order'}]"
-    file.write_text(f"{BEGIN}{PROGRAMS[name].replace('COMMENT', comment)}run_ranks(program, 2)\n")
-    assert [finding.name for finding in linted.findings_of_file(file)] == ([] if is_silenced else [name])
+    file.write_text(
+        f"{BEGIN}{PROGRAMS[name].replace('COMMENT', comment)}run_ranks(program, 2)\n"
+    )
+    assert [finding.name for finding in linted.findings_of_file(file)] == (
+        [] if is_silenced else [name]
+    )

@@ -13,7 +13,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import (
+    CosineAnnealingLR,
+    LambdaLR,
+    LRScheduler,
+    ReduceLROnPlateau,
+)
 
 from linted import findings_of, findings_of_file, names_of
 from torchstrategy.testing import run_ranks
@@ -39,7 +44,12 @@ def sgd(model: nn.Module, lr: float = 0.01, **options: Any) -> torch.optim.SGD:
     return torch.optim.SGD(model.parameters(), lr=lr, **options)
 
 
-def fit(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 5, after: Callable[[], object] = list) -> None:
+def fit(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    steps: int = 5,
+    after: Callable[[], object] = list,
+) -> None:
     dtype = next(model.parameters()).dtype
     for batch in rows(steps):
         optimizer.zero_grad()
@@ -80,7 +90,9 @@ def train_scaled(step: Step, make: Make = sgd, **options: Any) -> nn.Module:
     return model
 
 
-def through_scaler(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
+def through_scaler(
+    scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer
+) -> None:
     scaler.step(optimizer)
     scaler.update()
 
@@ -91,7 +103,9 @@ def plainly(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> N
 
 MAKERS: dict[str, Make] = {
     "sgd": sgd,
-    "for loops": lambda model: sgd(model, foreach=False, weight_decay=0.1, momentum=0.9),
+    "for loops": lambda model: sgd(
+        model, foreach=False, weight_decay=0.1, momentum=0.9
+    ),
     "foreach": lambda model: sgd(model, foreach=True, weight_decay=0.1),
     "adamw": lambda model: torch.optim.AdamW(model.parameters()),
     "fused": lambda model: torch.optim.AdamW(model.parameters(), fused=True),
@@ -102,7 +116,10 @@ MAKERS: dict[str, Make] = {
 def test_a_step_past_the_scaler_is_named(name: str) -> None:
     (finding,) = findings_of(lambda: train_scaled(plainly, MAKERS[name]))
     assert finding.name == "gradient-still-scaled" and len(finding.lines) == 2
-    assert "multiplied by 1024" in finding.says and "scaler.step(optimizer)" in finding.write
+    assert (
+        "multiplied by 1024" in finding.says
+        and "scaler.step(optimizer)" in finding.write
+    )
 
 
 @pytest.mark.parametrize("name", MAKERS)
@@ -115,7 +132,9 @@ def test_scaled_gradients_that_ranks_reduce_themselves(is_right: bool) -> None:
     def program(rank: int) -> None:
         dist.init_process_group("gloo")
 
-        def step(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
+        def step(
+            scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer
+        ) -> None:
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
                     dist.all_reduce(parameter.grad)
@@ -125,7 +144,11 @@ def test_scaled_gradients_that_ranks_reduce_themselves(is_right: bool) -> None:
         train_scaled(step, init_scale=16.0)
 
     expected = [] if is_right else ["gradient-still-scaled"]
-    assert [name for name in names_of(lambda: run_ranks(program, RANKS)) if name != "same-rows"] == expected
+    assert [
+        name
+        for name in names_of(lambda: run_ranks(program, RANKS))
+        if name != "same-rows"
+    ] == expected
 
 
 def each_gradient(optimizer: torch.optim.Optimizer) -> Iterator[nn.Parameter]:
@@ -133,25 +156,36 @@ def each_gradient(optimizer: torch.optim.Optimizer) -> Iterator[nn.Parameter]:
         yield from group["params"]
 
 
-def unscale_and_step(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
+def unscale_and_step(
+    scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer
+) -> None:
     scaler.unscale_(optimizer)
     optimizer.step()
     scaler.update()
 
 
-def divide_by_hand(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
+def divide_by_hand(
+    scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer
+) -> None:
     for parameter in each_gradient(optimizer):
         assert parameter.grad is not None
         parameter.grad.div_(scaler.get_scale())
     optimizer.step()
 
 
-def divide_all_by_hand(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
-    torch._foreach_mul_([parameter.grad for parameter in each_gradient(optimizer)], 1 / scaler.get_scale())
+def divide_all_by_hand(
+    scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer
+) -> None:
+    torch._foreach_mul_(
+        [parameter.grad for parameter in each_gradient(optimizer)],
+        1 / scaler.get_scale(),
+    )
     optimizer.step()
 
 
-def put_other_gradients(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
+def put_other_gradients(
+    scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer
+) -> None:
     for parameter in each_gradient(optimizer):
         assert parameter.grad is not None
         parameter.grad = parameter.grad / scaler.get_scale()
@@ -166,7 +200,14 @@ def take_signs(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -
 
 
 @pytest.mark.parametrize(
-    "step", [unscale_and_step, divide_by_hand, divide_all_by_hand, put_other_gradients, take_signs]
+    "step",
+    [
+        unscale_and_step,
+        divide_by_hand,
+        divide_all_by_hand,
+        put_other_gradients,
+        take_signs,
+    ],
 )
 def test_gradients_that_were_written_are_left_alone(step: Step) -> None:
     assert names_of(lambda: train_scaled(step)) == []
@@ -186,7 +227,12 @@ class Dividing(torch.optim.Optimizer):
 
 
 def test_an_optimizer_that_divides_itself_is_left_alone() -> None:
-    assert names_of(lambda: train_scaled(plainly, lambda model: Dividing(model.parameters()))) == []
+    assert (
+        names_of(
+            lambda: train_scaled(plainly, lambda model: Dividing(model.parameters()))
+        )
+        == []
+    )
 
 
 class Scaled(torch.optim.Optimizer):
@@ -205,7 +251,14 @@ class Scaled(torch.optim.Optimizer):
 
 
 def test_an_optimizer_that_is_told_the_scale_is_left_alone() -> None:
-    assert names_of(lambda: train_scaled(through_scaler, lambda model: Scaled(model.parameters()))) == []
+    assert (
+        names_of(
+            lambda: train_scaled(
+                through_scaler, lambda model: Scaled(model.parameters())
+            )
+        )
+        == []
+    )
 
 
 def test_hooks_that_divide_are_left_alone() -> None:
@@ -224,7 +277,11 @@ def test_a_scaler_that_is_off_is_left_alone() -> None:
 def test_only_one_of_two_losses_is_scaled() -> None:
     def program() -> None:
         maker, judge = nn.Linear(4, 4), make_model()
-        of_maker, of_judge, scaler = sgd(maker), sgd(judge), torch.amp.GradScaler("cpu", init_scale=1024.0)
+        of_maker, of_judge, scaler = (
+            sgd(maker),
+            sgd(judge),
+            torch.amp.GradScaler("cpu", init_scale=1024.0),
+        )
         for batch in rows(4):
             of_maker.zero_grad()
             scaler.scale(judge(maker(batch)).square().mean()).backward()
@@ -243,7 +300,9 @@ def test_only_one_of_two_losses_is_scaled() -> None:
 class Tied(nn.Module):
     """Two layers whose weights are to be one."""
 
-    def __init__(self, tie: Callable[[nn.Embedding, nn.Linear], object], rows: int = 6) -> None:
+    def __init__(
+        self, tie: Callable[[nn.Embedding, nn.Linear], object], rows: int = 6
+    ) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.embed, self.head = nn.Embedding(6, 4), nn.Linear(4, rows, bias=False)
@@ -277,15 +336,22 @@ def turned(embed: nn.Embedding, head: nn.Linear) -> None:
     head.weight.data = embed.weight.data
 
 
-@pytest.mark.parametrize("tie", [by_data, by_a_new_parameter, by_storage, by_some_rows, turned])
-def test_two_parameters_with_the_same_memory_are_named(tie: Callable[[nn.Embedding, nn.Linear], object]) -> None:
+@pytest.mark.parametrize(
+    "tie", [by_data, by_a_new_parameter, by_storage, by_some_rows, turned]
+)
+def test_two_parameters_with_the_same_memory_are_named(
+    tie: Callable[[nn.Embedding, nn.Linear], object],
+) -> None:
     def program() -> None:
         model = Tied(tie)
         fit(model, torch.optim.AdamW(model.parameters()))
 
     (finding,) = findings_of(program)
     assert finding.name == "parameters-share-memory" and len(finding.lines) == 1
-    assert "embed.weight and head.weight are two" in finding.says or "head.weight and embed.weight" in finding.says
+    assert (
+        "embed.weight and head.weight are two" in finding.says
+        or "head.weight and embed.weight" in finding.says
+    )
 
 
 def one_parameter(embed: nn.Embedding, head: nn.Linear) -> None:
@@ -307,8 +373,12 @@ def one_is_frozen(embed: nn.Embedding, head: nn.Linear) -> None:
     head.requires_grad_(False)
 
 
-@pytest.mark.parametrize("tie", [one_parameter, parts_of_a_buffer, columns_of_a_buffer, one_is_frozen])
-def test_one_parameter_and_parts_of_a_buffer_are_left_alone(tie: Callable[[nn.Embedding, nn.Linear], object]) -> None:
+@pytest.mark.parametrize(
+    "tie", [one_parameter, parts_of_a_buffer, columns_of_a_buffer, one_is_frozen]
+)
+def test_one_parameter_and_parts_of_a_buffer_are_left_alone(
+    tie: Callable[[nn.Embedding, nn.Linear], object],
+) -> None:
     def program() -> None:
         model = Tied(tie)
         fit(model, sgd(model))
@@ -349,7 +419,10 @@ def test_the_weights_of_a_recurrent_layer_are_left_alone() -> None:
 # Parameters that had the same memory
 
 
-def fit_moved(tie: Callable[[nn.Embedding, nn.Linear], object], after: Callable[[Tied], object] = list) -> None:
+def fit_moved(
+    tie: Callable[[nn.Embedding, nn.Linear], object],
+    after: Callable[[Tied], object] = list,
+) -> None:
     model = Tied(tie).double()
     after(model)
     fit(model, sgd(model))
@@ -370,7 +443,9 @@ def freeze_one(model: Tied) -> None:
 
 
 @pytest.mark.parametrize("after", [tie_again, freeze_one])
-def test_a_tie_that_is_made_again_or_not_trained_is_left_alone(after: Callable[[Tied], object]) -> None:
+def test_a_tie_that_is_made_again_or_not_trained_is_left_alone(
+    after: Callable[[Tied], object],
+) -> None:
     assert names_of(lambda: fit_moved(by_data, after)) == []
 
 
@@ -384,7 +459,11 @@ def test_moved_parameters_that_were_not_the_same_are_left_alone(
 # Frozen parameters
 
 
-def freeze(model: nn.Module, optimizer: torch.optim.Optimizer, before: Callable[[], object] = list) -> None:
+def freeze(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    before: Callable[[], object] = list,
+) -> None:
     """A part is frozen after three steps, and its gradients stay."""
     for step, batch in enumerate(rows(7)):
         if step == 3:
@@ -481,9 +560,13 @@ def test_batch_norm_of_a_frozen_body(is_right: bool) -> None:
         fit_head(model, model.head)
 
     found = findings_of(program)
-    assert [finding.name for finding in found] == ([] if is_right else ["frozen-norm-in-training"])
+    assert [finding.name for finding in found] == (
+        [] if is_right else ["frozen-norm-in-training"]
+    )
     if found:
-        assert found[0].says.startswith("body.1 is frozen, as all weights before it, but in training mode")
+        assert found[0].says.startswith(
+            "body.1 is frozen, as all weights before it, but in training mode"
+        )
         assert "in 5 steps" in found[0].says and ".eval()" in found[0].write
 
 
@@ -541,7 +624,10 @@ def statistics_stay() -> None:
 
 def a_part_before_it_is_trained() -> None:
     first, model = nn.Linear(4, 4), Probe()
-    fit(nn.Sequential(first, model), torch.optim.SGD([*first.parameters(), *model.head.parameters()], lr=0.01))
+    fit(
+        nn.Sequential(first, model),
+        torch.optim.SGD([*first.parameters(), *model.head.parameters()], lr=0.01),
+    )
 
 
 def body_is_trained_later() -> None:
@@ -585,7 +671,10 @@ def judge_is_frozen_in_turns() -> None:
 
 
 def keys_come_from_a_slow_copy() -> None:
-    query, key = make_model(), pretrained(make_model(nn.BatchNorm1d(8))).requires_grad_(False)
+    query, key = (
+        make_model(),
+        pretrained(make_model(nn.BatchNorm1d(8))).requires_grad_(False),
+    )
     optimizer = sgd(query)
     for batch in rows(6):
         with torch.no_grad():
@@ -612,7 +701,9 @@ def keys_come_from_a_slow_copy() -> None:
     ],
     ids=lambda program: program.__name__,
 )
-def test_batch_norm_that_has_to_follow_is_left_alone(program: Callable[[], None]) -> None:
+def test_batch_norm_that_has_to_follow_is_left_alone(
+    program: Callable[[], None],
+) -> None:
     assert names_of(program) == []
 
 
@@ -635,7 +726,9 @@ SMALL: dict[str, Make] = {
 def test_updates_too_small_for_bfloat16_are_named(name: str) -> None:
     (finding,) = findings_of(lambda: fit_in(torch.bfloat16, SMALL[name]))
     assert finding.name == "updates-rounded-away" and len(finding.lines) == 1
-    assert "on weights in bfloat16" in finding.says and "1.weight (100%)" in finding.says
+    assert (
+        "on weights in bfloat16" in finding.says and "1.weight (100%)" in finding.says
+    )
 
 
 @pytest.mark.parametrize("name", SMALL)
@@ -651,7 +744,11 @@ def test_shards_in_bfloat16(is_right: bool) -> None:
         fully_shard(model if is_right else model.to(torch.bfloat16))
         fit(model, torch.optim.AdamW(model.parameters(), lr=1e-4), 10)
 
-    found = [name for name in names_of(lambda: run_ranks(program, RANKS)) if name != "same-rows"]
+    found = [
+        name
+        for name in names_of(lambda: run_ranks(program, RANKS))
+        if name != "same-rows"
+    ]
     assert found == ([] if is_right else ["updates-rounded-away"])
 
 
@@ -683,12 +780,32 @@ class Mastered(torch.optim.AdamW):
 
 
 def test_optimizers_that_keep_small_updates_are_left_alone() -> None:
-    assert names_of(lambda: fit_in(torch.bfloat16, lambda model: Rounding(model.parameters()))) == []
-    assert names_of(lambda: fit_in(torch.bfloat16, lambda model: Mastered(model.parameters(), lr=1e-4))) == []
+    assert (
+        names_of(
+            lambda: fit_in(torch.bfloat16, lambda model: Rounding(model.parameters()))
+        )
+        == []
+    )
+    assert (
+        names_of(
+            lambda: fit_in(
+                torch.bfloat16, lambda model: Mastered(model.parameters(), lr=1e-4)
+            )
+        )
+        == []
+    )
 
 
 def test_updates_that_are_large_enough_are_left_alone() -> None:
-    assert names_of(lambda: fit_in(torch.bfloat16, lambda model: torch.optim.AdamW(model.parameters(), lr=0.02))) == []
+    assert (
+        names_of(
+            lambda: fit_in(
+                torch.bfloat16,
+                lambda model: torch.optim.AdamW(model.parameters(), lr=0.02),
+            )
+        )
+        == []
+    )
 
 
 def test_a_learning_rate_that_still_rises_is_left_alone() -> None:
@@ -702,7 +819,15 @@ def test_a_learning_rate_that_still_rises_is_left_alone() -> None:
 
 
 def test_parameters_that_are_not_to_be_trained_are_left_alone() -> None:
-    assert names_of(lambda: fit_in(torch.bfloat16, lambda model: torch.optim.AdamW(model.parameters(), lr=0.0))) == []
+    assert (
+        names_of(
+            lambda: fit_in(
+                torch.bfloat16,
+                lambda model: torch.optim.AdamW(model.parameters(), lr=0.0),
+            )
+        )
+        == []
+    )
 
 
 # Schedulers of another optimizer
@@ -717,7 +842,9 @@ def falls(optimizer: torch.optim.Optimizer) -> LRScheduler:
 def test_an_optimizer_that_was_replaced(steps_before: int, is_right: bool) -> None:
     def program() -> None:
         model = make_model()
-        optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        optimizer: torch.optim.Optimizer = torch.optim.AdamW(
+            model.parameters(), lr=0.01
+        )
         scheduler = falls(optimizer)
         fit(model, optimizer, steps_before, scheduler.step)
         optimizer = sgd(model, 0.05)
@@ -726,10 +853,19 @@ def test_an_optimizer_that_was_replaced(steps_before: int, is_right: bool) -> No
         fit(model, optimizer, 6, scheduler.step)
 
     found = findings_of(program)
-    assert [finding.name for finding in found] == ([] if is_right else ["scheduler-of-other-optimizer"])
+    assert [finding.name for finding in found] == (
+        [] if is_right else ["scheduler-of-other-optimizer"]
+    )
     if found:
-        assert ("has made 3 steps and is no longer used" if steps_before else "has made no step") in found[0].says
-        assert "a learning rate of 0.05 in all of its 6 steps" in found[0].says and len(found[0].lines) == 2
+        assert (
+            "has made 3 steps and is no longer used"
+            if steps_before
+            else "has made no step"
+        ) in found[0].says
+        assert (
+            "a learning rate of 0.05 in all of its 6 steps" in found[0].says
+            and len(found[0].lines) == 2
+        )
 
 
 class Wrapper(torch.optim.Optimizer):
@@ -737,7 +873,11 @@ class Wrapper(torch.optim.Optimizer):
 
     def __init__(self, inner: torch.optim.Optimizer, shares_groups: bool) -> None:
         self.inner = inner
-        groups = inner.param_groups if shares_groups else [{"params": list(each_gradient(inner)), "lr": 1.0}]
+        groups = (
+            inner.param_groups
+            if shares_groups
+            else [{"params": list(each_gradient(inner)), "lr": 1.0}]
+        )
         super().__init__(groups, {"lr": 1.0})
 
     def step(self, closure: Any = None) -> None:
@@ -809,7 +949,9 @@ def an_optimizer_waits(model: nn.Module) -> None:
     ],
     ids=lambda program: program.__name__,
 )
-def test_a_schedule_that_has_an_effect_is_left_alone(program: Callable[[nn.Module], None]) -> None:
+def test_a_schedule_that_has_an_effect_is_left_alone(
+    program: Callable[[nn.Module], None],
+) -> None:
     assert names_of(lambda: program(make_model())) == []
 
 

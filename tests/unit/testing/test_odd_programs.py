@@ -15,7 +15,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, RandomSampler, Sampler, Subset
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    Subset,
+)
 
 import linted
 from torchstrategy.testing import run_ranks
@@ -43,7 +51,9 @@ def wrapped(*layers: nn.Module) -> DistributedDataParallel:
     return model
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, steps: int = 4) -> None:
+def train(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None = None, steps: int = 4
+) -> None:
     optimizer = optimizer or torch.optim.SGD(nn.Module.parameters(model), lr=0.01)
     for _ in range(steps):
         optimizer.zero_grad()
@@ -154,7 +164,13 @@ def without_init() -> None:
 
 def with_groups() -> None:
     model, unused = Grouped(), nn.Linear(4, 4)
-    train(model, torch.optim.SGD([*model.parameters(0.1), {"params": unused.parameters()}], lr=0.01), 6)
+    train(
+        model,
+        torch.optim.SGD(
+            [*model.parameters(0.1), {"params": unused.parameters()}], lr=0.01
+        ),
+        6,
+    )
 
 
 def with_groups_in_ranks(rank: int) -> None:
@@ -178,7 +194,9 @@ def with_groups_in_ranks(rank: int) -> None:
 def with_modes(make: Callable[[], nn.Module]) -> Program:
     def main() -> None:
         model = make()
-        trained = [parameter for layer in model.children() for parameter in layer.parameters()]
+        trained = [
+            parameter for layer in model.children() for parameter in layer.parameters()
+        ]
         optimizer = torch.optim.SGD(trained, lr=0.1)
         for _ in range(4):
             model.train()
@@ -203,7 +221,9 @@ MODULES: dict[str, Program] = {
     "attention": with_modes(Attention),
     "recurrent": with_modes(lambda: nn.Sequential(Recurrent(), nn.Linear(4, 1))),
     "no rate": with_modes(lambda: nn.Sequential(Masking(None), nn.Linear(4, 1))),
-    "several rates": with_modes(lambda: nn.Sequential(Masking(torch.full((4,), 0.1)), nn.Linear(4, 1))),
+    "several rates": with_modes(
+        lambda: nn.Sequential(Masking(torch.full((4,), 0.1)), nn.Linear(4, 1))
+    ),
     "statistics of a scripted norm": in_ranks(scripted),
 }
 
@@ -309,7 +329,9 @@ def part(rank: int, ranks: int = RANKS) -> list[int]:
 
 def words(rank: int) -> DataLoader[Any]:
     rows = [f"{row}" for row in part(rank)]
-    return DataLoader(Subset({word: torch.ones(4) for word in rows}, rows), batch_size=4)  # type: ignore[arg-type]
+    return DataLoader(
+        Subset({word: torch.ones(4) for word in rows}, rows), batch_size=4
+    )  # type: ignore[arg-type]
 
 
 def freed(rank: int) -> DataLoader[Any]:
@@ -333,7 +355,10 @@ def holding(make: Callable[[], Any], name: str = "held") -> Make:
 DATASETS: dict[str, Make] = {
     "words as indices": words,
     "no indices": lambda rank: DataLoader(OwnSubset(Numbers(), rank), batch_size=4),
-    **{kind.__name__: refusing(kind()) for kind in (RuntimeError, KeyError, ValueError, AttributeError)},
+    **{
+        kind.__name__: refusing(kind())
+        for kind in (RuntimeError, KeyError, ValueError, AttributeError)
+    },
     "not implemented": refusing(NotImplementedError()),
     "many rows": of(Endless),
     "names": of(Answering, None),
@@ -343,11 +368,17 @@ DATASETS: dict[str, Make] = {
     "numbers as names": of(Numbered),
     "slots": holding(Slotted),
     "no text": holding(lambda: Unwritten(1)),
-    "a quantized tensor": holding(lambda: torch.quantize_per_tensor(torch.ones(ROWS), 0.1, 0, torch.quint8)),
-    "a nested tensor": holding(lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])),
+    "a quantized tensor": holding(
+        lambda: torch.quantize_per_tensor(torch.ones(ROWS), 0.1, 0, torch.quint8)
+    ),
+    "a nested tensor": holding(
+        lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    ),
     "freed memory": freed,
     "arrays of rows": lambda rank: DataLoader(
-        Batched(), sampler=[np.arange(rank + start, start + 8, 2) for start in (0, 8, 16, 24)], batch_size=None
+        Batched(),
+        sampler=[np.arange(rank + start, start + 8, 2) for start in (0, 8, 16, 24)],
+        batch_size=None,
     ),
 }
 
@@ -463,7 +494,9 @@ def test_a_sampler_without_settings_in_more_ranks() -> None:
     def main(rank: int) -> None:
         model = wrapped()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        for batch in DataLoader(Numbers(), sampler=OfDistributed(rank, 4), batch_size=4):
+        for batch in DataLoader(
+            Numbers(), sampler=OfDistributed(rank, 4), batch_size=4
+        ):
             optimizer.zero_grad()
             model(batch).mean().backward()
             optimizer.step()
@@ -501,7 +534,11 @@ class OfTheSystem(Numbers):
 
 def test_generators_without_a_state() -> None:
     """Each worker draws other numbers from the generator of the system."""
-    assert says_nothing(lambda: list(DataLoader(OfTheSystem(), batch_size=4, shuffle=True, num_workers=2)))
+    assert says_nothing(
+        lambda: list(
+            DataLoader(OfTheSystem(), batch_size=4, shuffle=True, num_workers=2)
+        )
+    )
 
 
 class Circles(IterableDataset[Any]):
@@ -645,7 +682,9 @@ def with_nested_rows(rank: int) -> None:
 def with_single_numbers(rank: int) -> None:
     """A row of a tensor without dimensions, a complex mean, one that float32 cannot hold, and a bias that is one."""
     train(wrapped())
-    torch.ops.aten.index_select(torch.tensor(1.0), 0, torch.randint(0, 1, (4,))[:1])  # some libraries replace torch's
+    torch.ops.aten.index_select(
+        torch.tensor(1.0), 0, torch.randint(0, 1, (4,))[:1]
+    )  # some libraries replace torch's
     torch.randn(4, dtype=torch.complex64).mean().item()
     torch.full((4,), 1e300, dtype=torch.float64).mean().item()
     weight, bias = nn.Parameter(torch.randn(4, 4)), nn.Parameter(torch.tensor(0.5))
@@ -667,7 +706,10 @@ def with_empty_parameters() -> None:
 def with_complex_gradients() -> None:
     """Two optimizers, of which one has complex parameters."""
     model, phases = nn.Linear(4, 1), nn.Parameter(torch.randn(3, dtype=torch.complex64))
-    first, second = torch.optim.SGD(model.parameters(), lr=0.1), torch.optim.SGD([phases], lr=0.1)
+    first, second = (
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        torch.optim.SGD([phases], lr=0.1),
+    )
     for _ in range(4):
         (model(torch.randn(2, 4)).mean() + phases.abs().sum()).backward()
         first.step()
@@ -689,7 +731,9 @@ TENSORS: dict[str, Program] = {
 }
 
 
-@pytest.mark.filterwarnings("error:Casting complex values", "error:overflow", "ignore:The PyTorch API of nested")
+@pytest.mark.filterwarnings(
+    "error:Casting complex values", "error:overflow", "ignore:The PyTorch API of nested"
+)
 @pytest.mark.filterwarnings("ignore:torch.ao", "ignore:.*quantize", "ignore:`torch.jit")
 @pytest.mark.parametrize("which", TENSORS)
 def test_tensors_of_the_program(which: str) -> None:
@@ -739,7 +783,9 @@ def removed_beside_sharded_ones(rank: int) -> None:
     torch.manual_seed(0)
     model, beside = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)), nn.Linear(1, 1)
     fully_shard(model)
-    optimizer = torch.optim.SGD([{"params": model.parameters()}, {"params": beside.parameters()}], lr=0.1)
+    optimizer = torch.optim.SGD(
+        [{"params": model.parameters()}, {"params": beside.parameters()}], lr=0.1
+    )
     torch.manual_seed(rank + 1)
     for step in range(5):
         if step == 2:
@@ -759,7 +805,10 @@ def with_settings_of_two_kinds() -> None:
             pass
 
     model, other = nn.Linear(4, 1), nn.Linear(4, 1)
-    groups = [{"params": model.parameters()}, {"params": other.parameters(), "betas": 0.5}]
+    groups = [
+        {"params": model.parameters()},
+        {"params": other.parameters(), "betas": 0.5},
+    ]
     optimizer = Still(groups, {"lr": 0.1, "betas": (0.9, 0.9)})
     for group in optimizer.param_groups:
         group["betas"] = 0.6
@@ -769,7 +818,10 @@ def with_settings_of_two_kinds() -> None:
 def with_a_parameter_that_grows() -> None:
     """Of two optimizers with opposed gradients, the parameter of one gets more numbers."""
     first, second, more = nn.Linear(4, 4), nn.Linear(4, 1), nn.Parameter(torch.ones(4))
-    one, two = torch.optim.SGD(first.parameters(), lr=0.1), torch.optim.SGD([*second.parameters(), more], lr=0.1)
+    one, two = (
+        torch.optim.SGD(first.parameters(), lr=0.1),
+        torch.optim.SGD([*second.parameters(), more], lr=0.1),
+    )
     for step in range(3):
         (second(first(torch.randn(4, 4))).mean() + more.mean()).backward()
         one.step()
@@ -884,9 +936,14 @@ for _ in range(2):
 
 
 @pytest.mark.parametrize("start", ["\n\f\n", "# -*- coding: latin-1 -*-\n# caf\xe9\n"])
-def test_comments_below_a_form_feed_or_in_another_encoding(start: str, tmp_path: Path) -> None:
+def test_comments_below_a_form_feed_or_in_another_encoding(
+    start: str, tmp_path: Path
+) -> None:
     """A form feed ends no line of Python, and the first lines of a file name its encoding."""
-    for name, program, expected in (("silent", SUMS, 0), ("told", SUMS.replace("torchstrategy", ""), 1)):
+    for name, program, expected in (
+        ("silent", SUMS, 0),
+        ("told", SUMS.replace("torchstrategy", ""), 1),
+    ):
         file = tmp_path / f"{name}.py"
         file.write_bytes((start + program).encode("latin-1"))
         assert len(linted.findings_of_file(file)) == expected

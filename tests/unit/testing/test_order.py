@@ -37,7 +37,9 @@ def places(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
 
 def on_cpus(replicas: int) -> torchstrategy.Strategy:
     """A strategy whose replicas are on logical CPUs of their own."""
-    return torchstrategy.CentralStorageStrategy([f"cpu:{r}" for r in range(replicas)], "cpu:0")
+    return torchstrategy.CentralStorageStrategy(
+        [f"cpu:{r}" for r in range(replicas)], "cpu:0"
+    )
 
 
 def meet(name: str = "sum") -> None:
@@ -62,7 +64,11 @@ def test_blocks_run_in_the_order_that_was_chosen(order: list[int]) -> None:
         strategy.run(step)
     assert seen == [(what, r) for what in ("begins", "goes on") for r in order]
     begun = [(r, where) for r in order for where in ("start", "all_reduce(SUM)")]
-    assert lockstep.history == [*begun, *((r, "all_reduce(MEAN)") for r in order), *((r, "end") for r in order)]
+    assert lockstep.history == [
+        *begun,
+        *((r, "all_reduce(MEAN)") for r in order),
+        *((r, "end") for r in order),
+    ]
 
 
 @pytest.mark.usefixtures("places")
@@ -99,7 +105,10 @@ def test_an_order_may_have_a_name() -> None:
 
     backwards = history("reversed")
     assert [replica for replica, where in backwards[:9] if where == "end"] == [2, 1, 0]
-    assert backwards[:2] == [(2, "start"), (2, "all_reduce(SUM)")] and backwards == backwards[:9] * 3
+    assert (
+        backwards[:2] == [(2, "start"), (2, "all_reduce(SUM)")]
+        and backwards == backwards[:9] * 3
+    )
     drawn = [history(f"random:{seed}") for seed in range(6)]
     assert drawn == [history(f"random:{seed}") for seed in range(6)]
     assert len({str(one) for one in drawn}) > 3
@@ -160,7 +169,9 @@ def test_the_history_has_the_names_of_meetings_that_errors_have() -> None:
     ]
 
 
-def expected_history(order: Sequence[int], programs: Sequence[Sequence[str]]) -> list[tuple[int, str]]:
+def expected_history(
+    order: Sequence[int], programs: Sequence[Sequence[str]]
+) -> list[tuple[int, str]]:
     """What replicas with these programs, of points and meetings `m`, come to; written apart from the code."""
     history, at, position = [], [0] * len(programs), 0
     stops = [["start", *program, "end"] for program in programs]
@@ -194,15 +205,22 @@ def interleavings(draw: st.DrawFn) -> tuple[list[int], list[list[str]]]:
         for _ in range(meetings):
             program += ["m", *draw(points)]
         programs.append(program)
-    return draw(st.lists(st.integers(0, replicas - 1), min_size=1, max_size=5)), programs
+    return draw(
+        st.lists(st.integers(0, replicas - 1), min_size=1, max_size=5)
+    ), programs
 
 
-TEAMS = {replicas: torchstrategy.CentralStorageStrategy(["cpu"] * replicas) for replicas in (2, 3)}
+TEAMS = {
+    replicas: torchstrategy.CentralStorageStrategy(["cpu"] * replicas)
+    for replicas in (2, 3)
+}
 
 
 @settings(deadline=None, max_examples=60)
 @given(interleavings())
-def test_any_order_of_any_program_is_kept(case: tuple[list[int], list[list[str]]]) -> None:
+def test_any_order_of_any_program_is_kept(
+    case: tuple[list[int], list[list[str]]],
+) -> None:
     order, programs = case
 
     def step() -> int:
@@ -225,12 +243,18 @@ def test_any_order_of_any_program_is_kept(case: tuple[list[int], list[list[str]]
 
 @pytest.mark.parametrize("make", [central, central_with_copies])
 @pytest.mark.parametrize("order", [[2, 1, 0], [1], [0, 0, 2]])
-def test_a_step_trains_the_same_in_any_order(make: Callable[[int], torchstrategy.Strategy], order: list[int]) -> None:
+def test_a_step_trains_the_same_in_any_order(
+    make: Callable[[int], torchstrategy.Strategy], order: list[int]
+) -> None:
     def trained(lockstep: Lockstep | None) -> dict[str, torch.Tensor]:
         torch.manual_seed(3)
         strategy = make(3)
         with strategy.scope():
-            model = torch.nn.Sequential(mlp(), torch.nn.Dropout(0.5), torch.nn.BatchNorm1d(2, dtype=torch.float64))
+            model = torch.nn.Sequential(
+                mlp(),
+                torch.nn.Dropout(0.5),
+                torch.nn.BatchNorm1d(2, dtype=torch.float64),
+            )
             optimizer = sgd(model)
 
         def step(batch: Any) -> None:
@@ -254,7 +278,9 @@ def test_a_step_trains_the_same_in_any_order(make: Callable[[int], torchstrategy
 
 
 @pytest.mark.parametrize("order", [[0, 1, 2], [2, 1, 0], [1, 0, 0, 2]])
-def test_each_replica_draws_its_own_random_numbers_in_any_order(order: list[int]) -> None:
+def test_each_replica_draws_its_own_random_numbers_in_any_order(
+    order: list[int],
+) -> None:
     strategy = central(3)
 
     def drawn(point: Callable[[str], None]) -> tuple[Any, ...]:
@@ -264,7 +290,9 @@ def test_each_replica_draws_its_own_random_numbers_in_any_order(order: list[int]
             return numbers + torch.rand(2).tolist()
 
         torch.manual_seed(5)
-        return *strategy.experimental_local_results(strategy.run(step)), torch.rand(1).item()
+        return *strategy.experimental_local_results(strategy.run(step)), torch.rand(
+            1
+        ).item()
 
     plain = drawn(lambda name: None)
     with Lockstep(order) as lockstep:
@@ -272,13 +300,17 @@ def test_each_replica_draws_its_own_random_numbers_in_any_order(order: list[int]
     assert (0, "between") in lockstep.history
 
 
-def test_in_several_places_random_numbers_are_the_same_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_in_several_places_random_numbers_are_the_same_each_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(replica_threads, "memory_device", lambda device: device)
     strategy, inside = on_cpus(3), []
 
     def step() -> list[float]:
         inside.append(replica_id())
-        sum(range(20000))  # long enough for Python to switch threads if another one could run
+        sum(
+            range(20000)
+        )  # long enough for Python to switch threads if another one could run
         numbers = torch.rand(2).tolist()
         assert inside[-1] == replica_id()
         lockstep.point("between")
@@ -317,7 +349,11 @@ def test_a_failure_stops_replicas_that_pause(fails: int) -> None:
         assert caught.value is error
         assert sorted([*stopped, fails]) == [0, 1, 2]
         assert (fails, "end") not in lockstep.history
-        assert strategy.experimental_local_results(strategy.run(replica_id)) == (0, 1, 2)
+        assert strategy.experimental_local_results(strategy.run(replica_id)) == (
+            0,
+            1,
+            2,
+        )
 
 
 @pytest.mark.usefixtures("places")
@@ -337,9 +373,16 @@ def test_a_replica_that_comes_to_a_point_while_it_is_stopped_is_stopped_again() 
 
     with Lockstep([0, 2, 1]) as lockstep, pytest.raises(ValueError, match="bad"):
         strategy.run(step)
-    assert [r for r, where in lockstep.history if where == "on the way out"] == [1, 0, 2]
+    assert [r for r, where in lockstep.history if where == "on the way out"] == [
+        1,
+        0,
+        2,
+    ]
     # It was an orderly end: the threads are still good.
-    assert strategy.experimental_local_results(strategy.run(threading.get_ident)) == threads
+    assert (
+        strategy.experimental_local_results(strategy.run(threading.get_ident))
+        == threads
+    )
 
 
 @pytest.mark.usefixtures("places")
@@ -350,7 +393,10 @@ def test_unequal_meetings_are_an_error_in_any_order(order: list[int]) -> None:
         if replica_id() != 1:
             meet()
 
-    with Lockstep(order) as lockstep, pytest.raises(RuntimeError, match="replica 1 has ended"):
+    with (
+        Lockstep(order) as lockstep,
+        pytest.raises(RuntimeError, match="replica 1 has ended"),
+    ):
         on_cpus(3).run(step)
 
 
@@ -367,7 +413,9 @@ def test_a_replica_may_end_while_others_have_blocks_left() -> None:
 
 @pytest.mark.usefixtures("places")
 @needs_signals
-def test_ctrl_c_stops_replicas_that_compute_and_replicas_that_pause(no_thread_left: None) -> None:
+def test_ctrl_c_stops_replicas_that_compute_and_replicas_that_pause(
+    no_thread_left: None,
+) -> None:
     strategy, stopped, presses = on_cpus(3), [], [1]
 
     def press(*_: object) -> None:
@@ -413,8 +461,22 @@ def test_a_run_within_a_run_goes_through_the_order_by_itself() -> None:
     with Lockstep([1, 0]) as lockstep:
         strategy.run(step)
     assert lockstep.history == [
-        *((1, "start"), (1, "outer"), (0, "start"), (0, "outer"), (1, "merge_call"), (0, "merge_call")),
-        *((1, "start"), (1, "inner"), (0, "start"), (0, "inner"), (1, "end"), (0, "end")),
+        *(
+            (1, "start"),
+            (1, "outer"),
+            (0, "start"),
+            (0, "outer"),
+            (1, "merge_call"),
+            (0, "merge_call"),
+        ),
+        *(
+            (1, "start"),
+            (1, "inner"),
+            (0, "start"),
+            (0, "inner"),
+            (1, "end"),
+            (0, "end"),
+        ),
         *((1, "end"), (0, "end")),
     ]
 
@@ -433,7 +495,9 @@ def test_locksteps_of_two_threads_do_not_disturb_each_other() -> None:
             strategy.run(step)
         histories[order] = lockstep.history
 
-    threads = [threading.Thread(target=run, args=(order,)) for order in ((0, 1), (1, 0))]
+    threads = [
+        threading.Thread(target=run, args=(order,)) for order in ((0, 1), (1, 0))
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -450,7 +514,9 @@ def test_locksteps_of_two_threads_do_not_disturb_each_other() -> None:
 def test_a_lockstep_is_in_force_on_the_thread_that_entered_it_only() -> None:
     strategy, seen = central(2), []
     with Lockstep([1, 0]) as lockstep:
-        thread = threading.Thread(target=lambda: strategy.run(lambda: seen.append(replica_id())))
+        thread = threading.Thread(
+            target=lambda: strategy.run(lambda: seen.append(replica_id()))
+        )
         thread.start()
         thread.join(PATIENCE)
     assert sorted(seen) == [0, 1]
@@ -476,7 +542,12 @@ def test_a_point_does_nothing_outside_of_replicas_and_outside_of_the_block() -> 
         strategy.run(step)
     lockstep.point("after")
     strategy.run(step)
-    assert [where for r, where in lockstep.history if r == 1] == ["start", "in the step", "merge_call", "end"]
+    assert [where for r, where in lockstep.history if r == 1] == [
+        "start",
+        "in the step",
+        "merge_call",
+        "end",
+    ]
     assert other.history == []
 
 
@@ -496,7 +567,9 @@ def test_a_replica_that_pauses_where_nobody_gives_turns_goes_on() -> None:
 
     def call(replica: Replica) -> int:
         replica.pause()
-        return replica.synchronize("m", lambda brought: [sum(brought)] * 3, replica.index)
+        return replica.synchronize(
+            "m", lambda brought: [sum(brought)] * 3, replica.index
+        )
 
     assert replicas.run(call, range(3)) == {0: 3, 1: 3, 2: 3}
 
@@ -517,26 +590,39 @@ def test_a_replica_that_pauses_where_nobody_gives_turns_goes_on() -> None:
         ({0, 1}, TypeError, "sequence of replica ids"),
     ],
 )
-def test_what_is_no_order_is_refused(order: Any, error: type[Exception], message: str) -> None:
+def test_what_is_no_order_is_refused(
+    order: Any, error: type[Exception], message: str
+) -> None:
     with pytest.raises(error, match=message):
         Lockstep(order)
 
 
 @pytest.mark.parametrize("name", list(TOPOLOGIES))
-def test_an_id_that_the_strategy_does_not_have_is_refused_when_it_is_run(name: str) -> None:
+def test_an_id_that_the_strategy_does_not_have_is_refused_when_it_is_run(
+    name: str,
+) -> None:
     strategy = TOPOLOGIES[name]()
     count = strategy.num_replicas_in_sync
     for block in (Lockstep([0, count]), slow_replica(count), fail_in_replica(count)):
-        with pytest.raises(ValueError, match=f"names replica {count}, .* ids end at {count - 1}"), block:
+        with (
+            pytest.raises(
+                ValueError, match=f"names replica {count}, .* ids end at {count - 1}"
+            ),
+            block,
+        ):
             strategy.run(lambda: pytest.fail("the step was run"))
-    assert strategy.experimental_local_results(strategy.run(replica_id)) == tuple(range(count))
+    assert strategy.experimental_local_results(strategy.run(replica_id)) == tuple(
+        range(count)
+    )
 
 
 def test_only_one_says_who_goes_next() -> None:
     strategy = central(2)
     for inner in (Lockstep([0, 1]), slow_replica(0)):
         with Lockstep([1, 0]) as outer, inner:
-            with pytest.raises(RuntimeError, match=r"Lockstep\(\[1, 0\]\) and .* both say"):
+            with pytest.raises(
+                RuntimeError, match=r"Lockstep\(\[1, 0\]\) and .* both say"
+            ):
                 strategy.run(lambda: None)
             assert outer.history == []
     assert strategy.experimental_local_results(strategy.run(replica_id)) == (0, 1)
@@ -552,7 +638,10 @@ def test_a_lockstep_is_entered_once_at_a_time_and_outside_of_replicas() -> None:
             pass
 
     for name in ("default", "central_2"):
-        with pytest.raises(RuntimeError, match=r"Lockstep was called in replica 0.*around strategy\.run"):
+        with pytest.raises(
+            RuntimeError,
+            match=r"Lockstep was called in replica 0.*around strategy\.run",
+        ):
             TOPOLOGIES[name]().run(step)
 
 
@@ -602,7 +691,9 @@ def test_a_slow_replica_changes_no_number(slow: int) -> None:
     assert all(torch.equal(slowed[name], plain[name]) for name in plain)
 
 
-@pytest.mark.parametrize(("replica", "error"), [(-1, ValueError), (True, TypeError), ("0", TypeError)])
+@pytest.mark.parametrize(
+    ("replica", "error"), [(-1, ValueError), (True, TypeError), ("0", TypeError)]
+)
 def test_what_is_no_replica_is_not_slow(replica: Any, error: type[Exception]) -> None:
     with pytest.raises(error, match="slow_replica"), slow_replica(replica):
         pass

@@ -26,7 +26,9 @@ def begin() -> None:
 # Races through files
 
 
-def reads_what_the_first_writes(rank: int, file: Path, collectives: int, is_right: bool) -> str:
+def reads_what_the_first_writes(
+    rank: int, file: Path, collectives: int, is_right: bool
+) -> str:
     begin()
     for _ in range(collectives):
         dist.barrier()
@@ -40,20 +42,36 @@ def reads_what_the_first_writes(rank: int, file: Path, collectives: int, is_righ
 def fails(order: Any, file: Path, collectives: int, is_right: bool = False) -> bool:
     file.unlink(missing_ok=True)
     try:
-        run_ranks(reads_what_the_first_writes, 2, args=(file, collectives, is_right), order=order)
+        run_ranks(
+            reads_what_the_first_writes,
+            2,
+            args=(file, collectives, is_right),
+            order=order,
+        )
     except FileNotFoundError as error:
-        assert order is None or f"the ranks went on in this order: {order}" in error.__notes__
+        assert (
+            order is None
+            or f"the ranks went on in this order: {order}" in error.__notes__
+        )
         return True
     return False
 
 
 @pytest.mark.parametrize("collectives", [0, 1, 2, 3])
-def test_a_missing_barrier_shows_in_one_of_two_orders(collectives: int, tmp_path: Path) -> None:
+def test_a_missing_barrier_shows_in_one_of_two_orders(
+    collectives: int, tmp_path: Path
+) -> None:
     orders: list[Any] = [None, "reversed"]
-    assert [fails(order, tmp_path / "file", collectives) for order in orders].count(True) == 1
-    found = [fails(f"random:{seed}", tmp_path / "file", collectives) for seed in range(8)]
+    assert [fails(order, tmp_path / "file", collectives) for order in orders].count(
+        True
+    ) == 1
+    found = [
+        fails(f"random:{seed}", tmp_path / "file", collectives) for seed in range(8)
+    ]
     assert 0 < found.count(True) < 8
-    assert not any(fails(order, tmp_path / "file", collectives, is_right=True) for order in ORDERS)
+    assert not any(
+        fails(order, tmp_path / "file", collectives, is_right=True) for order in ORDERS
+    )
 
 
 def test_a_seed_makes_the_same_order_again() -> None:
@@ -94,7 +112,11 @@ def test_a_right_program_computes_the_same_in_any_order(order: Any) -> None:
         left = dist.all_reduce(torch.ones(1), async_op=True)
         while not left.is_completed():  # type: ignore[union-attr]
             pass
-        return [number for parameter in model.parameters() for number in parameter.flatten().tolist()]
+        return [
+            number
+            for parameter in model.parameters()
+            for number in parameter.flatten().tolist()
+        ]
 
     plain, before = run_ranks(train, 2)
     results, record = run_ranks(train, 2, order=order)
@@ -108,13 +130,18 @@ def test_an_error_is_one_in_any_order() -> None:
             dist.barrier()
 
     for order in ORDERS:
-        with pytest.raises(RanksStopped, match=r"rank 0 waits in barrier #1 .* for rank 1"):
+        with pytest.raises(
+            RanksStopped, match=r"rank 0 waits in barrier #1 .* for rank 1"
+        ):
             run_ranks(main, 2, order=order)
 
 
 @pytest.mark.parametrize("order", ["backwards", "random:x", "reversed:1"])
 def test_an_order_that_there_is_not_is_refused(order: str) -> None:
-    with pytest.raises(ValueError, match=rf"'{order}' is no order: write 'reversed', 'random', or 'random:7'"):
+    with pytest.raises(
+        ValueError,
+        match=rf"'{order}' is no order: write 'reversed', 'random', or 'random:7'",
+    ):
         run_ranks(lambda rank: None, 2, order=order)
 
 
@@ -171,7 +198,9 @@ def by_lines_of_two_functions(rank: int) -> None:
         (by_lines_of_two_functions, ("line 1", "line 2")),
     ],
 )
-def test_another_order_is_told_by_names_or_lines(program: Callable[[int], None], names: tuple[str, str]) -> None:
+def test_another_order_is_told_by_names_or_lines(
+    program: Callable[[int], None], names: tuple[str, str]
+) -> None:
     def main(rank: int) -> None:
         begin()
         program(rank)
@@ -183,11 +212,15 @@ def test_another_order_is_told_by_names_or_lines(program: Callable[[int], None],
         "Ranks 0 and 1 have called collectives of the same size in another order:\n  rank 0: all_reduce #1"
     )
     if "line" not in names[0]:
-        first, other = (rf"all_reduce #{n} of \w+ float32, sum \({FILE}:\d+\) of `%s`" for n in (1, 2))
-        one, two = map(re.escape, names)
-        assert re.search(f"rank 0: {first % one}\n +{other % two}\n  rank 1: {first % two}\n +{other % one}", told), (
-            told
+        first, other = (
+            rf"all_reduce #{n} of \w+ float32, sum \({FILE}:\d+\) of `%s`"
+            for n in (1, 2)
         )
+        one, two = map(re.escape, names)
+        assert re.search(
+            f"rank 0: {first % one}\n +{other % two}\n  rank 1: {first % two}\n +{other % one}",
+            told,
+        ), told
 
 
 @pytest.mark.parametrize("others", ["bca", "cab", "cba", "bacd", "bcda"])
@@ -196,15 +229,21 @@ def test_entries_in_any_other_order_are_told(others: str) -> None:
 
     def main(rank: int) -> None:
         begin()
-        hits = {name: torch.ones(2) for name in (sorted(others) if rank == 0 else others)}
+        hits = {
+            name: torch.ones(2) for name in (sorted(others) if rank == 0 else others)
+        }
         for name in hits:
             dist.all_reduce(hits[name])
 
-    with pytest.raises(RanksStopped, match="called collectives of the same size in another order") as caught:
+    with pytest.raises(
+        RanksStopped, match="called collectives of the same size in another order"
+    ) as caught:
         run_ranks(main, 2)
     told = str(caught.value)
     ring = [name for name in "abcd" if f"`hits['{name}']`" in told]
-    assert len(ring) > 1 and all(told.count(f"`hits['{name}']`") == 2 for name in ring)  # once on each rank
+    assert len(ring) > 1 and all(
+        told.count(f"`hits['{name}']`") == 2 for name in ring
+    )  # once on each rank
 
 
 def round_robin(rank: int) -> None:
@@ -286,7 +325,9 @@ def groups_by_parity(rank: int) -> None:
         groups_by_parity,
     ],
 )
-def test_a_right_program_is_not_told_of_an_order(program: Callable[[int], None]) -> None:
+def test_a_right_program_is_not_told_of_an_order(
+    program: Callable[[int], None],
+) -> None:
     def main(rank: int) -> None:
         begin()
         program(rank)

@@ -40,7 +40,9 @@ def pytest_on(folder: Path, *arguments: str) -> str:
 
 def outcomes(output: str) -> dict[str, str]:
     """The id of each test and how it ended, as `pytest -v` prints them."""
-    lines = re.finditer(r"^\S+?::(\S+) (PASSED|FAILED|ERROR|SKIPPED)", output, re.MULTILINE)
+    lines = re.finditer(
+        r"^\S+?::(\S+) (PASSED|FAILED|ERROR|SKIPPED)", output, re.MULTILINE
+    )
     return {line[1]: line[2].lower() for line in lines}
 
 
@@ -51,7 +53,9 @@ def header(output: str) -> list[str]:
 # Inert unless used
 
 
-def test_a_project_that_does_not_use_the_plugin_does_not_notice_it(tmp_path: Path) -> None:
+def test_a_project_that_does_not_use_the_plugin_does_not_notice_it(
+    tmp_path: Path,
+) -> None:
     project(
         tmp_path,
         conftest="""
@@ -66,12 +70,23 @@ def test_a_project_that_does_not_use_the_plugin_does_not_notice_it(tmp_path: Pat
         """,
     )
     new = [sys.executable, *STRICTLY, "-s"]  # an interpreter that has imported nothing
-    done = subprocess.run(new, capture_output=True, text=True, cwd=tmp_path, env={**os.environ, **LEAN}, timeout=300)
+    done = subprocess.run(
+        new,
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={**os.environ, **LEAN},
+        timeout=300,
+    )
     output = done.stdout + done.stderr
     assert "1 passed" in output and done.returncode == 0
     assert "imported: []" in output
-    without_the_list_of_plugins = re.sub(r"^plugins: .*$", "", output, flags=re.MULTILINE)
-    assert "torchstrategy" not in without_the_list_of_plugins.replace("imported: []", "")
+    without_the_list_of_plugins = re.sub(
+        r"^plugins: .*$", "", output, flags=re.MULTILINE
+    )
+    assert "torchstrategy" not in without_the_list_of_plugins.replace(
+        "imported: []", ""
+    )
     assert "warning" not in output
 
 
@@ -236,19 +251,29 @@ def test_a_test_runs_under_every_strategy_on_the_cpu(tmp_path: Path) -> None:
     output = pytest_on(project(tmp_path, **STRATEGIES), "-v", "-rs")
     assert outcomes(output) == EVERYWHERE | WITHOUT_SIMULATION, output
     assert header(output) == []
-    assert "there are no simulated devices: run pytest with --simulate-devices=4" in output
+    assert (
+        "there are no simulated devices: run pytest with --simulate-devices=4" in output
+    )
     assert "run pytest with --real-devices, on a machine that has some" in output
 
 
 @pytest.mark.slow
-def test_a_test_runs_under_every_strategy_on_simulated_devices_too(tmp_path: Path) -> None:
-    output = pytest_on(project(tmp_path, **STRATEGIES), "-v", "--simulate-devices=2", "--real-devices")
+def test_a_test_runs_under_every_strategy_on_simulated_devices_too(
+    tmp_path: Path,
+) -> None:
+    output = pytest_on(
+        project(tmp_path, **STRATEGIES), "-v", "--simulate-devices=2", "--real-devices"
+    )
     assert outcomes(output) == EVERYWHERE | WITH_SIMULATION
-    assert header(output) == ["torchstrategy: 2 simulated devices (sim:0 to sim:1); real devices: none"]
+    assert header(output) == [
+        "torchstrategy: 2 simulated devices (sim:0 to sim:1); real devices: none"
+    ]
 
 
 @pytest.mark.slow
-def test_where_devices_cannot_be_simulated_the_tests_that_need_them_are_skipped(tmp_path: Path) -> None:
+def test_where_devices_cannot_be_simulated_the_tests_that_need_them_are_skipped(
+    tmp_path: Path,
+) -> None:
     project(
         tmp_path,
         old_torch="""
@@ -262,7 +287,9 @@ def test_where_devices_cannot_be_simulated_the_tests_that_need_them_are_skipped(
     reason = f"devices are simulated with torch 2.10 or newer, and this is {torch.__version__}."
     assert outcomes(output) == EVERYWHERE | WITHOUT_SIMULATION
     assert header(output) == [f"torchstrategy: no simulated devices: {reason}"]
-    assert len(re.findall(rf"^SKIPPED .* {re.escape(reason)}$", output, re.MULTILINE)) == 2
+    assert (
+        len(re.findall(rf"^SKIPPED .* {re.escape(reason)}$", output, re.MULTILINE)) == 2
+    )
 
 
 TWO_GPUS = """
@@ -277,7 +304,15 @@ TWO_GPUS = """
 @pytest.mark.slow
 def test_real_devices_are_named_by_their_type(tmp_path: Path) -> None:
     project(tmp_path, two_gpus=TWO_GPUS, **STRATEGIES)
-    output = pytest_on(tmp_path, "-p", "two_gpus", "--real-devices", "--collect-only", "-k", "test_devices or test_all")
+    output = pytest_on(
+        tmp_path,
+        "-p",
+        "two_gpus",
+        "--real-devices",
+        "--collect-only",
+        "-k",
+        "test_devices or test_all",
+    )
     assert header(output) == ["torchstrategy: real devices: cuda:0, cuda:1"]
     assert re.findall(r"<Function (.*)>", output) == [
         "test_all[default]",
@@ -297,22 +332,33 @@ def test_real_devices_are_named_by_their_type(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_conftest_file_may_load_the_plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_conftest_file_may_load_the_plugin(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
     files = {**STRATEGIES, "conftest": 'pytest_plugins = ["pytest_torchstrategy"]'}
-    output = pytest_on(project(tmp_path, **files), "-v", "--simulate-devices=2", "-k", "test_all")
+    output = pytest_on(
+        project(tmp_path, **files), "-v", "--simulate-devices=2", "-k", "test_all"
+    )
     assert header(output) == ["torchstrategy: 2 simulated devices (sim:0 to sim:1)"]
     both = EVERYWHERE | WITH_SIMULATION
-    assert outcomes(output) == {name: outcome for name, outcome in both.items() if name.startswith("test_all")}
+    assert outcomes(output) == {
+        name: outcome for name, outcome in both.items() if name.startswith("test_all")
+    }
 
 
 # What is refused
 
 
 @pytest.mark.parametrize("count", ["0", "-1", "two", "2.5", ""])
-def test_a_number_of_devices_that_is_none_is_a_usage_error(tmp_path: Path, count: str) -> None:
+def test_a_number_of_devices_that_is_none_is_a_usage_error(
+    tmp_path: Path, count: str
+) -> None:
     output = pytest_on(tmp_path, f"--simulate-devices={count}")
-    assert f"argument --simulate-devices: '{count}' is not a number of devices: 1 or more" in output
+    assert (
+        f"argument --simulate-devices: '{count}' is not a number of devices: 1 or more"
+        in output
+    )
     assert output.endswith(f"exit {pytest.ExitCode.USAGE_ERROR:d}")
 
 
@@ -326,7 +372,9 @@ def test_what_simulate_devices_refuses_is_a_usage_error(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_real_devices_cannot_be_used_beside_simulated_ones(tmp_path: Path) -> None:
     project(tmp_path, two_gpus=TWO_GPUS)
-    output = pytest_on(tmp_path, "-p", "two_gpus", "--simulate-devices=4", "--real-devices")
+    output = pytest_on(
+        tmp_path, "-p", "two_gpus", "--simulate-devices=4", "--real-devices"
+    )
     assert (
         "ERROR: --simulate-devices=4 and --real-devices exclude each other on a machine with cuda:0, cuda:1: simulated "
         "devices take the place of torch's accelerator. Run pytest twice, once with each."
@@ -335,7 +383,9 @@ def test_real_devices_cannot_be_used_beside_simulated_ones(tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-def test_a_mark_that_cannot_be_used_is_an_error_that_names_the_test(tmp_path: Path) -> None:
+def test_a_mark_that_cannot_be_used_is_an_error_that_names_the_test(
+    tmp_path: Path,
+) -> None:
     project(
         tmp_path,
         test_name="""
@@ -362,11 +412,17 @@ def test_a_mark_that_cannot_be_used_is_an_error_that_names_the_test(tmp_path: Pa
     )
     output = pytest_on(tmp_path)
     choices = "choose from 'default', 'one_device', 'central', 'mirrored'."
-    assert f"test_name.py::test_x, mark `strategies`: 'centrul' is not a strategy: {choices}" in output
+    assert (
+        f"test_name.py::test_x, mark `strategies`: 'centrul' is not a strategy: {choices}"
+        in output
+    )
     assert (
         "test_option.py::test_x, mark `strategies`: it does not take replica=[2]: choose from replicas, places."
     ) in output
-    assert "test_fixture.py::test_x is marked with `strategies`, and does not take the fixture `strategy`" in output
+    assert (
+        "test_fixture.py::test_x is marked with `strategies`, and does not take the fixture `strategy`"
+        in output
+    )
     assert "3 errors" in output and "Traceback" not in output
 
 
@@ -383,18 +439,63 @@ CPU = devices_here([])
             "'centrul' is not a strategy: choose from 'default', 'one_device', 'central', 'mirrored'",
         ),
         ([2], {}, ValueError, "2 is not a strategy"),
-        ([], {"replicas": [0]}, ValueError, "0 is not a number of replicas: it is 1 or more"),
+        (
+            [],
+            {"replicas": [0]},
+            ValueError,
+            "0 is not a number of replicas: it is 1 or more",
+        ),
         ([], {"replicas": [-2]}, ValueError, "-2 is not a number of replicas"),
-        ([], {"replicas": []}, ValueError, r"replicas=\[\] runs the test with no replica"),
-        ([], {"replicas": [True]}, TypeError, "True is not a number of replicas: it is a bool, not an int"),
-        ([], {"replicas": [2.0]}, TypeError, "2.0 is not a number of replicas: it is a float, not an int"),
-        ([], {"replicas": 2}, TypeError, r"replicas=2 is not a list of counts: write replicas=\[1, 2, 4\]"),
+        (
+            [],
+            {"replicas": []},
+            ValueError,
+            r"replicas=\[\] runs the test with no replica",
+        ),
+        (
+            [],
+            {"replicas": [True]},
+            TypeError,
+            "True is not a number of replicas: it is a bool, not an int",
+        ),
+        (
+            [],
+            {"replicas": [2.0]},
+            TypeError,
+            "2.0 is not a number of replicas: it is a float, not an int",
+        ),
+        (
+            [],
+            {"replicas": 2},
+            TypeError,
+            r"replicas=2 is not a list of counts: write replicas=\[1, 2, 4\]",
+        ),
         ([], {"replicas": "2"}, TypeError, "replicas='2' is not a list of counts"),
-        (["default"], {"replicas": [2]}, ValueError, r"replicas=\[2\] says nothing to default, which has one replica"),
-        ([], {"places": ["gpu"]}, ValueError, "'gpu' is not a place: choose from 'cpu', 'sim', 'real'"),
-        ([], {"places": "cpu"}, TypeError, r"'cpu' is a str, and not a list of names: write \['cpu'\]"),
+        (
+            ["default"],
+            {"replicas": [2]},
+            ValueError,
+            r"replicas=\[2\] says nothing to default, which has one replica",
+        ),
+        (
+            [],
+            {"places": ["gpu"]},
+            ValueError,
+            "'gpu' is not a place: choose from 'cpu', 'sim', 'real'",
+        ),
+        (
+            [],
+            {"places": "cpu"},
+            TypeError,
+            r"'cpu' is a str, and not a list of names: write \['cpu'\]",
+        ),
         ([], {"places": []}, ValueError, r"places=\[\] leaves nowhere to run"),
-        (["default"], {"places": ["cpu"]}, ValueError, r"places=\['cpu'\] says nothing to default"),
+        (
+            ["default"],
+            {"places": ["cpu"]},
+            ValueError,
+            r"places=\['cpu'\] says nothing to default",
+        ),
     ],
 )
 def test_what_a_mark_may_not_say_is_refused(
@@ -408,7 +509,9 @@ def test_the_default_strategy_is_not_had_in_the_scope_of_another() -> None:
     (default,) = topologies("default", here=CPU)
     with (
         torchstrategy.OneDeviceStrategy("cpu").scope(),
-        pytest.raises(RuntimeError, match=r"this thread is in that of .*OneDeviceStrategy"),
+        pytest.raises(
+            RuntimeError, match=r"this thread is in that of .*OneDeviceStrategy"
+        ),
     ):
         default.make()
     assert default.make() is torchstrategy.get_strategy()
@@ -428,15 +531,22 @@ def test_each_strategy_has_one_name_and_its_replicas_go_round_the_devices(
     assert len({str(topology) for topology in found}) == len(found)
     assert {topology.kind for topology in found} == set(names)
     central = [topology.devices for topology in found if topology.kind == "central"]
-    assert {len(each) for each in central} == (set(counts) if "central" in names else set())
-    assert all(each == tuple(devices[r % device_count] for r in range(len(each))) for each in central)
+    assert {len(each) for each in central} == (
+        set(counts) if "central" in names else set()
+    )
+    assert all(
+        each == tuple(devices[r % device_count] for r in range(len(each)))
+        for each in central
+    )
 
 
 # Leaks
 
 
 @pytest.mark.slow
-def test_cuda_means_simulated_devices_before_a_test_module_is_imported(tmp_path: Path) -> None:
+def test_cuda_means_simulated_devices_before_a_test_module_is_imported(
+    tmp_path: Path,
+) -> None:
     project(
         tmp_path,
         conftest="""
@@ -458,10 +568,18 @@ def test_cuda_means_simulated_devices_before_a_test_module_is_imported(tmp_path:
         """,
     )
     output = pytest_on(tmp_path, "-v", "--simulate-devices=2", "--cuda-alias")
-    assert outcomes(output) == {"test_on_each[0]": "passed", "test_on_each[1]": "passed"}
-    assert header(output) == ['torchstrategy: 2 simulated devices (sim:0 to sim:1), which "cuda" means']
+    assert outcomes(output) == {
+        "test_on_each[0]": "passed",
+        "test_on_each[1]": "passed",
+    }
+    assert header(output) == [
+        'torchstrategy: 2 simulated devices (sim:0 to sim:1), which "cuda" means'
+    ]
     output = pytest_on(tmp_path, "--cuda-alias")
-    assert '--cuda-alias gives "cuda" the meaning of simulated devices, and there are none: add' in output
+    assert (
+        '--cuda-alias gives "cuda" the meaning of simulated devices, and there are none: add'
+        in output
+    )
 
 
 def test_a_marked_test_runs_in_ranks(tmp_path: Path) -> None:
@@ -518,11 +636,16 @@ def test_a_marked_test_runs_in_ranks(tmp_path: Path) -> None:
         "test_in_another_order": "passed",
     }
     assert "raised in rank 1 of 2" in output
-    assert "takes the fixture `rank`, and is not marked: put @pytest.mark.ranks(4) above it." in output
+    assert (
+        "takes the fixture `rank`, and is not marked: put @pytest.mark.ranks(4) above it."
+        in output
+    )
     assert "is marked with `ranks('many')`: give the number of ranks" in output
 
 
-def test_all_tests_run_in_ranks_and_see_cuda_if_they_are_told_to(tmp_path: Path) -> None:
+def test_all_tests_run_in_ranks_and_see_cuda_if_they_are_told_to(
+    tmp_path: Path,
+) -> None:
     project(
         tmp_path,
         test_it="""
@@ -564,7 +687,9 @@ def test_all_tests_run_in_ranks_and_see_cuda_if_they_are_told_to(tmp_path: Path)
         "TestCase::test_in_ranks": "passed",
     }
     (told,) = header(output)
-    assert told.startswith("torchstrategy: 3 simulated devices (") and told.endswith("means; each test in 3 ranks")
+    assert told.startswith("torchstrategy: 3 simulated devices (") and told.endswith(
+        "means; each test in 3 ranks"
+    )
 
 
 def test_a_mark_runs_every_kind_of_test_in_ranks(tmp_path: Path) -> None:
@@ -674,12 +799,19 @@ def test_a_mark_runs_every_kind_of_test_in_ranks(tmp_path: Path) -> None:
     }
     assert "mark it with @pytest.mark.xfail" in output
     assert "write it as a function, of which each example runs in ranks" in output
-    assert "takes the fixture `capfd`, which has what all ranks print, mixed: take `capsys`" in output
+    assert (
+        "takes the fixture `capfd`, which has what all ranks print, mixed: take `capsys`"
+        in output
+    )
     assert output.count("nobody reads this") >= 2
 
 
-@pytest.mark.parametrize(("mark", "plugin"), [("anyio", "anyio"), ("asyncio", "pytest_asyncio")])
-def test_tests_of_a_plugin_for_async_run_in_ranks(mark: str, plugin: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("mark", "plugin"), [("anyio", "anyio"), ("asyncio", "pytest_asyncio")]
+)
+def test_tests_of_a_plugin_for_async_run_in_ranks(
+    mark: str, plugin: str, tmp_path: Path
+) -> None:
     pytest.importorskip(plugin)
     project(
         tmp_path,
@@ -702,7 +834,9 @@ def test_tests_of_a_plugin_for_async_run_in_ranks(mark: str, plugin: str, tmp_pa
                 assert total == 2
         """,
     )
-    assert outcomes(pytest_on(tmp_path, "-v", "-W", "ignore")) == {"test_async": "passed"}
+    assert outcomes(pytest_on(tmp_path, "-v", "-W", "ignore")) == {
+        "test_async": "passed"
+    }
 
 
 def test_the_fixtures_fail_a_test_that_leaves_something_behind(tmp_path: Path) -> None:
@@ -780,6 +914,11 @@ def test_the_fixtures_fail_a_test_that_leaves_something_behind(tmp_path: Path) -
     assert "1 failed, 6 passed, 40 deselected, 7 errors" in output
     # Once in each report, and, where the line is long enough for it, again in the summary.
     assert output.count("AssertionError: The thread 'prefetch' is still running") >= 2
-    assert output.count("AssertionError: This thread was outside of every scope, and is in the scope of") >= 2
+    assert (
+        output.count(
+            "AssertionError: This thread was outside of every scope, and is in the scope of"
+        )
+        >= 2
+    )
     assert output.count("AssertionError: grad was True, and is False.") >= 3
     assert "ValueError: of the test" in output

@@ -17,7 +17,9 @@ from torchstrategy.testing import RankRecord, run_ranks
 
 @pytest.mark.filterwarnings("ignore")  # of torch's internals, about themselves
 @pytest.mark.parametrize("program", EVERYWHERE, ids=lambda program: program.__name__)
-def test_a_program_of_four_ranks_is_right(program: Callable[[Place], RankRecord]) -> None:
+def test_a_program_of_four_ranks_is_right(
+    program: Callable[[Place], RankRecord],
+) -> None:
     program(lambda rank: torch.device("cpu"))
 
 
@@ -48,7 +50,11 @@ def test_a_hundred_runs_have_one_record() -> None:
             dist.all_gather_object([None, None], model, group=odd)
         if rank:
             dist.recv(torch.empty(1))
-        works = [dist.isend(torch.ones(1), other) for other in range(rank + 1, RANKS)] if rank < 2 else []
+        works = (
+            [dist.isend(torch.ones(1), other) for other in range(rank + 1, RANKS)]
+            if rank < 2
+            else []
+        )
         for work in works:
             work.wait()  # type: ignore[union-attr]
         for _ in range(max(0, rank - 1) and 1):

@@ -16,7 +16,13 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchstrategy.testing import Collective, RanksStopped, fail_in_rank, no_leaks, run_ranks
+from torchstrategy.testing import (
+    Collective,
+    RanksStopped,
+    fail_in_rank,
+    no_leaks,
+    run_ranks,
+)
 
 
 def begin(backend: str | None = "nccl", **options: Any) -> None:
@@ -29,7 +35,14 @@ def begin(backend: str | None = "nccl", **options: Any) -> None:
 def test_a_rank_has_the_variables_that_torchrun_sets() -> None:
     def main(rank: int) -> dict[str, str]:
         dist.is_available()
-        names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+        names = (
+            "RANK",
+            "LOCAL_RANK",
+            "WORLD_SIZE",
+            "LOCAL_WORLD_SIZE",
+            "MASTER_ADDR",
+            "MASTER_PORT",
+        )
         begin()
         dist.barrier()
         os.environ["MINE"] = f"of {rank}"
@@ -88,7 +101,11 @@ def test_each_rank_has_a_default_dtype() -> None:
 def test_a_backend_is_served_by_its_name(backend: str | None) -> None:
     def main(rank: int) -> str:
         begin(backend)
-        assert dist.is_initialized() and dist.get_rank() == rank and dist.get_world_size() == 2
+        assert (
+            dist.is_initialized()
+            and dist.get_rank() == rank
+            and dist.get_world_size() == 2
+        )
         total = torch.ones(1)
         dist.all_reduce(total, group=dist.new_group([0, 1]))
         assert total.item() == 2
@@ -102,12 +119,22 @@ def test_a_backend_is_served_by_its_name(backend: str | None) -> None:
     [
         lambda rank: {"rank": rank, "world_size": 2},
         lambda rank: {"init_method": "env://"},
-        lambda rank: {"init_method": "tcp://10.0.0.1:2345", "rank": rank, "world_size": 2},
-        lambda rank: {"store": dist.TCPStore("localhost", 0, 2, rank == 0), "rank": rank, "world_size": 2},
+        lambda rank: {
+            "init_method": "tcp://10.0.0.1:2345",
+            "rank": rank,
+            "world_size": 2,
+        },
+        lambda rank: {
+            "store": dist.TCPStore("localhost", 0, 2, rank == 0),
+            "rank": rank,
+            "world_size": 2,
+        },
         lambda rank: {"store": dist.HashStore(), "rank": rank, "world_size": 2},
     ],
 )
-def test_a_program_may_say_how_its_ranks_meet(options: Callable[[int], dict[str, Any]]) -> None:
+def test_a_program_may_say_how_its_ranks_meet(
+    options: Callable[[int], dict[str, Any]],
+) -> None:
     def main(rank: int) -> None:
         begin("gloo", **options(rank))
         dist.barrier()
@@ -132,7 +159,10 @@ def test_a_program_may_meet_the_other_ranks_itself(url: str) -> None:
 
 
 def test_another_rank_than_ones_own_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"init_process_group\(rank=0, world_size=2\) was called in rank 1 of 2"):
+    with pytest.raises(
+        ValueError,
+        match=r"init_process_group\(rank=0, world_size=2\) was called in rank 1 of 2",
+    ):
         run_ranks(lambda rank: begin("gloo", rank=0, world_size=2), 2)
 
 
@@ -179,7 +209,11 @@ def test_what_goes_to_one_rank_and_from_one() -> None:
         dist.gather(torch.full((1,), float(rank)), parts, dst=2)
         assert parts is None or [part.item() for part in parts] == [0, 1, 2]
         got = torch.empty(1)
-        dist.scatter(got, [torch.full((1,), float(i)) for i in range(3)] if rank == 0 else None, src=0)
+        dist.scatter(
+            got,
+            [torch.full((1,), float(i)) for i in range(3)] if rank == 0 else None,
+            src=0,
+        )
         assert got.item() == rank
 
     record = run_ranks(main, 3)[1]
@@ -193,12 +227,20 @@ def test_everything_to_everybody() -> None:
         dist.all_to_all_single(out, torch.arange(4.0) + 10 * rank)
         assert out.tolist() == ([0, 1, 10, 11] if rank == 0 else [2, 3, 12, 13])
         uneven = torch.empty(2 if rank == 0 else 4)
-        dist.all_to_all_single(uneven, torch.arange(3.0) + 10 * rank, [1, 1] if rank == 0 else [2, 2], [1, 2])
+        dist.all_to_all_single(
+            uneven,
+            torch.arange(3.0) + 10 * rank,
+            [1, 1] if rank == 0 else [2, 2],
+            [1, 2],
+        )
         assert uneven.tolist() == ([0, 10] if rank == 0 else [1, 2, 11, 12])
         outs = [torch.empty(1), torch.empty(1)]
         dist.all_to_all(outs, [torch.tensor([float(rank)]), torch.tensor([rank + 5.0])])
         assert [x.item() for x in outs] == ([0, 1] if rank == 0 else [5, 6])
-        pieces = [torch.empty(2), torch.empty(3)]  # torch allows other sizes in each rank
+        pieces = [
+            torch.empty(2),
+            torch.empty(3),
+        ]  # torch allows other sizes in each rank
         dist.all_gather(pieces, torch.full((2 + rank,), float(rank)))
         assert [piece.tolist() for piece in pieces] == [[0, 0], [1, 1, 1]]
         scattered = torch.empty(1, 2)
@@ -215,12 +257,17 @@ def test_what_is_reduced_may_be_scattered_in_pieces_of_several_sizes() -> None:
     def main(rank: int) -> list[float]:
         begin()
         mine = torch.empty(1 + rank)
-        dist.reduce_scatter(mine, [torch.full((1,), 1.0 + rank), torch.full((2,), 10.0 + rank)])
+        dist.reduce_scatter(
+            mine, [torch.full((1,), 1.0 + rank), torch.full((2,), 10.0 + rank)]
+        )
         return mine.tolist()
 
     results, record = run_ranks(main, 2)
     assert results == [[3.0], [21.0, 21.0]]
-    assert record.collectives[0].sizes == "1 float32, 2 float32" and record.collectives[0].bytes == 12
+    assert (
+        record.collectives[0].sizes == "1 float32, 2 float32"
+        and record.collectives[0].bytes == 12
+    )
 
 
 @pytest.mark.parametrize(
@@ -230,10 +277,14 @@ def test_what_is_reduced_may_be_scattered_in_pieces_of_several_sizes() -> None:
         ([1, 2], [[1, 2], [2, 1]], "their sizes differ"),
     ],
 )
-def test_pieces_that_do_not_fit_are_refused(room: list[int], pieces: list[list[int]], message: str) -> None:
+def test_pieces_that_do_not_fit_are_refused(
+    room: list[int], pieces: list[list[int]], message: str
+) -> None:
     def main(rank: int) -> None:
         begin()
-        dist.reduce_scatter(torch.empty(room[rank]), [torch.ones(size) for size in pieces[rank]])
+        dist.reduce_scatter(
+            torch.empty(room[rank]), [torch.ones(size) for size in pieces[rank]]
+        )
 
     with pytest.raises(RanksStopped, match=message):
         run_ranks(main, 2)
@@ -246,7 +297,9 @@ def test_what_is_gathered_is_one_tensor_in_a_future_of_nccl() -> None:
         begin(backend)
         mine = torch.tensor([1.0 + rank])
         gathered = [[torch.empty(1), torch.empty(1)] for _ in range(2)]
-        works: list[Any] = [dist.all_gather(pieces, mine, async_op=True) for pieces in gathered]
+        works: list[Any] = [
+            dist.all_gather(pieces, mine, async_op=True) for pieces in gathered
+        ]
         values = [works[0].get_future().wait(), works[1].result()]
         assert [[x.item() for x in pieces] for pieces in gathered] == [[1, 2], [1, 2]]
         return [[x.tolist() for x in value] for value in values]
@@ -277,15 +330,25 @@ def test_a_batch_may_have_messages_of_a_rank_to_itself(is_sent_first: bool) -> N
     def main(rank: int) -> list[float]:
         begin()
         got = [torch.empty(1), torch.empty(1)]
-        sent = [dist.P2POp(dist.isend, torch.tensor([10.0 * rank + other]), other) for other in (0, 1)]
+        sent = [
+            dist.P2POp(dist.isend, torch.tensor([10.0 * rank + other]), other)
+            for other in (0, 1)
+        ]
         received = [dist.P2POp(dist.irecv, got[other], other) for other in (0, 1)]
-        for work in dist.batch_isend_irecv(sent + received if is_sent_first else received + sent):
+        for work in dist.batch_isend_irecv(
+            sent + received if is_sent_first else received + sent
+        ):
             work.wait()
         return [x.item() for x in got]
 
     results, record = run_ranks(main, 2)
     assert results == [[0.0, 10.0], [1.0, 11.0]]
-    assert sorted(collective.ranks for collective in record.collectives) == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert sorted(collective.ranks for collective in record.collectives) == [
+        (0, 0),
+        (0, 1),
+        (1, 0),
+        (1, 1),
+    ]
 
 
 def test_a_message_of_a_rank_to_itself_may_be_received_from_any() -> None:
@@ -303,11 +366,19 @@ def test_a_message_of_a_rank_to_itself_may_be_received_from_any() -> None:
 @pytest.mark.parametrize(
     ("backend", "message"),
     [
-        ("nccl", "rank 1 sends a message to itself, and NCCL takes both ends of such a message only together."),
-        ("gloo", "rank 1 sends a message to itself, and gloo has no connection of a rank to itself. Copy the tensor."),
+        (
+            "nccl",
+            "rank 1 sends a message to itself, and NCCL takes both ends of such a message only together.",
+        ),
+        (
+            "gloo",
+            "rank 1 sends a message to itself, and gloo has no connection of a rank to itself. Copy the tensor.",
+        ),
     ],
 )
-def test_a_message_of_a_rank_to_itself_is_refused_where_the_backend_refuses_it(backend: str, message: str) -> None:
+def test_a_message_of_a_rank_to_itself_is_refused_where_the_backend_refuses_it(
+    backend: str, message: str
+) -> None:
     def main(rank: int) -> None:
         begin(backend)
         if rank:
@@ -338,7 +409,9 @@ def test_a_dispatch_mode_of_the_program_does_not_see_how_ranks_exchange() -> Non
             super().__init__()
             self.names: list[str] = []
 
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             self.names.append(str(func))
             return func(*args, **(kwargs or {}))
 
@@ -410,11 +483,19 @@ def test_the_record_says_who_told_whom_what_and_where() -> None:
     [
         (lambda: run_ranks(begin, True), "takes a number of ranks; got True"),
         (lambda: run_ranks(begin, 0), r"run_ranks\(0\): a run has 1 rank or more"),
-        (lambda: run_ranks(begin, 2, order=[0, 0]), r"lists each of the 2 ranks, 0 to 1, once; got \[0, 0\]"),
-        (lambda: run_ranks(lambda rank: run_ranks(begin, 1), 1), "run_ranks was called in rank 0 of another"),
+        (
+            lambda: run_ranks(begin, 2, order=[0, 0]),
+            r"lists each of the 2 ranks, 0 to 1, once; got \[0, 0\]",
+        ),
+        (
+            lambda: run_ranks(lambda rank: run_ranks(begin, 1), 1),
+            "run_ranks was called in rank 0 of another",
+        ),
     ],
 )
-def test_a_call_that_means_nothing_is_refused(call: Callable[[], object], message: str) -> None:
+def test_a_call_that_means_nothing_is_refused(
+    call: Callable[[], object], message: str
+) -> None:
     with pytest.raises((TypeError, ValueError, RuntimeError), match=message):
         call()
 
@@ -432,7 +513,9 @@ def test_nothing_is_left() -> None:
         run_ranks(main, 2)
     assert not dist.is_initialized()
     assert sys.excepthook is hook and torch.cuda.nccl.version is nccl
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("rank")]
+    assert not [
+        thread for thread in threading.enumerate() if thread.name.startswith("rank")
+    ]
 
 
 def test_a_process_group_of_the_caller_is_there_before_and_after(tmp_path: Any) -> None:
@@ -459,7 +542,10 @@ def test_a_rank_fails_where_the_test_says() -> None:
     with fail_in_rank(1, at="all_reduce", skip=2, error=oom), pytest.raises(oom):
         run_ranks(main, 2)
     for at in ("start", "end", "relu"):
-        with fail_in_rank(0, at=at), pytest.raises(RuntimeError, match=f"rank 0 has come to '{at}'"):
+        with (
+            fail_in_rank(0, at=at),
+            pytest.raises(RuntimeError, match=f"rank 0 has come to '{at}'"),
+        ):
             run_ranks(main, 2)
 
 
@@ -480,9 +566,14 @@ def test_a_failure_that_does_not_happen_is_one_of_the_test() -> None:
         (lambda: fail_in_rank(-1), "a rank is 0 or more; got -1"),
         (lambda: fail_in_rank(0, at=""), "`at` is the name of where the rank fails"),
         (lambda: fail_in_rank(0, times=0), "`times` is 1 or more; got 0"),
-        (lambda: fail_in_rank(2), "names rank 2, and run_ranks was called with 2 ranks in its block: they end at 1"),
+        (
+            lambda: fail_in_rank(2),
+            "names rank 2, and run_ranks was called with 2 ranks in its block: they end at 1",
+        ),
     ],
 )
-def test_a_failure_that_cannot_happen_is_refused(call: Callable[[], Any], message: str) -> None:
+def test_a_failure_that_cannot_happen_is_refused(
+    call: Callable[[], Any], message: str
+) -> None:
     with pytest.raises((TypeError, ValueError), match=message), call():
         run_ranks(begin, 2)

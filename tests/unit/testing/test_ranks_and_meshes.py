@@ -24,8 +24,19 @@ from torch import nn
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Replicate,
+    Shard,
+    distribute_tensor,
+)
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    loss_parallel,
+    parallelize_module,
+)
 from torch.testing import assert_close
 
 from torchstrategy.testing import RanksStopped, fail_in_rank, run_ranks
@@ -38,20 +49,30 @@ ROWS = [10, 9, 8, 7, 3, 1, 0]
 
 
 def rows(count: int, columns: int = 5) -> torch.Tensor:
-    return torch.arange(float(count * columns), dtype=torch.float64).reshape(count, columns)
+    return torch.arange(float(count * columns), dtype=torch.float64).reshape(
+        count, columns
+    )
 
 
 def count_of(shape: Sequence[int]) -> int:
     return torch.Size(shape).numel()
 
 
-def cut(whole: torch.Tensor, shape: Sequence[int], places: Places, rank: int) -> torch.Tensor:
+def cut(
+    whole: torch.Tensor, shape: Sequence[int], places: Places, rank: int
+) -> torch.Tensor:
     """The shard of a rank: each dimension of the mesh cuts what the one before it has left, as `torch.chunk` does."""
-    coordinates = (torch.arange(count_of(shape)).reshape(*shape) == rank).nonzero()[0].tolist()
+    coordinates = (
+        (torch.arange(count_of(shape)).reshape(*shape) == rank).nonzero()[0].tolist()
+    )
     for size, coordinate, place in zip(shape, coordinates, places, strict=True):
         if isinstance(place, Shard):
             parts = list(whole.chunk(size, place.dim)) if whole.shape[place.dim] else []
-            whole = parts[coordinate] if coordinate < len(parts) else whole.narrow(place.dim, 0, 0)
+            whole = (
+                parts[coordinate]
+                if coordinate < len(parts)
+                else whole.narrow(place.dim, 0, 0)
+            )
     return whole
 
 
@@ -63,7 +84,9 @@ def all_places(dimensions: int) -> list[Places]:
 # Shards
 
 
-@pytest.mark.parametrize("make", [init_device_mesh, None], ids=["init_device_mesh", "DeviceMesh"])
+@pytest.mark.parametrize(
+    "make", [init_device_mesh, None], ids=["init_device_mesh", "DeviceMesh"]
+)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_a_tensor_in_uneven_shards_is_put_together_again(
     shape: tuple[int, ...], make: Callable[..., DeviceMesh] | None
@@ -74,7 +97,9 @@ def test_a_tensor_in_uneven_shards_is_put_together_again(
         mesh = make("cpu", shape) if make is not None else DeviceMesh("cpu", ranks)
         for count, places in itertools.product(ROWS, all_places(len(shape))):
             shard = distribute_tensor(rows(count), mesh, places)
-            assert torch.equal(shard.to_local(), cut(rows(count), shape, places, rank)), (count, places)
+            assert torch.equal(
+                shard.to_local(), cut(rows(count), shape, places, rank)
+            ), (count, places)
             assert torch.equal(shard.full_tensor(), rows(count)), (count, places)
 
     run_ranks(main, count_of(shape))
@@ -88,8 +113,12 @@ def test_uneven_shards_move_to_any_other_places(shape: tuple[int, ...]) -> None:
         dist.init_process_group("gloo")
         mesh = init_device_mesh("cpu", shape)
         for count, (before, after) in itertools.product((9, 1), pairs):
-            moved = distribute_tensor(rows(count), mesh, before).redistribute(mesh, after)
-            assert torch.equal(moved.to_local(), cut(rows(count), shape, after, rank)), (count, before, after)
+            moved = distribute_tensor(rows(count), mesh, before).redistribute(
+                mesh, after
+            )
+            assert torch.equal(
+                moved.to_local(), cut(rows(count), shape, after, rank)
+            ), (count, before, after)
             assert torch.equal(moved.full_tensor(), rows(count)), (count, before, after)
 
     run_ranks(main, count_of(shape))
@@ -101,7 +130,10 @@ def test_sums_that_are_not_complete_are_added_up_for_each_rank() -> None:
         mesh = init_device_mesh("cpu", (2, 3))
         for after in all_places(2):
             partial = DTensor.from_local(rows(7) + rank, mesh, [Partial(), Partial()])
-            assert torch.equal(partial.redistribute(mesh, after).to_local(), cut(6 * rows(7) + 15, (2, 3), after, rank))
+            assert torch.equal(
+                partial.redistribute(mesh, after).to_local(),
+                cut(6 * rows(7) + 15, (2, 3), after, rank),
+            )
 
     run_ranks(main, 6)
 
@@ -125,8 +157,12 @@ def test_operators_on_uneven_shards_compute_what_they_compute_on_the_whole() -> 
         dist.init_process_group("gloo")
         mesh = init_device_mesh("cpu", (2, 2))
         x, w = rows(9) / 10, rows(5, 7) / 10
-        for operator, places in itertools.product(operators, ([Shard(0)] * 2, [Shard(0), Shard(1)], [Shard(1)] * 2)):
-            result = operator(distribute_tensor(x, mesh, places), distribute_tensor(w, mesh, places))
+        for operator, places in itertools.product(
+            operators, ([Shard(0)] * 2, [Shard(0), Shard(1)], [Shard(1)] * 2)
+        ):
+            result = operator(
+                distribute_tensor(x, mesh, places), distribute_tensor(w, mesh, places)
+            )
             assert isinstance(result, DTensor)
             assert_close(result.full_tensor(), operator(x, w))
 
@@ -136,13 +172,20 @@ def test_operators_on_uneven_shards_compute_what_they_compute_on_the_whole() -> 
 def test_slices_of_a_mesh_and_flattened_ones_tell_ranks_apart_too() -> None:
     def main(rank: int) -> None:
         dist.init_process_group("gloo")
-        mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("pipeline", "data", "tensor"))
+        mesh = init_device_mesh(
+            "cpu", (2, 2, 2), mesh_dim_names=("pipeline", "data", "tensor")
+        )
         flat = mesh["data", "tensor"]._flatten("both")
-        for count, part, shape in itertools.product((7, 3), (mesh["data", "tensor"], flat), ((2, 2), (4,))):
+        for count, part, shape in itertools.product(
+            (7, 3), (mesh["data", "tensor"], flat), ((2, 2), (4,))
+        ):
             if part.ndim == len(shape):
                 place = [Shard(0)] * len(shape)
                 shard = distribute_tensor(rows(count) + rank // 4, part, place)
-                assert torch.equal(shard.to_local(), cut(rows(count) + rank // 4, shape, place, rank % 4))
+                assert torch.equal(
+                    shard.to_local(),
+                    cut(rows(count) + rank // 4, shape, place, rank % 4),
+                )
                 assert torch.equal(shard.full_tensor(), rows(count) + rank // 4)
 
     run_ranks(main, 8)
@@ -158,7 +201,9 @@ def test_a_run_knows_nothing_of_the_meshes_of_the_run_before() -> None:
         dist.init_process_group("gloo")
         mesh = init_device_mesh("cpu", shape)
         for count, places in itertools.product((9, 3), all_places(len(shape))):
-            assert torch.equal(distribute_tensor(rows(count), mesh, places).full_tensor(), rows(count))
+            assert torch.equal(
+                distribute_tensor(rows(count), mesh, places).full_tensor(), rows(count)
+            )
 
     for shape in [(2, 2), (4,), (2, 3), (2, 2), (1, 4)]:
         n = count_of(shape)
@@ -179,7 +224,9 @@ def test_what_runs_have_exchanged_does_not_pile_up() -> None:
     for _ in range(3):
         run_ranks(main, 4)
         gc.collect()
-    assert [group() for group in groups[:8]] == [None] * 8  # torch holds the groups of the last run until the next one
+    assert [group() for group in groups[:8]] == [
+        None
+    ] * 8  # torch holds the groups of the last run until the next one
 
 
 @pytest.mark.parametrize("fails", range(4))
@@ -198,10 +245,15 @@ def test_the_rank_that_failed_is_the_one_that_is_named(fails: int) -> None:
             stopped.append(rank)
             raise
 
-    with fail_in_rank(fails, at="all_gather", skip=3, error=OverflowError), pytest.raises(OverflowError) as error:
+    with (
+        fail_in_rank(fails, at="all_gather", skip=3, error=OverflowError),
+        pytest.raises(OverflowError) as error,
+    ):
         run_ranks(main, 4)
     where, waited = error.value.__notes__
-    assert where == f"raised in rank {fails} of 4" and waited.startswith("Others waited then, and could not go on:\n")
+    assert where == f"raised in rank {fails} of 4" and waited.startswith(
+        "Others waited then, and could not go on:\n"
+    )
     assert fails not in stopped and stopped
 
 
@@ -214,7 +266,12 @@ def make_model() -> nn.Sequential:
 
 
 def batch_of(step: int, part: int) -> torch.Tensor:
-    return torch.randn(3, 5, generator=torch.Generator().manual_seed(10 * step + part), dtype=torch.float64)
+    return torch.randn(
+        3,
+        5,
+        generator=torch.Generator().manual_seed(10 * step + part),
+        dtype=torch.float64,
+    )
 
 
 def fit_plainly(parts: int) -> list[torch.Tensor]:
@@ -222,13 +279,17 @@ def fit_plainly(parts: int) -> list[torch.Tensor]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     for step in range(3):
         optimizer.zero_grad()
-        model(torch.cat([batch_of(step, part) for part in range(parts)])).square().mean().backward()
+        model(
+            torch.cat([batch_of(step, part) for part in range(parts)])
+        ).square().mean().backward()
         optimizer.step()
     return [parameter.detach() for parameter in model.parameters()]
 
 
 @pytest.mark.parametrize("shape", [(2, 2), (2, 3), (3, 2)], ids=str)
-def test_sharded_data_over_tensor_parallel_layers_train_as_plain_pytorch(shape: tuple[int, int]) -> None:
+def test_sharded_data_over_tensor_parallel_layers_train_as_plain_pytorch(
+    shape: tuple[int, int],
+) -> None:
     """Layers of 7 and 3 features: no number of shards divides them."""
 
     def main(rank: int) -> list[torch.Tensor]:
@@ -242,7 +303,9 @@ def test_sharded_data_over_tensor_parallel_layers_train_as_plain_pytorch(shape: 
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
         for step in range(3):
             optimizer.zero_grad()
-            model(batch_of(step, mesh.get_local_rank("data"))).square().mean().backward()
+            model(
+                batch_of(step, mesh.get_local_rank("data"))
+            ).square().mean().backward()
             optimizer.step()
         return [parameter.full_tensor().detach() for parameter in model.parameters()]  # type: ignore[attr-defined]
 
@@ -267,7 +330,11 @@ def test_a_loss_over_sharded_classes_is_that_of_all_classes() -> None:
         plain = scores.clone().requires_grad_()
         expected = nn.functional.cross_entropy(plain, target)
         expected.backward()
-        assert isinstance(loss, DTensor) and isinstance(sharded.grad, DTensor) and plain.grad is not None
+        assert (
+            isinstance(loss, DTensor)
+            and isinstance(sharded.grad, DTensor)
+            and plain.grad is not None
+        )
         assert_close(loss.full_tensor(), expected)
         assert_close(sharded.grad.full_tensor(), 2 * plain.grad)
 
@@ -276,7 +343,9 @@ def test_a_loss_over_sharded_classes_is_that_of_all_classes() -> None:
     assert handlers == DTensor._op_dispatcher._custom_op_handlers
 
 
-def test_plans_of_checkpoints_that_are_kept_are_those_of_the_rank(tmp_path: Path) -> None:
+def test_plans_of_checkpoints_that_are_kept_are_those_of_the_rank(
+    tmp_path: Path,
+) -> None:
     """All ranks kept their plan under the name of its class: ranks wrote what one of them had planned."""
 
     def main(rank: int, run: int) -> None:
@@ -286,7 +355,11 @@ def test_plans_of_checkpoints_that_are_kept_are_those_of_the_rank(tmp_path: Path
         for save in range(3):
             folder, whole = tmp_path / f"{run}-{save}", rows(7) + save
             planner = DefaultSavePlanner(enable_plan_caching=True)
-            dcp.save({"weight": distribute_tensor(whole, mesh, places)}, checkpoint_id=folder, planner=planner)
+            dcp.save(
+                {"weight": distribute_tensor(whole, mesh, places)},
+                checkpoint_id=folder,
+                planner=planner,
+            )
             loaded = distribute_tensor(torch.zeros_like(whole), mesh, places)
             dcp.load({"weight": loaded}, checkpoint_id=folder)
             assert torch.equal(loaded.full_tensor(), whole)
@@ -306,7 +379,9 @@ def test_results_that_a_program_keeps_by_mesh_are_those_of_the_rank() -> None:
     def main(rank: int) -> list[int]:
         dist.init_process_group("gloo")
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
-        assert mesh == init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+        assert mesh == init_device_mesh(
+            "cpu", (2, 2), mesh_dim_names=("data", "tensor")
+        )
         dist.barrier()
         return list(place_in(mesh)) + list(place_in(mesh["tensor"]))
 
@@ -326,7 +401,10 @@ def test_a_mesh_that_another_rank_has_sent_is_ones_own() -> None:
 
 
 def test_meshes_outside_of_a_run_have_no_mark() -> None:
-    init, setstate = DeviceMesh.__init__, getattr(DeviceMesh, "__setstate__", None)  # torch 2.10 has none
+    init, setstate = (
+        DeviceMesh.__init__,
+        getattr(DeviceMesh, "__setstate__", None),
+    )  # torch 2.10 has none
 
     def main(rank: int) -> DeviceMesh:
         dist.init_process_group("gloo")
@@ -334,4 +412,7 @@ def test_meshes_outside_of_a_run_have_no_mark() -> None:
 
     first, second = run_ranks(main, 2)[0]
     assert first != second
-    assert DeviceMesh.__init__ is init and getattr(DeviceMesh, "__setstate__", None) is setstate
+    assert (
+        DeviceMesh.__init__ is init
+        and getattr(DeviceMesh, "__setstate__", None) is setstate
+    )

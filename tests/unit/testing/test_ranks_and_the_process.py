@@ -30,12 +30,19 @@ import torch
 import torch.distributed as dist
 import torch.utils.checkpoint
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchstrategy._base.torch_internals import dispatch_modes, function_modes
 from torchstrategy.testing import lint_training, run_ranks
-from torchstrategy.testing._ranks.torch_settings import NAMES, put_settings, take_settings
+from torchstrategy.testing._ranks.torch_settings import (
+    NAMES,
+    put_settings,
+    take_settings,
+)
 
 python: Any = sys
 private: Any = torch._C
@@ -61,7 +68,9 @@ def _set_environment(rank: int) -> Callable[[], Any]:
         vars(os)["environ"] = dict(os.environ, OF_ONE="1")
 
     def ask() -> int:
-        assert ("OF_ONE" in os.environ) is (rank == 0) and os.environ["RANK"] == str(rank)
+        assert ("OF_ONE" in os.environ) is (rank == 0) and os.environ["RANK"] == str(
+            rank
+        )
         return int(os.environ["OF_A_RANK"])
 
     return ask
@@ -122,7 +131,9 @@ def _set_level(rank: int) -> Callable[[], Any]:
 
 def _set_all_loggers(rank: int) -> Callable[[], Any]:
     logging.disable(logging.CRITICAL if rank else logging.NOTSET)
-    return lambda: int(not logging.getLogger("of.a.rank").isEnabledFor(logging.CRITICAL))
+    return lambda: int(
+        not logging.getLogger("of.a.rank").isEnabledFor(logging.CRITICAL)
+    )
 
 
 def _set_words_of_loggers(rank: int) -> Callable[[], Any]:
@@ -160,7 +171,10 @@ def _set_handlers(rank: int) -> Callable[[], Any]:
 
     def ask() -> int:
         assert (_handler.formatter, len(_handler.filters)) == (form, rank)
-        assert logging.lastResort is not None and logging.lastResort.level == _handler.level
+        assert (
+            logging.lastResort is not None
+            and logging.lastResort.level == _handler.level
+        )
         return _handler.level - 20
 
     return ask
@@ -182,8 +196,15 @@ def _set_python(rank: int) -> Callable[[], Any]:
     def ask() -> int:
         mask = os.umask(0)
         os.umask(mask)
-        numbers = {gc.get_threshold()[0] - 700, sys.getrecursionlimit() - 3000, mask - 0o020}
-        numbers |= {int(socket.getdefaulttimeout() or 0) - 10, csv.field_size_limit() - 9000}
+        numbers = {
+            gc.get_threshold()[0] - 700,
+            sys.getrecursionlimit() - 3000,
+            mask - 0o020,
+        }
+        numbers |= {
+            int(socket.getdefaulttimeout() or 0) - 10,
+            csv.field_size_limit() - 9000,
+        }
         assert tempfile.gettempdir() == f"of rank {rank}"
         assert vars(asyncio.events)["_event_loop_policy"] is policy
         assert multiprocessing.get_start_method() == ("spawn", "fork")[rank]
@@ -227,18 +248,26 @@ def _set_how_tensors_are_shown(rank: int) -> Callable[[], Any]:
 
 def _set_anomalies(rank: int) -> Callable[[], Any]:
     torch.autograd.set_detect_anomaly(bool(rank), check_nan=not rank)
-    return lambda: int(torch.is_anomaly_enabled() and not torch.is_anomaly_check_nan_enabled())
+    return lambda: int(
+        torch.is_anomaly_enabled() and not torch.is_anomaly_check_nan_enabled()
+    )
 
 
 def _set_cudnn(rank: int) -> Callable[[], Any]:
     cudnn = torch.backends.cudnn
-    cudnn.enabled, cudnn.benchmark, cudnn.deterministic = not rank, bool(rank), bool(rank)
+    cudnn.enabled, cudnn.benchmark, cudnn.deterministic = (
+        not rank,
+        bool(rank),
+        bool(rank),
+    )
     return lambda: int(not cudnn.enabled and cudnn.benchmark and cudnn.deterministic)
 
 
 def _set_products(rank: int) -> Callable[[], Any]:
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = bool(rank)
-    return lambda: int(torch.backends.cuda.matmul.allow_tf32 and torch.backends.cudnn.allow_tf32)
+    return lambda: int(
+        torch.backends.cuda.matmul.allow_tf32 and torch.backends.cudnn.allow_tf32
+    )
 
 
 def _set_precision(rank: int) -> Callable[[], Any]:
@@ -248,7 +277,10 @@ def _set_precision(rank: int) -> Callable[[], Any]:
 
 def _set_newer_precision(rank: int) -> Callable[[], Any]:
     backends: Any = torch.backends
-    backends.cuda.matmul.fp32_precision, backends.cudnn.conv.fp32_precision = ("tf32" if rank else "ieee"), "ieee"
+    backends.cuda.matmul.fp32_precision, backends.cudnn.conv.fp32_precision = (
+        ("tf32" if rank else "ieee"),
+        "ieee",
+    )
     return lambda: int(backends.cuda.matmul.fp32_precision == "tf32")
 
 
@@ -271,7 +303,10 @@ def _set_mixed_precisions(rank: int) -> Callable[[], Any]:
             with pytest.raises(RuntimeError, match="allow_tf32"):
                 backends.cudnn.allow_tf32  # noqa: B018
         else:
-            assert torch.get_float32_matmul_precision() == "highest" and not backends.cudnn.allow_tf32
+            assert (
+                torch.get_float32_matmul_precision() == "highest"
+                and not backends.cudnn.allow_tf32
+            )
         return int(backends.cuda.matmul.allow_tf32)
 
     return ask
@@ -282,7 +317,9 @@ def _set_what_torch_refuses(rank: int) -> Callable[[], Any]:
     if rank:
         with suppress(RuntimeError):  # it is set all the same
             torch.backends.cuda.preferred_linalg_library("magma")
-    return lambda: int(private._get_linalg_preferred_backend() == private._LinalgBackend.Magma)
+    return lambda: int(
+        private._get_linalg_preferred_backend() == private._LinalgBackend.Magma
+    )
 
 
 def _set_attention(rank: int) -> Callable[[], Any]:
@@ -331,7 +368,10 @@ def _set_hooks_of_registrations(rank: int) -> Callable[[], Any]:
 
 def _set_hooks_of_optimizers(rank: int) -> Callable[[], Any]:
     called: list[int] = []
-    for register in (register_optimizer_step_pre_hook, register_optimizer_step_post_hook):
+    for register in (
+        register_optimizer_step_pre_hook,
+        register_optimizer_step_post_hook,
+    ):
         register(lambda *_: called.append(rank))
 
     def ask() -> int:
@@ -345,10 +385,17 @@ def _set_hooks_of_optimizers(rank: int) -> Callable[[], Any]:
 
 def _set_checkpointing(rank: int) -> Callable[[], Any]:
     names: Any = torch.utils.checkpoint
-    blocks = [names.set_checkpoint_early_stop(not rank), names.set_checkpoint_debug_enabled(bool(rank))]
+    blocks = [
+        names.set_checkpoint_early_stop(not rank),
+        names.set_checkpoint_debug_enabled(bool(rank)),
+    ]
     for block in blocks:  # they end when nobody holds them
         block.__enter__()
-    return lambda: int(len(blocks) == 2 and not names._enable_checkpoint_early_stop and names._checkpoint_debug_enabled)
+    return lambda: int(
+        len(blocks) == 2
+        and not names._enable_checkpoint_early_stop
+        and names._checkpoint_debug_enabled
+    )
 
 
 def _set_kernels(rank: int) -> Callable[[], Any]:
@@ -371,14 +418,19 @@ def _set_kernels(rank: int) -> Callable[[], Any]:
 
 
 def _set_lock(rank: int) -> Callable[[], Any]:
-    frozen.__globals__["__allow_nonbracketed_mutation_flag"] = True  # torch's own tests lock it
+    frozen.__globals__["__allow_nonbracketed_mutation_flag"] = (
+        True  # torch's own tests lock it
+    )
     if rank:
         torch.backends.disable_global_flags()
     return lambda: int(frozen())
 
 
 def _set_checks(rank: int) -> Callable[[], Any]:
-    check, distribution = torch.sparse.check_sparse_tensor_invariants, torch.distributions.Distribution
+    check, distribution = (
+        torch.sparse.check_sparse_tensor_invariants,
+        torch.distributions.Distribution,
+    )
     check.enable() if rank else check.disable()
     distribution.set_default_validate_args(bool(rank))
     return lambda: int(check.is_enabled() and distribution._validate_args)
@@ -391,7 +443,11 @@ def _set_compilers(rank: int) -> Callable[[], Any]:
     private._functorch._set_vmap_fallback_enabled(not rank)
 
     def ask() -> int:
-        assert private._jit_texpr_fuser_enabled() is private._functorch._is_vmap_fallback_enabled() is (rank == 0)
+        assert (
+            private._jit_texpr_fuser_enabled()
+            is private._functorch._is_vmap_fallback_enabled()
+            is (rank == 0)
+        )
         assert torch.jit.onednn_fusion_enabled() is bool(rank)
         stance: Any = sys.modules["torch._dynamo.eval_frame"]
         return int(stance._stance.stance == "force_eager")
@@ -403,7 +459,10 @@ def _set_conversions(rank: int) -> Callable[[], Any]:
     future: Any = sys.modules["torch.__future__"]
     future.set_overwrite_module_params_on_conversion(bool(rank))
     future.set_swap_module_params_on_conversion(bool(rank))
-    get_both = future.get_overwrite_module_params_on_conversion, future.get_swap_module_params_on_conversion
+    get_both = (
+        future.get_overwrite_module_params_on_conversion,
+        future.get_swap_module_params_on_conversion,
+    )
     return lambda: int(all(get() for get in get_both))
 
 
@@ -412,7 +471,9 @@ def _set_files(rank: int) -> Callable[[], Any]:
     sharing.set_sharing_strategy("file_system" if rank else "file_descriptor")
     if rank:
         torch.serialization.add_safe_globals([_OfAFile])
-        torch.serialization.register_package(rank, lambda storage: None, lambda storage, location: None)
+        torch.serialization.register_package(
+            rank, lambda storage: None, lambda storage, location: None
+        )
 
     def ask() -> int:
         assert torch.hub.get_dir() == f"models of {rank}"
@@ -439,7 +500,9 @@ def _set_collector(rank: int) -> Callable[[], Any]:
 
 def _set_signal(rank: int) -> Callable[[], Any]:
     called: list[int] = []
-    assert signal.signal(signal.SIGTERM, lambda *_: called.append(rank)) == signal.SIG_DFL
+    assert (
+        signal.signal(signal.SIGTERM, lambda *_: called.append(rank)) == signal.SIG_DFL
+    )
     assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
 
     def ask() -> int:
@@ -455,16 +518,47 @@ SETS = [value for name, value in list(globals().items()) if name.startswith("_se
 
 
 def _seen() -> list[Any]:
-    names = dict(vars(builtins)), sys.argv, list(sys.argv), sys.stdout, sys.excepthook, sys.displayhook
+    names = (
+        dict(vars(builtins)),
+        sys.argv,
+        list(sys.argv),
+        sys.stdout,
+        sys.excepthook,
+        sys.displayhook,
+    )
     of_warnings = warnings.showwarning, warnings.filters, list(warnings.filters)
-    loggers = {name: list(logging.getLogger(name).handlers) for name in ("of.a.rank", "root", "torch")}
-    of_loggers = loggers, logging.getLogger("of.a.rank").level, logging.root.manager.disable
+    loggers = {
+        name: list(logging.getLogger(name).handlers)
+        for name in ("of.a.rank", "root", "torch")
+    }
+    of_loggers = (
+        loggers,
+        logging.getLogger("of.a.rank").level,
+        logging.root.manager.disable,
+    )
     of_torch = take_settings(), [getattr(owner, name) for owner, name in NAMES]
-    words = logging.getLevelName(25), logging.getLoggerClass(), logging.getLogRecordFactory(), _handler.level
-    numbers = gc.get_threshold(), sys.getrecursionlimit(), socket.getdefaulttimeout(), csv.field_size_limit()
+    words = (
+        logging.getLevelName(25),
+        logging.getLoggerClass(),
+        logging.getLogRecordFactory(),
+        _handler.level,
+    )
+    numbers = (
+        gc.get_threshold(),
+        sys.getrecursionlimit(),
+        socket.getdefaulttimeout(),
+        csv.field_size_limit(),
+    )
     place = time.tzname, locale.setlocale(locale.LC_ALL), tempfile.tempdir
     state = *words, *numbers, *place, multiprocessing.get_start_method(allow_none=True)
-    here = state, os.environ, dict(os.environ), os.getcwd(), gc.isenabled(), signal.getsignal(signal.SIGTERM)
+    here = (
+        state,
+        os.environ,
+        dict(os.environ),
+        os.getcwd(),
+        gc.isenabled(),
+        signal.getsignal(signal.SIGTERM),
+    )
     return [*names, *of_warnings, *of_loggers, of_torch, *here]
 
 
@@ -480,7 +574,9 @@ def test_each_rank_has_its_own(put: Callable[[int], Callable[[], Any]]) -> None:
         return seen
 
     logging.getLogger("of.a.rank")
-    torch.use_deterministic_algorithms(False)  # at the first call torch imports modules that add filters of warnings
+    torch.use_deterministic_algorithms(
+        False
+    )  # at the first call torch imports modules that add filters of warnings
     before, of_torch = _seen(), take_settings()
     try:
         assert run_ranks(main, 2)[0] == [[0] * 3, [1] * 3]
@@ -532,8 +628,12 @@ def test_each_rank_has_a_folder(tmp_path: Path) -> None:
     assert os.getcwd() == before
 
 
-@pytest.mark.parametrize("has_begun", [False, True], ids=["before it begins", "while it waits"])
-def test_a_rank_whose_folder_another_one_removes_is_told_so(has_begun: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "has_begun", [False, True], ids=["before it begins", "while it waits"]
+)
+def test_a_rank_whose_folder_another_one_removes_is_told_so(
+    has_begun: bool, tmp_path: Path
+) -> None:
     """A rank that could not go to its folder when its first turn came took the turn with it, and the run hung."""
     gone, other = tmp_path / "gone", tmp_path / "other"
     gone.mkdir()
@@ -564,12 +664,16 @@ def test_what_one_rank_does_not_replace_is_as_it_was() -> None:
             vars(builtins)["only_here"] = 1
             logging.getLogger("made.in.rank.0").addHandler(logging.NullHandler())
         dist.barrier()
-        return hasattr(builtins, "only_here"), len(logging.getLogger("made.in.rank.0").handlers)
+        return hasattr(builtins, "only_here"), len(
+            logging.getLogger("made.in.rank.0").handlers
+        )
 
     assert run_ranks(main, 2)[0] == [(True, 1), (False, 0)]
 
 
-def test_what_a_module_sets_when_it_is_imported_holds_for_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_module_sets_when_it_is_imported_holds_for_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "imported_in_ranks.py").write_text(
         "import logging, torch, warnings\n"
         "class Saved: pass\n"
@@ -593,7 +697,11 @@ def test_what_a_module_sets_when_it_is_imported_holds_for_all(tmp_path: Path, mo
         with warnings.catch_warnings(record=True) as shown:
             warnings.warn("of the module", stacklevel=1)
             warnings.warn("another", stacklevel=1)
-        return len(logger.handlers), logger.level, [str(warning.message) for warning in shown]
+        return (
+            len(logger.handlers),
+            logger.level,
+            [str(warning.message) for warning in shown],
+        )
 
     with warnings.catch_warnings():
         warnings.simplefilter("always")
@@ -601,7 +709,9 @@ def test_what_a_module_sets_when_it_is_imported_holds_for_all(tmp_path: Path, mo
 
 
 def test_timers_of_a_process_are_refused() -> None:
-    with pytest.raises(RuntimeError, match=r"rank 0 called signal.alarm\(\), which a process has once"):
+    with pytest.raises(
+        RuntimeError, match=r"rank 0 called signal.alarm\(\), which a process has once"
+    ):
         run_ranks(lambda rank: signal.alarm(1), 2)
 
 
@@ -615,7 +725,9 @@ def test_one_rank_profiles() -> None:
         if rank:
             dist.barrier()
             return 0
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        with torch.profiler.profile(
+            activities=[torch.profiler.ProfilerActivity.CPU]
+        ) as profiler:
             dist.barrier()
             torch.ones(3) + 1
         return sum(event.name == "aten::add" for event in profiler.events())
@@ -639,7 +751,10 @@ def test_a_profiler_of_the_caller_is_in_the_way() -> None:
 
     with (
         torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]),
-        pytest.raises(RuntimeError, match=r"rank 0 begins a profiler of torch .*, and the caller of run_ranks has one"),
+        pytest.raises(
+            RuntimeError,
+            match=r"rank 0 begins a profiler of torch .*, and the caller of run_ranks has one",
+        ),
     ):
         run_ranks(main, 2)
 
@@ -651,7 +766,10 @@ def test_a_later_collective_of_a_group_finds_what_an_earlier_one_writes() -> Non
     def main(rank: int) -> list[float]:
         dist.init_process_group("nccl")
         x = torch.ones(4)
-        works: list[Any] = [dist.all_reduce(x, async_op=True), dist.all_reduce(x[1:], async_op=True)]
+        works: list[Any] = [
+            dist.all_reduce(x, async_op=True),
+            dist.all_reduce(x[1:], async_op=True),
+        ]
         for work in works:
             work.wait()
         return list(x)
@@ -659,7 +777,10 @@ def test_a_later_collective_of_a_group_finds_what_an_earlier_one_writes() -> Non
     assert run_ranks(main, 2)[0] == [[2, 4, 4, 4]] * 2
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float8_e4m3fn, torch.complex64, torch.uint8])
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float64, torch.bfloat16, torch.float8_e4m3fn, torch.complex64, torch.uint8],
+)
 def test_who_waits_before_writing_is_not_refused(dtype: torch.dtype) -> None:
     def main(rank: int) -> None:
         dist.init_process_group("nccl")
@@ -673,7 +794,9 @@ def test_who_waits_before_writing_is_not_refused(dtype: torch.dtype) -> None:
 
 
 class CountsOperators(TorchDispatchMode):
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         return func(*args, **(kwargs or {}))
 
 

@@ -21,7 +21,14 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Shard, _collective_utils, _random, _redistribute, distribute_tensor
+from torch.distributed.tensor import (
+    DTensor,
+    Shard,
+    _collective_utils,
+    _random,
+    _redistribute,
+    distribute_tensor,
+)
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.modules import module as modules
 from torch.nn.modules.module import (
@@ -30,7 +37,10 @@ from torch.nn.modules.module import (
     register_module_full_backward_hook,
 )
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import torchstrategy
@@ -47,16 +57,23 @@ def test_the_variables_of_torch_distributed_are_those_that_a_group_writes() -> N
     seen: dict[str, Any] = {}
 
     def main(rank: int) -> None:
-        assert {name: type(value) for name, value in internals.take_variables().items()} == {
-            name: type(value) for name, value in new.items()
-        }
+        assert {
+            name: type(value) for name, value in internals.take_variables().items()
+        } == {name: type(value) for name, value in new.items()}
         dist.init_process_group("gloo")
         seen.update(internals.take_variables())
         dist.new_group([0])
         assert internals.take_variables()["_group_count"] > seen["_group_count"]
 
     run_ranks(main, 1)
-    for name in ("_pg_map", "_pg_names", "_pg_group_ranks", "_pg_backend_config", "_tags_to_pg", "_pg_to_tag"):
+    for name in (
+        "_pg_map",
+        "_pg_names",
+        "_pg_group_ranks",
+        "_pg_backend_config",
+        "_tags_to_pg",
+        "_pg_to_tag",
+    ):
         assert len(seen[name]) >= 1, name
     assert seen["_backend"] == "gloo" and seen["_default_pg_init_method"] == "env://"
     assert seen["_world"].default_pg is not None and seen["_group_count"] >= 1
@@ -75,7 +92,9 @@ def test_the_log_of_a_wrapped_model_names_the_backend_of_the_program() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # torch deprecates the functions
-def test_a_module_that_a_rank_imports_keeps_no_group_of_this_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_module_that_a_rank_imports_keeps_no_group_of_this_rank(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Functions of `torch.distributed.nn` have the default group as a default: all ranks got that of the first."""
     name = "torch.distributed.nn.functional"
     monkeypatch.delitem(sys.modules, name, raising=False)
@@ -83,7 +102,9 @@ def test_a_module_that_a_rank_imports_keeps_no_group_of_this_rank(monkeypatch: p
     def main(rank: int) -> float:
         dist.init_process_group("gloo")
         assert dist.group.WORLD is c10d._get_default_group()
-        total: torch.Tensor = importlib.import_module(name).all_reduce(torch.ones(1) + rank)
+        total: torch.Tensor = importlib.import_module(name).all_reduce(
+            torch.ones(1) + rank
+        )
         return total.item()
 
     assert run_ranks(main, 2)[0] == [3.0, 3.0]
@@ -92,14 +113,28 @@ def test_a_module_that_a_rank_imports_keeps_no_group_of_this_rank(monkeypatch: p
 
 def test_there_are_no_other_variables_of_a_process() -> None:
     """If torch gets a new one, ranks may have to have one each."""
-    constants = {"_GLOO_AVAILABLE", "_MPI_AVAILABLE", "_NCCL_AVAILABLE", "_UCC_AVAILABLE", "_XCCL_AVAILABLE"}
-    constants |= {"_TORCHCOMM_AVAILABLE", "_DistributedBackendOptions", "_CollOp", "_P2POpMeta"}
+    constants = {
+        "_GLOO_AVAILABLE",
+        "_MPI_AVAILABLE",
+        "_NCCL_AVAILABLE",
+        "_UCC_AVAILABLE",
+        "_XCCL_AVAILABLE",
+    }
+    constants |= {
+        "_TORCHCOMM_AVAILABLE",
+        "_DistributedBackendOptions",
+        "_CollOp",
+        "_P2POpMeta",
+    }
     constants |= {"_FR_SELF_RECORDING_BACKENDS"}
     kinds = (dict, list, set, int, type(None))
     found = {
         name
         for name, value in vars(c10d).items()
-        if name.startswith("_") and not name.startswith("__") and isinstance(value, kinds) and not callable(value)
+        if name.startswith("_")
+        and not name.startswith("__")
+        and isinstance(value, kinds)
+        and not callable(value)
     }
     assert found - constants - internals.variables_of_a_new_process().keys() == set()
 
@@ -163,7 +198,11 @@ def test_there_are_no_other_caches_of_a_process() -> None:
         "tensor/_redistribute.py",  # by specifications: `_gen_transform_infos`
         "tensor/_sharding_prop.py",  # of a thread: `LocalLRUCache`
     }
-    found = {path for path, text in _files() if re.search(r"(@|= |\()(functools\.)?(lru_)?cache\b(?!_)", text)}
+    found = {
+        path
+        for path, text in _files()
+        if re.search(r"(@|= |\()(functools\.)?(lru_)?cache\b(?!_)", text)
+    }
     assert found - known == set()
 
 
@@ -181,8 +220,12 @@ def test_caches_by_mesh_are_emptied_after_a_run() -> None:
     assert _collective_utils.MeshTopoInfo.build_from_mesh.cache_info().currsize == 0
 
 
-@pytest.mark.parametrize("variable", internals._OF_A_PROCESS, ids=lambda variable: variable.path)
-def test_torch_has_each_variable_and_it_is_that_of_a_rank(variable: internals._Variable) -> None:
+@pytest.mark.parametrize(
+    "variable", internals._OF_A_PROCESS, ids=lambda variable: variable.path
+)
+def test_torch_has_each_variable_and_it_is_that_of_a_rank(
+    variable: internals._Variable,
+) -> None:
     """What one rank puts there, the next one does not see, and the caller has what was there before."""
     importlib.import_module(variable.module)
     owner = variable.find_owner()
@@ -190,16 +233,26 @@ def test_torch_has_each_variable_and_it_is_that_of_a_rank(variable: internals._V
     before = internals.take_variables()
     value = getattr(owner, variable.name)
     new = internals.variables_of_a_new_process()
-    assert type(new[variable.path]) is type(value) or value is None or new[variable.path] is None
+    assert (
+        type(new[variable.path]) is type(value)
+        or value is None
+        or new[variable.path] is None
+    )
     try:
-        internals.put_variables({name: content for name, content in before.items() if name != variable.path})
-        assert getattr(owner, variable.name) is not value or isinstance(value, (bool, int, type(None)))
+        internals.put_variables(
+            {name: content for name, content in before.items() if name != variable.path}
+        )
+        assert getattr(owner, variable.name) is not value or isinstance(
+            value, (bool, int, type(None))
+        )
     finally:
         internals.put_variables(before)
     assert getattr(owner, variable.name) is value
 
 
-def test_the_operators_that_a_library_has_taken_over_are_there_in_each_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_operators_that_a_library_has_taken_over_are_there_in_each_rank(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     handlers = DTensor._op_dispatcher._custom_op_handlers
     operator: Any = torch.ops.aten.frac.default
     monkeypatch.setitem(handlers, operator, lambda *args: None)
@@ -241,7 +294,9 @@ def test_hooks_for_every_module_are_those_of_the_rank_that_registers_them() -> N
         dist.init_process_group("gloo")
         hooks = [register_module_forward_pre_hook(of_all("before", rank))]
         if rank:
-            hooks += [register_module_forward_hook(of_all("after", rank), always_call=True)]
+            hooks += [
+                register_module_forward_hook(of_all("after", rank), always_call=True)
+            ]
             hooks += [register_module_full_backward_hook(of_all("backward", rank))]
         for _ in range(2):  # the other rank's turn comes between these
             dist.barrier()
@@ -292,7 +347,9 @@ def test_a_hook_may_let_other_ranks_run() -> None:
         torch.optim.SGD(model.parameters()).step()
         return called
 
-    expected = ["child"] * 2 + ["before a step"] * 2 + ["after a step"] + ["before a step"] * 2
+    expected = (
+        ["child"] * 2 + ["before a step"] * 2 + ["after a step"] + ["before a step"] * 2
+    )
     assert run_ranks(main, 2)[0] == [expected] * 2
 
 
@@ -312,8 +369,14 @@ def test_strategies_in_ranks_and_after_them_are_told_of_steps() -> None:
         assert all(hook in {on_step_begin, on_step_end} for hook in table.values())
         table.clear()  # as the end of ranks did, of which the first to be told was one
     central = torchstrategy.MirroredStrategy(devices=["cpu"] * 2)
-    assert exact_steps.differ(exact_steps.come_to(central, exact_steps.assigned), plain) < 1e-12
-    assert [list(table.values()) for table in global_step_hooks()] == [[on_step_begin], [on_step_end]]
+    assert (
+        exact_steps.differ(exact_steps.come_to(central, exact_steps.assigned), plain)
+        < 1e-12
+    )
+    assert [list(table.values()) for table in global_step_hooks()] == [
+        [on_step_begin],
+        [on_step_end],
+    ]
 
 
 @pytest.mark.filterwarnings("ignore:`torch.distributed.all_reduce_coalesced`")
@@ -336,7 +399,9 @@ def test_collectives_are_counted_by_torch() -> None:
         ):
             with CommDebugMode() as mode:
                 call()
-            counts.append({str(op): number for op, number in mode.get_comm_counts().items()})
+            counts.append(
+                {str(op): number for op, number in mode.get_comm_counts().items()}
+            )
         return counts
 
     expected = [
@@ -361,7 +426,13 @@ def test_ranks_hand_over_in_a_transform() -> None:
 
         x = torch.ones(2)
         values: list[float] = (
-            (torch.func.grad(loss) if rank else torch.func.jacrev(torch.func.grad(loss)))(x).flatten().tolist()
+            (
+                torch.func.grad(loss)
+                if rank
+                else torch.func.jacrev(torch.func.grad(loss))
+            )(x)
+            .flatten()
+            .tolist()
         )
         return values
 
@@ -381,7 +452,9 @@ def test_meshes_are_marked_and_torch_compares_the_marks() -> None:
     assert first == second and hash(first) == hash(second)
 
 
-def test_the_generator_of_distributed_tensors_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_generator_of_distributed_tensors_is_put_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     tracker = object()
     monkeypatch.setattr(_random, "_rng_tracker", tracker)
     assert internals.take_variables()["_rng_tracker"] is tracker
@@ -408,7 +481,9 @@ def test_with_isolation_each_thread_has_a_table_of_groups() -> None:
         thread.join()
 
     run_ranks(main, 1)
-    assert len(found) == 2 and found[1].startswith("Could not resolve the process group")
+    assert len(found) == 2 and found[1].startswith(
+        "Could not resolve the process group"
+    )
 
 
 def test_the_cache_of_fake_tensors_is_emptied() -> None:
@@ -421,8 +496,18 @@ def test_the_cache_of_fake_tensors_is_emptied() -> None:
 
 
 def test_groups_are_made_by_us_and_the_functions_are_put_back() -> None:
-    names = ("_new_process_group_helper", "rendezvous", "_store_based_barrier", "_get_default_timeout")
-    before = [getattr(c10d, name) for name in names], dist.TCPStore, dist.FileStore, torch.cuda.nccl.version
+    names = (
+        "_new_process_group_helper",
+        "rendezvous",
+        "_store_based_barrier",
+        "_get_default_timeout",
+    )
+    before = (
+        [getattr(c10d, name) for name in names],
+        dist.TCPStore,
+        dist.FileStore,
+        torch.cuda.nccl.version,
+    )
 
     def main(rank: int) -> None:
         assert c10d._get_default_timeout(dist.Backend("nccl")) > timedelta(0)
@@ -431,7 +516,12 @@ def test_groups_are_made_by_us_and_the_functions_are_put_back() -> None:
         assert type(c10d._get_default_group()).__name__ == "RankGroup"
 
     run_ranks(main, 2)
-    after = [getattr(c10d, name) for name in names], dist.TCPStore, dist.FileStore, torch.cuda.nccl.version
+    after = (
+        [getattr(c10d, name) for name in names],
+        dist.TCPStore,
+        dist.FileStore,
+        torch.cuda.nccl.version,
+    )
     assert after == before
 
 
@@ -441,7 +531,12 @@ def test_a_fake_group_in_a_rank_is_that_of_torch() -> None:
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
         gathered = torch.zeros(16)
         dist.all_gather_into_tensor(gathered, torch.ones(2))  # it waits for nobody
-        return dist.get_rank(), dist.get_world_size(), gathered.numel(), dist.get_backend()
+        return (
+            dist.get_rank(),
+            dist.get_world_size(),
+            gathered.numel(),
+            dist.get_backend(),
+        )
 
     assert run_ranks(main, 2)[0] == [(0, 8, 16, "fake")] * 2
 

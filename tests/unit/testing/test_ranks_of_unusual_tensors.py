@@ -61,7 +61,9 @@ def trained(
     torch.manual_seed(rank)
     with strategy.scope():
         model = make()
-        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        trained = [
+            parameter for parameter in model.parameters() if parameter.requires_grad
+        ]
         optimizer = torch.optim.SGD(trained, lr=0.1)
 
     def step(rows: torch.Tensor) -> None:
@@ -71,7 +73,9 @@ def trained(
         at_end(model, rank)
         optimizer.step()
 
-    for i, batch in enumerate(strategy.experimental_distribute_dataset([torch.ones(4, 3)] * 6)):
+    for i, batch in enumerate(
+        strategy.experimental_distribute_dataset([torch.ones(4, 3)] * 6)
+    ):
         if i == 2:
             later(model, rank)
         strategy.run(step, args=(batch,))
@@ -98,19 +102,31 @@ PLACES = ["parameter", "buffer"]
 @pytest.mark.parametrize("place", PLACES)
 def test_what_wraps_others_begins_with_their_values_of_worker_0(place: str) -> None:
     one, other = run_ranks(trained, 2, args=(lambda: Net(wrapping(), place),))[0]
-    assert torch.equal(one.held.a, other.held.a) and torch.equal(one.held.b, other.held.b)
+    assert torch.equal(one.held.a, other.held.a) and torch.equal(
+        one.held.b, other.held.b
+    )
     assert torch.equal(one.layer.weight, other.layer.weight)
 
 
 def test_values_are_compared_of_what_wraps_others() -> None:
     """Another random state is one of the things for which all values are compared; it was an error of NumPy's."""
-    run_ranks(partial(trained, make=lambda: Net(wrapping(), "parameter"), later=draw_in_one), 2)
+    run_ranks(
+        partial(trained, make=lambda: Net(wrapping(), "parameter"), later=draw_in_one),
+        2,
+    )
 
     def write_in_one(model: nn.Module, rank: int) -> None:
         model.held.b.data += float(rank)
 
-    with pytest.raises(RuntimeError, match=r"Net\.held has other numbers in worker 1 than in worker 0"):
-        run_ranks(partial(trained, make=lambda: Net(wrapping(), "parameter"), later=write_in_one), 2)
+    with pytest.raises(
+        RuntimeError, match=r"Net\.held has other numbers in worker 1 than in worker 0"
+    ):
+        run_ranks(
+            partial(
+                trained, make=lambda: Net(wrapping(), "parameter"), later=write_in_one
+            ),
+            2,
+        )
 
 
 def test_a_wrapped_parameter_is_trained() -> None:
@@ -120,7 +136,9 @@ def test_a_wrapped_parameter_is_trained() -> None:
         return layer
 
     one, other = run_ranks(trained, 2, args=(make,))[0]
-    assert torch.equal(one.weight.a, other.weight.a) and torch.equal(one.bias, other.bias)
+    assert torch.equal(one.weight.a, other.weight.a) and torch.equal(
+        one.bias, other.bias
+    )
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -130,19 +148,27 @@ def test_a_model_that_begins_without_memory_is_refused(place: str) -> None:
         free(model, 0)
         return model
 
-    with pytest.raises(TypeError, match=r"Net\.held has no memory: .* Give it memory and values before strategy\.run"):
+    with pytest.raises(
+        TypeError,
+        match=r"Net\.held has no memory: .* Give it memory and values before strategy\.run",
+    ):
         run_ranks(trained, 2, args=(make,))
 
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("size", [2000, 1 << 18])
 def test_memory_may_be_taken_away_between_runs(place: str, size: int) -> None:
-    run_ranks(partial(trained, make=lambda: Net(torch.ones(size)[1000:], place), later=free), 2)
+    run_ranks(
+        partial(trained, make=lambda: Net(torch.ones(size)[1000:], place), later=free),
+        2,
+    )
 
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("size", [2000, 1 << 18])
-def test_a_tensor_may_have_memory_only_while_a_step_uses_it(place: str, size: int) -> None:
+def test_a_tensor_may_have_memory_only_while_a_step_uses_it(
+    place: str, size: int
+) -> None:
     def fill(model: nn.Module, rank: int) -> None:
         model.held.untyped_storage().resize_(4 * size)
         with torch.no_grad():
@@ -162,10 +188,14 @@ def test_a_write_of_the_step_on_what_wraps_others_is_refused() -> None:
 
     told = r"Net\.held is a buffer of the class TwoTensor, which wraps other tensors, and the step has written it"
     with pytest.raises(RuntimeError, match=told):
-        run_ranks(partial(trained, make=lambda: Net(wrapping(), "buffer"), in_step=write), 2)
+        run_ranks(
+            partial(trained, make=lambda: Net(wrapping(), "buffer"), in_step=write), 2
+        )
 
 
-@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor", "ignore:torch.quantize_per_channel")
+@pytest.mark.filterwarnings(
+    "ignore:torch.quantize_per_tensor", "ignore:torch.quantize_per_channel"
+)
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("dtype", [torch.quint8, torch.quint4x2], ids=str)
 def test_quantized_tensors_are_compared(place: str, dtype: torch.dtype) -> None:
@@ -175,7 +205,9 @@ def test_quantized_tensors_are_compared(place: str, dtype: torch.dtype) -> None:
         if dtype is torch.quint8:
             held = torch.quantize_per_tensor(torch.full((9,), number), 0.1, 0, dtype)
         else:
-            held = torch.quantize_per_channel(torch.full((4, 4), number), torch.ones(4), torch.zeros(4), 0, dtype)
+            held = torch.quantize_per_channel(
+                torch.full((4, 4), number), torch.ones(4), torch.zeros(4), 0, dtype
+            )
         return Net(held, place)
 
     run_ranks(trained, 2, args=(lambda: make(1.0),))
@@ -186,7 +218,9 @@ def test_quantized_tensors_are_compared(place: str, dtype: torch.dtype) -> None:
 def test_a_sparse_parameter_is_refused() -> None:
     told = r"Net\.held is a parameter of the layout torch\.sparse_coo.*register it as a buffer"
     with pytest.raises(TypeError, match=told):
-        run_ranks(trained, 2, args=(lambda: Net(torch.eye(3).to_sparse(), "parameter"),))
+        run_ranks(
+            trained, 2, args=(lambda: Net(torch.eye(3).to_sparse(), "parameter"),)
+        )
     run_ranks(trained, 2, args=(lambda: Net(torch.eye(3).to_sparse(), "buffer"),))
 
 
@@ -199,22 +233,33 @@ def expanded() -> torch.Tensor:
 
 
 @pytest.mark.parametrize("make", [channels_last, expanded])
-def test_writes_in_one_worker_are_found_in_every_layout(make: Callable[[], torch.Tensor]) -> None:
+def test_writes_in_one_worker_are_found_in_every_layout(
+    make: Callable[[], torch.Tensor],
+) -> None:
     """The weights of convolutions with their channels last were never compared."""
 
     def write(model: nn.Module, rank: int) -> None:
         model.held.data[:1, :1] += float(rank)
 
-    with pytest.raises(RuntimeError, match=r"Net\.held has other numbers in worker 1 than in worker 0"):
-        run_ranks(partial(trained, make=lambda: Net(make(), "parameter"), later=write), 2)
+    with pytest.raises(
+        RuntimeError, match=r"Net\.held has other numbers in worker 1 than in worker 0"
+    ):
+        run_ranks(
+            partial(trained, make=lambda: Net(make(), "parameter"), later=write), 2
+        )
 
 
 def test_another_layout_in_one_worker_costs_no_messages() -> None:
     def make(rank: int) -> nn.Module:
-        return Net(torch.ones(4, 4, 3, 3).contiguous(memory_format=LAYOUTS[rank]), "parameter")
+        return Net(
+            torch.ones(4, 4, 3, 3).contiguous(memory_format=LAYOUTS[rank]), "parameter"
+        )
 
     counts = [
-        run_ranks(lambda rank, ranks=ranks: trained(rank, lambda: make(rank if ranks else 0)), 2)[1].counts
+        run_ranks(
+            lambda rank, ranks=ranks: trained(rank, lambda: make(rank if ranks else 0)),
+            2,
+        )[1].counts
         for ranks in (True, False)
     ]
     assert counts[0] == counts[1]

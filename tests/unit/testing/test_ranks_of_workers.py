@@ -46,7 +46,9 @@ def test_workers_train_together() -> None:
 
 
 @pytest.mark.parametrize("count", [2, 3])
-def test_workers_share_out_a_model_and_have_the_numbers_of_plain_torch(count: int) -> None:
+def test_workers_share_out_a_model_and_have_the_numbers_of_plain_torch(
+    count: int,
+) -> None:
     for found in run_ranks(trained_in_shards, count)[0]:
         torch.testing.assert_close(found, trained_plainly(), rtol=1e-12, atol=1e-14)
 
@@ -63,5 +65,8 @@ def test_other_settings_of_a_second_optimizer_are_named() -> None:
         kept.append(torch.optim.SGD([model.bias], lr=0.1))
         return torch.optim.SGD([model.weight], lr=0.1 + rank)
 
-    with pytest.raises(torchstrategy.WorkerError, match=r"optimizer 2 of the scope\): lr=0\.1, worker 1 .* lr=1\.1"):
+    with pytest.raises(
+        torchstrategy.WorkerError,
+        match=r"optimizer 2 of the scope\): lr=0\.1, worker 1 .* lr=1\.1",
+    ):
         run_ranks(trained, 2, args=(make,))

@@ -32,7 +32,15 @@ def fault(n: int, message: str) -> Callable[[Program], Program]:
     """A program of `n` ranks, and the error that it has to end with. `@` stands for a line of this file."""
 
     def add(program: Program) -> Program:
-        FAULTS.append((program, n, re.escape(message).replace("@", rf"{FILE}:\d+").replace("\\.\\.\\.", "(.|\n)*")))
+        FAULTS.append(
+            (
+                program,
+                n,
+                re.escape(message)
+                .replace("@", rf"{FILE}:\d+")
+                .replace("\\.\\.\\.", "(.|\n)*"),
+            )
+        )
         return program
 
     return add
@@ -73,7 +81,8 @@ def other_sizes(rank: int) -> None:
 
 
 @fault(
-    2, "sizes differ:\n  rank 0: all_reduce #1 of 2x3 float32, sum (@)\n  rank 1: all_reduce #1 of 3x2 float32, sum (@)"
+    2,
+    "sizes differ:\n  rank 0: all_reduce #1 of 2x3 float32, sum (@)\n  rank 1: all_reduce #1 of 3x2 float32, sum (@)",
 )
 def transposed(rank: int) -> None:
     begin()
@@ -81,7 +90,8 @@ def transposed(rank: int) -> None:
 
 
 @fault(
-    2, "dtypes differ:\n  rank 0: all_reduce #1 of 4 float32, sum (@)\n  rank 1: all_reduce #1 of 4 float64, sum (@)"
+    2,
+    "dtypes differ:\n  rank 0: all_reduce #1 of 4 float32, sum (@)\n  rank 1: all_reduce #1 of 4 float64, sum (@)",
 )
 def other_dtype(rank: int) -> None:
     begin()
@@ -89,7 +99,8 @@ def other_dtype(rank: int) -> None:
 
 
 @fault(
-    2, "root or operation differs:\n  rank 0: broadcast #1 of 4 float32, from rank 0 (@)\n  rank 1: broadcast #1 of 4"
+    2,
+    "root or operation differs:\n  rank 0: broadcast #1 of 4 float32, from rank 0 (@)\n  rank 1: broadcast #1 of 4",
 )
 def other_root(rank: int) -> None:
     begin()
@@ -115,7 +126,9 @@ def other_operation(rank: int) -> None:
 )
 def other_order(rank: int) -> None:
     begin()
-    for collective in (dist.all_reduce, lambda x: dist.broadcast(x, 0))[:: 1 if rank else -1]:
+    for collective in (dist.all_reduce, lambda x: dist.broadcast(x, 0))[
+        :: 1 if rank else -1
+    ]:
         collective(torch.ones(4))  # type: ignore[operator]
 
 
@@ -129,10 +142,17 @@ def only_the_first_rank(rank: int) -> None:
         dist.barrier()
 
 
-@fault(2, "collective differs:\n  rank 0: monitored_barrier #1 (@)\n  rank 1: barrier #1 (@)")
+@fault(
+    2,
+    "collective differs:\n  rank 0: monitored_barrier #1 (@)\n  rank 1: barrier #1 (@)",
+)
 def another_kind_of_barrier(rank: int) -> None:
     begin()
-    (dist.barrier if rank else dist.distributed_c10d._get_default_group().monitored_barrier)()
+    (
+        dist.barrier
+        if rank
+        else dist.distributed_c10d._get_default_group().monitored_barrier
+    )()
 
 
 @fault(
@@ -161,7 +181,10 @@ def groups_in_another_order(rank: int) -> None:
         dist.barrier(group=group)
 
 
-@fault(2, "  rank 0 waits in all_reduce #4 of 6 float32, sum (@) for rank 1\n  rank 1 has ended")
+@fault(
+    2,
+    "  rank 0 waits in all_reduce #4 of 6 float32, sum (@) for rank 1\n  rank 1 has ended",
+)
 def a_parameter_that_one_rank_does_not_use(rank: int) -> None:
     class Branches(nn.Module):
         def __init__(self) -> None:
@@ -178,7 +201,10 @@ def a_parameter_that_one_rank_does_not_use(rank: int) -> None:
     model(torch.ones(1, 2)).sum().backward()
 
 
-@fault(2, "  rank 0 waits in send of 2 float32, to rank 1 (@) for rank 1\n  rank 1 has ended")
+@fault(
+    2,
+    "  rank 0 waits in send of 2 float32, to rank 1 (@) for rank 1\n  rank 1 has ended",
+)
 def a_message_that_nobody_receives(rank: int) -> None:
     begin()
     if rank == 0:
@@ -223,7 +249,10 @@ def another_tag(rank: int) -> None:
         dist.recv(torch.ones(2), 0, tag=4)
 
 
-@fault(2, "sizes differ:\n  rank 0: send of 2 float32, to rank 1 (@)\n  rank 1: recv of 3 float32, from rank 0 (@)")
+@fault(
+    2,
+    "sizes differ:\n  rank 0: send of 2 float32, to rank 1 (@)\n  rank 1: recv of 3 float32, from rank 0 (@)",
+)
 def a_message_of_another_size(rank: int) -> None:
     begin()
     if rank == 0:
@@ -232,7 +261,10 @@ def a_message_of_another_size(rank: int) -> None:
         dist.recv(torch.ones(3), 0)
 
 
-@fault(2, "rank 1 has written on a tensor of all_reduce #1 of 2 float32, sum (@) before it waited for it.")
+@fault(
+    2,
+    "rank 1 has written on a tensor of all_reduce #1 of 2 float32, sum (@) before it waited for it.",
+)
 def writes_before_it_waits(rank: int) -> None:
     begin()
     x = torch.ones(2)
@@ -241,7 +273,10 @@ def writes_before_it_waits(rank: int) -> None:
     work.wait()  # type: ignore[union-attr]
 
 
-@fault(2, "rank 1 has written on a tensor of recv of 2 int64, from rank 0 (@) before it waited for it.")
+@fault(
+    2,
+    "rank 1 has written on a tensor of recv of 2 int64, from rank 0 (@) before it waited for it.",
+)
 def writes_past_torch_before_it_waits(rank: int) -> None:
     begin()
     x = torch.ones(2, dtype=torch.int64)
@@ -261,14 +296,20 @@ def never_waits_where_a_default_device_is_set(rank: int) -> None:
         dist.all_reduce(torch.ones(2), async_op=True)
 
 
-@fault(2, "rank 1 begins a profiler of torch (@), and rank 0 has one open (@). torch has one profiler for a process")
+@fault(
+    2,
+    "rank 1 begins a profiler of torch (@), and rank 0 has one open (@). torch has one profiler for a process",
+)
 def two_ranks_profile(rank: int) -> None:
     begin()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
         dist.all_reduce(torch.ones(2))
 
 
-@fault(2, "rank 0 has ended, and never waited for all_reduce #1 of 2 float32, sum (@): its tensors hold nothing of use")
+@fault(
+    2,
+    "rank 0 has ended, and never waited for all_reduce #1 of 2 float32, sum (@): its tensors hold nothing of use",
+)
 def a_forgotten_wait(rank: int) -> None:
     begin()
     work = dist.all_reduce(torch.ones(2), async_op=True)
@@ -298,13 +339,21 @@ def scattered_by_other_sizes(rank: int) -> None:
     dist.reduce_scatter_tensor(torch.empty(2 + rank), torch.ones(4 + 2 * rank))
 
 
-@fault(2, "Rank 0 has room for 1 float32 in all_to_all #1 of 2 float32 (@), and 2 float32 are sent to it")
+@fault(
+    2,
+    "Rank 0 has room for 1 float32 in all_to_all #1 of 2 float32 (@), and 2 float32 are sent to it",
+)
 def splits_that_do_not_fit(rank: int) -> None:
     begin()
-    dist.all_to_all_single(torch.empty(2), torch.ones(3 if rank else 2), [1, 1], [2, 1] if rank else [1, 1])
+    dist.all_to_all_single(
+        torch.empty(2), torch.ones(3 if rank else 2), [1, 1], [2, 1] if rank else [1, 1]
+    )
 
 
-@fault(2, "  rank 0 waits for 'default_pg/...answer' in the store of torch.distributed\n  rank 1 has ended")
+@fault(
+    2,
+    "  rank 0 waits for 'default_pg/...answer' in the store of torch.distributed\n  rank 1 has ended",
+)
 def a_note_that_nobody_leaves(rank: int) -> None:
     begin()
     if rank == 0:
@@ -320,7 +369,10 @@ def a_question_without_end(rank: int) -> None:
             pass
 
 
-@fault(2, "  rank 0 waits in all_gather #... of ... float32 (@) for rank 1\n  rank 1 has ended")
+@fault(
+    2,
+    "  rank 0 waits in all_gather #... of ... float32 (@) for rank 1\n  rank 1 has ended",
+)
 def a_whole_tensor_on_the_first_rank_only(rank: int) -> None:
     begin()
     model = nn.Linear(4, 4)
@@ -344,7 +396,10 @@ def an_error_that_is_swallowed(rank: int) -> None:
         dist.all_reduce(torch.ones(2 + rank))
 
 
-@fault(2, "init_rpc was called in a rank. torch.distributed.rpc has one agent for a process")
+@fault(
+    2,
+    "init_rpc was called in a rank. torch.distributed.rpc has one agent for a process",
+)
 def calls_of_functions_elsewhere(rank: int) -> None:
     rpc.init_rpc(f"worker{rank}", rank=rank, world_size=2)
 
@@ -367,7 +422,11 @@ def a_thread_of_its_own(rank: int) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")  # of torch's internals, about themselves
-@pytest.mark.parametrize(("program", "n", "message"), FAULTS, ids=[program.__name__ for program, _, _ in FAULTS])
+@pytest.mark.parametrize(
+    ("program", "n", "message"),
+    FAULTS,
+    ids=[program.__name__ for program, _, _ in FAULTS],
+)
 def test_a_fault_is_named_at_once(program: Program, n: int, message: str) -> None:
     with pytest.raises(RuntimeError, match=message):
         run_ranks(program, n)
@@ -408,8 +467,12 @@ def test_a_module_that_waits_for_other_ranks_while_it_is_imported_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The second rank waited for Python's lock of the module, which the first one held in its barrier: for ever."""
-    (tmp_path / "meets.py").write_text("import torch.distributed as dist\ndist.barrier()\n")
-    (tmp_path / "imports_it.py").write_text("import meets\n")  # the lock may be that of a module further inside
+    (tmp_path / "meets.py").write_text(
+        "import torch.distributed as dist\ndist.barrier()\n"
+    )
+    (tmp_path / "imports_it.py").write_text(
+        "import meets\n"
+    )  # the lock may be that of a module further inside
     monkeypatch.syspath_prepend(tmp_path)
 
     def main(rank: int) -> None:
@@ -421,7 +484,9 @@ def test_a_module_that_waits_for_other_ranks_while_it_is_imported_is_refused(
         run_ranks(main, 2)
     first, second = str(caught.value).splitlines()[1:]
     assert first == "  rank 0 waits in barrier #1 (meets.py:2) for rank 1"
-    assert second.startswith("  rank 1 imports imports_it, which another rank has begun to import. Ranks share modules")
+    assert second.startswith(
+        "  rank 1 imports imports_it, which another rank has begun to import. Ranks share modules"
+    )
     assert _bootstrap._ModuleLock.acquire is acquire
     assert not {"meets", "imports_it"} & sys.modules.keys()
 
@@ -433,7 +498,10 @@ def test_an_exit_status_is_an_error_of_its_rank_and_none_is_an_end() -> None:
     with pytest.raises(SystemExit) as caught:
         run_ranks(main, 2)
     assert caught.value.code == 1
-    assert run_ranks(lambda rank: (_ for _ in ()).throw(SystemExit(0)), 2)[0] == [None, None]
+    assert run_ranks(lambda rank: (_ for _ in ()).throw(SystemExit(0)), 2)[0] == [
+        None,
+        None,
+    ]
 
 
 def test_torch_finds_models_that_differ_between_ranks() -> None:
@@ -449,7 +517,10 @@ def test_an_asynchronous_result_holds_nothing_of_use_before_it_is_waited_for() -
     def main(rank: int) -> tuple[bool, int, float, int]:
         begin()
         x, count = torch.ones(1), torch.ones(1, dtype=torch.int64)
-        works = [dist.all_reduce(x, async_op=True), dist.all_reduce(count, async_op=True)]
+        works = [
+            dist.all_reduce(x, async_op=True),
+            dist.all_reduce(count, async_op=True),
+        ]
         early = bool(x.isnan()), int(count)
         for work in works:
             work.wait()  # type: ignore[union-attr]
@@ -468,12 +539,19 @@ def test_sparse_tensors_and_splits_in_a_tensor_are_exchanged() -> None:
         gradient = model.module.weight.grad
         whole = [torch.zeros(2), torch.zeros(2)]
         group = dist.distributed_c10d._get_default_group()
-        group.allgather_coalesced([[piece] for piece in whole], [torch.full((2,), float(rank))]).wait()
+        group.allgather_coalesced(
+            [[piece] for piece in whole], [torch.full((2,), float(rank))]
+        ).wait()
         got = torch.zeros(3)
         splits: Any = torch.tensor([1, 2] if rank == 0 else [2, 1])
         dist.all_to_all_single(got, torch.arange(3.0) + 10 * rank, splits, splits)
         assert gradient is not None
-        return [sparse.to_dense().tolist(), gradient.to_dense().flatten().tolist(), whole[1].tolist(), got.tolist()]
+        return [
+            sparse.to_dense().tolist(),
+            gradient.to_dense().flatten().tolist(),
+            whole[1].tolist(),
+            got.tolist(),
+        ]
 
     first, second = run_ranks(main, 2)[0]
     assert first == [[1, 1, 0], [0.25, 0.25, 0, 0, 0, 0.5], [1, 1], [0, 10, 11]]
@@ -515,7 +593,9 @@ REFUSED_BEFORE: list[tuple[Callable[[], object], type[Exception], str]] = [
 
 
 @pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
-@pytest.mark.parametrize("call, error, words", REFUSED_BEFORE, ids=range(len(REFUSED_BEFORE)))
+@pytest.mark.parametrize(
+    "call, error, words", REFUSED_BEFORE, ids=range(len(REFUSED_BEFORE))
+)
 def test_a_rank_that_can_see_its_own_mistake_goes_on(
     call: Callable[[], object], error: type[Exception], words: str
 ) -> None:

@@ -19,7 +19,9 @@ from torchstrategy.testing import lint_training, record_streams, run_ranks
 
 RANKS, STEPS, ROWS = 4, 4, 8
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # torch says of its own flattened meshes what it has deprecated
+pytestmark = pytest.mark.filterwarnings(
+    "ignore"
+)  # torch says of its own flattened meshes what it has deprecated
 Make = Callable[..., torch.optim.Optimizer]
 
 
@@ -43,11 +45,15 @@ def make_net() -> Net:
 
 
 def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    rows = torch.randn(ROWS, 6, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+    rows = torch.randn(
+        ROWS, 6, generator=torch.Generator().manual_seed(step), dtype=torch.float64
+    )
     return rows, rows.sum(1, keepdim=True)
 
 
-def fit(net: Net, optimizer: torch.optim.Optimizer, rank: int, ranks: int, is_reduced: bool) -> None:
+def fit(
+    net: Net, optimizer: torch.optim.Optimizer, rank: int, ranks: int, is_reduced: bool
+) -> None:
     for step in range(STEPS):
         x, y = (part[rank::ranks] for part in batch(step))
         nn.functional.mse_loss(net(x).double(), y).backward()
@@ -59,21 +65,35 @@ def fit(net: Net, optimizer: torch.optim.Optimizer, rank: int, ranks: int, is_re
 
 
 def optimizer_of(net: Net, make: Make, **options: Any) -> torch.optim.Optimizer:
-    decayed = [parameter for name, parameter in net.named_parameters() if name != "gain"]
-    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": [net.gain], "weight_decay": 0.0}]
+    decayed = [
+        parameter for name, parameter in net.named_parameters() if name != "gain"
+    ]
+    groups = [
+        {"params": decayed, "weight_decay": 0.1},
+        {"params": [net.gain], "weight_decay": 0.0},
+    ]
     return make(groups, lr=0.05, **options)
 
 
-def sharded(make: Make, options: dict[str, Any], is_ignored: bool, **policies: Any) -> list[list[torch.Tensor]]:
+def sharded(
+    make: Make, options: dict[str, Any], is_ignored: bool, **policies: Any
+) -> list[list[torch.Tensor]]:
     def main(rank: int) -> list[torch.Tensor]:
         dist.init_process_group("gloo")
         mesh, net = init_device_mesh("cpu", (RANKS,)), make_net()
         for layer in net.layers:
             fully_shard(layer, mesh=mesh, **policies)
-        fully_shard(net, mesh=mesh, ignored_params={net.gain} if is_ignored else None, **policies)
+        fully_shard(
+            net,
+            mesh=mesh,
+            ignored_params={net.gain} if is_ignored else None,
+            **policies,
+        )
         fit(net, optimizer_of(net, make, **options), rank, RANKS, is_ignored)
         return [
-            (parameter.full_tensor() if isinstance(parameter, DTensor) else parameter).detach().clone()
+            (parameter.full_tensor() if isinstance(parameter, DTensor) else parameter)
+            .detach()
+            .clone()
             for parameter in net.parameters()
         ]
 
@@ -88,8 +108,12 @@ def on_one_device(make: Make, options: dict[str, Any]) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("is_ignored", [True, False])
-@pytest.mark.parametrize("options", [{"foreach": True}, {"foreach": False}, {"fused": True}, {}])
-def test_adamw_steps_on_shards_and_on_a_parameter_that_is_ignored(options: dict[str, Any], is_ignored: bool) -> None:
+@pytest.mark.parametrize(
+    "options", [{"foreach": True}, {"foreach": False}, {"fused": True}, {}]
+)
+def test_adamw_steps_on_shards_and_on_a_parameter_that_is_ignored(
+    options: dict[str, Any], is_ignored: bool
+) -> None:
     expected = on_one_device(torch.optim.AdamW, options)
     for parameters in sharded(torch.optim.AdamW, options, is_ignored):
         assert_close(parameters, expected, rtol=1e-10, atol=1e-12)
@@ -104,10 +128,16 @@ def test_sgd_with_momentum_steps_on_shards() -> None:
 
 @pytest.mark.parametrize("after_forward", [True, False, 2])
 @pytest.mark.parametrize("is_offloaded", [True, False])
-def test_shards_that_are_kept_gathered_or_on_the_cpu(after_forward: bool | int, is_offloaded: bool) -> None:
-    policies: dict[str, Any] = {"offload_policy": CPUOffloadPolicy(pin_memory=False)} if is_offloaded else {}
+def test_shards_that_are_kept_gathered_or_on_the_cpu(
+    after_forward: bool | int, is_offloaded: bool
+) -> None:
+    policies: dict[str, Any] = (
+        {"offload_policy": CPUOffloadPolicy(pin_memory=False)} if is_offloaded else {}
+    )
     expected = on_one_device(torch.optim.AdamW, {})
-    for parameters in sharded(torch.optim.AdamW, {}, True, reshard_after_forward=after_forward, **policies):
+    for parameters in sharded(
+        torch.optim.AdamW, {}, True, reshard_after_forward=after_forward, **policies
+    ):
         assert_close(parameters, expected, rtol=1e-10, atol=1e-12)
 
 
@@ -137,7 +167,9 @@ def test_distributed_tensors_are_saved_and_counted_as_in_processes() -> None:
     with record_streams():
         watched = run_ranks(main, 2)[0]
     for (whole, versions), (expected, counted) in zip(watched, plainly, strict=True):
-        assert torch.equal(whole, torch.arange(4.0) * 4) and torch.equal(whole, expected)
+        assert torch.equal(whole, torch.arange(4.0) * 4) and torch.equal(
+            whole, expected
+        )
         assert versions == counted
 
 
@@ -148,12 +180,16 @@ class Named(torch.Tensor):
 
     @staticmethod
     def __new__(cls, content: torch.Tensor) -> Named:
-        made: Named = torch.Tensor._make_wrapper_subclass(cls, content.shape, dtype=content.dtype)
+        made: Named = torch.Tensor._make_wrapper_subclass(
+            cls, content.shape, dtype=content.dtype
+        )
         made.content = content
         return made
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:  # type: ignore[override]
         inner = [one.content if isinstance(one, Named) else one for one in args]
         result = func(*inner, **(kwargs or {}))
         return args[0] if result is inner[0] else result

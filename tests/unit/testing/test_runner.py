@@ -26,10 +26,14 @@ PROGRAMS = ROOT / "tests" / "programs"
 RUN = ("-W", "ignore", "-m", "torchstrategy.testing.run")
 
 
-def run(folder: Path, *arguments: str) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
+def run(
+    folder: Path, *arguments: str
+) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
     """Runs a program; returns what it printed, and the numbers of the report."""
     file = folder / "report.json"
-    done = python(*RUN, "--json", str(file), *arguments, folder=folder, **NO_ACCELERATOR)
+    done = python(
+        *RUN, "--json", str(file), *arguments, folder=folder, **NO_ACCELERATOR
+    )
     return done, json.loads(file.read_text()) if file.exists() else {}
 
 
@@ -42,37 +46,71 @@ UNTOUCHED: dict[str, tuple[list[str], list[str], str, dict[str, Any]]] = {
     "gan.py": ([], ["--ngpu", "2"], "Loss_D", {"steps": 3}),
     "rnn.py": ([], [], "ppl", {"steps": 0}),
     "vae.py": ([], [], "Epoch: 4 Average loss", {"steps": 8}),
-    "prefetcher.py": (["--strict"], [], "ms on simulated device 1", {"steps": 4, "races": []}),
+    "prefetcher.py": (
+        ["--strict"],
+        [],
+        "ms on simulated device 1",
+        {"steps": 4, "races": []},
+    ),
     "spawned_ddp.py": ([], ["."], "rank 3 of 4 is on cuda:3", {"steps": 1}),
     "own_data_parallel.py": (["--ranks", "4"], [], "Rank  3 , epoch  1", {"steps": 4}),
-    "torchrun_ddp.py": (["--ranks", "4"], ["2", "1"], "Epoch 1 | Training snapshot", {"steps": 4}),
+    "torchrun_ddp.py": (
+        ["--ranks", "4"],
+        ["2", "1"],
+        "Epoch 1 | Training snapshot",
+        {"steps": 4},
+    ),
     "tensor_parallel.py": (["--ranks", "4"], [], "iter 2 completed", {"steps": 3}),
-    "fsdp_checkpoints.py": (["--ranks", "4"], ["--folder", "dcp"], "step 1: ", {"steps": 2}),
+    "fsdp_checkpoints.py": (
+        ["--ranks", "4"],
+        ["--folder", "dcp"],
+        "step 1: ",
+        {"steps": 2},
+    ),
 }
 
 
 @pytest.mark.parametrize("name", UNTOUCHED)
 def test_a_public_program_runs_untouched(name: str, tmp_path: Path) -> None:
     options, arguments, printed, reported = UNTOUCHED[name]
-    done, report = run(tmp_path, "--devices", "4", "--as-cuda", *options, str(PROGRAMS / name), *arguments)
+    done, report = run(
+        tmp_path,
+        "--devices",
+        "4",
+        "--as-cuda",
+        *options,
+        str(PROGRAMS / name),
+        *arguments,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     assert re.search(printed.replace("|", r"\|"), done.stdout), done.stdout
     assert {key: report[key] for key in reported} == reported
     assert f"{name}: " in done.stderr and "exit status 0" in done.stderr
 
 
-def test_a_program_in_a_package_runs_with_m_and_stops_where_it_is_told(tmp_path: Path) -> None:
+def test_a_program_in_a_package_runs_with_m_and_stops_where_it_is_told(
+    tmp_path: Path,
+) -> None:
     options = ("--as-cuda", "--stop-after", "2", "-m", "tests.programs.packaged", "5")
     done, report = run(ROOT, "--json", str(tmp_path / "report.json"), *options)
     assert done.returncode == 0, done.stderr
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["steps"] == 2 and done.stdout.count("step ") == 1
-    assert {"from": "cuda:0", "to": "cuda:1", "copies": 2, "bytes": 1024} in report["routes"]
+    assert {"from": "cuda:0", "to": "cuda:1", "copies": 2, "bytes": 1024} in report[
+        "routes"
+    ]
 
 
 def test_lines_that_programs_for_cuda_say_hold(tmp_path: Path) -> None:
     lines = PROGRAMS / "cudaisms.txt"
-    done, _ = run(tmp_path, "--devices", "4", "--as-cuda", str(PROGRAMS / "says_cuda.py"), str(lines))
+    done, _ = run(
+        tmp_path,
+        "--devices",
+        "4",
+        "--as-cuda",
+        str(PROGRAMS / "says_cuda.py"),
+        str(lines),
+    )
     wrong = done.stdout.splitlines()
     assert len(lines.read_text().splitlines()) == 111
     assert done.returncode == 0 and len(wrong) <= 4, done.stdout
@@ -172,7 +210,9 @@ def test_functions_of_torch_that_ask_for_devices_run(tmp_path: Path) -> None:
         ("def f(:", 2, "SyntaxError"),
     ],
 )
-def test_the_exit_status_is_that_of_the_program(program: str, status: int, printed: str, tmp_path: Path) -> None:
+def test_the_exit_status_is_that_of_the_program(
+    program: str, status: int, printed: str, tmp_path: Path
+) -> None:
     (tmp_path / "program.py").write_text(program)
     done, _ = run(tmp_path, "program.py")
     assert done.returncode == status, done.stderr
@@ -198,7 +238,10 @@ def test_a_write_of_numpy_on_a_buffer_that_is_copied_is_a_race(tmp_path: Path) -
     )
     done, report = run(tmp_path, "--strict", "program.py")
     assert done.returncode == 1 and len(report["races"]) == 1
-    assert "a copy (program.py:4), on the default stream of cuda:0, reads was written on the CPU" in done.stderr
+    assert (
+        "a copy (program.py:4), on the default stream of cuda:0, reads was written on the CPU"
+        in done.stderr
+    )
 
 
 def test_memory_may_be_pinned_where_it_is_made(tmp_path: Path) -> None:
@@ -264,7 +307,12 @@ def test_ctrl_c_ends_a_program_with_the_report_so_far(tmp_path: Path) -> None:
     command = [sys.executable, *RUN[:-2], "-c", begin, "--ranks", "2", "program.py"]
     environment = {**os.environ, **LEAN, **NO_ACCELERATOR, "PYTHONPATH": str(ROOT)}
     with subprocess.Popen(
-        command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command,
+        cwd=tmp_path,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     ) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "now\n"
@@ -274,7 +322,10 @@ def test_ctrl_c_ends_a_program_with_the_report_so_far(tmp_path: Path) -> None:
         finally:
             process.kill()
     assert process.returncode == 130
-    assert "program.py: 0 steps" in printed and "cpu -> cuda:0  12 bytes in 1 tensor" in printed
+    assert (
+        "program.py: 0 steps" in printed
+        and "cpu -> cuda:0  12 bytes in 1 tensor" in printed
+    )
 
 
 def test_the_report_says_who_waited_where_beside_the_failure(tmp_path: Path) -> None:
@@ -291,16 +342,27 @@ def test_the_report_says_who_waited_where_beside_the_failure(tmp_path: Path) -> 
         "    torch.ones(2, device='cuda:0') + torch.ones(2, device='cuda:1')\n"
         "dist.all_reduce(torch.ones(4, device='cuda'))\n"
     )
-    done, report = run(tmp_path, "--ranks", "2", "--as-cuda", "--order", "random:3", "program.py")
+    done, report = run(
+        tmp_path, "--ranks", "2", "--as-cuda", "--order", "random:3", "program.py"
+    )
     assert done.returncode == 1
     waits = "rank 0 waits in all_reduce #1 of 4 float32, sum (program.py:12) for rank 1"
     assert done.stderr.count(waits) >= 1 and report["ranks"]["order"] == "random:3"
-    assert [(failed["rank"], failed["error"][:12]) for failed in report["ranks"]["failed"]] == [(1, "RuntimeError")]
-    assert report["ranks"]["waiting"] == [{"rank": 0, "where": waits.removeprefix("rank 0 ")}]
-    assert "Order of the ranks: random:3\nRanks that could not go on\n  rank 1 failed: RuntimeError: " in done.stderr
+    assert [
+        (failed["rank"], failed["error"][:12]) for failed in report["ranks"]["failed"]
+    ] == [(1, "RuntimeError")]
+    assert report["ranks"]["waiting"] == [
+        {"rank": 0, "where": waits.removeprefix("rank 0 ")}
+    ]
+    assert (
+        "Order of the ranks: random:3\nRanks that could not go on\n  rank 1 failed: RuntimeError: "
+        in done.stderr
+    )
     # Messages are in the program's words, and have none of our frames.
     assert (
-        "cuda:0 and cuda:1" in done.stderr and "sim:" not in done.stderr and "torchstrategy/testing" not in done.stderr
+        "cuda:0 and cuda:1" in done.stderr
+        and "sim:" not in done.stderr
+        and "torchstrategy/testing" not in done.stderr
     )
     assert report["notes"] == [
         "torch.compile was called 2 times for inductor, and ran aot_eager (--compile)",
@@ -321,12 +383,20 @@ def test_a_program_without_ranks_is_alone(tmp_path: Path) -> None:
         "os.environ['LOCAL_RANK']\n"
     )
     done, report = run(tmp_path, "--compile", "refuse", "program.py")
-    assert done.stdout == "1 [1.0, 1.0]\n" and report["collectives"]["barrier"]["calls"] == 1
-    assert done.returncode == 1 and "which torchrun sets: run it with --ranks 2." in done.stderr
+    assert (
+        done.stdout == "1 [1.0, 1.0]\n"
+        and report["collectives"]["barrier"]["calls"] == 1
+    )
+    assert (
+        done.returncode == 1
+        and "which torchrun sets: run it with --ranks 2." in done.stderr
+    )
 
 
 @pytest.mark.parametrize("spawned", [True, False])
-def test_ranks_of_a_program_that_sets_no_seed_draw_other_numbers(tmp_path: Path, spawned: bool) -> None:
+def test_ranks_of_a_program_that_sets_no_seed_draw_other_numbers(
+    tmp_path: Path, spawned: bool
+) -> None:
     """Each process of `torchrun` has seeds of its own. A lint said that all ranks of a program dropped the same."""
     (tmp_path / "program.py").write_text(
         "import random, numpy, torch\n"
@@ -339,8 +409,12 @@ def test_ranks_of_a_program_that_sets_no_seed_draw_other_numbers(tmp_path: Path,
     )
     done, _ = run(tmp_path, *([] if spawned else ["--ranks", "2"]), "program.py")
     lines = [line.split() for line in done.stdout.splitlines()]
-    drawn, seeded = ([line[1:] for line in lines if line[0] == word] for word in ("drawn", "seeded"))
-    assert len(drawn) == 2 and all(one != other for one, other in zip(*drawn, strict=True)), drawn
+    drawn, seeded = (
+        [line[1:] for line in lines if line[0] == word] for word in ("drawn", "seeded")
+    )
+    assert len(drawn) == 2 and all(
+        one != other for one, other in zip(*drawn, strict=True)
+    ), drawn
     assert len(seeded) == 2 and seeded[0] == seeded[1]
 
 
@@ -366,11 +440,15 @@ def test_each_rank_of_a_program_may_start_hydra(tmp_path: Path) -> None:
         "print('hydra of', os.environ['RANK'], GlobalHydra.instance().hydra)\n"
     )
     done, _ = run(tmp_path, "--ranks", "2", "program.py")
-    assert sorted(done.stdout.splitlines()) == ["hydra of 0 0", "hydra of 1 1"], done.stderr
+    assert sorted(done.stdout.splitlines()) == ["hydra of 0 0", "hydra of 1 1"], (
+        done.stderr
+    )
 
 
 @pytest.mark.parametrize("shared", [True, False])
-def test_a_program_whose_processes_share_a_model_is_told_to_use_ranks(tmp_path: Path, shared: bool) -> None:
+def test_a_program_whose_processes_share_a_model_is_told_to_use_ranks(
+    tmp_path: Path, shared: bool
+) -> None:
     """It ended with `bad value(s) in fds_to_keep`, which named neither the cause nor what to do."""
     (tmp_path / "program.py").write_text(
         "import torch, torch.multiprocessing as mp\n"
@@ -384,11 +462,18 @@ def test_a_program_whose_processes_share_a_model_is_told_to_use_ranks(tmp_path: 
         "    process.join()\n"
     )
     done, _ = run(tmp_path, str(tmp_path / "program.py"))
-    assert done.returncode == int(shared) and ("trains" in done.stdout) is not shared, done.stderr
-    assert ("cannot share a tensor on cuda:0. Let torch.multiprocessing.spawn" in done.stderr) is shared
+    assert done.returncode == int(shared) and ("trains" in done.stdout) is not shared, (
+        done.stderr
+    )
+    assert (
+        "cannot share a tensor on cuda:0. Let torch.multiprocessing.spawn"
+        in done.stderr
+    ) is shared
 
 
-def test_a_program_that_silences_its_ranks_does_not_silence_the_report(tmp_path: Path) -> None:
+def test_a_program_that_silences_its_ranks_does_not_silence_the_report(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "program.py").write_text(
         """if True:
         import builtins, os, sys, logging
@@ -422,24 +507,44 @@ def test_a_program_that_silences_its_ranks_does_not_silence_the_report(tmp_path:
         ("import os; os.execv('/bin/true', ['true'])", 1),
     ],
 )
-def test_no_program_ends_without_a_report(program: str, status: int, ranks: list[str], tmp_path: Path) -> None:
+def test_no_program_ends_without_a_report(
+    program: str, status: int, ranks: list[str], tmp_path: Path
+) -> None:
     (tmp_path / "program.py").write_text(program)
     options = ["--json", "report.json", *ranks]  # a folder is that of the start
     done = python(*RUN, *options, "program.py", folder=tmp_path, **NO_ACCELERATOR)
     assert done.returncode == status, done.stderr
-    assert f"program.py: 0 steps on 2 simulated devices, exit status {status}" in done.stderr
+    assert (
+        f"program.py: 0 steps on 2 simulated devices, exit status {status}"
+        in done.stderr
+    )
     assert json.loads((tmp_path / "report.json").read_text())["status"] == status
-    assert "os.execv" not in program or "Start what it starts with torchstrategy.testing.run" in done.stderr
+    assert (
+        "os.execv" not in program
+        or "Start what it starts with torchstrategy.testing.run" in done.stderr
+    )
 
 
 def test_a_report_that_cannot_be_written_is_no_success(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text("print('ran')")
-    done = python(*RUN, "--json", "missing/report.json", "program.py", folder=tmp_path, **NO_ACCELERATOR)
+    done = python(
+        *RUN,
+        "--json",
+        "missing/report.json",
+        "program.py",
+        folder=tmp_path,
+        **NO_ACCELERATOR,
+    )
     assert done.returncode == 1 and done.stdout == "ran\n"
-    assert "the report could not be written: " in done.stderr and "missing/report.json" in done.stderr
+    assert (
+        "the report could not be written: " in done.stderr
+        and "missing/report.json" in done.stderr
+    )
 
 
-def test_a_collective_that_nobody_waits_for_is_found_in_a_program(tmp_path: Path) -> None:
+def test_a_collective_that_nobody_waits_for_is_found_in_a_program(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "program.py").write_text(
         "import torch\nimport torch.distributed as dist\n"
         "dist.init_process_group('nccl')\n"
@@ -448,10 +553,14 @@ def test_a_collective_that_nobody_waits_for_is_found_in_a_program(tmp_path: Path
     )
     done, _ = run(tmp_path, "--ranks", "2", "program.py")
     assert done.returncode == 1
-    assert "never waited for all_reduce #1 of 4 float32, sum (program.py:5)" in done.stderr
+    assert (
+        "never waited for all_reduce #1 of 4 float32, sum (program.py:5)" in done.stderr
+    )
 
 
-def test_each_rank_finds_the_classes_of_its_script_where_pickle_looks(tmp_path: Path) -> None:
+def test_each_rank_finds_the_classes_of_its_script_where_pickle_looks(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "program.py").write_text(
         "import torch.distributed as dist\n"
         "class Found:\n    pass\n"
@@ -493,14 +602,19 @@ def test_a_rank_that_waits_for_ever_is_named(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (["missing.py"], "No such file or directory: 'missing.py'"),
-        (["-m", "a_module_that_is_missing"], "No module named 'a_module_that_is_missing' that could be run"),
+        (
+            ["-m", "a_module_that_is_missing"],
+            "No module named 'a_module_that_is_missing' that could be run",
+        ),
         (["--devices", "0", "program.py"], "'0' is not 1 or more"),
         (["--profile", "Z80", "program.py"], "There is no profile 'Z80'"),
         (["--shapes-only", "program.py"], "--shapes-only needs --profile"),
         (["--trace", "here", "program.py"], "--trace needs --profile"),
     ],
 )
-def test_what_cannot_be_run_is_a_usage_error(arguments: list[str], message: str, tmp_path: Path) -> None:
+def test_what_cannot_be_run_is_a_usage_error(
+    arguments: list[str], message: str, tmp_path: Path
+) -> None:
     done, report = run(tmp_path, *arguments)
     assert done.returncode == 2 and message in done.stderr and not report
 
@@ -517,7 +631,9 @@ def test_the_report_and_its_json_have_the_same_numbers() -> None:
         pageable_copies=Counter({"train.py:7": 2, "train.py:8": 0}),
         synchronizations=Counter({("a number is read", "train.py:9"): 5}),
     )
-    report = Report("train.py", 0, seen, [123, 9_999_999], ["one race"], RankRecord(), "cuda")
+    report = Report(
+        "train.py", 0, seen, [123, 9_999_999], ["one race"], RankRecord(), "cuda"
+    )
     assert str(report) == (
         "train.py: 2 steps on 2 simulated devices, exit status 0\n"
         "Copies\n"
@@ -546,7 +662,9 @@ def test_the_report_and_its_json_have_the_same_numbers() -> None:
         ],
         "blocking_copies": {f"train.py:{line}": line for line in range(7, 0, -1)},
         "pageable_copies": {"train.py:7": 2},
-        "synchronizations": [{"why": "a number is read", "line": "train.py:9", "times": 5}],
+        "synchronizations": [
+            {"why": "a number is read", "line": "train.py:9", "times": 5}
+        ],
         "peak_bytes": {"cuda:0": 123, "cuda:1": 9_999_999},
         "races": ["one race"],
         "notes": [],
@@ -579,7 +697,15 @@ for _ in range(4):
 
 def test_a_profile_predicts_times_on_the_programs_own_clock_too(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(MEASURED)
-    options = ("--ranks", "2", "--profile", "A100", "--shapes-only", "--trace", "deep/timeline")
+    options = (
+        "--ranks",
+        "2",
+        "--profile",
+        "A100",
+        "--shapes-only",
+        "--trace",
+        "deep/timeline",
+    )
     done, report = run(tmp_path, *options, "program.py")
     assert done.returncode == 0, done.stderr
     predicted = report["predicted"]
@@ -592,18 +718,29 @@ def test_a_profile_predicts_times_on_the_programs_own_clock_too(tmp_path: Path) 
     # The text has the same numbers.
     step, without = predicted["typical_step"], predicted["without_set_up"]
     assert step["seconds"] == sorted(predicted["steps"])[1]
-    assert f"set-up, with the first step: {1e3 * predicted['set_up']:.2f} ms" in done.stderr
+    assert (
+        f"set-up, with the first step: {1e3 * predicted['set_up']:.2f} ms"
+        in done.stderr
+    )
     assert f"a step takes {1e3 * step['seconds']:.2f} ms" in done.stderr
     for name, device in step["devices"].items():
         busy, mfu = without["busy"][name] / without["seconds"], without["mfu"][name]
-        assert f"{name}: computes {busy:.0%} of the time of the steps, MFU {mfu:.1%}" in done.stderr
+        assert (
+            f"{name}: computes {busy:.0%} of the time of the steps, MFU {mfu:.1%}"
+            in done.stderr
+        )
         assert f"{1e3 * device['computes']:.2f} ms computing" in done.stderr
-        assert device["computes"] + device["exposed"] + device["idle"] == pytest.approx(step["seconds"])
+        assert device["computes"] + device["exposed"] + device["idle"] == pytest.approx(
+            step["seconds"]
+        )
     assert len(predicted["each_step"]) == len(predicted["steps"]) == 3
     longest = max(predicted["waits"], key=lambda wait: wait["seconds"])
     assert f"{1e3 * longest['seconds']:.2f} ms at {longest['line']}" in done.stderr
     assert "sim:" not in done.stderr
-    assert {file.name for file in (tmp_path / "deep" / "timeline").iterdir()} == {"timeline.svg", "trace.json"}
+    assert {file.name for file in (tmp_path / "deep" / "timeline").iterdir()} == {
+        "timeline.svg",
+        "trace.json",
+    }
 
 
 STEPS = """
@@ -616,7 +753,9 @@ for _ in range(4):
 """
 
 
-def test_a_program_without_an_optimizer_says_where_its_steps_end(tmp_path: Path) -> None:
+def test_a_program_without_an_optimizer_says_where_its_steps_end(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "program.py").write_text(STEPS.format(read="cpu()"))
     done, report = run(tmp_path, "--profile", "A100", "--stop-after", "3", "program.py")
     assert done.returncode == 0, done.stderr
@@ -627,9 +766,17 @@ def test_advice_is_in_the_report_and_in_its_json(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(STEPS.format(read="item()"))
     done, report = run(tmp_path, "--profile", "A100", "program.py")
     (advice,) = report["predicted"]["advice"]
-    assert advice["write"] == "no .item() each step (program.py:6)" and advice["after"] < advice["before"]
-    figures = f"{1e6 * advice['before']:.1f} us -> {1e6 * advice['after']:.1f} us a step"
-    assert f"Predicted to be faster\n  no .item() each step (program.py:6): {figures}\n" in done.stderr
+    assert (
+        advice["write"] == "no .item() each step (program.py:6)"
+        and advice["after"] < advice["before"]
+    )
+    figures = (
+        f"{1e6 * advice['before']:.1f} us -> {1e6 * advice['after']:.1f} us a step"
+    )
+    assert (
+        f"Predicted to be faster\n  no .item() each step (program.py:6): {figures}\n"
+        in done.stderr
+    )
 
 
 # Two reports
@@ -640,13 +787,24 @@ def test_a_report_is_compared_with_an_earlier_one(tmp_path: Path) -> None:
     before, _ = run(tmp_path, "--profile", "A100", "program.py")
     assert "Compared" not in before.stderr
     (tmp_path / "report.json").rename(tmp_path / "before.json")
-    same, _ = run(tmp_path, "--profile", "A100", "--compare", "before.json", "program.py")
-    assert same.stderr.endswith("\nCompared with before.json, program.py: no difference\n")
+    same, _ = run(
+        tmp_path, "--profile", "A100", "--compare", "before.json", "program.py"
+    )
+    assert same.stderr.endswith(
+        "\nCompared with before.json, program.py: no difference\n"
+    )
     (tmp_path / "program.py").write_text(STEPS.format(read="add(1)"))
-    after, _ = run(tmp_path, "--profile", "A100", "--compare", "before.json", "program.py")
-    lines = after.stderr.partition("Compared with before.json, program.py\n")[2].splitlines()
+    after, _ = run(
+        tmp_path, "--profile", "A100", "--compare", "before.json", "program.py"
+    )
+    lines = after.stderr.partition("Compared with before.json, program.py\n")[
+        2
+    ].splitlines()
     assert "  waits a step: 1 -> 0 (-100%)" in lines
-    assert any(re.fullmatch(r"  a step: [\d.]+ us -> [\d.]+ us \(-\d+%\)", line) for line in lines), lines
+    assert any(
+        re.fullmatch(r"  a step: [\d.]+ us -> [\d.]+ us \(-\d+%\)", line)
+        for line in lines
+    ), lines
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", None])
@@ -661,9 +819,16 @@ def test_what_is_no_report_cannot_be_compared(text: str | None, tmp_path: Path) 
 
 
 def test_findings_and_races_that_are_new_or_gone_are_a_difference() -> None:
-    report = Report("train.py", 0, Observations(), [10], ["an old race"], None, "cuda").as_json()
+    report = Report(
+        "train.py", 0, Observations(), [10], ["an old race"], None, "cuda"
+    ).as_json()
     found = {"name": "same-order", "says": "", "write": "", "lines": ["train.py:3"]}
-    later = {**report, "races": [], "findings": [found], "peak_bytes": {"cuda:0": 20_000}}
+    later = {
+        **report,
+        "races": [],
+        "findings": [found],
+        "peak_bytes": {"cuda:0": 20_000},
+    }
     assert differences(report, later, "before.json") == [
         "Compared with before.json, train.py",
         "  peak memory of cuda:0: 10 bytes -> 0.02 MiB (+199900%)",
@@ -672,22 +837,36 @@ def test_findings_and_races_that_are_new_or_gone_are_a_difference() -> None:
     ]
 
 
-def test_a_program_that_does_not_fit_into_the_gpu_runs_out_of_memory(tmp_path: Path) -> None:
-    program = "import torch\nx = [torch.empty(2**30, device='cuda') for _ in range(5)]\n"
+def test_a_program_that_does_not_fit_into_the_gpu_runs_out_of_memory(
+    tmp_path: Path,
+) -> None:
+    program = (
+        "import torch\nx = [torch.empty(2**30, device='cuda') for _ in range(5)]\n"
+    )
     (tmp_path / "program.py").write_text(program)
     done, report = run(tmp_path, "--profile", "V100", "--shapes-only", "program.py")
     assert done.returncode == 1 and "V100-SXM-16GB has 16.00 GiB" in done.stderr
     assert report["predicted"]["devices"]["cuda:0"]["peak_bytes"] > 2**34
 
 
-def test_the_text_of_a_program_of_the_docs_has_the_numbers_of_its_json(tmp_path: Path) -> None:
+def test_the_text_of_a_program_of_the_docs_has_the_numbers_of_its_json(
+    tmp_path: Path,
+) -> None:
     page = (ROOT / "docs" / "testing-cuda-scripts.md").read_text()
     program = page[page.index("# train.py") :]
     (tmp_path / "train.py").write_text(program[: program.index("```")])
-    done, report = run(tmp_path, "--devices", "2", "--as-cuda", "train.py", "--steps", "2")
+    done, report = run(
+        tmp_path, "--devices", "2", "--as-cuda", "train.py", "--steps", "2"
+    )
     for route in report["routes"]:
-        size = f"{route['bytes'] / 2**20:,.2f} MiB" if route["bytes"] >= 10_000 else f"{route['bytes']} bytes"
-        line = f"  {route['from']} -> {route['to']}  {size} in {route['copies']} tensors"
+        size = (
+            f"{route['bytes'] / 2**20:,.2f} MiB"
+            if route["bytes"] >= 10_000
+            else f"{route['bytes']} bytes"
+        )
+        line = (
+            f"  {route['from']} -> {route['to']}  {size} in {route['copies']} tensors"
+        )
         assert line in done.stderr and line in page
     for wait in report["synchronizations"]:
         line = f"{wait['times']:7}  {wait['why']}  {wait['line']}"
@@ -697,7 +876,11 @@ def test_the_text_of_a_program_of_the_docs_has_the_numbers_of_its_json(tmp_path:
         assert line in done.stderr and line in page
     for what in ("blocking_copies", "pageable_copies"):
         line = ", ".join(f"{line} ({times})" for line, times in report[what].items())
-        assert f"  {sum(report[what].values())} " in done.stderr and line in done.stderr and line in page
+        assert (
+            f"  {sum(report[what].values())} " in done.stderr
+            and line in done.stderr
+            and line in page
+        )
 
 
 def test_what_is_counted_is_what_the_program_does(tmp_path: Path) -> None:
@@ -721,8 +904,16 @@ def test_what_is_counted_is_what_the_program_does(tmp_path: Path) -> None:
         {"from": "cuda:0", "to": "cuda:1", "copies": 1, "bytes": 400},
         {"from": "cuda:1", "to": "cpu", "copies": 1, "bytes": 400},
     ]
-    assert report["blocking_copies"] == {"program.py:2": 1, "program.py:4": 1, "program.py:8": 1}
-    assert report["pageable_copies"] == {"program.py:2": 1, "program.py:4": 1, "program.py:8": 1}
+    assert report["blocking_copies"] == {
+        "program.py:2": 1,
+        "program.py:4": 1,
+        "program.py:8": 1,
+    }
+    assert report["pageable_copies"] == {
+        "program.py:2": 1,
+        "program.py:4": 1,
+        "program.py:8": 1,
+    }
     assert {(wait["line"], wait["why"]) for wait in report["synchronizations"]} == {
         ("program.py:6", "a number is read"),
         ("program.py:7", "a number is read"),

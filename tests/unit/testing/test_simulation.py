@@ -15,7 +15,9 @@ from torchstrategy.testing import _simulation
 
 ROOT = Path(__file__).resolve().parents[3]
 
-runs_here = pytest.mark.skipif(bool(_simulation.why_not_simulated()), reason=str(_simulation.why_not_simulated()))
+runs_here = pytest.mark.skipif(
+    bool(_simulation.why_not_simulated()), reason=str(_simulation.why_not_simulated())
+)
 is_plain = pytest.mark.skipif(
     bool(torchstrategy.testing.simulated_devices()),
     reason="begins without simulated devices: run pytest without --simulate-devices",
@@ -49,7 +51,9 @@ def test_an_older_torch_is_told_what_it_lacks(monkeypatch: pytest.MonkeyPatch) -
 
 
 @is_plain
-def test_another_device_type_from_outside_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_device_type_from_outside_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(_simulation, "privateuse1_name", lambda: "npu")
     with pytest.raises(RuntimeError, match="'npu' has taken it"):
         torchstrategy.testing.simulate_devices(2)
@@ -57,7 +61,9 @@ def test_another_device_type_from_outside_is_named(monkeypatch: pytest.MonkeyPat
 
 @is_plain
 def test_an_alias_of_no_devices_is_refused() -> None:
-    with pytest.raises(RuntimeError, match=r"call torchstrategy.testing.simulate_devices\(n\) first"):
+    with pytest.raises(
+        RuntimeError, match=r"call torchstrategy.testing.simulate_devices\(n\) first"
+    ):
         torchstrategy.testing.cuda_alias().__enter__()
     assert not hasattr(torch, "sim")
 
@@ -84,7 +90,10 @@ def test_the_same_count_may_be_asked_for_again_and_another_may_not() -> None:
         "assert len(testing.simulated_devices()) == 2\n"
         "testing.simulate_devices(3)\n"
     )
-    assert "RuntimeError: simulate_devices(3): this process simulates 2 devices" in done.stderr
+    assert (
+        "RuntimeError: simulate_devices(3): this process simulates 2 devices"
+        in done.stderr
+    )
 
 
 @runs_here
@@ -92,7 +101,10 @@ def test_one_device_is_enough_and_the_last_one_is_the_last() -> None:
     done = run_program(
         "print(testing.simulate_devices(1), torch.ones(2, device='sim') + 1)\ntorch.ones(1, device='sim:1')\n",
     )
-    assert done.stdout == "[device(type='sim', index=0)] tensor([2., 2.], device='sim:0')\n"
+    assert (
+        done.stdout
+        == "[device(type='sim', index=0)] tensor([2., 2.], device='sim:0')\n"
+    )
     assert "sim error: invalid device ordinal" in done.stderr
 
 
@@ -115,7 +127,9 @@ def test_a_process_ends_cleanly_with_work_graphs_and_cycles_alive() -> None:
 
 
 @runs_here
-def test_a_spawned_process_is_sent_tensors_if_it_simulates_devices_too(tmp_path: Path) -> None:
+def test_a_spawned_process_is_sent_tensors_if_it_simulates_devices_too(
+    tmp_path: Path,
+) -> None:
     program = tmp_path / "program.py"
     program.write_text(
         "import torch, torch.multiprocessing as multiprocessing\n"
@@ -135,8 +149,13 @@ def test_a_spawned_process_is_sent_tensors_if_it_simulates_devices_too(tmp_path:
         "    for _ in range(2): print(outbox.get())\n"
         "    process.join()\n"
     )
-    without, with_devices = python(str(program), folder=ROOT, PYTHONPATH=str(ROOT)).stdout.splitlines()
-    assert "Call torchstrategy.testing.simulate_devices(3), or more, in it as well" in without
+    without, with_devices = python(
+        str(program), folder=ROOT, PYTHONPATH=str(ROOT)
+    ).stdout.splitlines()
+    assert (
+        "Call torchstrategy.testing.simulate_devices(3), or more, in it as well"
+        in without
+    )
     assert with_devices == "tensor([1., 1.], device='sim:2')"
 
 
@@ -161,7 +180,10 @@ def test_a_spawned_process_is_given_a_model(tmp_path: Path) -> None:
         "    process.join()\n"
     )
     done = python(str(program), folder=ROOT, PYTHONPATH=str(ROOT))
-    assert done.stdout == """["tensor([[2., 2.]], device='sim:1')", "tensor([1.], device='sim:1')"]\n""", done.stderr
+    assert (
+        done.stdout
+        == """["tensor([[2., 2.]], device='sim:1')", "tensor([1.], device='sim:1')"]\n"""
+    ), done.stderr
 
 
 @runs_here

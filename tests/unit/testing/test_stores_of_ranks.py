@@ -16,7 +16,9 @@ _dist: Any = dist  # where types do not say that it has stores
 
 
 def make_by_port(rank: int, number: int, folder: Path) -> Any:
-    return _dist.TCPStore("localhost", 29700 + number, 2, rank == 0, timedelta(seconds=20))
+    return _dist.TCPStore(
+        "localhost", 29700 + number, 2, rank == 0, timedelta(seconds=20)
+    )
 
 
 def make_by_file(rank: int, number: int, folder: Path) -> Any:
@@ -41,7 +43,11 @@ def test_stores_at_two_places_are_two(make: Any, tmp_path: Path) -> None:
 def test_a_store_says_where_it_is(tmp_path: Path) -> None:
     def main(rank: int) -> None:
         free = [_dist.TCPStore("localhost", 0, 1, True) for _ in range(2)]
-        assert free[0].port != free[1].port and free[0].host == "localhost" and isinstance(free[0], _dist.TCPStore)
+        assert (
+            free[0].port != free[1].port
+            and free[0].host == "localhost"
+            and isinstance(free[0], _dist.TCPStore)
+        )
         free[0].set("mine", "1")
         assert not free[1].check(["mine"])
         assert make_by_file(rank, 1, tmp_path).path == str(tmp_path / "store1")
@@ -56,15 +62,25 @@ def test_what_a_store_has_can_be_counted_deleted_and_queued() -> None:
         dist.init_process_group("gloo")
         mine = make_by_port(rank, rank, Path())
         mine.set("a", "1")
-        assert mine.num_keys() == 1 and mine.list_keys() == ["a"] and mine.clone().get("a") == b"1"
-        assert mine.delete_key("a") and not mine.delete_key("a") and not mine.check(["a"])
+        assert (
+            mine.num_keys() == 1
+            and mine.list_keys() == ["a"]
+            and mine.clone().get("a") == b"1"
+        )
+        assert (
+            mine.delete_key("a") and not mine.delete_key("a") and not mine.check(["a"])
+        )
         mine.queue_push("jobs", "one")
         assert mine.queue_len("jobs") == 1 and mine.queue_pop("jobs") == b"one"
         with pytest.raises(dist.QueueEmptyError):
             mine.queue_pop("jobs", block=False)
         shared = _dist.distributed_c10d._get_default_store()
         shared.set(f"note{rank}", "x")
-        assert shared.num_keys() >= 1 and shared.delete_key(f"note{rank}") and not shared.check([f"note{rank}"])
+        assert (
+            shared.num_keys() >= 1
+            and shared.delete_key(f"note{rank}")
+            and not shared.check([f"note{rank}"])
+        )
 
     run_ranks(main, 2)
 
@@ -78,13 +94,18 @@ def test_a_wait_with_a_timeout_is_over_where_no_rank_can_go_on() -> None:
         told = []
         if rank == 0:
             for limit in 200, 100:
-                with pytest.raises(dist.DistStoreError, match=f"wait timeout after {limit}ms, keys: .*maybe"):
+                with pytest.raises(
+                    dist.DistStoreError,
+                    match=f"wait timeout after {limit}ms, keys: .*maybe",
+                ):
                     store.wait(["maybe"], timedelta(milliseconds=limit))
                 told.append(f"{limit} ms")
         dist.barrier()
         if rank == 1:
             store.set("maybe", "1")
-        store.wait(["maybe"], timedelta(milliseconds=1))  # the time does not pass while another rank can go on
+        store.wait(
+            ["maybe"], timedelta(milliseconds=1)
+        )  # the time does not pass while another rank can go on
         return told
 
     assert run_ranks(main, 2)[0] == [["200 ms", "100 ms"], []]
@@ -109,6 +130,8 @@ def test_a_wait_without_a_timeout_of_its_own_ends_the_run() -> None:
         if rank == 0:
             store.wait(["never"])
 
-    told = "rank 0 waits for 'never' in the store of torch.distributed\n  rank 1 has ended"
+    told = (
+        "rank 0 waits for 'never' in the store of torch.distributed\n  rank 1 has ended"
+    )
     with pytest.raises(RanksStopped, match=re.escape(told)):
         run_ranks(main, 2)

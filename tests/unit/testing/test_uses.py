@@ -14,7 +14,13 @@ BYTES = 24
 
 def some_span(chance: random.Random) -> Span:
     begin = chance.randrange(BYTES)
-    return chance.choice([Span(begin, chance.randint(begin, BYTES)), Span(begin, math.inf), Span(0, math.inf)])
+    return chance.choice(
+        [
+            Span(begin, chance.randint(begin, BYTES)),
+            Span(begin, math.inf),
+            Span(0, math.inf),
+        ]
+    )
 
 
 def bytes_of(span: Span) -> range:
@@ -39,7 +45,9 @@ def test_each_byte_has_the_use_that_was_put_there_last(seed: int) -> None:
         asked = Span(begin, chance.randint(begin, BYTES))
         found = uses.within(asked)
         # A use with another one in its middle counts for each of its parts.
-        assert set(found) == {expected[byte] for byte in bytes_of(asked) if byte in expected}, (asked, expected)
+        assert set(found) == {
+            expected[byte] for byte in bytes_of(asked) if byte in expected
+        }, (asked, expected)
         assert set(uses.within(Span(0, BYTES))) == set(expected.values())
 
 

@@ -84,8 +84,19 @@ PROJECT = """
 
 
 def pytest_on(folder: Path, *arguments: str) -> str:
-    (folder / "test_times.py").write_text("\n".join(line[4:] for line in PROJECT.splitlines()))
-    strictly = ("-m", "pytest", "-p", "no:cacheprovider", "--strict-markers", "-W", "error", "-v")
+    (folder / "test_times.py").write_text(
+        "\n".join(line[4:] for line in PROJECT.splitlines())
+    )
+    strictly = (
+        "-m",
+        "pytest",
+        "-p",
+        "no:cacheprovider",
+        "--strict-markers",
+        "-W",
+        "error",
+        "-v",
+    )
     done = python(*strictly, *arguments, folder=folder, **NO_ACCELERATOR)
     return f"{done.stdout}{done.stderr}"
 
@@ -96,7 +107,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
     return pytest_on(folder, "--simulate-devices=2", "--timeline=pictures"), folder
 
 
-def test_a_test_passes_within_its_limits_and_fails_beyond_them(run: tuple[str, Path]) -> None:
+def test_a_test_passes_within_its_limits_and_fails_beyond_them(
+    run: tuple[str, Path],
+) -> None:
     output, _ = run
     outcomes = dict(re.findall(r"::(\S+) (PASSED|FAILED|ERROR)", output))
     assert outcomes == {
@@ -112,20 +125,36 @@ def test_a_test_passes_within_its_limits_and_fails_beyond_them(run: tuple[str, P
 
 def test_a_failure_says_what_waits_and_on_which_line(run: tuple[str, Path]) -> None:
     output, _ = run
-    assert "The program waits for a device 4 times, and may wait 0 times (max_syncs):" in output
-    assert re.search(r"  3 times at test_times\.py:\d+: a copy to sim:0 from memory that is not pinned", output)
+    assert (
+        "The program waits for a device 4 times, and may wait 0 times (max_syncs):"
+        in output
+    )
+    assert re.search(
+        r"  3 times at test_times\.py:\d+: a copy to sim:0 from memory that is not pinned",
+        output,
+    )
     assert "During handling of the above exception" not in output
     assert "KeyError: 'mine'" in output
-    assert "The mark `virtual_time` takes a profile, shapes_only and the limits" in output
+    assert (
+        "The mark `virtual_time` takes a profile, shapes_only and the limits" in output
+    )
     assert "got 'L4', max_waits=3." in output
 
 
 def test_failing_tests_are_drawn(run: tuple[str, Path]) -> None:
     output, folder = run
     drawn = sorted(path.name for path in (folder / "pictures").iterdir())
-    assert drawn == ["test_times.py-test_an_error_of_its_own.svg", "test_times.py-test_made_to_block.svg"]
+    assert drawn == [
+        "test_times.py-test_an_error_of_its_own.svg",
+        "test_times.py-test_made_to_block.svg",
+    ]
     assert "<svg" in (folder / "pictures" / drawn[1]).read_text()
-    assert output.count("What happened is drawn in pictures/test_times.py-test_made_to_block.svg.") == 1
+    assert (
+        output.count(
+            "What happened is drawn in pictures/test_times.py-test_made_to_block.svg."
+        )
+        == 1
+    )
 
 
 def test_without_devices_the_tests_are_skipped(tmp_path: Path) -> None:

@@ -33,7 +33,9 @@ def program(main: Callable[[Path], object]) -> Callable[[Path], object]:
 
 
 @pytest.mark.parametrize("main", PROGRAMS, ids=lambda main: str(main.__name__))
-def test_a_watched_program_computes_what_it_computes_alone(main: Callable[[Path], object], tmp_path: Path) -> None:
+def test_a_watched_program_computes_what_it_computes_alone(
+    main: Callable[[Path], object], tmp_path: Path
+) -> None:
     (tmp_path / FILE).write_text("text")
     alone = main(tmp_path)
     with lint_training(check=False) as record:
@@ -55,18 +57,28 @@ def test_so_does_a_watched_rank(main: Callable[[Path], object], tmp_path: Path) 
     with lint_training(check=False) as record:
         watched = run_ranks(of_rank, 2)[0]
     assert watched == alone
-    assert [finding.name for finding in record.findings if finding.name == "lint-failed"] == []
+    assert [
+        finding.name for finding in record.findings if finding.name == "lint-failed"
+    ] == []
 
 
-def trained(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> list[float]:
+def trained(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None = None
+) -> list[float]:
     """The sums of parameters after three steps."""
-    chosen = torch.optim.SGD(nn.Module.parameters(model), 0.1) if optimizer is None else optimizer
+    chosen = (
+        torch.optim.SGD(nn.Module.parameters(model), 0.1)
+        if optimizer is None
+        else optimizer
+    )
     rows = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
     for _ in range(3):
         chosen.zero_grad()
         model(rows).square().mean().backward()
         chosen.step()
-    return [float(parameter.detach().sum()) for parameter in nn.Module.parameters(model)]
+    return [
+        float(parameter.detach().sum()) for parameter in nn.Module.parameters(model)
+    ]
 
 
 def linear(kind: type[nn.Linear] = nn.Linear) -> nn.Linear:
@@ -107,7 +119,11 @@ def test_a_group_of_a_generator() -> None:
 
 
 class Opens:
-    opens, lists, looks = open, os.listdir, os.path.getsize  # builtin ones are no methods
+    opens, lists, looks = (
+        open,
+        os.listdir,
+        os.path.getsize,
+    )  # builtin ones are no methods
 
 
 @program
@@ -161,7 +177,9 @@ def test_the_clock_as_an_attribute_of_a_class() -> None:
         assert Timer().now() == 1.0
 
 
-def test_a_working_directory_that_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_working_directory_that_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def main(rank: int) -> bool:
         return os.path.exists("something")
 
@@ -179,7 +197,9 @@ def test_a_working_directory_that_is_gone(tmp_path: Path, monkeypatch: pytest.Mo
 def test_a_branch_that_is_an_operator() -> None:
     rows = torch.ones(3)
     with lint_training():
-        result: torch.Tensor = torch.cond(rows.sum() > 2, lambda x: x * 2, lambda x: x * 3, (rows,))
+        result: torch.Tensor = torch.cond(
+            rows.sum() > 2, lambda x: x * 2, lambda x: x * 3, (rows,)
+        )
     assert result.tolist() == [2, 2, 2]
 
 
@@ -336,7 +356,10 @@ class Loader(DataLoader[Any]):
 @program
 def loaders_of_the_programs_own(folder: Path) -> object:
     rows = TensorDataset(torch.arange(4.0))
-    batches = [[row.tolist() for (row,) in DataLoader(rows, batch_sampler=kind())] for kind in (Refuses, Fixed)]
+    batches = [
+        [row.tolist() for (row,) in DataLoader(rows, batch_sampler=kind())]
+        for kind in (Refuses, Fixed)
+    ]
     return batches, list(Loader(rows))
 
 

@@ -17,7 +17,11 @@ from torch import nn
 
 import torchstrategy
 from topologies import central, central_with_copies, mirrored, mirrored_with_copies
-from torchstrategy import VariableAggregation, VariableSynchronization, get_replica_context
+from torchstrategy import (
+    VariableAggregation,
+    VariableSynchronization,
+    get_replica_context,
+)
 from torchstrategy._variables.kinds import SyncOnReadVariable
 
 STRATEGIES: dict[str, Callable[[], torchstrategy.Strategy]] = {
@@ -27,7 +31,11 @@ STRATEGIES: dict[str, Callable[[], torchstrategy.Strategy]] = {
     "mirrored with copies": lambda: mirrored_with_copies(2),
     "one device": lambda: torchstrategy.OneDeviceStrategy("cpu"),
 }
-KINDS = [(s, a) for s in ("ON_WRITE", "ON_READ") for a in ("NONE", "SUM", "MEAN", "ONLY_FIRST_REPLICA")]
+KINDS = [
+    (s, a)
+    for s in ("ON_WRITE", "ON_READ")
+    for a in ("NONE", "SUM", "MEAN", "ONLY_FIRST_REPLICA")
+]
 
 
 @pytest.fixture(params=STRATEGIES)
@@ -35,7 +43,9 @@ def strategy(request: pytest.FixtureRequest) -> torchstrategy.Strategy:
     return STRATEGIES[request.param]()
 
 
-def variable(strategy: torchstrategy.Strategy, synchronization: str, aggregation: str) -> torchstrategy.Variable:
+def variable(
+    strategy: torchstrategy.Strategy, synchronization: str, aggregation: str
+) -> torchstrategy.Variable:
     with strategy.scope():
         return torchstrategy.Variable(
             torch.tensor([1.0, 2.0], dtype=torch.float64),
@@ -62,7 +72,9 @@ def assign_in_replicas(strategy: torchstrategy.Strategy, v: Any) -> None:
     def step() -> None:
         v.assign(torch.full((2,), 3.0 + replica_id(), dtype=torch.float64))
 
-    if v.aggregation is VariableAggregation.NONE and not isinstance(v, SyncOnReadVariable):
+    if v.aggregation is VariableAggregation.NONE and not isinstance(
+        v, SyncOnReadVariable
+    ):
         v.assign([3.0, 3.0])
     else:
         strategy.run(step)
@@ -71,7 +83,12 @@ def assign_in_replicas(strategy: torchstrategy.Strategy, v: Any) -> None:
 PLACES = ["outside", "in the scope", "in a merge function", "in the step"]
 
 
-def copied(strategy: torchstrategy.Strategy, v: Any, place: str, how: Callable[[Any], Any] = copy.deepcopy) -> Any:
+def copied(
+    strategy: torchstrategy.Strategy,
+    v: Any,
+    place: str,
+    how: Callable[[Any], Any] = copy.deepcopy,
+) -> Any:
     if place == "outside":
         return how(v)
     if place == "in the scope":
@@ -84,7 +101,9 @@ def copied(strategy: torchstrategy.Strategy, v: Any, place: str, how: Callable[[
         assert context is not None
         context.merge_call(lambda strategy: made.append(how(v)))
 
-    strategy.run(merge if place == "in a merge function" else lambda: made.append(how(v)))
+    strategy.run(
+        merge if place == "in a merge function" else lambda: made.append(how(v))
+    )
     assert all(one is made[0] for one in made)
     return made[0]
 
@@ -93,7 +112,11 @@ def copied(strategy: torchstrategy.Strategy, v: Any, place: str, how: Callable[[
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize(("synchronization", "aggregation"), KINDS)
 def test_a_copy_is_of_the_same_kind(
-    strategy: torchstrategy.Strategy, synchronization: str, aggregation: str, place: str, how: Any
+    strategy: torchstrategy.Strategy,
+    synchronization: str,
+    aggregation: str,
+    place: str,
+    how: Any,
 ) -> None:
     v = variable(strategy, synchronization, aggregation)
     assign_in_replicas(strategy, v)
@@ -107,7 +130,9 @@ def test_a_copy_is_of_the_same_kind(
         v.synchronization,
         v.aggregation,
     )
-    assert strategy.extended.variable_created_in_scope(w) == strategy.extended.variable_created_in_scope(v)
+    assert strategy.extended.variable_created_in_scope(
+        w
+    ) == strategy.extended.variable_created_in_scope(v)
     assert of_replicas(strategy, w) == before  # of each replica its own value
     # They have nothing in common, and the copy does what the variable would do.
     assign_in_replicas(strategy, w)
@@ -128,7 +153,9 @@ def test_a_copy_keeps_what_the_user_set_on_it(strategy: torchstrategy.Strategy) 
         assert vars(pickle.loads(pickle.dumps(v))) == {"note": ["a"]}
 
 
-def test_a_step_that_sets_an_attribute_of_the_variable_is_refused(strategy: torchstrategy.Strategy) -> None:
+def test_a_step_that_sets_an_attribute_of_the_variable_is_refused(
+    strategy: torchstrategy.Strategy,
+) -> None:
     """All replicas have the one variable. On a module, it is each replica's own copy."""
     v = variable(strategy, "ON_WRITE", "MEAN")
     with strategy.scope():
@@ -149,13 +176,18 @@ def test_a_step_that_sets_an_attribute_of_the_variable_is_refused(strategy: torc
 
     if strategy.num_replicas_in_sync > 1:
         for step in (by_itself, takes_away):
-            with pytest.raises(RuntimeError, match="The step wrote the attribute 'note' of counts in a replica"):
+            with pytest.raises(
+                RuntimeError,
+                match="The step wrote the attribute 'note' of counts in a replica",
+            ):
                 strategy.run(step)
         assert v.note == 3
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_a_copy_of_a_module_has_such_variables(strategy: torchstrategy.Strategy, place: str) -> None:
+def test_a_copy_of_a_module_has_such_variables(
+    strategy: torchstrategy.Strategy, place: str
+) -> None:
     class Net(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -177,7 +209,9 @@ def test_a_copy_of_a_module_has_such_variables(strategy: torchstrategy.Strategy,
         assert (type(twin.scale), type(twin.seen)) == (type(net.scale), type(net.seen))
         assert of_replicas(strategy, twin.scale) == of_replicas(strategy, net.scale)
         assert strategy.extended.variable_created_in_scope(twin.scale)
-        strategy.run(lambda twin=twin: twin.seen.assign_add(torch.ones(2, dtype=torch.float64)))
+        strategy.run(
+            lambda twin=twin: twin.seen.assign_add(torch.ones(2, dtype=torch.float64))
+        )
         assert not torch.equal(twin.seen.read_value(), net.seen.read_value())
 
 
@@ -188,7 +222,9 @@ def test_the_strategy_is_another_one_or_gone() -> None:
         copy.deepcopy(v)
     model = nn.Module()
     model.held = copy.deepcopy(v)
-    with pytest.raises(RuntimeError, match="already belongs to another strategy, as its copies do"):
+    with pytest.raises(
+        RuntimeError, match="already belongs to another strategy, as its copies do"
+    ):
         other.distribute_module(model)
     kind = type(v)
     del strategy
@@ -216,6 +252,11 @@ def test_a_component_is_copied_as_a_plain_variable() -> None:
 
 def test_replicas_that_copy_different_variables_are_refused() -> None:
     strategy = mirrored(2)
-    v, w = variable(strategy, "ON_WRITE", "MEAN"), variable(strategy, "ON_WRITE", "MEAN")
-    with pytest.raises(RuntimeError, match="The replicas copied different variables at once"):
+    v, w = (
+        variable(strategy, "ON_WRITE", "MEAN"),
+        variable(strategy, "ON_WRITE", "MEAN"),
+    )
+    with pytest.raises(
+        RuntimeError, match="The replicas copied different variables at once"
+    ):
         strategy.run(lambda: copy.deepcopy((v, w)[replica_id()]))

@@ -15,13 +15,24 @@ from torch import nn
 import torchstrategy
 from problems import close, data, deal, replica_id
 from torchstrategy import Variable
-from variables import AUTO, FIRST, OPTIMIZERS, Scaled, components, made, numbers, silently_with
+from variables import (
+    AUTO,
+    FIRST,
+    OPTIMIZERS,
+    Scaled,
+    components,
+    made,
+    numbers,
+    silently_with,
+)
 
 # Training
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_training_is_that_of_plain_torch(strategy: torchstrategy.Strategy, optimizer: str) -> None:
+def test_training_is_that_of_plain_torch(
+    strategy: torchstrategy.Strategy, optimizer: str
+) -> None:
     torch.manual_seed(0)
     with strategy.scope():
         model = Scaled()
@@ -47,17 +58,30 @@ def test_training_is_that_of_plain_torch(strategy: torchstrategy.Strategy, optim
     assert (model.steps.item(), model.rows.item()) == (3, 21.0)
 
 
-def test_gradients_of_a_variable_in_no_module_are_those_of_the_whole_batch(strategy: torchstrategy.Strategy) -> None:
-    v, twin = made(strategy, torch.ones(3, dtype=torch.float64)), torch.ones(3, dtype=torch.float64, requires_grad=True)
+def test_gradients_of_a_variable_in_no_module_are_those_of_the_whole_batch(
+    strategy: torchstrategy.Strategy,
+) -> None:
+    v, twin = (
+        made(strategy, torch.ones(3, dtype=torch.float64)),
+        torch.ones(3, dtype=torch.float64, requires_grad=True),
+    )
     x, _ = data(7)
-    strategy.run(silently_with(lambda b: (b * v).square().sum(1).mean().backward()), args=(deal(strategy, x),))
+    strategy.run(
+        silently_with(lambda b: (b * v).square().sum(1).mean().backward()),
+        args=(deal(strategy, x),),
+    )
     (x * twin).square().sum(1).mean().backward()
     close(v.grad, twin.grad)
-    strategy.run(silently_with(lambda b: (b * v).square().sum(1).mean().backward()), args=(deal(strategy, x),))
+    strategy.run(
+        silently_with(lambda b: (b * v).square().sum(1).mean().backward()),
+        args=(deal(strategy, x),),
+    )
     close(v.grad, 2 * twin.grad)  # type: ignore[operator]
 
 
-def test_gradients_of_results_reach_a_variable(strategy: torchstrategy.Strategy) -> None:
+def test_gradients_of_results_reach_a_variable(
+    strategy: torchstrategy.Strategy,
+) -> None:
     v = made(strategy, 3.0)
     total = strategy.reduce("mean", strategy.run(lambda: v * v), axis=None)
     total.backward()
@@ -69,7 +93,9 @@ def test_gradients_of_results_reach_a_variable(strategy: torchstrategy.Strategy)
     close(gradient, torch.tensor(27.0))
 
 
-def test_a_step_sees_and_clears_the_gradient_of_a_variable(two: torchstrategy.Strategy) -> None:
+def test_a_step_sees_and_clears_the_gradient_of_a_variable(
+    two: torchstrategy.Strategy,
+) -> None:
     v = made(two, 3.0)
 
     def step() -> float:
@@ -83,7 +109,9 @@ def test_a_step_sees_and_clears_the_gradient_of_a_variable(two: torchstrategy.St
     assert v.grad is None
 
 
-def test_an_optimizer_in_the_replica_has_the_replicas_own_variable(two: torchstrategy.Strategy) -> None:
+def test_an_optimizer_in_the_replica_has_the_replicas_own_variable(
+    two: torchstrategy.Strategy,
+) -> None:
     with two.scope():
         v = Variable(3.0)
         optimizer = torch.optim.SGD([v], lr=1.0)
@@ -104,22 +132,33 @@ def test_a_module_has_a_variable_in_its_state(strategy: torchstrategy.Strategy) 
     with strategy.scope():
         model = Scaled()
     names = {"scale", "frozen", "steps", "rows", "linear.weight", "linear.bias"}
-    assert set(model.state_dict()) == names == {name for name, _ in model.named_parameters()}
+    assert (
+        set(model.state_dict())
+        == names
+        == {name for name, _ in model.named_parameters()}
+    )
     state = {name: value + 1 for name, value in model.state_dict().items()}
     assert not any(type(value) is not torch.Tensor for value in state.values())
     model.load_state_dict(state)
-    assert numbers(strategy, lambda: model.scale * 1) == [3.0] * strategy.num_replicas_in_sync
+    assert (
+        numbers(strategy, lambda: model.scale * 1)
+        == [3.0] * strategy.num_replicas_in_sync
+    )
     assert (model.rows.item(), model.steps.item()) == (1.0, 1)
 
 
-def test_in_a_replica_the_variable_of_a_module_is_a_variable(several: torchstrategy.Strategy) -> None:
+def test_in_a_replica_the_variable_of_a_module_is_a_variable(
+    several: torchstrategy.Strategy,
+) -> None:
     with several.scope():
         model = Scaled()
 
     def step() -> tuple[Any, ...]:
         own: Any = model.steps
         own.assign(torch.tensor(5 + replica_id()))
-        assert own.name == "Variable" and model.scale.name == "scale" and not own.trainable
+        assert (
+            own.name == "Variable" and model.scale.name == "scale" and not own.trainable
+        )
         assert own.synchronization is AUTO and own.aggregation is FIRST
         with pytest.raises(AttributeError, match="no_such_name"):
             _ = own.no_such_name
@@ -136,22 +175,37 @@ def test_a_module_converts_its_variables(strategy: torchstrategy.Strategy) -> No
     model.rows.assign(12.0)
     assert repr(model.scale)
     model.half().double()
-    assert {parameter.dtype for parameter in model.trained()} == {model.rows.dtype} == {torch.float64}
+    assert (
+        {parameter.dtype for parameter in model.trained()}
+        == {model.rows.dtype}
+        == {torch.float64}
+    )
     model.scale.assign(torch.tensor(5.0))
     assert model.rows.item() == 12.0 and set(components(strategy, model.scale)) == {5.0}
-    assert numbers(strategy, lambda: model.scale * 1) == [5.0] * strategy.num_replicas_in_sync
+    assert (
+        numbers(strategy, lambda: model.scale * 1)
+        == [5.0] * strategy.num_replicas_in_sync
+    )
     averaged = torch.optim.swa_utils.AveragedModel(nn.ParameterList([model.scale]))
     model.scale.assign(7.0)
     averaged.update_parameters(model)
     averaged.update_parameters(model)
     assert averaged.module[0].item() == 7.0
     with torch.no_grad():
-        nn.utils.vector_to_parameters(torch.zeros(8, dtype=torch.float64, device=model.scale.device), [model.scale])
-    assert numbers(strategy, lambda: model.scale * 1) == [0.0] * strategy.num_replicas_in_sync
+        nn.utils.vector_to_parameters(
+            torch.zeros(8, dtype=torch.float64, device=model.scale.device),
+            [model.scale],
+        )
+    assert (
+        numbers(strategy, lambda: model.scale * 1)
+        == [0.0] * strategy.num_replicas_in_sync
+    )
 
 
 @pytest.mark.parametrize("how", ["deepcopy", "pickle", "save"])
-def test_a_copy_belongs_to_where_it_is_made(strategy: torchstrategy.Strategy, how: str) -> None:
+def test_a_copy_belongs_to_where_it_is_made(
+    strategy: torchstrategy.Strategy, how: str
+) -> None:
     with strategy.scope():
         model = Scaled()
     model.scale.assign(7.0)
@@ -168,8 +222,15 @@ def test_a_copy_belongs_to_where_it_is_made(strategy: torchstrategy.Strategy, ho
 
     twin = copied()
     assert (twin.scale.item(), twin.rows.item(), twin.scale.name) == (7.0, 8.0, "scale")
-    assert twin.steps.aggregation is FIRST and twin.scale.trainable and not twin.frozen.trainable
+    assert (
+        twin.steps.aggregation is FIRST
+        and twin.scale.trainable
+        and not twin.frozen.trainable
+    )
     with strategy.scope():
         inside = copied()
     assert strategy.extended.variable_created_in_scope(inside.scale)
-    assert inside.scale is not model.scale and inside.scale.assign(1.0).item() == 1.0 != model.scale.item()
+    assert (
+        inside.scale is not model.scale
+        and inside.scale.assign(1.0).item() == 1.0 != model.scale.item()
+    )

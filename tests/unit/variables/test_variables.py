@@ -44,14 +44,23 @@ from variables import (
 # What an assignment does, by the tables of tf.distribute
 
 
-OPERATIONS = {"assign": lambda old, new: new, "assign_add": operator.add, "assign_sub": operator.sub}
+OPERATIONS = {
+    "assign": lambda old, new: new,
+    "assign_add": operator.add,
+    "assign_sub": operator.sub,
+}
 
 
 class Model:
     """What becomes of a variable that holds a number: a value for each component, and what is read of them."""
 
     def __init__(
-        self, replicas: int, is_mirrored: bool, synchronization: Any, aggregation: Any, initial: float
+        self,
+        replicas: int,
+        is_mirrored: bool,
+        synchronization: Any,
+        aggregation: Any,
+        initial: float,
     ) -> None:
         self.replicas = replicas
         self.aggregation = aggregation
@@ -73,24 +82,40 @@ class Model:
             value /= self.replicas
         self.values = [OPERATIONS[name](old, value) for old in self.values]
 
-    def assign_in_replicas(self, name: str, given: list[float], is_one_object: bool) -> None:
+    def assign_in_replicas(
+        self, name: str, given: list[float], is_one_object: bool
+    ) -> None:
         if self.is_on_read:
-            self.values = [OPERATIONS[name](old, new) for old, new in zip(self.values, given, strict=True)]
+            self.values = [
+                OPERATIONS[name](old, new)
+                for old, new in zip(self.values, given, strict=True)
+            ]
             return
-        self.values = [OPERATIONS[name](old, self.combined(given, is_one_object)) for old in self.values]
+        self.values = [
+            OPERATIONS[name](old, self.combined(given, is_one_object))
+            for old in self.values
+        ]
 
     def combined(self, given: list[float], is_one_object: bool) -> float:
         if self.replicas == 1 or self.aggregation is FIRST:
             return given[0]
-        if self.aggregation is NONE or (self.aggregation is SUM and is_one_object and given[0] != 0):
+        if self.aggregation is NONE or (
+            self.aggregation is SUM and is_one_object and given[0] != 0
+        ):
             raise ValueError
         if is_one_object:
             return given[0]
         return sum(given) / (self.replicas if self.aggregation is MEAN else 1)
 
 
-NUMBERS = st.integers(-8, 8).map(lambda n: n * 12.0)  # whose parts of 2, 3 and 4 replicas are exact
-ASSIGNMENTS = st.tuples(st.sampled_from([*OPERATIONS]), st.sampled_from(["outside", "replicas", "same"]), NUMBERS)
+NUMBERS = st.integers(-8, 8).map(
+    lambda n: n * 12.0
+)  # whose parts of 2, 3 and 4 replicas are exact
+ASSIGNMENTS = st.tuples(
+    st.sampled_from([*OPERATIONS]),
+    st.sampled_from(["outside", "replicas", "same"]),
+    NUMBERS,
+)
 
 
 @given(
@@ -100,25 +125,56 @@ ASSIGNMENTS = st.tuples(st.sampled_from([*OPERATIONS]), st.sampled_from(["outsid
     NUMBERS,
     st.lists(ASSIGNMENTS, min_size=1, max_size=4),
 )
-@example("mirrored_2", ON_READ, SUM, 12.0, [("assign_add", "replicas", 12.0), ("assign", "outside", 24.0)])
+@example(
+    "mirrored_2",
+    ON_READ,
+    SUM,
+    12.0,
+    [("assign_add", "replicas", 12.0), ("assign", "outside", 24.0)],
+)
 @example("central_2", ON_READ, SUM, 12.0, [("assign_add", "same", 12.0)])
-@example("mirrored_4", AUTO, NONE, 12.0, [("assign", "replicas", 12.0), ("assign_sub", "outside", 12.0)])
+@example(
+    "mirrored_4",
+    AUTO,
+    NONE,
+    12.0,
+    [("assign", "replicas", 12.0), ("assign_sub", "outside", 12.0)],
+)
 @settings(max_examples=60, deadline=None)
 def test_assignments_do_what_the_tables_say(
-    name: str, synchronization: Any, aggregation: Any, initial: float, assignments: list[tuple[str, str, float]]
+    name: str,
+    synchronization: Any,
+    aggregation: Any,
+    initial: float,
+    assignments: list[tuple[str, str, float]],
 ) -> None:
     strategy = make(name)
     replicas = strategy.num_replicas_in_sync
-    model = Model(replicas, has_components(strategy), synchronization, aggregation, initial)
-    v = made(strategy, initial, synchronization=synchronization, aggregation=aggregation)
+    model = Model(
+        replicas, has_components(strategy), synchronization, aggregation, initial
+    )
+    v = made(
+        strategy, initial, synchronization=synchronization, aggregation=aggregation
+    )
     for operation, where, value in assignments:
-        given = [value] * replicas if where == "same" else [value * (r + 1) for r in range(replicas)]
+        given = (
+            [value] * replicas
+            if where == "same"
+            else [value * (r + 1) for r in range(replicas)]
+        )
 
-        def assign(operation: str = operation, where: str = where, value: float = value) -> None:
+        def assign(
+            operation: str = operation, where: str = where, value: float = value
+        ) -> None:
             own = value if where == "same" else torch.tensor(value * (replica_id() + 1))
             getattr(v, operation)(own)
 
-        def expected(operation: str = operation, where: str = where, value: float = value, given: Any = given) -> None:
+        def expected(
+            operation: str = operation,
+            where: str = where,
+            value: float = value,
+            given: Any = given,
+        ) -> None:
             if where == "outside":
                 model.assign_outside(operation, value)
             else:
@@ -147,18 +203,27 @@ def test_assignments_do_what_the_tables_say(
             assert v.read_value().tolist() == read
 
 
-def test_a_replica_reads_what_all_have_assigned(several: torchstrategy.Strategy) -> None:
+def test_a_replica_reads_what_all_have_assigned(
+    several: torchstrategy.Strategy,
+) -> None:
     v = made(several, [1.0, 2.0], aggregation=MEAN)
 
     def step() -> torch.Tensor:
         v.assign(torch.full((2,), 6.0 * replica_id()))
         return v * 1
 
-    assert numbers(several, step) == [[3.0 * (several.num_replicas_in_sync - 1)] * 2] * several.num_replicas_in_sync
+    assert (
+        numbers(several, step)
+        == [[3.0 * (several.num_replicas_in_sync - 1)] * 2]
+        * several.num_replicas_in_sync
+    )
 
 
 def test_replicas_that_sit_out_have_no_say(several: torchstrategy.Strategy) -> None:
-    mean, total = made(several, 0.0, aggregation=MEAN), made(several, 0.0, synchronization=ON_READ, aggregation=SUM)
+    mean, total = (
+        made(several, 0.0, aggregation=MEAN),
+        made(several, 0.0, synchronization=ON_READ, aggregation=SUM),
+    )
 
     def step(rows: torch.Tensor) -> None:
         mean.assign(rows.sum())
@@ -168,7 +233,9 @@ def test_replicas_that_sit_out_have_no_say(several: torchstrategy.Strategy) -> N
     assert (mean.item(), total.item()) == (5.0, 5.0)
 
 
-def test_integers_are_shared_out_so_that_their_sum_is_what_was_assigned(two_mirrored: torchstrategy.Strategy) -> None:
+def test_integers_are_shared_out_so_that_their_sum_is_what_was_assigned(
+    two_mirrored: torchstrategy.Strategy,
+) -> None:
     v = made(two_mirrored, 0, synchronization=ON_READ, aggregation=SUM)
     assert v.assign(7).item() == 7
     assert components(two_mirrored, v) == [4, 3]
@@ -177,7 +244,9 @@ def test_integers_are_shared_out_so_that_their_sum_is_what_was_assigned(two_mirr
 # In which contexts
 
 
-def test_assigning_is_for_all_contexts_of_its_strategy(strategy: torchstrategy.Strategy) -> None:
+def test_assigning_is_for_all_contexts_of_its_strategy(
+    strategy: torchstrategy.Strategy,
+) -> None:
     v = made(strategy, 1.0, aggregation=MEAN)
     v.assign_add(1.0)
     with strategy.scope():
@@ -197,7 +266,9 @@ def test_assigning_is_for_all_contexts_of_its_strategy(strategy: torchstrategy.S
     assert v.item() == 5.0
 
 
-def test_assigning_in_the_context_of_another_strategy_is_refused(several: torchstrategy.Strategy) -> None:
+def test_assigning_in_the_context_of_another_strategy_is_refused(
+    several: torchstrategy.Strategy,
+) -> None:
     v = made(several, 1.0, aggregation=MEAN)
     other = one_device()
     with other.scope(), pytest.raises(RuntimeError, match="Mixing different"):
@@ -207,24 +278,39 @@ def test_assigning_in_the_context_of_another_strategy_is_refused(several: torchs
     assert v.item() == 1.0
 
 
-def test_a_variable_of_no_strategy_is_written_by_each_replica(two: torchstrategy.Strategy) -> None:
+def test_a_variable_of_no_strategy_is_written_by_each_replica(
+    two: torchstrategy.Strategy,
+) -> None:
     v = Variable(10.0)
     if share_a_place(two):
         two.run(silently(lambda: v.assign_add(torch.tensor(replica_id() + 1.0))))
         assert v.item() == 13.0
 
 
-def test_one_of_another_strategy_can_be_read_in_a_replica(two: torchstrategy.Strategy) -> None:
+def test_one_of_another_strategy_can_be_read_in_a_replica(
+    two: torchstrategy.Strategy,
+) -> None:
     v = made(torchstrategy.OneDeviceStrategy("cpu"), 10.0, trainable=False)
     assert two.experimental_local_results(two.run(lambda: v.item())) == (10.0, 10.0)
 
 
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
-def test_grad_modes_change_nothing_about_assigning(two: torchstrategy.Strategy, mode: Any) -> None:
+@pytest.mark.parametrize(
+    "mode", [torch.no_grad, torch.inference_mode, torch.enable_grad]
+)
+def test_grad_modes_change_nothing_about_assigning(
+    two: torchstrategy.Strategy, mode: Any
+) -> None:
     with mode():
         v = made(two, 0.0, aggregation=SUM)
         w = made(two, 0.0, synchronization=ON_READ, aggregation=SUM)
-        two.run(silently(lambda: (v.assign_add(torch.tensor(1.0)), w.assign_add(torch.tensor(1.0)))))
+        two.run(
+            silently(
+                lambda: (
+                    v.assign_add(torch.tensor(1.0)),
+                    w.assign_add(torch.tensor(1.0)),
+                )
+            )
+        )
         v.assign_add(1.0)
         assert w.item() == 2.0
         w.assign(6.0)
@@ -240,7 +326,9 @@ def test_grad_modes_change_nothing_about_assigning(two: torchstrategy.Strategy, 
 # Created in a run
 
 
-def test_a_variable_created_in_a_run_is_one_for_all_replicas(several: torchstrategy.Strategy) -> None:
+def test_a_variable_created_in_a_run_is_one_for_all_replicas(
+    several: torchstrategy.Strategy,
+) -> None:
     kept: list[Variable] = []
 
     def step() -> torch.Tensor:
@@ -258,17 +346,23 @@ def test_a_variable_created_in_a_run_is_one_for_all_replicas(several: torchstrat
 
 def test_an_initial_value_is_computed_once(several: torchstrategy.Strategy) -> None:
     v = made(several, lambda: torch.rand(3))
-    assert components(several, v) == [v.tolist()] * len(several.experimental_local_results(v))
+    assert components(several, v) == [v.tolist()] * len(
+        several.experimental_local_results(v)
+    )
     drawn = several.run(lambda: Variable(lambda: torch.rand(3)))
     assert isinstance(drawn, Variable)
 
 
-def test_replicas_that_create_different_variables_are_told(two: torchstrategy.Strategy) -> None:
+def test_replicas_that_create_different_variables_are_told(
+    two: torchstrategy.Strategy,
+) -> None:
     with pytest.raises(RuntimeError, match="mismatching name"):
         two.run(lambda: Variable(1.0, name=f"v{replica_id()}"))
 
 
-def test_a_variable_created_in_a_run_is_trained_from_the_next_run_on(two: torchstrategy.Strategy) -> None:
+def test_a_variable_created_in_a_run_is_trained_from_the_next_run_on(
+    two: torchstrategy.Strategy,
+) -> None:
     kept: list[Variable] = []
 
     def step() -> None:
@@ -295,11 +389,18 @@ def test_a_variable_created_in_a_run_is_trained_from_the_next_run_on(two: torchs
         ({"name": 3}, TypeError, r"name=.*got 3"),
         ({"initial_value": "text"}, TypeError, "initial value"),
         ({"initial_value": None}, TypeError, "initial value"),
-        ({"initial_value": 3, "trainable": True}, ValueError, "only floating-point numbers have gradients"),
+        (
+            {"initial_value": 3, "trainable": True},
+            ValueError,
+            "only floating-point numbers have gradients",
+        ),
     ],
 )
 def test_a_variable_of_the_wrong_kind_is_refused(
-    strategy: torchstrategy.Strategy, arguments: dict[str, Any], error: type[Exception], message: str
+    strategy: torchstrategy.Strategy,
+    arguments: dict[str, Any],
+    error: type[Exception],
+    message: str,
 ) -> None:
     with pytest.raises(error, match=message):
         made(strategy, **{"initial_value": 1.0, **arguments})
@@ -312,7 +413,9 @@ def test_a_variable_of_the_wrong_kind_is_refused(
         {"initial_value": 1, "aggregation": MEAN},
     ],
 )
-def test_what_cannot_be_mirrored_is_refused(several: torchstrategy.Strategy, arguments: dict[str, Any]) -> None:
+def test_what_cannot_be_mirrored_is_refused(
+    several: torchstrategy.Strategy, arguments: dict[str, Any]
+) -> None:
     arguments = {"initial_value": 1.0, **arguments}
     if has_components(several):
         with pytest.raises(ValueError):
@@ -321,7 +424,9 @@ def test_what_cannot_be_mirrored_is_refused(several: torchstrategy.Strategy, arg
         made(several, **arguments)
 
 
-def test_a_value_of_each_replicas_own_may_be_trainable(several: torchstrategy.Strategy) -> None:
+def test_a_value_of_each_replicas_own_may_be_trainable(
+    several: torchstrategy.Strategy,
+) -> None:
     """TensorFlow allows it; its gradient is each replica's own, and training it would leave n different values."""
     v = made(several, 2.0, synchronization=ON_READ, aggregation=MEAN, trainable=True)
     assert v.trainable and v.requires_grad
@@ -329,22 +434,35 @@ def test_a_value_of_each_replicas_own_may_be_trainable(several: torchstrategy.St
         several.run(lambda: torch.autograd.grad((v * (replica_id() + 3)).sum(), v)[0])
     )
     assert gradient.item() == 3.0
-    several.run(silently(lambda: v.assign(torch.tensor(replica_id() + 1.0))) if has_components(several) else list)
+    several.run(
+        silently(lambda: v.assign(torch.tensor(replica_id() + 1.0)))
+        if has_components(several)
+        else list
+    )
     if not has_components(several):
         return
     assert v.item() == (several.num_replicas_in_sync + 1) / 2
-    for train in (lambda: (v * 2).sum().backward(), lambda: setattr(v, "grad", torch.ones(()))):
-        with pytest.raises(RuntimeError, match="trainable=True and synchronization=ON_READ"):
+    for train in (
+        lambda: (v * 2).sum().backward(),
+        lambda: setattr(v, "grad", torch.ones(())),
+    ):
+        with pytest.raises(
+            RuntimeError, match="trainable=True and synchronization=ON_READ"
+        ):
             several.run(silently(train))
     assert v.grad is None
 
 
 @pytest.mark.parametrize(
-    ("value", "error"), [([1.0], ValueError), (1j, ValueError), ("text", TypeError), (None, ValueError)]
+    ("value", "error"),
+    [([1.0], ValueError), (1j, ValueError), ("text", TypeError), (None, ValueError)],
 )
 @pytest.mark.parametrize("synchronization", [AUTO, ON_READ])
 def test_a_value_that_does_not_fit_is_refused(
-    strategy: torchstrategy.Strategy, value: Any, error: type[Exception], synchronization: Any
+    strategy: torchstrategy.Strategy,
+    value: Any,
+    error: type[Exception],
+    synchronization: Any,
 ) -> None:
     v = made(strategy, 1.0, aggregation=FIRST, synchronization=synchronization)
     with pytest.raises(error):
@@ -362,7 +480,9 @@ def test_the_mean_of_integers_is_not_written_over_an_integer() -> None:
     assert v.item() == 1
 
 
-def test_a_value_for_each_replica_is_assigned_by_each_replica(several: torchstrategy.Strategy) -> None:
+def test_a_value_for_each_replica_is_assigned_by_each_replica(
+    several: torchstrategy.Strategy,
+) -> None:
     v = made(several, 1.0, aggregation=SUM)
     each = several.run(lambda: torch.tensor(replica_id() + 1.0))
     with pytest.raises(TypeError, match="a value for each replica, outside of them"):
@@ -374,12 +494,20 @@ def test_a_value_for_each_replica_is_assigned_by_each_replica(several: torchstra
     assert v.item() == n * (n + 1) / 2
 
 
-def test_replicas_that_assign_different_variables_are_told(several: torchstrategy.Strategy) -> None:
+def test_replicas_that_assign_different_variables_are_told(
+    several: torchstrategy.Strategy,
+) -> None:
     v, w = (made(several, 1.0, aggregation=MEAN, name=name) for name in "vw")
     with pytest.raises(RuntimeError, match="assigned different variables"):
-        several.run(silently(lambda: (w if replica_id() else v).assign(torch.tensor(1.0))))
+        several.run(
+            silently(lambda: (w if replica_id() else v).assign(torch.tensor(1.0)))
+        )
     with pytest.raises(RuntimeError, match="in different ways"):
-        several.run(silently(lambda: (v.assign_add if replica_id() else v.assign)(torch.tensor(1.0))))
+        several.run(
+            silently(
+                lambda: (v.assign_add if replica_id() else v.assign)(torch.tensor(1.0))
+            )
+        )
     with pytest.raises(RuntimeError, match="different number of times"):
         several.run(silently(lambda: replica_id() or v.assign(torch.tensor(1.0))))
     assert (v.item(), w.item()) == (1.0, 1.0)
@@ -399,7 +527,10 @@ def without_the_collector() -> Iterator[None]:
 def test_a_variable_lives_as_long_as_the_user_has_it(
     strategy: torchstrategy.Strategy, without_the_collector: None
 ) -> None:
-    variables = [made(strategy, [1.0]), made(strategy, [1.0], synchronization=ON_READ, aggregation=SUM)]
+    variables = [
+        made(strategy, [1.0]),
+        made(strategy, [1.0], synchronization=ON_READ, aggregation=SUM),
+    ]
     other = made(strategy, [2.0])
     for v in variables:
         strategy.run(silently(lambda v=v: (v * other).sum().item()))
@@ -407,10 +538,14 @@ def test_a_variable_lives_as_long_as_the_user_has_it(
     alive = [weakref.ref(v) for v in variables]
     del v, variables
     assert [reference() for reference in alive] == [None, None]
-    assert numbers(strategy, lambda: other * 1) == [[2.0]] * strategy.num_replicas_in_sync
+    assert (
+        numbers(strategy, lambda: other * 1) == [[2.0]] * strategy.num_replicas_in_sync
+    )
 
 
-def test_a_module_of_the_strategy_lets_go_of_its_variables(two: torchstrategy.Strategy) -> None:
+def test_a_module_of_the_strategy_lets_go_of_its_variables(
+    two: torchstrategy.Strategy,
+) -> None:
     with two.scope():
         model = Scaled()
         optimizer = torch.optim.SGD(model.trained())
@@ -449,9 +584,17 @@ def test_enums_are_those_of_tensorflow() -> None:
         "ON_WRITE": 2,
         "ON_READ": 3,
     }
-    assert [member.name for member in VariableAggregation] == ["NONE", "SUM", "MEAN", "ONLY_FIRST_REPLICA"]
+    assert [member.name for member in VariableAggregation] == [
+        "NONE",
+        "SUM",
+        "MEAN",
+        "ONLY_FIRST_REPLICA",
+    ]
     convert = torchstrategy.ReduceOp.from_variable_aggregation
-    assert (convert(SUM), convert(MEAN)) == (torchstrategy.ReduceOp.SUM, torchstrategy.ReduceOp.MEAN)
+    assert (convert(SUM), convert(MEAN)) == (
+        torchstrategy.ReduceOp.SUM,
+        torchstrategy.ReduceOp.MEAN,
+    )
     for other in (NONE, FIRST, "SUM", None):
         with pytest.raises(ValueError, match="is no reduction"):
             convert(other)  # type: ignore[arg-type]

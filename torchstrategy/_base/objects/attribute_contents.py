@@ -26,10 +26,25 @@ from torchstrategy._base.plain import PLAIN, PLAIN_TYPES
 
 SEQUENCES = (list, deque, set)
 # The containers of Python's own that a step may change in place. `type(value) in` them: a subclass may hold more.
-OPEN_CONTAINERS = (*SEQUENCES, dict, OrderedDict, defaultdict, Counter, types.SimpleNamespace)
+OPEN_CONTAINERS = (
+    *SEQUENCES,
+    dict,
+    OrderedDict,
+    defaultdict,
+    Counter,
+    types.SimpleNamespace,
+)
 # The attributes of functions are not looked at, since replicas share functions. Modules are not looked at either, since
 # other files compare them.
-_CLOSED = (*PLAIN, torch.Tensor, nn.Module, np.ndarray, torch.Generator, types.ModuleType, type)
+_CLOSED = (
+    *PLAIN,
+    torch.Tensor,
+    nn.Module,
+    np.ndarray,
+    torch.Generator,
+    types.ModuleType,
+    type,
+)
 _CALLED = (types.FunctionType, types.MethodType, types.BuiltinFunctionType)
 
 
@@ -53,16 +68,26 @@ def find_copied_things(
     places: dict[int, CopiedThing] = {}
     leaves: dict[int, CopiedThing] = {}
     others: list[CopiedThing] = []
-    walks = (_walk(attribute.path, attribute.original, attribute.local, set()) for attribute in named)
+    walks = (
+        _walk(attribute.path, attribute.original, attribute.local, set())
+        for attribute in named
+    )
     for place in chain.from_iterable(walks):
         where, value, copies = place
         if isinstance(value, torch.Tensor):
-            if all(type(copied) is torch.Tensor and copied is not value for copied in copies):
+            if all(
+                type(copied) is torch.Tensor and copied is not value
+                for copied in copies
+            ):
                 leaves[id(value)] = place
         elif isinstance(value, (np.ndarray, PerReplica)):
             others.append(place)
-            with suppress(TypeError, ValueError):  # no array, or one of a dtype that torch does not have
-                leaves[id(value)] = CopiedThing(where, _share_memory(value), list(map(_share_memory, copies)))
+            with suppress(
+                TypeError, ValueError
+            ):  # no array, or one of a dtype that torch does not have
+                leaves[id(value)] = CopiedThing(
+                    where, _share_memory(value), list(map(_share_memory, copies))
+                )
         elif not isinstance(value, nn.Module):
             places[id(value)] = place
     return places, leaves, others
@@ -71,20 +96,28 @@ def find_copied_things(
 def _share_memory(array: Any) -> torch.Tensor:
     """A tensor that shares the memory of an array."""
     with catch_warnings():
-        simplefilter("ignore")  # torch warns of a read-only array, on which the library does not write
+        simplefilter(
+            "ignore"
+        )  # torch warns of a read-only array, on which the library does not write
         return torch.from_numpy(array)
 
 
-def things_in(path: str, value: Any, has_data: bool = False) -> Iterator[tuple[str, Any]]:
+def things_in(
+    path: str, value: Any, has_data: bool = False
+) -> Iterator[tuple[str, Any]]:
     """The tensors, arrays, modules, `PerReplica`s, containers and other objects in a value, each with its path.
 
     What is in a container of many entries is left out if all of it is data, unless `has_data`.
     """
-    walked = () if type(value) in PLAIN_TYPES else _walk(path, value, (), set(), has_data)
+    walked = (
+        () if type(value) in PLAIN_TYPES else _walk(path, value, (), set(), has_data)
+    )
     return ((where, held) for where, held, _ in walked)
 
 
-def _walk(path: str, value: Any, local: Sequence[Any], seen: set[int], has_data: bool = True) -> Iterator[CopiedThing]:
+def _walk(
+    path: str, value: Any, local: Sequence[Any], seen: set[int], has_data: bool = True
+) -> Iterator[CopiedThing]:
     if isinstance(value, (torch.Tensor, np.ndarray, nn.Module, PerReplica)):
         yield CopiedThing(path, value, local)
     has_attributes = isinstance(value, torch.Tensor) and bool(vars(value))
@@ -92,20 +125,36 @@ def _walk(path: str, value: Any, local: Sequence[Any], seen: set[int], has_data:
         return
     if isinstance(value, (*_CLOSED, *_CALLED)) and not has_attributes:
         return
-    if type(value).__module__.partition(".")[0] == "torchstrategy" and not has_attributes:
+    if (
+        type(value).__module__.partition(".")[0] == "torchstrategy"
+        and not has_attributes
+    ):
         return  # an object of this library, such as a strategy or a dataset
     seen.add(id(value))
     if not isinstance(value, (tuple, frozenset, torch.Tensor)):
         yield CopiedThing(path, value, local)
     if isinstance(value, (list, tuple, deque)) and set(map(type, value)) <= PLAIN_TYPES:
         return  # there may be many
-    if not has_data and isinstance(value, (list, tuple, dict)) and len(value) > _MANY and data_in(value) is not None:
+    if (
+        not has_data
+        and isinstance(value, (list, tuple, dict))
+        and len(value) > _MANY
+        and data_in(value) is not None
+    ):
         return
     items, of_copies = named_items(value), list(map(named_items, local))
     for place, item in items.items():
-        if type(item) not in PLAIN_TYPES and all(place in of_copy for of_copy in of_copies):
+        if type(item) not in PLAIN_TYPES and all(
+            place in of_copy for of_copy in of_copies
+        ):
             shown, key = place
-            yield from _walk(path + shown.format(key), item, [of_copy[place] for of_copy in of_copies], seen, has_data)
+            yield from _walk(
+                path + shown.format(key),
+                item,
+                [of_copy[place] for of_copy in of_copies],
+                seen,
+                has_data,
+            )
 
 
 _MANY = 256  # entries of a container: it takes long to walk through so many one by one
@@ -151,20 +200,31 @@ def _entries(kind: Any, alike: Sequence[Any]) -> Iterable[Any] | None:
     if is_sized and sum(map(len, alike)) > _MOST:
         return None  # a list that holds itself often
     if issubclass(kind, tuple):
-        return None if kind.__dictoffset__ else chain.from_iterable(map(tuple.__iter__, alike))
+        return (
+            None
+            if kind.__dictoffset__
+            else chain.from_iterable(map(tuple.__iter__, alike))
+        )
     if kind in (list, set, frozenset, deque):
         return chain.from_iterable(alike)
     if kind in (dict, defaultdict, OrderedDict, Counter):
         keys = set(map(type, chain.from_iterable(map(dict.keys, alike))))
         has_more = kind.__dictoffset__ and any(map(vars, alike))
         are_data = all(issubclass(key, (*PLAIN, tuple, frozenset)) for key in keys)
-        return chain.from_iterable(map(dict.values, alike)) if are_data and not has_more else None
+        return (
+            chain.from_iterable(map(dict.values, alike))
+            if are_data and not has_more
+            else None
+        )
     if not is_plain_holder(alike[0]):
         return None
     return chain.from_iterable(named_items(one).values() for one in alike)
 
 
-ITEM, ATTRIBUTE = "[{!r}]", ".{}"  # how a path shows an item of a container, or an attribute
+ITEM, ATTRIBUTE = (
+    "[{!r}]",
+    ".{}",
+)  # how a path shows an item of a container, or an attribute
 CONTENTS = ""  # how a path shows what a variable holds: by the name of the variable
 
 
@@ -176,9 +236,14 @@ def named_items(value: Any) -> dict[tuple[str, Any], Any]:
     elif isinstance(value, set):
         named.update(((ITEM, item), item) for item in value)
     elif isinstance(value, dict):
-        named.update(((ITEM, key), item) for key, item in table_type(value).items(value))
+        named.update(
+            ((ITEM, key), item) for key, item in table_type(value).items(value)
+        )
     elif isinstance(value, functools.partial):
-        named.update(((ITEM, key), item) for key, item in chain(enumerate(value.args), value.keywords.items()))
+        named.update(
+            ((ITEM, key), item)
+            for key, item in chain(enumerate(value.args), value.keywords.items())
+        )
     elif isinstance(value, types.CellType):
         with suppress(ValueError):  # the variable is not assigned
             named[CONTENTS, None] = value.cell_contents
@@ -223,7 +288,16 @@ def globals_of(fn: types.FunctionType) -> list[str]:
     return [name for name in globals_in(fn.__code__) if name in fn.__globals__]
 
 
-_OF_GLOBALS = frozenset({"LOAD_GLOBAL", "STORE_GLOBAL", "DELETE_GLOBAL", "LOAD_NAME", "STORE_NAME", "DELETE_NAME"})
+_OF_GLOBALS = frozenset(
+    {
+        "LOAD_GLOBAL",
+        "STORE_GLOBAL",
+        "DELETE_GLOBAL",
+        "LOAD_NAME",
+        "STORE_NAME",
+        "DELETE_NAME",
+    }
+)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -232,15 +306,25 @@ def globals_in(code: types.CodeType) -> tuple[str, ...]:
 
     An attribute may have the name of a global that is something else: `optimizer.step()` is no use of a global `step`.
     """
-    inner = [globals_in(constant) for constant in code.co_consts if isinstance(constant, types.CodeType)]
-    own = [one.argval for one in dis.get_instructions(code) if one.opname in _OF_GLOBALS]
+    inner = [
+        globals_in(constant)
+        for constant in code.co_consts
+        if isinstance(constant, types.CodeType)
+    ]
+    own = [
+        one.argval for one in dis.get_instructions(code) if one.opname in _OF_GLOBALS
+    ]
     return tuple(dict.fromkeys([*own, *chain.from_iterable(inner)]))
 
 
 @functools.lru_cache(maxsize=4096)
 def names_in(code: types.CodeType) -> tuple[str, ...]:
     """The names of globals and attributes in a function, and in functions and comprehensions inside it, each once."""
-    inner = [names_in(constant) for constant in code.co_consts if isinstance(constant, types.CodeType)]
+    inner = [
+        names_in(constant)
+        for constant in code.co_consts
+        if isinstance(constant, types.CodeType)
+    ]
     return tuple(dict.fromkeys([*code.co_names, *chain.from_iterable(inner)]))
 
 
@@ -252,8 +336,13 @@ def is_plain_holder(value: Any) -> bool:
     cls: Any = type(value)
     if isinstance(value, (tuple, frozenset)) or cls in OPEN_CONTAINERS:
         return True
-    is_usual = (cls.__reduce__, cls.__reduce_ex__) == (object.__reduce__, object.__reduce_ex__)
-    is_closed = isinstance(value, (*_CLOSED, *_CALLED)) or cls.__module__.split(".")[0] in ("torch", "torchstrategy")
+    is_usual = (cls.__reduce__, cls.__reduce_ex__) == (
+        object.__reduce__,
+        object.__reduce_ex__,
+    )
+    is_closed = isinstance(value, (*_CLOSED, *_CALLED)) or cls.__module__.split(".")[
+        0
+    ] in ("torch", "torchstrategy")
     if is_closed or not is_usual or hasattr(cls, "__deepcopy__"):
         return False
     with suppress(TypeError):  # a part of it is known to C code only
@@ -270,10 +359,15 @@ def table_type(table: dict[Any, Any]) -> type[dict[Any, Any]]:
 def drop(value: Any, item: object) -> None:
     """Removes an item from all containers in a value that can be written."""
     for _, container in list(things_in("", value)):
-        is_open = isinstance(container, torch.Tensor) or not isinstance(container, (*_CLOSED, PerReplica))
+        is_open = isinstance(container, torch.Tensor) or not isinstance(
+            container, (*_CLOSED, PerReplica)
+        )
         named = named_items(container) if is_open else {}
         if any(held is item for held in named.values()):
-            write_items(container, {place: held for place, held in named.items() if held is not item})
+            write_items(
+                container,
+                {place: held for place, held in named.items() if held is not item},
+            )
 
 
 def write_items(container: Any, named: Mapping[tuple[str, Any], Any]) -> None:
@@ -283,10 +377,15 @@ def write_items(container: Any, named: Mapping[tuple[str, Any], Any]) -> None:
         for value in named.values():
             container.cell_contents = value
         return
-    items, inside = ({key: v for (how, key), v in named.items() if how == shown} for shown in (ITEM, ATTRIBUTE))
+    items, inside = (
+        {key: v for (how, key), v in named.items() if how == shown}
+        for shown in (ITEM, ATTRIBUTE)
+    )
     if isinstance(container, SEQUENCES):
         container.clear()
-        getattr(container, "update" if isinstance(container, set) else "extend")(items.values())
+        getattr(container, "update" if isinstance(container, set) else "extend")(
+            items.values()
+        )
     elif isinstance(container, dict):
         table = table_type(container)
         table.clear(container)

@@ -13,10 +13,16 @@ from itertools import chain, islice
 from operator import is_, itemgetter, methodcaller
 from typing import Any, NamedTuple, final
 
-from torchstrategy._base.objects.attribute_contents import SEQUENCES, attributes, table_type
+from torchstrategy._base.objects.attribute_contents import (
+    SEQUENCES,
+    attributes,
+    table_type,
+)
 
 MISSING = object()
-_FORGOTTEN = -1  # takes the place of all sizes: what the containers hold counts as changed
+_FORGOTTEN = (
+    -1
+)  # takes the place of all sizes: what the containers hold counts as changed
 
 
 class Edit(NamedTuple):
@@ -29,7 +35,13 @@ class Edit(NamedTuple):
 
     def verb(self) -> str:
         """What was done to the entry."""
-        return "made" if self.before is MISSING else "taken away" if self.after is MISSING else "replaced"
+        return (
+            "made"
+            if self.before is MISSING
+            else "taken away"
+            if self.after is MISSING
+            else "replaced"
+        )
 
     def apply(self, table: dict[Any, Any]) -> None:
         """Makes the same change in another table."""
@@ -39,7 +51,9 @@ class Edit(NamedTuple):
             table[self.name] = self.after
 
 
-def edits(before: Mapping[Any, Any], after: Mapping[Any, Any], place: Any = None) -> Iterator[Edit]:
+def edits(
+    before: Mapping[Any, Any], after: Mapping[Any, Any], place: Any = None
+) -> Iterator[Edit]:
     """The entries in which two tables differ. The order of the entries does not matter."""
     for name in {**before, **after}:
         one, other = before.get(name, MISSING), after.get(name, MISSING)
@@ -56,12 +70,26 @@ class Snapshot:
         left_out: Names in tables. What stands there is not looked at, and neither is the order of all names.
     """
 
-    def __init__(self, containers: Mapping[Any, Any], left_out: Set[str] = frozenset()) -> None:
+    def __init__(
+        self, containers: Mapping[Any, Any], left_out: Set[str] = frozenset()
+    ) -> None:
         self._left_out = left_out
-        self._tables = {key: container for key, container in containers.items() if _is_table(container)}
-        others = {key: container for key, container in containers.items() if key not in self._tables}
+        self._tables = {
+            key: container
+            for key, container in containers.items()
+            if _is_table(container)
+        }
+        others = {
+            key: container
+            for key, container in containers.items()
+            if key not in self._tables
+        }
         # Lists come first, of which there may be many.
-        lists = {key: container for key, container in others.items() if type(container) is list}
+        lists = {
+            key: container
+            for key, container in others.items()
+            if type(container) is list
+        }
         self._lists = list(lists.values())
         self._others = {**lists, **others}
         self.take()
@@ -69,14 +97,21 @@ class Snapshot:
     def take(self) -> None:
         """Remembers what the containers hold now; later calls compare with this."""
         self._known = {key: dict(table) for key, table in self._tables.items()}
-        self._known_items = {key: _items(container) for key, container in self._others.items()}
+        self._known_items = {
+            key: _items(container) for key, container in self._others.items()
+        }
         # Nearly all are tables of modules, and most of these are empty. So there is no call for each of them.
         self._empty = [table for table in self._tables.values() if not table]
         self._full = [table for table in self._tables.values() if table]
         if self._left_out:
-            names = ([name for name in table if name not in self._left_out] for table in self._full)
+            names = (
+                [name for name in table if name not in self._left_out]
+                for table in self._full
+            )
             # Of a single name, an `itemgetter` would return no tuple.
-            self._readers = [itemgetter(*looked_at, looked_at[0]) for looked_at in names]
+            self._readers = [
+                itemgetter(*looked_at, looked_at[0]) for looked_at in names
+            ]
         self._sizes, self._names, self._values = self._contents()
         # Names of other types may be equal and not the same, as 1 and True, or have an `==` of their own, as tensors.
         self._are_plain = {str}.issuperset(map(type, self._names))
@@ -98,7 +133,11 @@ class Snapshot:
             return False
         if sizes != self._sizes or not all(map(is_, values, self._values)):
             return False
-        return names == self._names if self._are_plain else all(map(is_, names, self._names))
+        return (
+            names == self._names
+            if self._are_plain
+            else all(map(is_, names, self._names))
+        )
 
     def edits(self) -> Iterator[Edit]:
         """The entries of tables that have changed."""
@@ -110,8 +149,16 @@ class Snapshot:
         """The keys of the containers that hold other objects, or in another order."""
         if self.is_same():
             return []
-        changed = [k for k, known in self._known.items() if not are_same(_all_in(self._tables[k]), _all_in(known))]
-        return changed + [key for key, old in self._known_items.items() if not are_same(_items(self._others[key]), old)]
+        changed = [
+            k
+            for k, known in self._known.items()
+            if not are_same(_all_in(self._tables[k]), _all_in(known))
+        ]
+        return changed + [
+            key
+            for key, old in self._known_items.items()
+            if not are_same(_items(self._others[key]), old)
+        ]
 
     def _contents(self) -> tuple[list[int], list[Any], list[Any]]:
         """How many objects each container holds, the names in the tables, and all other objects."""
@@ -125,7 +172,9 @@ class Snapshot:
             values.extend(chain.from_iterable(map(_values_of, self._full)))
         if not self._others:
             return list(map(len, self._full)), names, values
-        others = list(map(_items, islice(self._others.values(), len(self._lists), None)))
+        others = list(
+            map(_items, islice(self._others.values(), len(self._lists), None))
+        )
         values += chain.from_iterable((*self._lists, *others))
         sizes = [*map(len, self._full), *map(len, self._lists), *map(len, others)]
         return sizes, names, values
@@ -136,7 +185,9 @@ _values_of = methodcaller("values")
 
 def _is_table(container: Any) -> bool:
     """Whether a container is a dictionary and nothing more."""
-    return type(container) is dict or (type(container) is OrderedDict and not vars(container))
+    return type(container) is dict or (
+        type(container) is OrderedDict and not vars(container)
+    )
 
 
 def edits_of(snapshots: Sequence[Snapshot]) -> list[list[Edit]]:

@@ -23,7 +23,11 @@ def modules_within(modules: Iterable[nn.Module]) -> list[nn.Module]:
         if id(module) not in found:
             found[id(module)] = module
             waiting.extend(module.children())
-            waiting.extend(value for _, value in held_plainly(module) if isinstance(value, nn.Module))
+            waiting.extend(
+                value
+                for _, value in held_plainly(module)
+                if isinstance(value, nn.Module)
+            )
     return list(found.values())
 
 
@@ -46,12 +50,16 @@ def tensors_with_attributes(module: nn.Module) -> list[tuple[str, torch.Tensor]]
     """The parameters and buffers of a module on which a program has set attributes, with their names."""
     tables = vars(module)["_parameters"], vars(module)["_buffers"]
     named = [pair for table in tables if table for pair in table.items()]
-    return [(name, tensor) for name, tensor in named if tensor is not None and vars(tensor)]
+    return [
+        (name, tensor) for name, tensor in named if tensor is not None and vars(tensor)
+    ]
 
 
 def plain_attributes(module: nn.Module) -> dict[str, Any]:
     """The attributes of a module that are not torch's own."""
-    return {name: value for name, value in vars(module).items() if name not in TORCHS_OWN}
+    return {
+        name: value for name, value in vars(module).items() if name not in TORCHS_OWN
+    }
 
 
 def move(module: nn.Module, device: Device) -> nn.Module:
@@ -59,7 +67,11 @@ def move(module: nn.Module, device: Device) -> nn.Module:
 
     torch makes new tensors for buffers, and would leave these attributes behind.
     """
-    marked = [(part, *pair) for part in module.modules() for pair in tensors_with_attributes(part)]
+    marked = [
+        (part, *pair)
+        for part in module.modules()
+        for pair in tensors_with_attributes(part)
+    ]
     moved = module.to(device)
     for part, name, before in marked:
         after = part._buffers.get(name)
@@ -74,18 +86,42 @@ def computed_by_hooks(module: nn.Module) -> set[str]:
     They compute `weight` of parameters whose names begin with `weight_`.
     """
     hooks = module._forward_pre_hooks.values()
-    names = (getattr(hook, "name", getattr(hook, "_tensor_name", None)) for hook in hooks)
-    return {str(name) for name in names if any(known.startswith(f"{name}_") for known in module._parameters)}
+    names = (
+        getattr(hook, "name", getattr(hook, "_tensor_name", None)) for hook in hooks
+    )
+    return {
+        str(name)
+        for name in names
+        if any(known.startswith(f"{name}_") for known in module._parameters)
+    }
 
 
-def tables_of(insides: Sequence[dict[str, Any]]) -> dict[tuple[int, str], dict[Any, Any]]:
+def tables_of(
+    insides: Sequence[dict[str, Any]],
+) -> dict[tuple[int, str], dict[Any, Any]]:
     """The tables of modules, of which the `__dict__`s are given, by the position of the module and the table's name."""
     tables = ("_parameters", "_modules", "_buffers", *HOOK_TABLES)
-    return {(i, table): inside[table] for i, inside in enumerate(insides) for table in tables}
+    return {
+        (i, table): inside[table]
+        for i, inside in enumerate(insides)
+        for table in tables
+    }
 
 
-HOOK_TABLES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-HOOK_FLAGS = ("_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs")
+HOOK_TABLES = (
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+)
+HOOK_FLAGS = (
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks_with_kwargs",
+)
 # The attributes in which torch itself keeps tables, hooks, flags, and the result of `module.compile()`.
 TORCHS_OWN = frozenset({*vars(nn.Module()), "_compiled_call_impl"})
-TABLES = TORCHS_OWN - {"training", "_is_full_backward_hook"}  # those of them that hold more than a flag
+TABLES = TORCHS_OWN - {
+    "training",
+    "_is_full_backward_hook",
+}  # those of them that hold more than a flag

@@ -61,7 +61,10 @@ class Proxy:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         reduced: Any = _in_users_class(self, "__reduce_ex__")(self, protocol)
-        if not isinstance(reduced, tuple) or reduced[0] is not vars(copyreg)["__newobj__"]:
+        if (
+            not isinstance(reduced, tuple)
+            or reduced[0] is not vars(copyreg)["__newobj__"]
+        ):
             return reduced  # for example a string, the name of a global object
         function, (_, *arguments), *rest = reduced
         return function, (plain_class(type(self)), *arguments), *rest
@@ -80,7 +83,11 @@ class _ModuleProxy(Proxy):
 
     def __getattribute__(self, name: str) -> Any:
         local = local_object(self)
-        return _in_users_class(self, "__getattribute__")(self, name) if local is self else getattr(local, name)
+        return (
+            _in_users_class(self, "__getattribute__")(self, name)
+            if local is self
+            else getattr(local, name)
+        )
 
     def __setattr__(self, name: str, value: Any) -> None:
         local = local_object(self)
@@ -103,16 +110,24 @@ def users_own(optimizer: Any, name: str) -> Any:
     It may be a property of the user's class: an optimizer that wraps another one takes it from there.
     """
     inside = vars(optimizer)
-    return inside[name] if name in inside else _in_users_class(optimizer, name).__get__(optimizer)
+    return (
+        inside[name]
+        if name in inside
+        else _in_users_class(optimizer, name).__get__(optimizer)
+    )
 
 
 def parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
     """The parameters that an optimizer updates, in order: the user's own, also while the optimizer is a proxy."""
-    return list(chain.from_iterable(map(_members_of, users_own(optimizer, "param_groups"))))
+    return list(
+        chain.from_iterable(map(_members_of, users_own(optimizer, "param_groups")))
+    )
 
 
 def _members_of(group: dict[str, Any]) -> Iterable[torch.Tensor]:
-    members: Iterable[torch.Tensor] = group.get("params", ())  # some groups of the program's own have none
+    members: Iterable[torch.Tensor] = group.get(
+        "params", ()
+    )  # some groups of the program's own have none
     return members
 
 
@@ -125,10 +140,18 @@ def has_own_code_only(optimizer: Optimizer) -> bool:
     """Whether a step of an optimizer is torch's own code, and calls none of the user's."""
     inside: dict[str, Any] = vars(optimizer)
     cls: Any = plain_class(type(optimizer))
-    step = inside.get("step")  # a learning-rate scheduler puts one there that calls that of the class
-    is_of_class = step is None or (hasattr(step, "_wrapped_by_lr_sched") and step.__wrapped__ is cls.step)
-    has_hooks = inside.get("_optimizer_step_pre_hooks") or inside.get("_optimizer_step_post_hooks")
-    return is_torchs(optimizer) and is_of_class and not has_hooks and not others_are_told()
+    step = inside.get(
+        "step"
+    )  # a learning-rate scheduler puts one there that calls that of the class
+    is_of_class = step is None or (
+        hasattr(step, "_wrapped_by_lr_sched") and step.__wrapped__ is cls.step
+    )
+    has_hooks = inside.get("_optimizer_step_pre_hooks") or inside.get(
+        "_optimizer_step_post_hooks"
+    )
+    return (
+        is_torchs(optimizer) and is_of_class and not has_hooks and not others_are_told()
+    )
 
 
 def _of_replica(name: str) -> property:
@@ -136,7 +159,9 @@ def _of_replica(name: str) -> property:
 
     def get(optimizer: Any) -> Any:
         local: Any = local_object(optimizer)
-        return users_own(optimizer, name) if local is optimizer else getattr(local, name)
+        return (
+            users_own(optimizer, name) if local is optimizer else getattr(local, name)
+        )
 
     def put(optimizer: Any, value: Any) -> None:
         _only_outside(optimizer, f"{name} = ...")
@@ -154,7 +179,9 @@ class _OptimizerProxy(Proxy):
 
     param_groups = _of_replica("param_groups")
     state = _of_replica("state")
-    step = _of_replica("step")  # no method: a learning-rate scheduler puts a `step` of its own on the instance
+    step = _of_replica(
+        "step"
+    )  # no method: a learning-rate scheduler puts a `step` of its own on the instance
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         local: Any = local_object(self)
@@ -178,9 +205,20 @@ def _methods_of(cls: type) -> dict[str, Any]:
     Methods that torch's `Optimizer` also has are not among them, and neither are private methods, since other methods
     call those.
     """
-    classes = [base for base in cls.__mro__ if not base.__module__.startswith("torch.optim.")]
-    names = [name for base in classes for name, value in vars(base).items() if isinstance(value, types.FunctionType)]
-    return {name: _called_once(name) for name in names if not name.startswith("_") and not hasattr(Optimizer, name)}
+    classes = [
+        base for base in cls.__mro__ if not base.__module__.startswith("torch.optim.")
+    ]
+    names = [
+        name
+        for base in classes
+        for name, value in vars(base).items()
+        if isinstance(value, types.FunctionType)
+    ]
+    return {
+        name: _called_once(name)
+        for name in names
+        if not name.startswith("_") and not hasattr(Optimizer, name)
+    }
 
 
 def _called_once(name: str) -> Any:
@@ -237,30 +275,42 @@ class _Attributes:
             return object.__getattribute__(self, name)
         if name == "__dict__":
             return attributes
-        if name in attributes and not hasattr(type(getattr(type(self), name, None)), "__set__"):
+        if name in attributes and not hasattr(
+            type(getattr(type(self), name, None)), "__set__"
+        ):
             return attributes[name]
         if name in object.__getattribute__(self, "__dict__"):
-            return _of_class(self, name)  # the replica has deleted the attribute; the class may have one of this name
+            return _of_class(
+                self, name
+            )  # the replica has deleted the attribute; the class may have one of this name
         return object.__getattribute__(self, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         attributes = _attributes_in_replica(self)
-        if attributes is None or hasattr(type(getattr(type(self), name, None)), "__set__"):
+        if attributes is None or hasattr(
+            type(getattr(type(self), name, None)), "__set__"
+        ):
             object.__setattr__(self, name, value)
         else:
             attributes[name] = value
 
     def __delattr__(self, name: str) -> None:
         attributes = _attributes_in_replica(self)
-        if attributes is None or hasattr(type(getattr(type(self), name, None)), "__delete__"):
+        if attributes is None or hasattr(
+            type(getattr(type(self), name, None)), "__delete__"
+        ):
             object.__delattr__(self, name)
         elif name in attributes:
             del attributes[name]
         else:
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+            raise AttributeError(
+                f"{type(self).__name__!r} object has no attribute {name!r}"
+            )
 
     def __getstate__(self) -> Any:
-        return vars(self)  # `object.__getstate__` would not look up `__dict__`, and would get the user's own attributes
+        return vars(
+            self
+        )  # `object.__getstate__` would not look up `__dict__`, and would get the user's own attributes
 
 
 def _attributes_in_replica(thing: Any) -> dict[str, Any] | None:
@@ -268,14 +318,21 @@ def _attributes_in_replica(thing: Any) -> dict[str, Any] | None:
     local = local_object(thing)
     if local is thing:
         return None
-    own: dict[str, Any] = vars(local) if isinstance(local, torch.Tensor) else local  # that of a trainer is a dict
+    own: dict[str, Any] = (
+        vars(local) if isinstance(local, torch.Tensor) else local
+    )  # that of a trainer is a dict
     return own
 
 
 def _of_class(thing: object, name: str) -> Any:
-    found = next((vars(base)[name] for base in type(thing).__mro__ if name in vars(base)), _Attributes)
+    found = next(
+        (vars(base)[name] for base in type(thing).__mro__ if name in vars(base)),
+        _Attributes,
+    )
     if found is _Attributes:
-        raise AttributeError(f"{type(thing).__name__!r} object has no attribute {name!r}")
+        raise AttributeError(
+            f"{type(thing).__name__!r} object has no attribute {name!r}"
+        )
     return found.__get__(thing, type(thing)) if hasattr(found, "__get__") else found
 
 
@@ -294,14 +351,22 @@ class _ParameterProxy(Proxy, ShowsLocalGrad, _Attributes):
         return _Attributes.__getattribute__(self, name)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        memo[id(self)] = copied = nn.Parameter(self.detach().clone(), self.requires_grad)
+        memo[id(self)] = copied = nn.Parameter(
+            self.detach().clone(), self.requires_grad
+        )
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return nn.Parameter.__reduce_ex__(self, protocol)  # its result names no class but Parameter
+        return nn.Parameter.__reduce_ex__(
+            self, protocol
+        )  # its result names no class but Parameter
 
 
-_FIELDS = {name for name in dir(torch.Tensor) if hasattr(type(getattr(torch.Tensor, name)), "__set__")} - {"__dict__"}
+_FIELDS = {
+    name
+    for name in dir(torch.Tensor)
+    if hasattr(type(getattr(torch.Tensor, name)), "__set__")
+} - {"__dict__"}
 
 
 class _SharedStepperProxy(Proxy):
@@ -316,10 +381,16 @@ class _SharedStepperProxy(Proxy):
 _ONCE_A_STEP = frozenset({"step", "unscale_", "update"})
 
 # An object of any other class is a trainer.
-_KINDS: dict[Any, type] = {nn.Module: _ModuleProxy, Optimizer: _OptimizerProxy, Stepper: _SharedStepperProxy}
+_KINDS: dict[Any, type] = {
+    nn.Module: _ModuleProxy,
+    Optimizer: _OptimizerProxy,
+    Stepper: _SharedStepperProxy,
+}
 
 
-_under_way: dict[object, Sequence[object]] = {}  # the runs that are under way, and the objects that each has proxies of
+_under_way: dict[
+    object, Sequence[object]
+] = {}  # the runs that are under way, and the objects that each has proxies of
 
 
 def install(objects: Sequence[object], run: object) -> None:
@@ -368,15 +439,26 @@ def suspended(objects: Sequence[object], run: object) -> Iterator[None]:
 
 def _find_unshared(objects: Sequence[object], run: object) -> Sequence[object]:
     """The objects that no other run has proxies of."""
-    others = {id(thing) for other, things in _under_way.items() if other is not run for thing in things}
-    return [thing for thing in objects if id(thing) not in others] if others else objects
+    others = {
+        id(thing)
+        for other, things in _under_way.items()
+        if other is not run
+        for thing in things
+    }
+    return (
+        [thing for thing in objects if id(thing) not in others] if others else objects
+    )
 
 
-def _exchange_classes(objects: Sequence[object], class_for: Callable[[type], type]) -> None:
+def _exchange_classes(
+    objects: Sequence[object], class_for: Callable[[type], type]
+) -> None:
     deque(map(_set_class, objects, map(class_for, map(type, objects))), maxlen=0)
 
 
-_set_class = vars(object)["__class__"].__set__  # sets `__class__` without the property of the same name
+_set_class = vars(object)[
+    "__class__"
+].__set__  # sets `__class__` without the property of the same name
 
 
 _LAYOUT = ("__basicsize__", "__itemsize__", "__dictoffset__", "__weakrefoffset__")
@@ -385,7 +467,10 @@ _LAYOUT = ("__basicsize__", "__itemsize__", "__dictoffset__", "__weakrefoffset__
 def is_all_in_dict(thing: object) -> bool:
     """Whether all of an object is in its `__dict__`. This is not so for a dict, or an object of a class with slots."""
     cls = plain_class(type(thing))
-    return all(getattr(cls, name) == getattr(_Attributes, name) for name in _LAYOUT) and cls.__module__ != "types"
+    return (
+        all(getattr(cls, name) == getattr(_Attributes, name) for name in _LAYOUT)
+        and cls.__module__ != "types"
+    )
 
 
 def _find_plain_class(cls: type) -> type:
@@ -402,7 +487,9 @@ def _make_proxy_class(cls: type) -> type:
     if cls is nn.Parameter:
         return _ParameterProxy
     kind = next((kind for base, kind in _KINDS.items() if issubclass(cls, base)), None)
-    return hidden_subclass(cls, kind, _methods_of(cls) if kind is _OptimizerProxy else {})
+    return hidden_subclass(
+        cls, kind, _methods_of(cls) if kind is _OptimizerProxy else {}
+    )
 
 
 def hidden_subclass(cls: type, kind: type | None, members: Mapping[str, Any]) -> type:
@@ -413,10 +500,19 @@ def hidden_subclass(cls: type, kind: type | None, members: Mapping[str, Any]) ->
         kind: A subclass of `Proxy` whose attributes come before those of the user's class; None: that of trainers.
         members: What the subclass has besides.
     """
-    body = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__, "__slots__": ()}
+    body = {
+        "__module__": cls.__module__,
+        "__qualname__": cls.__qualname__,
+        "__doc__": cls.__doc__,
+        "__slots__": (),
+    }
     body |= members
     made: Any = type(type(cls))  # usually `type`
-    meta = made(type(cls).__name__, (type(cls),), {"mro": lambda new: _order_classes(new, cls, kind)})
+    meta = made(
+        type(cls).__name__,
+        (type(cls),),
+        {"mro": lambda new: _order_classes(new, cls, kind)},
+    )
     # The metaclass is not called: the user's own may count classes, or refuse a second one of the same name.
     # See Note [What a proxy must not change].
     made = ABCMeta if issubclass(meta, ABCMeta) else type

@@ -28,8 +28,16 @@ import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler, ReduceLROnPlateau, SequentialLR
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.lr_scheduler import (
+    ChainedScheduler,
+    LRScheduler,
+    ReduceLROnPlateau,
+    SequentialLR,
+)
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from torchstrategy._base.context import local_object
 from torchstrategy._base.torch_internals import global_step_hooks
@@ -49,7 +57,9 @@ class _Exchange:
 
     def __init__(self, made: Mapping[tuple[type, str], Callable[[Any], Any]]) -> None:
         self._made = made
-        self._plain: dict[tuple[type, str], Any] = {}  # what was replaced; None: the class had no such attribute
+        self._plain: dict[
+            tuple[type, str], Any
+        ] = {}  # what was replaced; None: the class had no such attribute
 
     def begin(self) -> None:
         """Replaces the attributes that are not replaced yet. The caller holds a lock."""
@@ -71,7 +81,9 @@ class _Exchange:
 # What is created
 
 
-_watchers: list[tuple[int, Any]] = []  # the thread of a scope, and the storage that takes in its objects
+_watchers: list[
+    tuple[int, Any]
+] = []  # the thread of a scope, and the storage that takes in its objects
 _lock = threading.Lock()
 
 
@@ -108,13 +120,23 @@ def _tell_when_called(plain: Callable[..., None]) -> Callable[..., None]:
         plain(self, *args, **kwargs)
         for thread, storage in list(_watchers):
             if thread == threading.get_ident():
-                (storage.take_part if isinstance(self, nn.Module) else storage.take_stepper)(self)
+                (
+                    storage.take_part
+                    if isinstance(self, nn.Module)
+                    else storage.take_stepper
+                )(self)
 
     return method
 
 
 # The constructors of the last three schedulers do not call that of LRScheduler.
-_STEPPERS = (torch.amp.GradScaler, LRScheduler, ChainedScheduler, ReduceLROnPlateau, SequentialLR)
+_STEPPERS = (
+    torch.amp.GradScaler,
+    LRScheduler,
+    ChainedScheduler,
+    ReduceLROnPlateau,
+    SequentialLR,
+)
 _NEW = [(kind, "__init__") for kind in (nn.Module, Optimizer, *_STEPPERS)]
 _COPIED = [(kind, "__setstate__") for kind in (nn.Module, torch.amp.GradScaler)]
 _constructors = _Exchange(dict.fromkeys([*_NEW, *_COPIED], _tell_when_called))
@@ -141,13 +163,19 @@ class _SchedulerGuard:
         if scheduler is None:
             return self
         if not self._is_count and local_object(scheduler) is scheduler:
-            _refuse_in_replica(scheduler, vars(scheduler).get("optimizer"), "scheduler.step()")
+            _refuse_in_replica(
+                scheduler, vars(scheduler).get("optimizer"), "scheduler.step()"
+            )
         if self._name in vars(scheduler):
             return vars(scheduler)[self._name]
-        raise AttributeError(f"{type(scheduler).__name__!r} object has no attribute {self._name!r}")
+        raise AttributeError(
+            f"{type(scheduler).__name__!r} object has no attribute {self._name!r}"
+        )
 
     def __set__(self, scheduler: Any, value: Any) -> None:
-        _refuse_in_replica(scheduler, vars(scheduler).get("optimizer"), "scheduler.step()")
+        _refuse_in_replica(
+            scheduler, vars(scheduler).get("optimizer"), "scheduler.step()"
+        )
         vars(scheduler)[self._name] = value
 
 
@@ -156,7 +184,9 @@ def _guard_method(plain: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(plain)
     def method(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        _refuse_in_replica(scaler, optimizer, "scaler.step(optimizer)\n    scaler.update()")
+        _refuse_in_replica(
+            scaler, optimizer, "scaler.step(optimizer)\n    scaler.update()"
+        )
         return plain(scaler, optimizer, *args, **kwargs)
 
     return method
@@ -174,11 +204,22 @@ def _refuse_in_replica(stepper: object, optimizer: object, lines: str) -> None:
 
 guards = _Exchange(
     {
-        (LRScheduler, "optimizer"): lambda _: _SchedulerGuard("optimizer", is_count=False),
-        (LRScheduler, "last_epoch"): lambda _: _SchedulerGuard("last_epoch", is_count=True),
-        (LRScheduler, "_step_count"): lambda _: _SchedulerGuard("_step_count", is_count=True),
-        (LRScheduler, "T_cur"): lambda _: _SchedulerGuard("T_cur", is_count=True),  # of CosineAnnealingWarmRestarts
-        (torch.amp.GradScaler, "_unscale_grads_"): _guard_method,  # which `step` and `unscale_` call first
+        (LRScheduler, "optimizer"): lambda _: _SchedulerGuard(
+            "optimizer", is_count=False
+        ),
+        (LRScheduler, "last_epoch"): lambda _: _SchedulerGuard(
+            "last_epoch", is_count=True
+        ),
+        (LRScheduler, "_step_count"): lambda _: _SchedulerGuard(
+            "_step_count", is_count=True
+        ),
+        (LRScheduler, "T_cur"): lambda _: _SchedulerGuard(
+            "T_cur", is_count=True
+        ),  # of CosineAnnealingWarmRestarts
+        (
+            torch.amp.GradScaler,
+            "_unscale_grads_",
+        ): _guard_method,  # which `step` and `unscale_` call first
     }
 )
 

@@ -40,7 +40,11 @@ class AttributesOfTensors:
             return []
         if self._known is not None:
             return list(self._known.edits())
-        return [Edit(path, name, MISSING, value) for path, one in self._tables.items() for name, value in one.items()]
+        return [
+            Edit(path, name, MISSING, value)
+            for path, one in self._tables.items()
+            for name, value in one.items()
+        ]
 
     def forget(self, path: str, name: str) -> None:
         """Counts an attribute as changed, whatever it is or if it is gone, until this is taken again."""
@@ -52,12 +56,17 @@ class AttributesOfTensors:
 
 
 def tables_of_tensors(
-    names: Sequence[str], tensors: Sequence[torch.Tensor], of_replicas: Sequence[Sequence[torch.Tensor]]
+    names: Sequence[str],
+    tensors: Sequence[torch.Tensor],
+    of_replicas: Sequence[Sequence[torch.Tensor]],
 ) -> list[CopiedThing]:
     """The `__dict__`s of some tensors of the user's, each with those of the replicas' tensors."""
     inside = zip(*(map(vars, of_replica) for of_replica in of_replicas), strict=True)
     places = zip(names, map(vars, tensors), inside, strict=True)
-    return [CopiedThing(path=name, original=table, local=of_all) for name, table, of_all in places]
+    return [
+        CopiedThing(path=name, original=table, local=of_all)
+        for name, table, of_all in places
+    ]
 
 
 def by_path(things: Iterable[CopiedThing]) -> dict[str, CopiedThing]:
@@ -66,6 +75,10 @@ def by_path(things: Iterable[CopiedThing]) -> dict[str, CopiedThing]:
     made = {}
     for thing in things:
         seen[thing.path] += 1
-        path = thing.path if seen[thing.path] == 1 else f"{thing.path} ({seen[thing.path]})"
+        path = (
+            thing.path
+            if seen[thing.path] == 1
+            else f"{thing.path} ({seen[thing.path]})"
+        )
         made[path] = thing._replace(path=path)
     return made

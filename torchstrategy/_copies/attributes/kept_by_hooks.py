@@ -73,13 +73,22 @@ class KeptByHooks:
         is_under_way: Whether a run has these copies.
     """
 
-    def __init__(self, modules: Sequence[nn.Module], known: Iterable[object], devices: Sequence[Device]) -> None:
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        known: Iterable[object],
+        devices: Sequence[Device],
+    ) -> None:
         self.is_under_way = False
         self.hooks = [hook for hook in hooks_of(modules) if not _keeps_nothing(hook)]
         self._left_out = {*map(id, modules), *map(id, known)}
         # Of tensors in plain attributes, and in what these hold, the copies of the modules have copies.
         for module in modules if self.hooks else ():
-            self._left_out.update(id(held) for _, held in held_plainly(module) if isinstance(held, torch.Tensor))
+            self._left_out.update(
+                id(held)
+                for _, held in held_plainly(module)
+                if isinstance(held, torch.Tensor)
+            )
         self._devices = [memory_device(device) for device in devices]
         self.own: list[dict[int, Any]] = [{} for _ in devices]
         self._originals: dict[int, Any] = {}  # keeps the ids
@@ -144,12 +153,18 @@ class KeptByHooks:
                 step.look_at("the step", call)
             holding = self._take_holders(found, step)
         tensors = _Arrays(
-            {key: thing for key, thing in self._originals.items() if isinstance(thing, _ARRAYS)},
+            {
+                key: thing
+                for key, thing in self._originals.items()
+                if isinstance(thing, _ARRAYS)
+            },
             self.own,
             self._devices,
         )
         self.is_under_way = True
-        return KeptInRun(found, step, holding, self._originals, self.own, tensors, run, local, users)
+        return KeptInRun(
+            found, step, holding, self._originals, self.own, tensors, run, local, users
+        )
 
     def _take_holders(self, found: References, step: References) -> set[int]:
         """Adds what holds, in the step, a thing of which each replica has its own: it is to hold the replica's own.
@@ -200,7 +215,11 @@ class KeptByHooks:
 
         An object that becomes a proxy is the user's own in all replicas.
         """
-        proxies = {key: thing for key, (_, thing) in self.reached.things.items() if is_all_in_dict(thing)}
+        proxies = {
+            key: thing
+            for key, (_, thing) in self.reached.things.items()
+            if is_all_in_dict(thing)
+        }
         return {**proxies, **self.own[replica]}
 
 
@@ -237,8 +256,13 @@ class KeptInRun(Translation):
         self._local = local
         self._arrays = arrays
         self._present = run.present
-        self._made: dict[tuple[int, ...], PerReplica[Any]] = {}  # by the ids of their components
-        self._rebinders = [ClosureRebinder({**mapping, **others}) for mapping, others in zip(local, own, strict=True)]
+        self._made: dict[
+            tuple[int, ...], PerReplica[Any]
+        ] = {}  # by the ids of their components
+        self._rebinders = [
+            ClosureRebinder({**mapping, **others})
+            for mapping, others in zip(local, own, strict=True)
+        ]
         self._steps = [ClosureRebinder(mapping, holding) for mapping in own]
         # By the id of what a replica has: the user's thing in its place.
         self._back: dict[int, Any] = {}
@@ -250,13 +274,17 @@ class KeptInRun(Translation):
         self.known = found.things.keys()
         as_shared = found.reached_as_shared | step.reached_as_shared
         self.parts: list[Trainer] = []
-        self._named: dict[int, str] = {key: name for key, (name, _) in found.things.items()}
+        self._named: dict[int, str] = {
+            key: name for key, (name, _) in found.things.items()
+        }
         self._global_parts: list[tuple[str, KeptContainer]] = []
         for key, (name, thing) in found.things.items():
             if is_all_in_dict(thing):
                 self.parts.append(Trainer(thing, run, translation=self))
             elif key in originals and not isinstance(thing, _ARRAYS):
-                part = KeptContainer(thing, run, translation=self, own=[mapping[key] for mapping in own])
+                part = KeptContainer(
+                    thing, run, translation=self, own=[mapping[key] for mapping in own]
+                )
                 self.parts.append(part)
                 if key in as_shared:
                     self._global_parts.append((name, part))
@@ -265,7 +293,9 @@ class KeptInRun(Translation):
         self.watched: list[SharedGlobal] = []
         for key, (name, thing) in found.shared.items():
             if key not in proxies:
-                self.watched.append(SharedGlobal(name, thing, is_large=key in found.large))
+                self.watched.append(
+                    SharedGlobal(name, thing, is_large=key in found.large)
+                )
         for (_, name), table in found.stored.items():
             self.watched.append(SharedGlobal(name, table, only=frozenset({name})))
 
@@ -371,17 +401,26 @@ class KeptInRun(Translation):
 class _Arrays:
     """The tensors and arrays that hooks keep, with those of the replicas, which begin a run with the same numbers."""
 
-    def __init__(self, known: Mapping[int, Any], own: Sequence[dict[int, Any]], devices: Sequence[Device]) -> None:
+    def __init__(
+        self,
+        known: Mapping[int, Any],
+        own: Sequence[dict[int, Any]],
+        devices: Sequence[Device],
+    ) -> None:
         self.known = known
         self._own = own
         self._merged: dict[int, Any] = {}
         self._is_merged: set[int] = set()
-        tensors = [key for key, thing in known.items() if isinstance(thing, torch.Tensor)]
+        tensors = [
+            key for key, thing in known.items() if isinstance(thing, torch.Tensor)
+        ]
         for mapping, device in zip(own, devices, strict=True):
             for key, thing in known.items():
                 mapping[key] = _bring_numbers(thing, mapping[key], device)
         self._index = {key: i for i, key in enumerate(tensors)}
-        self._writes = [StepWrites([mapping[key] for key in tensors]) for mapping in own]
+        self._writes = [
+            StepWrites([mapping[key] for key in tensors]) for mapping in own
+        ]
         self._written: list[set[int]] | None = None
 
     def is_written(self, thing: Any, present: Sequence[int]) -> bool:
@@ -399,8 +438,14 @@ class _Arrays:
         """The user's tensor or array, if all replicas have written the same numbers on theirs; else `MISSING`."""
         self._is_merged.add(id(thing))
         there = [value for value in of_replicas if isinstance(value, _ARRAYS)]
-        are_own = all(any(value is own[id(thing)] for own in self._own) for value in there)
-        if not there or not are_own or not all(_are_equal(there[0], value) for value in there[1:]):
+        are_own = all(
+            any(value is own[id(thing)] for own in self._own) for value in there
+        )
+        if (
+            not there
+            or not are_own
+            or not all(_are_equal(there[0], value) for value in there[1:])
+        ):
             return MISSING
         self._merged[id(thing)] = there[0]
         return thing
@@ -415,7 +460,9 @@ class _Arrays:
             if key in self._is_merged or not self.is_written(thing, present):
                 continue
             if self.merge(thing, [self._own[r][key] for r in present]) is MISSING:
-                raise RuntimeError(_DIFFERS.format(name=names[key], kind=type(thing).__name__))
+                raise RuntimeError(
+                    _DIFFERS.format(name=names[key], kind=type(thing).__name__)
+                )
 
     def write_back(self) -> None:
         """Writes the numbers on the user's tensors and arrays."""
@@ -462,14 +509,21 @@ def _are_equal(one: Any, other: Any) -> bool:
     if one.requires_grad or other.requires_grad or one.layout is not torch.strided:
         return False
     other = other.to(one.device)
-    return (one.shape, one.dtype) == (other.shape, other.dtype) and torch.equal(one, other)
+    return (one.shape, one.dtype) == (other.shape, other.dtype) and torch.equal(
+        one, other
+    )
 
 
 def _keeps_nothing(hook: Any) -> bool:
     """Whether a hook is torch's, or a function that uses nothing but its arguments."""
     if not isinstance(hook, types.FunctionType):
         return package_of(type(hook)) == "torch"
-    uses = (hook.__closure__, hook.__defaults__, hook.__kwdefaults__, names_in(hook.__code__))
+    uses = (
+        hook.__closure__,
+        hook.__defaults__,
+        hook.__kwdefaults__,
+        names_in(hook.__code__),
+    )
     return package_of(hook) == "torch" or not any(uses)
 
 

@@ -21,7 +21,12 @@ import torch
 from torch import nn
 
 from torchstrategy._base.distributed_values import PerReplica
-from torchstrategy._base.objects.attribute_contents import CopiedThing, Data, data_in, things_in
+from torchstrategy._base.objects.attribute_contents import (
+    CopiedThing,
+    Data,
+    data_in,
+    things_in,
+)
 from torchstrategy._base.objects.changes import MISSING, Snapshot
 from torchstrategy._base.objects.module_traversal import TORCHS_OWN, computed_by_hooks
 from torchstrategy._base.objects.proxies import Proxy, hidden_subclass, plain_class
@@ -29,7 +34,9 @@ from torchstrategy._base.plain import PLAIN
 
 LARGE = 1000  # entries: to look through fewer in each run costs little
 
-Late = dict[tuple[int, str], "Later"]  # by the position of a module, and the name of the attribute
+Late = dict[
+    tuple[int, str], "Later"
+]  # by the position of a module, and the name of the attribute
 
 
 @final
@@ -42,7 +49,9 @@ class Later:
 
     def __init__(self, path: str) -> None:
         self.path = path
-        self.bring: Callable[[], None] = self._refuse  # puts the replicas' copies in its place
+        self.bring: Callable[[], None] = (
+            self._refuse
+        )  # puts the replicas' copies in its place
 
     def _refuse(self, *args: Any) -> NoReturn:
         raise RuntimeError(
@@ -55,7 +64,9 @@ class Later:
             raise AttributeError(name)
         self._refuse()
 
-    __getitem__ = __setitem__ = __len__ = __iter__ = __contains__ = __call__ = __reduce_ex__ = _refuse
+    __getitem__ = __setitem__ = __len__ = __iter__ = __contains__ = __call__ = (
+        __reduce_ex__
+    ) = _refuse
 
 
 def is_large(data: Data | None) -> bool:
@@ -63,7 +74,9 @@ def is_large(data: Data | None) -> bool:
     return data is not None and data.entries >= LARGE
 
 
-def find_late(modules: Sequence[nn.Module], insides: Sequence[dict[str, Any]]) -> set[tuple[int, str]]:
+def find_late(
+    modules: Sequence[nn.Module], insides: Sequence[dict[str, Any]]
+) -> set[tuple[int, str]]:
     """The attributes that replicas may get when a step reads them, by the position of the module and their name.
 
     Args:
@@ -85,12 +98,21 @@ def find_late(modules: Sequence[nn.Module], insides: Sequence[dict[str, Any]]) -
                 holders[position, name] = data.holders
                 held.update(set(map(id, data.holders)))
             else:
-                held.update({id(thing) for _, thing in things_in("", value, has_data=True)})
-    return {key for key, of_one in holders.items() if all(held[id(holder)] == 1 for holder in of_one)}
+                held.update(
+                    {id(thing) for _, thing in things_in("", value, has_data=True)}
+                )
+    return {
+        key
+        for key, of_one in holders.items()
+        if all(held[id(holder)] == 1 for holder in of_one)
+    }
 
 
 def _is_compiled(module: nn.Module) -> bool:
-    return module._compiled_call_impl is not None or plain_class(type(module)).__name__ == "OptimizedModule"
+    return (
+        module._compiled_call_impl is not None
+        or plain_class(type(module)).__name__ == "OptimizedModule"
+    )
 
 
 def _is_hidden(module: nn.Module, name: str) -> bool:
@@ -100,8 +122,12 @@ def _is_hidden(module: nn.Module, name: str) -> bool:
 
 def postpone(copied: nn.Module, names: Set[str]) -> None:
     """Makes some attributes of a replica's copy of a module, beside those that wait, wait until a step reads them."""
-    waiting = {name for name, value in _inside_of(copied).items() if type(value) is Later}
-    _set_class(copied, _waiting_class(plain_class(type(copied)), frozenset(waiting | names)))
+    waiting = {
+        name for name, value in _inside_of(copied).items() if type(value) is Later
+    }
+    _set_class(
+        copied, _waiting_class(plain_class(type(copied)), frozenset(waiting | names))
+    )
 
 
 def settle(copied: nn.Module) -> None:
@@ -115,7 +141,9 @@ _inside_of: Callable[[nn.Module], dict[str, Any]] = vars(nn.Module)["__dict__"].
 
 
 def _list_waiting(copied: nn.Module) -> Iterator[Later]:
-    return (value for value in list(_inside_of(copied).values()) if type(value) is Later)
+    return (
+        value for value in list(_inside_of(copied).values()) if type(value) is Later
+    )
 
 
 class _WithLateAttributes(Proxy):
@@ -131,7 +159,9 @@ class _WithLateAttributes(Proxy):
 
 @functools.cache
 def _waiting_class(cls: type, names: frozenset[str]) -> type:
-    return hidden_subclass(cls, _WithLateAttributes, {name: _LateAttribute(name) for name in names})
+    return hidden_subclass(
+        cls, _WithLateAttributes, {name: _LateAttribute(name) for name in names}
+    )
 
 
 @final
@@ -159,11 +189,15 @@ class _LateAttribute:
         for base in cls.__mro__:
             if self._name in vars(base):
                 found = vars(base)[self._name]
-                return found.__get__(copied, cls) if hasattr(found, "__get__") else found
+                return (
+                    found.__get__(copied, cls) if hasattr(found, "__get__") else found
+                )
         raise AttributeError(f"{cls.__name__!r} object has no attribute {self._name!r}")
 
     def __set__(self, copied: Any, value: Any) -> None:
-        self._bring(copied)  # or a replica that brings the copies later would put one in the place of this value
+        self._bring(
+            copied
+        )  # or a replica that brings the copies later would put one in the place of this value
         _inside_of(copied)[self._name] = value
 
     def __delete__(self, copied: Any) -> None:
@@ -193,19 +227,30 @@ class LateCopies:
     local: Sequence[Snapshot]
 
     @classmethod
-    def of(cls, path: str, name: str, copies: Sequence[Any], containers: dict[str, CopiedThing]) -> LateCopies:
+    def of(
+        cls,
+        path: str,
+        name: str,
+        copies: Sequence[Any],
+        containers: dict[str, CopiedThing],
+    ) -> LateCopies:
         """Notes what all containers hold now."""
         originals = Snapshot({where: one.original for where, one in containers.items()})
         local: list[Snapshot] = []
         for r in range(len(copies)):
-            local.append(Snapshot({where: one.local[r] for where, one in containers.items()}))
+            local.append(
+                Snapshot({where: one.local[r] for where, one in containers.items()})
+            )
         return cls(path, name, copies, containers, originals, local)
 
 
 def has_containers(value: Any) -> bool:
     """Whether a value holds anything, beside tensors and modules, that may be changed in place."""
     closed = (*PLAIN, torch.Tensor, nn.Module, PerReplica)
-    return any(not isinstance(thing, closed) for _, thing in things_in("", value, has_data=True))
+    return any(
+        not isinstance(thing, closed)
+        for _, thing in things_in("", value, has_data=True)
+    )
 
 
 NO_DATA = (

@@ -24,10 +24,18 @@ import torch
 
 from torchstrategy._base.distributed_values import ABSENT, PerReplica
 from torchstrategy._base.memory import bits, memory_id
-from torchstrategy._base.objects.attribute_contents import is_plain_holder, named_items, write_items
+from torchstrategy._base.objects.attribute_contents import (
+    is_plain_holder,
+    named_items,
+    write_items,
+)
 from torchstrategy._base.plain import PLAIN
 from torchstrategy._base.types import Device
-from torchstrategy._copies.references.deep_copies import ClosureRebinder, are_same_function, is_function
+from torchstrategy._copies.references.deep_copies import (
+    ClosureRebinder,
+    are_same_function,
+    is_function,
+)
 
 Items = dict[tuple[str, Any], Any]  # what `named_items` returns
 
@@ -76,8 +84,12 @@ class ModuleMerger:
     look: Look
     is_understudy: bool
     is_quiet: bool = False
-    _made: dict[tuple[int, ...], list[Any]] = field(default_factory=dict)  # by the ids of the values
-    _copied: dict[tuple[int, torch.dtype], torch.Tensor] = field(default_factory=dict)  # by the ids of the storages
+    _made: dict[tuple[int, ...], list[Any]] = field(
+        default_factory=dict
+    )  # by the ids of the values
+    _copied: dict[tuple[int, torch.dtype], torch.Tensor] = field(
+        default_factory=dict
+    )  # by the ids of the storages
 
     def merge(self, path: str, values: Sequence[Any], before: Any) -> Any:
         """The value for the user's module; `ABSENT` if it is to have none.
@@ -97,12 +109,16 @@ class ModuleMerger:
         # What stands in several places of the replicas is one object in the user's modules, too.
         key = tuple(map(id, values))
         if key not in self._made:
-            self._made[key] = self._find_known(values) or self._make(key, path, values, before)
+            self._made[key] = self._find_known(values) or self._make(
+                key, path, values, before
+            )
         return self._made[key][0]
 
     def _compare(self, path: str, values: Sequence[Any]) -> None:
         if not self.is_quiet:
-            self.look(path, values[0], [value for value in values[1:] if value is not ABSENT])
+            self.look(
+                path, values[0], [value for value in values[1:] if value is not ABSENT]
+            )
 
     def _find_known(self, values: Sequence[Any]) -> list[Any]:
         """A list of what the user has in the place of all the values, or of the one object that all of them are."""
@@ -116,12 +132,19 @@ class ModuleMerger:
         may_be_made = is_plain_holder(one) or is_function(one) or type(one) in _ARRAYS
         return [] if may_be_made else [one]
 
-    def _make(self, key: tuple[int, ...], path: str, values: Sequence[Any], before: Any) -> list[Any]:
+    def _make(
+        self, key: tuple[int, ...], path: str, values: Sequence[Any], before: Any
+    ) -> list[Any]:
         there = [value for value in values if value is not ABSENT]
         first = there[0]
         # Tuples of several lengths have no items in common to be merged.
-        kinds = {(type(value), len(value) if isinstance(value, tuple) else 0) for value in there}
-        is_merged_whole = len(kinds) > 1 or any(id(value) in self.users() for value in there)
+        kinds = {
+            (type(value), len(value) if isinstance(value, tuple) else 0)
+            for value in there
+        }
+        is_merged_whole = len(kinds) > 1 or any(
+            id(value) in self.users() for value in there
+        )
         if is_merged_whole or not is_plain_holder(first):
             self._made[key] = [made] = [self._merge_objects(path, values, before)]
             if isinstance(made, torch.Tensor) and made is not first:
@@ -130,17 +153,27 @@ class ModuleMerger:
         if isinstance(first, frozenset):
             return [first]
         if isinstance(first, tuple):
-            items = self.items(path, list(map(named_items, values)), named_items(before)).values()
-            return [type(first)(*items) if hasattr(first, "_fields") else type(first)(items)]
+            items = self.items(
+                path, list(map(named_items, values)), named_items(before)
+            ).values()
+            return [
+                type(first)(*items) if hasattr(first, "_fields") else type(first)(items)
+            ]
         made = copy.copy(first)
         self._made[key] = [made]  # it may hold itself
-        write_items(made, self.items(path, list(map(named_items, values)), named_items(before)))
+        write_items(
+            made, self.items(path, list(map(named_items, values)), named_items(before))
+        )
         return [made]
 
-    def _give_attributes(self, path: str, made: torch.Tensor, values: Sequence[Any], before: Any) -> None:
+    def _give_attributes(
+        self, path: str, made: torch.Tensor, values: Sequence[Any], before: Any
+    ) -> None:
         """Gives the user's tensor the attributes that the step has set on the replicas' tensors."""
         if any(vars(value) for value in values if isinstance(value, torch.Tensor)):
-            items = self.items(path, list(map(named_items, values)), named_items(before))
+            items = self.items(
+                path, list(map(named_items, values)), named_items(before)
+            )
             vars(made).update({name: value for (_, name), value in items.items()})
 
     def items(self, path: str, of_replicas: Sequence[Items], before: Items) -> Items:
@@ -149,7 +182,9 @@ class ModuleMerger:
         for place in dict.fromkeys(chain.from_iterable(of_replicas)):
             shown, key = place
             values = [items.get(place, ABSENT) for items in of_replicas]
-            value = self.merge(path + shown.format(key), values, before.get(place, ABSENT))
+            value = self.merge(
+                path + shown.format(key), values, before.get(place, ABSENT)
+            )
             if value is not ABSENT:
                 merged[place] = value
         return merged
@@ -158,25 +193,39 @@ class ModuleMerger:
         first = values[0]
         if _is_statistic(first, before):
             self._compare(path, values)
-            return _copy_constant(first, before if isinstance(before, torch.Tensor) else self.device)
-        is_trained = isinstance(first, torch.Tensor) and first.is_leaf and first.requires_grad
+            return _copy_constant(
+                first, before if isinstance(before, torch.Tensor) else self.device
+            )
+        is_trained = (
+            isinstance(first, torch.Tensor) and first.is_leaf and first.requires_grad
+        )
         # To compare the numbers of an accelerator, the program has to wait for it. So tensors that differed once, as
         # outputs do in each run, are not compared again.
-        is_compared = type(first) in _ARRAYS and (is_trained or type(before) is not PerReplica)
+        is_compared = type(first) in _ARRAYS and (
+            is_trained or type(before) is not PerReplica
+        )
         if is_compared and not any(_differ(first, value) for value in values):
             if is_trained and len(values) > 1:
                 raise RuntimeError(_TRAINABLE.format(path=path))
             # A tensor with a history is an output, and so is a view of a parameter.
-            is_output = isinstance(first, torch.Tensor) and (first.requires_grad or memory_id(first) in self.memory())
+            is_output = isinstance(first, torch.Tensor) and (
+                first.requires_grad or memory_id(first) in self.memory()
+            )
             if not is_output:
                 return self._copy_constant(first)
         functions = list(map(ClosureRebinder(self.users()).rebind, values))
-        if is_function(first) and all(are_same_function(functions[0], other) for other in functions):
+        if is_function(first) and all(
+            are_same_function(functions[0], other) for other in functions
+        ):
             return functions[0]
         if self.is_understudy:
-            return PerReplica([ABSENT] * self.num_replicas, understudy=first, is_kept=True)
+            return PerReplica(
+                [ABSENT] * self.num_replicas, understudy=first, is_kept=True
+            )
         # Replicas that took no part have none of the rows.
-        without_rows = _make_without_rows(values) if len(values) < self.num_replicas else ABSENT
+        without_rows = (
+            _make_without_rows(values) if len(values) < self.num_replicas else ABSENT
+        )
         components = [without_rows] * self.num_replicas
         for r, value in zip(self.present, values, strict=True):
             components[r] = value
@@ -189,8 +238,12 @@ class ModuleMerger:
         key = memory_id(value), value.dtype
         if key not in self._copied:
             size = value.untyped_storage().nbytes() // value.element_size()
-            self._copied[key] = _copy_constant(value.detach().as_strided((size,), (1,), 0), self.device)
-        return self._copied[key].as_strided(value.shape, value.stride(), value.storage_offset())
+            self._copied[key] = _copy_constant(
+                value.detach().as_strided((size,), (1,), 0), self.device
+            )
+        return self._copied[key].as_strided(
+            value.shape, value.stride(), value.storage_offset()
+        )
 
 
 _ARRAYS = (torch.Tensor, np.ndarray)
@@ -202,15 +255,24 @@ def _copy_constant(value: Any, like: Any) -> Any:
         return value.copy()
     device = like.device if isinstance(like, torch.Tensor) else like
     if value.is_cpu and not isinstance(like, torch.Tensor):
-        device = value.device  # the step has made it there, and not where its replica is
+        device = (
+            value.device
+        )  # the step has made it there, and not where its replica is
     return value.detach().to(device, copy=True)
 
 
 def _make_without_rows(values: Sequence[Any]) -> Any:
     """What a replica that took no part in the run has in the place of an output: none of its rows."""
-    first = next((value for value in values if type(value) in _ARRAYS and value.ndim), None)
+    first = next(
+        (value for value in values if type(value) in _ARRAYS and value.ndim), None
+    )
     if isinstance(first, torch.Tensor) and not first.is_nested:
-        return torch.zeros((0, *first.shape[1:]), dtype=first.dtype, device=first.device, layout=first.layout)
+        return torch.zeros(
+            (0, *first.shape[1:]),
+            dtype=first.dtype,
+            device=first.device,
+            layout=first.layout,
+        )
     return first[:0] if isinstance(first, np.ndarray) else ABSENT
 
 
@@ -218,18 +280,29 @@ def _is_statistic(value: Any, before: Any) -> bool:
     """Whether a value is a tensor or array like a constant one before, or a constant number in one, without rows."""
     if type(value) not in _ARRAYS:
         return False
-    is_like = type(value) is type(before) and (value.shape, value.dtype) == (before.shape, before.dtype)
+    is_like = type(value) is type(before) and (value.shape, value.dtype) == (
+        before.shape,
+        before.dtype,
+    )
     if is_like and not getattr(before, "requires_grad", False):
         return True
     return value.ndim == 0 and not getattr(value, "requires_grad", False)
 
 
 def _differ(one: Any, other: Any) -> bool:
-    if type(one) is not type(other) or (one.shape, one.dtype) != (other.shape, other.dtype):
+    if type(one) is not type(other) or (one.shape, one.dtype) != (
+        other.shape,
+        other.dtype,
+    ):
         return True
     if isinstance(one, np.ndarray):
         return bool(one.tobytes() != other.tobytes())
-    if one.layout is not torch.strided or other.layout is not torch.strided or one.is_nested or one.is_meta:
+    if (
+        one.layout is not torch.strided
+        or other.layout is not torch.strided
+        or one.is_nested
+        or one.is_meta
+    ):
         return True  # `torch.equal` takes none of these
     # Bits are compared: a NaN is no other value than the same NaN.
     return not torch.equal(bits(one), bits(other.to(one.device)))

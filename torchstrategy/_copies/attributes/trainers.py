@@ -22,7 +22,12 @@ import torch
 
 from torchstrategy._base.distributed_values import ABSENT, DistributedValues, PerReplica
 from torchstrategy._base.marks import digest_of, version_of
-from torchstrategy._base.objects.attribute_contents import ATTRIBUTE, ITEM, named_items, write_items
+from torchstrategy._base.objects.attribute_contents import (
+    ATTRIBUTE,
+    ITEM,
+    named_items,
+    write_items,
+)
 from torchstrategy._base.objects.changes import MISSING, Edit, edits
 from torchstrategy._base.objects.proxies import plain_class
 from torchstrategy._base.plain import are_equal
@@ -92,8 +97,12 @@ class Trainer:
         self.refresh()
 
     def _begin(self) -> None:
-        self._inside: dict[str, Any] = object.__getattribute__(self.original, "__dict__")
-        self.attributes: list[dict[Any, Any]] = [{} for _ in range(self.run.num_replicas)]
+        self._inside: dict[str, Any] = object.__getattribute__(
+            self.original, "__dict__"
+        )
+        self.attributes: list[dict[Any, Any]] = [
+            {} for _ in range(self.run.num_replicas)
+        ]
 
     def _now(self) -> dict[Any, Any]:
         """What the user's object holds now."""
@@ -114,7 +123,10 @@ class Trainer:
         found = list(edits(self._known, now))
         if found:
             for r in range(self.run.num_replicas):
-                translated = [edit._replace(after=self._translation.to_replica(edit.after, r)) for edit in found]
+                translated = [
+                    edit._replace(after=self._translation.to_replica(edit.after, r))
+                    for edit in found
+                ]
                 self._change(r, translated)
         self._known = now
 
@@ -126,7 +138,10 @@ class Trainer:
         for name in dict.fromkeys(chain(self._known, *of_replicas)):
             before = self._known.get(name, MISSING)
             now = [own.get(name, MISSING) for own in of_replicas]
-            is_replaced = any(now[r] is not translation.to_replica(before, r) for r in self.run.present)
+            is_replaced = any(
+                now[r] is not translation.to_replica(before, r)
+                for r in self.run.present
+            )
             if is_replaced or translation.is_written(before, self.run.present):
                 self._merged[name] = self._merge_value(name, now)
 
@@ -139,12 +154,22 @@ class Trainer:
         if self.run.is_understudy and isinstance(before, PerReplica):
             return self._keep_of_understudy(before)
         # A replica that takes no part in the step keeps its value, if it had a value of its own.
-        present = range(self.run.num_replicas) if isinstance(before, PerReplica) else self.run.present
-        values = [value if r in present else ABSENT for r, value in enumerate(of_replicas)]
-        first, *others = self._all_to_users(value for value in values if value is not ABSENT)
+        present = (
+            range(self.run.num_replicas)
+            if isinstance(before, PerReplica)
+            else self.run.present
+        )
+        values = [
+            value if r in present else ABSENT for r, value in enumerate(of_replicas)
+        ]
+        first, *others = self._all_to_users(
+            value for value in values if value is not ABSENT
+        )
         # What another process has is another tensor.
         may_differ = self.run.has_others and isinstance(first, torch.Tensor)
-        if not self.run.has_others and self._translation.is_written(before, self.run.present):
+        if not self.run.has_others and self._translation.is_written(
+            before, self.run.present
+        ):
             array = self._translation.merge_array(before, values)
             if array is not MISSING:
                 return array
@@ -156,7 +181,9 @@ class Trainer:
             return PerReplica([ABSENT] * len(values), understudy=first, is_kept=is_kept)
         return self._make_per_replica(values, of_replicas)
 
-    def _make_per_replica(self, values: Sequence[Any], of_replicas: Sequence[Any]) -> PerReplica[Any]:
+    def _make_per_replica(
+        self, values: Sequence[Any], of_replicas: Sequence[Any]
+    ) -> PerReplica[Any]:
         """One value of those that differ. Who takes no part in the run goes on with what it had."""
         earlier: dict[int, Any] = {}
         for r, value in enumerate(of_replicas):
@@ -166,7 +193,10 @@ class Trainer:
         for r, value in earlier.items():
             if not _still_counts(value):
                 components[r] = ABSENT
-        if not any(isinstance(component, (torch.Tensor, np.ndarray)) for component in components):
+        if not any(
+            isinstance(component, (torch.Tensor, np.ndarray))
+            for component in components
+        ):
             components = self._all_to_users(components)
         made = PerReplica(components, is_kept=self.translation is not None)
         made._earlier = earlier
@@ -180,9 +210,15 @@ class Trainer:
             value = to_replica(before, r, self.run.num_replicas)
             if value is not MISSING:
                 earlier[r] = value
-            components.append(value if value is not MISSING and _still_counts(value) else ABSENT)
-        shown = next(iter(earlier.values()), before.understudy)  # for the shape and dtype of what it does not have
-        made = PerReplica(components, understudy=shown, is_kept=self.translation is not None)
+            components.append(
+                value if value is not MISSING and _still_counts(value) else ABSENT
+            )
+        shown = next(
+            iter(earlier.values()), before.understudy
+        )  # for the shape and dtype of what it does not have
+        made = PerReplica(
+            components, understudy=shown, is_kept=self.translation is not None
+        )
         made._earlier = earlier
         return made
 
@@ -192,8 +228,15 @@ class Trainer:
     def write_back(self) -> bool:
         """Writes the attributes on the user's trainer. Returns whether somebody may call backward on one of them."""
         self._write()
-        values = [list(value.values) for value in self._merged.values() if isinstance(value, DistributedValues)]
-        return any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in tree_flatten(values)[0])
+        values = [
+            list(value.values)
+            for value in self._merged.values()
+            if isinstance(value, DistributedValues)
+        ]
+        return any(
+            isinstance(leaf, torch.Tensor) and leaf.requires_grad
+            for leaf in tree_flatten(values)[0]
+        )
 
     def _write(self) -> None:
         for name, value in self._merged.items():
@@ -219,13 +262,19 @@ class KeptContainer(Trainer):
 
     def _read_replica(self, replica: int) -> dict[Any, Any]:
         items = named_items(self.attributes[replica])
-        return {(how, self._translation.to_users(key)): value for (how, key), value in items.items()}
+        return {
+            (how, self._translation.to_users(key)): value
+            for (how, key), value in items.items()
+        }
 
     def _change(self, replica: int, changes: Sequence[Edit]) -> None:
         items = self._read_replica(replica)
         for edit in changes:
             edit.apply(items)
-        own = {(how, self._translation.to_replica(key, replica)): value for (how, key), value in items.items()}
+        own = {
+            (how, self._translation.to_replica(key, replica)): value
+            for (how, key), value in items.items()
+        }
         write_items(self.attributes[replica], own)
 
     def _write(self) -> None:
@@ -292,7 +341,13 @@ class SharedGlobal:
         is_large: Whether it is one for all replicas since it has so many items.
     """
 
-    def __init__(self, name: str, thing: Any, only: frozenset[str] | None = None, is_large: bool = False) -> None:
+    def __init__(
+        self,
+        name: str,
+        thing: Any,
+        only: frozenset[str] | None = None,
+        is_large: bool = False,
+    ) -> None:
         self._name = name
         self.thing = thing
         self._only = only
@@ -313,7 +368,11 @@ class SharedGlobal:
         if isinstance(self.thing, (type, types.ModuleType)):
             found: dict[Any, Any] = {}
             for place in reversed(self._places()):
-                found.update((name, held) for name, held in vars(place).items() if not name.startswith("_"))
+                found.update(
+                    (name, held)
+                    for name, held in vars(place).items()
+                    if not name.startswith("_")
+                )
             return found
         if self._only is None:
             return named_items(self.thing)
@@ -351,7 +410,11 @@ class SharedGlobal:
             write_items(self.thing, self._known)
             shown, key = written.name
             name = self._name + shown.format(key)
-            raise RuntimeError(_LARGE.format(name=name, many=MANY) if self._is_large else global_write_message(name))
+            raise RuntimeError(
+                _LARGE.format(name=name, many=MANY)
+                if self._is_large
+                else global_write_message(name)
+            )
         written._replace(after=written.before).apply(self.thing)
         raise RuntimeError(global_write_message(written.name))
 
@@ -375,9 +438,14 @@ _LARGE = (
 
 def to_replica(value: Any, replica: int, num_replicas: int) -> Any:
     """What one of some replicas has in the place of a value; `MISSING` if it has none."""
-    if not isinstance(value, DistributedValues) or len(value._components) != num_replicas:
+    if (
+        not isinstance(value, DistributedValues)
+        or len(value._components) != num_replicas
+    ):
         return value  # it is a value of another strategy
-    own = value._in_replica(replica)  # of an understudy, which goes on from what it had, that
+    own = value._in_replica(
+        replica
+    )  # of an understudy, which goes on from what it had, that
     if own is ABSENT and isinstance(value, PerReplica):
         own = value._earlier.get(replica, ABSENT)
     return MISSING if own is ABSENT else own

@@ -41,31 +41,50 @@ class EarlyCopies:
 
     def __init__(self, parameters: Sequence[ReplicaParameter]) -> None:
         self._parameters = parameters
-        self._wanted: set[int] = set()  # the positions of parameters whose gradients are copied early in this run
+        self._wanted: set[int] = (
+            set()
+        )  # the positions of parameters whose gradients are copied early in this run
         # By position: a gradient, its version when it was copied, and its copy.
         self._offered: dict[int, tuple[torch.Tensor, int, torch.Tensor]] = {}
 
     def begin(self, owners: Sequence[torch.Tensor]) -> None:
         """A run begins. `owners` are the user's parameters."""
         local = enumerate(zip(self._parameters, owners, strict=False))
-        self._wanted = {i for i, (p, owner) in local if p.requires_grad and _is_large(p) and _leaves(p, owner)}
+        self._wanted = {
+            i
+            for i, (p, owner) in local
+            if p.requires_grad and _is_large(p) and _leaves(p, owner)
+        }
         for index in self._wanted:
             call_in_backward(self._parameters[index], offer_gradient, _wait_for_copy)
 
     def offer(self, index: int) -> None:
         """Backward has added to a gradient. Called in backward, on whichever thread it runs."""
         gradient = raw_grad(self._parameters[index])
-        if index in self._wanted and gradient is not None and not gradient.requires_grad and _is_large(gradient):
+        if (
+            index in self._wanted
+            and gradient is not None
+            and not gradient.requires_grad
+            and _is_large(gradient)
+        ):
             with unseen_by_function_modes(), torch.no_grad():
-                self._offered[index] = gradient, version_of(gradient), _begin_copy(gradient)
+                self._offered[index] = (
+                    gradient,
+                    version_of(gradient),
+                    _begin_copy(gradient),
+                )
 
     def take(self, local: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
         """The copies of those gradients that the replica has when gradients are reduced. They have arrived."""
         offered, self._offered = self._offered, {}
         if offered:
-            copy_stream(self._parameters[next(iter(offered))].device, Cargo.GRADIENTS).synchronize()
+            copy_stream(
+                self._parameters[next(iter(offered))].device, Cargo.GRADIENTS
+            ).synchronize()
         return {
-            i: copy for i, (own, known, copy) in offered.items() if local.get(i) is own and version_of(own) == known
+            i: copy
+            for i, (own, known, copy) in offered.items()
+            if local.get(i) is own and version_of(own) == known
         }
 
 

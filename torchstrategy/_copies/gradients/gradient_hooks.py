@@ -23,7 +23,13 @@ from typing import Any
 import torch
 
 from torchstrategy._base import torch_internals
-from torchstrategy._base.torch_internals import have_gradient_hooks, on_gradient, raw_grad, set_raw_grad, take_raw_grads
+from torchstrategy._base.torch_internals import (
+    have_gradient_hooks,
+    on_gradient,
+    raw_grad,
+    set_raw_grad,
+    take_raw_grads,
+)
 from torchstrategy._copies.gradients.replica_gradients import (
     CurrentRun,
     ReplicaGradients,
@@ -44,18 +50,24 @@ def count_additions(of_replicas: Sequence[ReplicaGradients], index: int) -> None
             call_in_backward(parameter, _count_addition, _count_computation)
 
 
-def send_through_hooks(owners: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
+def send_through_hooks(
+    owners: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]
+) -> None:
     """Adds gradients to some of the user's parameters, as one backward does, which calls their hooks.
 
     A hook may be for several parameters, and ask autograd which of them this backward reaches. As in the backward of a
     model, the last parameters get their gradients first.
     """
-    frozen = [owner for owner in owners if not owner.requires_grad]  # the step may have trained these
+    frozen = [
+        owner for owner in owners if not owner.requires_grad
+    ]  # the step may have trained these
     for owner in frozen:
         owner.requires_grad_()
     try:
         with torch.enable_grad():
-            roots = [_link(owner, []) for owner in owners]  # autograd begins with the node that was made last
+            roots = [
+                _link(owner, []) for owner in owners
+            ]  # autograd begins with the node that was made last
         # It runs on this thread, which is known to speak for all replicas; the threads of autograd's own pool are not.
         with torch.autograd.set_multithreading_enabled(False):
             torch.autograd.backward(roots, list(gradients))
@@ -65,7 +77,9 @@ def send_through_hooks(owners: Sequence[torch.Tensor], gradients: Sequence[torch
 
 
 def find_seen_by_hooks(
-    of_replicas: Sequence[ReplicaGradients], owners: Sequence[torch.Tensor], names: Sequence[str]
+    of_replicas: Sequence[ReplicaGradients],
+    owners: Sequence[torch.Tensor],
+    names: Sequence[str],
 ) -> set[int]:
     """The positions of the user's parameters whose hooks are to see what backward has added.
 
@@ -110,15 +124,23 @@ def _count_addition(parameter: torch.Tensor) -> None:
         state.run.gradients.added[state.position] += 1
 
 
-def deliver_late(owners: Sequence[Owner], parameters: Sequence[Sequence[ReplicaParameter]]) -> None:
+def deliver_late(
+    owners: Sequence[Owner], parameters: Sequence[Sequence[ReplicaParameter]]
+) -> None:
     """From here on, the gradients of a backward between runs go on from the replicas' parameters to the user's at once.
 
     Args:
         owners: The user's parameters.
         parameters: For each replica its own parameters, in the order of the user's.
     """
-    for owner, of_all_replicas in zip(owners, zip(*parameters, strict=True), strict=False):
-        late = [p for p in of_all_replicas if p.requires_grad and not p.torchstrategy_state.delivers]
+    for owner, of_all_replicas in zip(
+        owners, zip(*parameters, strict=True), strict=False
+    ):
+        late = [
+            p
+            for p in of_all_replicas
+            if p.requires_grad and not p.torchstrategy_state.delivers
+        ]
         if late:
             # Weakly: the hooks of the copies refer to this list, and a cycle would keep their memory.
             copies = [weakref.ref(parameter) for parameter in late]
@@ -131,7 +153,11 @@ def deliver_late(owners: Sequence[Owner], parameters: Sequence[Sequence[ReplicaP
 _delivering = threading.RLock()
 
 
-def _deliver(owned: Owner, copies: Sequence[weakref.ref[ReplicaParameter]], parameter: torch.Tensor) -> None:
+def _deliver(
+    owned: Owner,
+    copies: Sequence[weakref.ref[ReplicaParameter]],
+    parameter: torch.Tensor,
+) -> None:
     """Delivers a gradient to the user's parameter as it is: the loss of this backward already combines the replicas.
 
     Args:
@@ -150,24 +176,39 @@ def _deliver(owned: Owner, copies: Sequence[weakref.ref[ReplicaParameter]], para
             # backward has reached the last of the copies.
             referred = [reference() for reference in copies]
             parameters = [known for known in referred if known is not None]
-            if any(raw_grad(known) is None and torch_internals.will_be_reached(known) for known in parameters):
+            if any(
+                raw_grad(known) is None and torch_internals.will_be_reached(known)
+                for known in parameters
+            ):
                 return
-        gradients = [gradient for gradient in take_raw_grads(parameters) if gradient is not None]
+        gradients = [
+            gradient for gradient in take_raw_grads(parameters) if gradient is not None
+        ]
         if owner is None:
             return
         is_one = len(gradients) == 1
-        gradient = gradients[0].to(owner.device) if is_one else sum_on(gradients, owner.device)
+        gradient = (
+            gradients[0].to(owner.device) if is_one else sum_on(gradients, owner.device)
+        )
         before = raw_grad(owner)
         if have_gradient_hooks((owner,)):
-            torch.autograd.backward([owner], [gradient], create_graph=torch.is_grad_enabled())
-        elif before is not None and not torch.is_grad_enabled() and can_hold(before, gradient):
+            torch.autograd.backward(
+                [owner], [gradient], create_graph=torch.is_grad_enabled()
+            )
+        elif (
+            before is not None
+            and not torch.is_grad_enabled()
+            and can_hold(before, gradient)
+        ):
             before.add_(gradient)  # in place, as autograd does it
         else:
             set_raw_grad(owner, gradient if before is None else before + gradient)
 
 
 @contextmanager
-def attach_to_graph(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> Iterator[None]:
+def attach_to_graph(
+    pairs: Iterable[tuple[torch.Tensor, torch.Tensor]],
+) -> Iterator[None]:
     """A block in which parameters of a replica have a history, so that gradients flow on to the user's parameters.
 
     The parameters stay the same Python objects, wherever the step refers to them: in several modules, in a dict, in a
@@ -180,7 +221,9 @@ def attach_to_graph(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> Itera
     try:
         for local, owner in pairs:
             if isinstance(local, ReplicaParameter) and local.requires_grad:
-                leaf: list[torch.Tensor] = [local]  # in the block, the leaf to which a backward in it adds gradients
+                leaf: list[torch.Tensor] = [
+                    local
+                ]  # in the block, the leaf to which a backward in it adds gradients
                 other = _link(owner, leaf)
                 attached.append((local, other, leaf))
                 # The Python object stays and gets the tensor with a history: a copy of the parameter would have to be
@@ -214,7 +257,9 @@ class _Link(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, owner: torch.Tensor, leaf: list[torch.Tensor]) -> torch.Tensor:
+    def forward(
+        ctx: Any, owner: torch.Tensor, leaf: list[torch.Tensor]
+    ) -> torch.Tensor:
         # The replica's parameter comes in a list, so that autograd does not take it for an input of this function.
         ctx.device, ctx.leaf = owner.device, leaf
         return (leaf[0] if leaf else owner).detach()

@@ -36,7 +36,13 @@ from torchstrategy._base import torch_internals
 from torchstrategy._base.context import without_autograd
 from torchstrategy._base.marks import version_of
 from torchstrategy._base.options import ReduceOp
-from torchstrategy._base.torch_internals import have_gradient_hooks, raw_grad, raw_grads, set_raw_grads, take_raw_grads
+from torchstrategy._base.torch_internals import (
+    have_gradient_hooks,
+    raw_grad,
+    raw_grads,
+    set_raw_grads,
+    take_raw_grads,
+)
 from torchstrategy._base.trace import traced
 from torchstrategy._base.types import Device
 from torchstrategy._copies.gradients.early_copies import EarlyCopies
@@ -134,20 +140,33 @@ class GradientReducer:
         workers: Workers = LONE,
     ) -> None:
         self._workers, self._has_others = workers, workers.count > 1
-        self._early = EarlyReads()  # what the replicas of this worker have read since the last reduction
+        self._early = (
+            EarlyReads()
+        )  # what the replicas of this worker have read since the last reduction
         # Between runs no variable is held here: it lives only as long as the user has a reference to it.
-        self._held = [weakref.ref(owner) if is_variable(owner) else _refer_strongly(owner) for owner in owners]
+        self._held = [
+            weakref.ref(owner) if is_variable(owner) else _refer_strongly(owner)
+            for owner in owners
+        ]
         self._own_names = self.names = list(names)
         self.of_replicas = [ReplicaGradients(self, local) for local in parameters]
         # Whether no run of another thread has had the same parameters since. Else a gradient there may be the other's.
         self.is_alone = True
-        self._is_remote = [any(p.device != o.device for p, o in zip(own, owners, strict=False)) for own in parameters]
+        self._is_remote = [
+            any(p.device != o.device for p, o in zip(own, owners, strict=False))
+            for own in parameters
+        ]
         self._all_reduce = all_reduce
         # Where all replicas would have copies at once, which may be more than the memory, nothing is copied early.
         one_at_a_time = (take_turns or len(parameters) == 1) and all_reduce is None
         pairs = zip(parameters, self._is_remote, strict=True)
-        self._early_copies = [EarlyCopies(own) if one_at_a_time and is_remote else None for own, is_remote in pairs]
-        for of_replica, copies in zip(self.of_replicas, self._early_copies, strict=True):
+        self._early_copies = [
+            EarlyCopies(own) if one_at_a_time and is_remote else None
+            for own, is_remote in pairs
+        ]
+        for of_replica, copies in zip(
+            self.of_replicas, self._early_copies, strict=True
+        ):
             of_replica.sender = copies
         self._take_turns = take_turns
         self._leave()
@@ -157,27 +176,38 @@ class GradientReducer:
         self._replica_weights: Participants | None = None  # None between runs
         self.forget_arrived()
         self.accumulated: list[torch.Tensor | None] = []
-        self._kept: list[torch.Tensor | None] = []  # the gradients that the user's parameters get if the run fails now
+        self._kept: list[
+            torch.Tensor | None
+        ] = []  # the gradients that the user's parameters get if the run fails now
         self._users = UserGradients([])
         # The weighted sum of the local gradients that were added early since the last reduction, and of how many
         # replicas it is.
         self._total: dict[int, torch.Tensor] = {}
         self._num_added = 0
         self.owners: list[torch.Tensor] = []
-        self.hooked: set[int] = set()  # the positions of the user's parameters that have gradient hooks
+        self.hooked: set[int] = (
+            set()
+        )  # the positions of the user's parameters that have gradient hooks
         self._run: Run | None = None
         for of_replica in self.of_replicas:
             of_replica.leave()
         for early in self._early_copies:
             if early is not None:
-                early.take({})  # those of a run that failed, or of a replica without rows
+                early.take(
+                    {}
+                )  # those of a run that failed, or of a replica without rows
 
     def forget_arrived(self) -> None:
         """From here on, accumulated gradients may be written in ways that torch's version counters do not show."""
         # The copies that the all-reduce left on the devices, by the id of an accumulated gradient.
         self._arrived: dict[int, _Arrived] = {}
 
-    def begin(self, participants: Participants, outsiders: Sequence[tuple[torch.Tensor, str]], run: Run) -> None:
+    def begin(
+        self,
+        participants: Participants,
+        outsiders: Sequence[tuple[torch.Tensor, str]],
+        run: Run,
+    ) -> None:
         """Takes the gradients of the user's parameters away for the length of a run.
 
         So a gradient that backward adds to the user's own parameter is noticed.
@@ -189,7 +219,9 @@ class GradientReducer:
             run: The run.
         """
         referred = [held() for held in self._held]
-        own = [owner for owner in referred if owner is not None]  # none is missing, since the run holds its variables
+        own = [
+            owner for owner in referred if owner is not None
+        ]  # none is missing, since the run holds its variables
         self._run = run
         self.owners = [*own, *(owner for owner, _ in outsiders)]
         self.names = [*self._own_names, *(name for _, name in outsiders)]
@@ -202,7 +234,11 @@ class GradientReducer:
             self._replica_weights = participants
             set_raw_grads(self.owners, repeat(None))
         if have_gradient_hooks(own):
-            self.hooked = {index for index, owner in enumerate(own) if have_gradient_hooks((owner,))}
+            self.hooked = {
+                index
+                for index, owner in enumerate(own)
+                if have_gradient_hooks((owner,))
+            }
             for index in self.hooked:
                 count_additions(self.of_replicas, index)
         for early in self._early_copies:
@@ -217,9 +253,13 @@ class GradientReducer:
         `reduce` adds the total to the accumulated gradients.
         """
         weighing = self._weights.weighing
-        is_next = self._num_added < len(weighing) and weighing[self._num_added] == replica
+        is_next = (
+            self._num_added < len(weighing) and weighing[self._num_added] == replica
+        )
         if self._take_turns and self._all_reduce is None and is_next:
-            if not self.of_replicas[replica].has_any_local():  # as at the end of most steps
+            if not self.of_replicas[
+                replica
+            ].has_any_local():  # as at the end of most steps
                 self._num_added += 1
                 return
             # The user's modes, which are in force on this thread, must neither see these operations nor act on them.
@@ -242,7 +282,9 @@ class GradientReducer:
     def end(self) -> None:
         """Gives the user's parameters their accumulated gradients."""
         with _exchanging:
-            if not self.is_alone:  # another thread's run may have given them gradients: both are added
+            if (
+                not self.is_alone
+            ):  # another thread's run may have given them gradients: both are added
                 for index, other in enumerate(raw_grads(self.owners)):
                     if other is not None:
                         self._add(index, other)
@@ -255,11 +297,16 @@ class GradientReducer:
 
     def abort(self) -> None:
         """Gives the user's parameters the gradients from before the run, or from its last update if it made one."""
-        if self._replica_weights is not None:  # else the run has not begun, or has ended
+        if (
+            self._replica_weights is not None
+        ):  # else the run has not begun, or has ended
             with _exchanging:
                 if not self.is_alone:
                     both = zip(self.owners, self._kept, strict=True)
-                    self._kept = [raw_grad(owner) if kept is None else kept for owner, kept in both]
+                    self._kept = [
+                        raw_grad(owner) if kept is None else kept
+                        for owner, kept in both
+                    ]
                 self._users.restore()
                 set_raw_grads(self.owners, self._kept)
         self._leave()
@@ -300,7 +347,9 @@ class GradientReducer:
 
     def deliver_late_ones(self) -> None:
         """From here on, the gradients of a backward between runs go on to the user's parameters at once."""
-        deliver_late(self._held, [of_replica.parameters for of_replica in self.of_replicas])
+        deliver_late(
+            self._held, [of_replica.parameters for of_replica in self.of_replicas]
+        )
 
     def reduce_in_step(self, reads: Sequence[Reads]) -> list[None]:
         """Reduces gradients at a synchronization point after which the step goes on.
@@ -313,7 +362,9 @@ class GradientReducer:
                 names the parameter and the replicas.
         """
         if self._has_others or any(read.all for read in reads):
-            early = EarlyReads.of([self.of_replicas[r] for r in self._weights.present], reads, self.names)
+            early = EarlyReads.of(
+                [self.of_replicas[r] for r in self._weights.present], reads, self.names
+            )
             self._early = EarlyReads() if self._weights.is_understudy else early
         # A hook of one of the user's parameters may update parameters, as an optimizer in a
         # `register_post_accumulate_grad_hook` does. So it is called like an update, as one for all replicas.
@@ -340,7 +391,11 @@ class GradientReducer:
             for name, stray in zip(self.names, raw_grads(self.owners), strict=True):
                 if stray is not None:
                     raise RuntimeError(stray_gradient_message(name))
-        seen = find_seen_by_hooks(self.of_replicas, self.owners, self.names) if self.hooked else set()
+        seen = (
+            find_seen_by_hooks(self.of_replicas, self.owners, self.names)
+            if self.hooked
+            else set()
+        )
         before = list(self.accumulated) if self._has_others else []
         self._reduce_visible()
         with torch.no_grad(), traced("reduce gradients"):
@@ -348,9 +403,16 @@ class GradientReducer:
             if self._has_others:
                 combined, seen = self._sum_over_workers(before, combined, seen)
             for of_replica in self.of_replicas:
-                self._users.replace(of_replica.with_graph)  # autograd adds in place only without a graph
+                self._users.replace(
+                    of_replica.with_graph
+                )  # autograd adds in place only without a graph
             for index in combined.keys() - seen:
-                if not (can_wait and self._users.will_add(index, self.accumulated[index], combined[index])):
+                if not (
+                    can_wait
+                    and self._users.will_add(
+                        index, self.accumulated[index], combined[index]
+                    )
+                ):
                     self._add(index, combined[index])
             if hooked := sorted(combined.keys() & seen):
                 self._send_through_hooks(hooked, [combined[index] for index in hooked])
@@ -358,7 +420,10 @@ class GradientReducer:
             tell_combined_gradients()
 
     def _sum_over_workers(
-        self, before: list[torch.Tensor | None], combined: dict[int, torch.Tensor], seen: set[int]
+        self,
+        before: list[torch.Tensor | None],
+        combined: dict[int, torch.Tensor],
+        seen: set[int],
     ) -> tuple[dict[int, torch.Tensor], set[int]]:
         """The sums of all workers, and the positions of those that hooks see."""
         assert self._run is not None
@@ -391,32 +456,51 @@ class GradientReducer:
 
     def _reduce_visible(self) -> None:
         # Replicas with rows decide what becomes of a gradient which they have changed or cleared.
-        of_replicas = [self.of_replicas[r] for r in self._weights.weighing or self._weights.present]
+        of_replicas = [
+            self.of_replicas[r] for r in self._weights.weighing or self._weights.present
+        ]
         first = of_replicas[0].visible
         self._users.replace(index for index, view in first.items() if view.is_other)
-        if all(view is CLEARED for view in first.values()) and all(other.visible == first for other in of_replicas[1:]):
+        if all(view is CLEARED for view in first.values()) and all(
+            other.visible == first for other in of_replicas[1:]
+        ):
             # The usual case: every replica called zero_grad(). No gradient has to be compared.
             for index in first:
                 self.accumulated[index] = None
         else:
-            indices = {index for of_replica in of_replicas for index in of_replica.visible}
-            columns = {index: [of_replica.visible.get(index) for of_replica in of_replicas] for index in indices}
+            indices = {
+                index for of_replica in of_replicas for index in of_replica.visible
+            }
+            columns = {
+                index: [of_replica.visible.get(index) for of_replica in of_replicas]
+                for index in indices
+            }
             for index in indices - self._choose_written(columns):
                 self.accumulated[index] = self._agree_on(index, columns[index])
         for of_replica in self.of_replicas:
             of_replica.note_reduction()
 
-    def _choose_written(self, columns: Mapping[int, Sequence[VisibleGradient | None]]) -> set[int]:
+    def _choose_written(
+        self, columns: Mapping[int, Sequence[VisibleGradient | None]]
+    ) -> set[int]:
         """Takes gradients on accelerators that all replicas have written. Returns the positions of their parameters."""
         by_device: dict[Device, dict[int, list[torch.Tensor]]] = {}
         for index, views in columns.items():
-            are_written = len(views) > 1 and all(view is not None and view.was_written() for view in views)
+            are_written = len(views) > 1 and all(
+                view is not None and view.was_written() for view in views
+            )
             if not are_written or self.accumulated[index] is None:
                 continue
-            gradients = [view.gradient.detach() for view in views if view is not None and view.gradient is not None]
+            gradients = [
+                view.gradient.detach()
+                for view in views
+                if view is not None and view.gradient is not None
+            ]
             if can_be_chosen(gradients):
                 device = self.owners[index].device
-                by_device.setdefault(device, {})[index] = [gradient.to(device) for gradient in gradients]
+                by_device.setdefault(device, {})[index] = [
+                    gradient.to(device) for gradient in gradients
+                ]
         chosen: dict[int, torch.Tensor] = {}
         for written in by_device.values():
             chosen.update(choose(written, self._merge))
@@ -424,10 +508,16 @@ class GradientReducer:
             self.accumulated[index] = gradient
         return set(chosen)
 
-    def _agree_on(self, index: int, visible: Sequence[VisibleGradient | None]) -> torch.Tensor | None:
+    def _agree_on(
+        self, index: int, visible: Sequence[VisibleGradient | None]
+    ) -> torch.Tensor | None:
         """What the replicas have left of an accumulated gradient in their visible gradients."""
         accumulated, device = self.accumulated[index], self.owners[index].device
-        tensors = [view.gradient.detach() for view in visible if view is not None and view.gradient is not None]
+        tensors = [
+            view.gradient.detach()
+            for view in visible
+            if view is not None and view.gradient is not None
+        ]
         if any(tensor.device != device for tensor in tensors):
             tensors = [tensor.to(device) for tensor in tensors]
         # Where there is nothing to clear, `CLEARED_NOTHING` says the same as `CLEARED`.
@@ -435,14 +525,24 @@ class GradientReducer:
         if all(any(view is cleared for cleared in mean_cleared) for view in visible):
             return None
         # A step may write on its visible gradient through `.data`, which counts no version: the numbers are compared.
-        if len(tensors) == len(visible) and all(equal(tensor, tensors[0]) for tensor in tensors[1:]):
+        if len(tensors) == len(visible) and all(
+            equal(tensor, tensors[0]) for tensor in tensors[1:]
+        ):
             # All replicas did the same to the gradient of the whole batch, such as clipping it; or nothing.
             was_written = visible[0] is not None and visible[0].was_written()
-            return tensors[0] if was_written or not equal(tensors[0], accumulated) else accumulated
+            return (
+                tensors[0]
+                if was_written or not equal(tensors[0], accumulated)
+                else accumulated
+            )
         has_cleared = any(view is CLEARED for view in visible)
         if not has_cleared and all(equal(tensor, accumulated) for tensor in tensors):
             return accumulated
-        if accumulated is None and not has_cleared and all(view is not None for view in visible):
+        if (
+            accumulated is None
+            and not has_cleared
+            and all(view is not None for view in visible)
+        ):
             # `zero_grad(set_to_none=False)` left zeros here, where not every replica had a gradient.
             return tensors[0]
         if has_cleared or len(tensors) < len(visible):
@@ -485,32 +585,50 @@ class GradientReducer:
         sums = all_reduce(
             [[gradients.get(index) for index in indices] for gradients in local],
             [self._weights.weights[r] for r in weighing],
-            [[of_replica.parameters[index] for index in indices] for of_replica in self.of_replicas],
+            [
+                [of_replica.parameters[index] for index in indices]
+                for of_replica in self.of_replicas
+            ],
         )
         self.forget_arrived()
         total: dict[int, torch.Tensor] = {}
         for index, column in zip(indices, zip(*sums, strict=True), strict=True):
             gradients = [gradient for gradient in column if gradient is not None]
             # A sum may be a view of the pack in which it was sent, and torch cannot clear a gradient that is a view.
-            total[index] = gradient = gradients[0].detach().to(self.owners[index].device)
-            self._arrived[id(gradient)] = _Arrived(gradient, version_of(gradient), gradients)
+            total[index] = gradient = (
+                gradients[0].detach().to(self.owners[index].device)
+            )
+            self._arrived[id(gradient)] = _Arrived(
+                gradient, version_of(gradient), gradients
+            )
         return total
 
     def _add_up(self, r: int) -> set[int]:
         """Adds the gradients of one more replica to the total, and returns the positions of their parameters."""
-        (local, are_ours), weight = self.of_replicas[r].take_local(), self._weights.weights[r]
+        (local, are_ours), weight = (
+            self.of_replicas[r].take_local(),
+            self._weights.weights[r],
+        )
         positions = set(local)
         if self._is_remote[r]:
             local = self._bring_to_owners(local, self._early_copies[r])
         if weight == 1 and len(self._weights.weighing) == 1:
-            self._total = {i: _own_memory(gradient) for i, gradient in local.items()} if self._is_remote[r] else local
+            self._total = (
+                {i: _own_memory(gradient) for i, gradient in local.items()}
+                if self._is_remote[r]
+                else local
+            )
         else:
             # See Note [Where a gradient is weighed] in `_group/weighing`.
-            add_weighted(self._total, local, weight, are_ours and not self._is_remote[r])
+            add_weighted(
+                self._total, local, weight, are_ours and not self._is_remote[r]
+            )
         self._num_added += 1
         return positions
 
-    def _bring_to_owners(self, local: dict[int, torch.Tensor], early: EarlyCopies | None) -> dict[int, torch.Tensor]:
+    def _bring_to_owners(
+        self, local: dict[int, torch.Tensor], early: EarlyCopies | None
+    ) -> dict[int, torch.Tensor]:
         """The gradients of one replica, each on the device of the user's parameter."""
         arrived = {} if early is None else early.take(local)
         left = [index for index in local if index not in arrived]
@@ -524,13 +642,23 @@ class GradientReducer:
 
     def _add(self, index: int, gradient: torch.Tensor) -> None:
         accumulated = self.accumulated[index]
-        self.accumulated[index] = gradient if accumulated is None else accumulated + gradient
+        self.accumulated[index] = (
+            gradient if accumulated is None else accumulated + gradient
+        )
 
-    def _send_through_hooks(self, indices: Sequence[int], gradients: Sequence[torch.Tensor]) -> None:
+    def _send_through_hooks(
+        self, indices: Sequence[int], gradients: Sequence[torch.Tensor]
+    ) -> None:
         """Adds gradients of the whole batch to the accumulated ones. The user's hooks see them, each once."""
         owners = [self.owners[index] for index in indices]
         before = [self.accumulated[index] for index in indices]
-        set_raw_grads(owners, [None if accumulated is None else accumulated.clone() for accumulated in before])
+        set_raw_grads(
+            owners,
+            [
+                None if accumulated is None else accumulated.clone()
+                for accumulated in before
+            ],
+        )
         send_through_hooks(owners, gradients)
         for index, gradient in zip(indices, take_raw_grads(owners), strict=True):
             self.accumulated[index] = gradient
@@ -554,5 +682,8 @@ torch_internals.hide_from_compiler(GradientReducer.accumulate)
 
 def _own_memory(gradient: torch.Tensor) -> torch.Tensor:
     """A gradient in memory of its own, as in plain PyTorch: those that came together are parts of one piece."""
-    is_whole = gradient.layout is torch.strided and gradient.untyped_storage().nbytes() == gradient.nbytes
+    is_whole = (
+        gradient.layout is torch.strided
+        and gradient.untyped_storage().nbytes() == gradient.nbytes
+    )
     return gradient if is_whole else gradient.clone()

@@ -21,7 +21,13 @@ import torch
 from torchstrategy._base import torch_internals
 from torchstrategy._base.context import without_autograd
 from torchstrategy._base.marks import version_of
-from torchstrategy._base.torch_internals import num_nodes, raw_grad, raw_grads, set_raw_grad, take_raw_grads
+from torchstrategy._base.torch_internals import (
+    num_nodes,
+    raw_grad,
+    raw_grads,
+    set_raw_grad,
+    take_raw_grads,
+)
 from torchstrategy._group.device_streams import NO_SIDE_STREAM
 from torchstrategy._group.group import Replica
 from torchstrategy._variables.variable import plain_data, set_plain_data
@@ -94,7 +100,9 @@ class LocalState:
     run = _BETWEEN_RUNS
     position: int  # among the parameters of the replica
     delivers = False  # whether a gradient that comes between runs goes on to the user's parameter
-    called: frozenset[Callable[..., None]] = frozenset()  # what backward calls where it has added to the gradient
+    called: frozenset[Callable[..., None]] = (
+        frozenset()
+    )  # what backward calls where it has added to the gradient
 
 
 P = TypeVar("P", bound="ReplicaParameter")
@@ -149,11 +157,17 @@ class ReplicaParameter(torch.nn.Parameter):
     def data(self, value: torch.Tensor) -> None:
         state = self.torchstrategy_state
         if state.run.gradients is not None:
-            raise RuntimeError(written_in_replica_message(state.run.gradients.totals.names[state.position]))
+            raise RuntimeError(
+                written_in_replica_message(
+                    state.run.gradients.totals.names[state.position]
+                )
+            )
         set_plain_data(self, value)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.nn.Parameter:
-        memo[id(self)] = copied = torch.nn.Parameter(self.detach().clone(), self.requires_grad)
+        memo[id(self)] = copied = torch.nn.Parameter(
+            self.detach().clone(), self.requires_grad
+        )
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -170,7 +184,9 @@ def make_local(kind: type[P], data: torch.Tensor, requires_grad: bool) -> P:
 
 
 def call_in_backward(
-    parameter: ReplicaParameter, added: Callable[..., None], computed: Callable[..., None] | None = None
+    parameter: ReplicaParameter,
+    added: Callable[..., None],
+    computed: Callable[..., None] | None = None,
 ) -> None:
     """From here on, backward calls functions for each gradient of a parameter.
 
@@ -189,7 +205,9 @@ def call_in_backward(
     before = parameter.requires_grad
     parameter.requires_grad_()
     if computed is not None:
-        torch_internals.on_computed(parameter, partial(computed, state.run, state.position))
+        torch_internals.on_computed(
+            parameter, partial(computed, state.run, state.position)
+        )
     torch_internals.on_gradient(parameter, added)
     parameter.requires_grad_(before)
 
@@ -209,13 +227,19 @@ class VisibleGradient(NamedTuple):
     gradient: torch.Tensor | None
     had_none: bool = False  # the step cleared it when there was neither a local nor an accumulated gradient
     version: int | None = None  # of the gradient, when the step was shown it
-    sample: torch.Tensor | None = None  # of its numbers then; None: they are not compared
+    sample: torch.Tensor | None = (
+        None  # of its numbers then; None: they are not compared
+    )
     are_zeros: bool = False  # the step cleared it to zeros; their version tells whether it has written on them since
     is_other: bool = False  # in plain PyTorch it would be another tensor than before the step, or none
 
     def was_written(self) -> bool:
         """Whether torch has counted a write on the gradient since the step was shown it."""
-        return self.gradient is not None and self.version is not None and version_of(self.gradient) != self.version
+        return (
+            self.gradient is not None
+            and self.version is not None
+            and version_of(self.gradient) != self.version
+        )
 
     def is_as_shown(self) -> bool:
         """Whether the step has not changed the gradient since it was shown.
@@ -223,7 +247,11 @@ class VisibleGradient(NamedTuple):
         Torch does not count writes through `.data` or by NumPy. In the memory of the CPU the numbers are compared: a
         sample of them, so small that it costs nothing.
         """
-        if self.version is None or self.gradient is None or version_of(self.gradient) != self.version:
+        if (
+            self.version is None
+            or self.gradient is None
+            or version_of(self.gradient) != self.version
+        ):
             return False
         return self.sample is None or torch.equal(_sample(self.gradient), self.sample)
 
@@ -238,7 +266,9 @@ class Reads(NamedTuple):
     """The parameters whose gradients a replica took for complete, and read without a synchronization point."""
 
     all: set[int]
-    doubtful: set[int]  # those that were read without a look at all slots: a backward may have run before the read
+    doubtful: set[
+        int
+    ]  # those that were read without a look at all slots: a backward may have run before the read
 
 
 _NOT_SHOWN = VisibleGradient(None)
@@ -265,7 +295,9 @@ class ReplicaGradients:
         parameters: This replica's parameters, in the order of the user's.
     """
 
-    def __init__(self, gradients: GradientTotals, parameters: Sequence[ReplicaParameter]) -> None:
+    def __init__(
+        self, gradients: GradientTotals, parameters: Sequence[ReplicaParameter]
+    ) -> None:
         # A proxy, since it refers to this object: a strong reference would be a cycle.
         self.totals: GradientTotals = weakref.proxy(gradients)
         self.parameters = list(parameters)
@@ -278,8 +310,12 @@ class ReplicaGradients:
         self._run = known[0] if known else CurrentRun()
         for index, state in enumerate(states):
             state.run, state.position = self._run, index
-        self.visible: dict[int, VisibleGradient] = {}  # here and below, a parameter is meant by its position
-        self._shown: dict[int, weakref.ref[torch.Tensor]] = {}  # what the step was shown before the last reduction
+        self.visible: dict[
+            int, VisibleGradient
+        ] = {}  # here and below, a parameter is meant by its position
+        self._shown: dict[
+            int, weakref.ref[torch.Tensor]
+        ] = {}  # what the step was shown before the last reduction
         self.leave()
 
     def leave(self) -> None:
@@ -288,7 +324,9 @@ class ReplicaGradients:
         self._run.gradients = None
         self.note_reduction()
         self._shown.clear()
-        self.with_graph: set[int] = set()  # to whose gradients a backward with create_graph=True has added
+        self.with_graph: set[int] = (
+            set()
+        )  # to whose gradients a backward with create_graph=True has added
         # Of parameters on which the user has hooks: how often backward computed a gradient, and how often it added one.
         self.computed: Counter[int] = Counter()
         self.added: Counter[int] = Counter()
@@ -299,12 +337,20 @@ class ReplicaGradients:
             if view.gradient is not None and view.version is not None:
                 self._shown[index] = weakref.ref(view.gradient)
         self.visible.clear()
-        self.added_early: set[int] = set()  # whose local gradients `accumulate` has added to the total
+        self.added_early: set[int] = (
+            set()
+        )  # whose local gradients `accumulate` has added to the total
         self.put: set[int] = set()  # to which the step itself assigned a local gradient
-        self._reads: set[int] = set()  # whose gradients were read without a synchronization point
-        self._unlooked: set[int] = set()  # those of them that were read since the last look at all slots
+        self._reads: set[int] = (
+            set()
+        )  # whose gradients were read without a synchronization point
+        self._unlooked: set[int] = (
+            set()
+        )  # those of them that were read since the last look at all slots
         self._last_read = self._num_nodes = -1
-        self._num_looks = _MANY  # how many slots may still be looked at; see `_ran_backward`
+        self._num_looks = (
+            _MANY  # how many slots may still be looked at; see `_ran_backward`
+        )
 
     def enter(self, replica: Replica) -> None:
         """The step begins: from here on `.grad` of this replica's parameters asks this object."""
@@ -347,7 +393,10 @@ class ReplicaGradients:
         """
         if raw_grad(self.parameters[index]) is not None:
             return True
-        nodes, is_read_again = num_nodes(), index in self._unlooked and index != self._last_read
+        nodes, is_read_again = (
+            num_nodes(),
+            index in self._unlooked and index != self._last_read,
+        )
         if self._num_looks > 0 or is_read_again or nodes != self._num_nodes:
             self._num_looks -= len(self.parameters)
             self._num_nodes = nodes
@@ -362,7 +411,9 @@ class ReplicaGradients:
         # If autograd has made nodes since the last look at all slots, a forward came after the reads, and the backward
         # that made the local gradients came after this forward. So the reads missed nothing.
         unlooked = self._unlooked if num_nodes() == self._num_nodes else set()
-        self.replica.synchronize(point, self.totals.reduce_in_step, Reads(self._reads, unlooked))
+        self.replica.synchronize(
+            point, self.totals.reduce_in_step, Reads(self._reads, unlooked)
+        )
 
     def _let_hooks_see(self, indices: Sequence[int]) -> None:
         """Reduces gradients before the step clears some, so that hooks see what backward has made.
@@ -380,7 +431,9 @@ class ReplicaGradients:
             return
         self._let_hooks_see([index])
         view = self.visible.get(index, _NOT_SHOWN)
-        was_shown = view.gradient is not None and not (view.are_zeros and version_of(view.gradient) == 0)
+        was_shown = view.gradient is not None and not (
+            view.are_zeros and version_of(view.gradient) == 0
+        )
         if value is not None and was_shown:
             self.with_graph.discard(index)
             self.visible[index] = VisibleGradient(value, is_other=True)
@@ -392,24 +445,35 @@ class ReplicaGradients:
                 self.put.add(index)
                 # The user's hooks must not see an assigned gradient: it is reduced now, before a backward adds to it.
                 if index in self.totals.hooked:
-                    self._reduce("the assignment of a gradient (.grad) to a parameter that has a hook")
+                    self._reduce(
+                        "the assignment of a gradient (.grad) to a parameter that has a hook"
+                    )
 
     def clear(self, indices: Sequence[int], set_to_none: bool) -> None:
         """Clears gradients as `zero_grad` does, without reading them."""
         self._let_hooks_see(indices)
         # Most steps begin with this, and have neither local nor visible gradients then.
-        if set_to_none and not (self.visible or self.added_early or self.has_any_local()):
+        if set_to_none and not (
+            self.visible or self.added_early or self.has_any_local()
+        ):
             accumulated = self.totals.accumulated
-            self.visible = {index: CLEARED_NOTHING if accumulated[index] is None else CLEARED for index in indices}
+            self.visible = {
+                index: CLEARED_NOTHING if accumulated[index] is None else CLEARED
+                for index in indices
+            }
             self.with_graph.difference_update(indices)
             return
         cleared = {index: self._clear_view(index) for index in indices}
         for index in () if set_to_none else indices:
             gradient = self._find_shown_or_local(index)
             if gradient is not None:
-                zeros = torch.zeros_like(gradient.detach(), device=self.own(index).device)
+                zeros = torch.zeros_like(
+                    gradient.detach(), device=self.own(index).device
+                )
                 is_other = index in self.visible and self.visible[index].is_other
-                cleared[index] = VisibleGradient(zeros.detach(), are_zeros=True, is_other=is_other)
+                cleared[index] = VisibleGradient(
+                    zeros.detach(), are_zeros=True, is_other=is_other
+                )
         self.visible.update(cleared)
         for index in indices:
             if self._has_local(index):
@@ -418,11 +482,17 @@ class ReplicaGradients:
     def take_local(self) -> tuple[dict[int, torch.Tensor], bool]:
         """The local gradients, by parameter, and whether autograd made all of them; the slots are empty afterwards."""
         are_ours = not self.put
-        taken = {index: local for index, local in enumerate(take_raw_grads(self.parameters)) if local is not None}
+        taken = {
+            index: local
+            for index, local in enumerate(take_raw_grads(self.parameters))
+            if local is not None
+        }
         # After a backward with create_graph=True local gradients require grad. They are added up without their graphs,
         # and `_made_together_message` refuses a backward through the sum.
         if any(torch_internals.requires_grad_of(taken.values())):
-            self.with_graph.update(index for index, local in taken.items() if local.requires_grad)
+            self.with_graph.update(
+                index for index, local in taken.items() if local.requires_grad
+            )
             taken = {index: local.detach() for index, local in taken.items()}
             are_ours = False
         few = list(islice(taken.values(), _FEW))
@@ -439,8 +509,14 @@ class ReplicaGradients:
         finally:
             with without_autograd(), torch_internals.unseen_by_function_modes():
                 made = take_raw_grads(self.parameters)
-                zeros = [None if one is None else torch.zeros_like(one.detach()) for one in made]
-                kept = [zero if one is None else one for one, zero in zip(before, zeros, strict=True)]
+                zeros = [
+                    None if one is None else torch.zeros_like(one.detach())
+                    for one in made
+                ]
+                kept = [
+                    zero if one is None else one
+                    for one, zero in zip(before, zeros, strict=True)
+                ]
                 torch_internals.set_raw_grads(self.parameters, kept)
 
     def own(self, index: int) -> torch.Tensor:
@@ -448,7 +524,11 @@ class ReplicaGradients:
 
         Or the user's own, if an optimizer has it and no module: that of a layer that the user has removed.
         """
-        return self.parameters[index] if index < len(self.parameters) else self.totals.owners[index]
+        return (
+            self.parameters[index]
+            if index < len(self.parameters)
+            else self.totals.owners[index]
+        )
 
     def show_again(self) -> None:
         """Writes the accumulated gradients of now on the tensors that the step was shown before and has kept.
@@ -458,7 +538,11 @@ class ReplicaGradients:
         shown, self._shown = self._shown, {}
         for index, reference in shown.items():
             accumulated, tensor = self.totals.accumulated[index], reference()
-            if accumulated is not None and tensor is not None and _fits(tensor, accumulated):
+            if (
+                accumulated is not None
+                and tensor is not None
+                and _fits(tensor, accumulated)
+            ):
                 # `_agreed` may have taken the very tensor of the first replica: the step may write on it.
                 if tensor.data_ptr() == accumulated.data_ptr():
                     self.totals.accumulated[index] = accumulated = accumulated.clone()
@@ -468,26 +552,45 @@ class ReplicaGradients:
 
     def local_indices(self) -> set[int]:
         """Which parameters have local gradients."""
-        return {index for index, local in enumerate(raw_grads(self.parameters)) if local is not None} | self.added_early
+        return {
+            index
+            for index, local in enumerate(raw_grads(self.parameters))
+            if local is not None
+        } | self.added_early
 
     def has_any_local(self) -> bool:
         """Whether backward has added to any parameter since local gradients were last taken."""
-        with torch_internals.unseen_by_function_modes():  # which is faster for parameters of a subclass
-            return not {type(None)}.issuperset(map(type, map(raw_grad, self.parameters)))
+        with (
+            torch_internals.unseen_by_function_modes()
+        ):  # which is faster for parameters of a subclass
+            return not {type(None)}.issuperset(
+                map(type, map(raw_grad, self.parameters))
+            )
 
     def _has_local(self, index: int) -> bool:
-        return index < len(self.parameters) and raw_grad(self.parameters[index]) is not None
+        return (
+            index < len(self.parameters)
+            and raw_grad(self.parameters[index]) is not None
+        )
 
     def _find_shown_or_local(self, index: int) -> torch.Tensor | None:
         """A gradient in the layout that the gradient has, which is sparse for an embedding with `sparse=True`."""
         view = self.visible.get(index)
         shown = self.totals.accumulated[index] if view is None else view.gradient
-        return raw_grad(self.parameters[index]) if shown is None and self._has_local(index) else shown
+        return (
+            raw_grad(self.parameters[index])
+            if shown is None and self._has_local(index)
+            else shown
+        )
 
     def _clear_view(self, index: int) -> VisibleGradient:
         """The visible gradient after the step has cleared it."""
         self.with_graph.discard(index)
-        return self.visible.get(index, CLEARED_NOTHING) if self._find_shown_or_local(index) is None else CLEARED
+        return (
+            self.visible.get(index, CLEARED_NOTHING)
+            if self._find_shown_or_local(index) is None
+            else CLEARED
+        )
 
     def _show(self, index: int) -> torch.Tensor | None:
         """Shows the step the accumulated gradient of now."""
@@ -519,7 +622,12 @@ class EarlyReads(NamedTuple):
     unread: frozenset[int] = frozenset()
 
     @classmethod
-    def of(cls, of_replicas: Sequence[ReplicaGradients], reads: Sequence[Reads], names: Sequence[str]) -> EarlyReads:
+    def of(
+        cls,
+        of_replicas: Sequence[ReplicaGradients],
+        reads: Sequence[Reads],
+        names: Sequence[str],
+    ) -> EarlyReads:
         """What the replicas of one worker tell the others.
 
         Args:
@@ -548,13 +656,23 @@ class EarlyReads(NamedTuple):
             for reader, own, read in zip(ids, local, reads, strict=True):
                 has_read_idly = not own and index in read.all and index in unread
                 if has_read_idly or index in read.doubtful - own:
-                    raise RuntimeError(_TOO_EARLY.format(reader=reader, name=names[index], adder=adder))
+                    raise RuntimeError(
+                        _TOO_EARLY.format(reader=reader, name=names[index], adder=adder)
+                    )
         return cls(frozenset(doubtful), frozenset(idle), frozenset(unread))
 
 
 def _note_shown(shown: torch.Tensor, accumulated: torch.Tensor) -> VisibleGradient:
-    is_compared = accumulated.is_cpu and shown.is_cpu and shown.layout is accumulated.layout is torch.strided
-    return VisibleGradient(shown, version=version_of(shown), sample=_sample(accumulated) if is_compared else None)
+    is_compared = (
+        accumulated.is_cpu
+        and shown.is_cpu
+        and shown.layout is accumulated.layout is torch.strided
+    )
+    return VisibleGradient(
+        shown,
+        version=version_of(shown),
+        sample=_sample(accumulated) if is_compared else None,
+    )
 
 
 def _fits(shown: torch.Tensor, gradient: torch.Tensor) -> bool:

@@ -13,7 +13,11 @@ from typing import final
 import torch
 
 from torchstrategy._base.context import without_autograd
-from torchstrategy._base.torch_internals import foreach_add_, foreach_copy_, unseen_by_function_modes
+from torchstrategy._base.torch_internals import (
+    foreach_add_,
+    foreach_copy_,
+    unseen_by_function_modes,
+)
 
 
 @final
@@ -37,21 +41,40 @@ class UserGradients:
         for index in indices:
             self.tensors[index] = None
 
-    def will_add(self, index: int, accumulated: torch.Tensor | None, gradient: torch.Tensor) -> bool:
+    def will_add(
+        self, index: int, accumulated: torch.Tensor | None, gradient: torch.Tensor
+    ) -> bool:
         """Whether `write` will add a gradient to the accumulated one, so that the sum needs no memory of its own."""
-        if accumulated is None or accumulated is not self.tensors[index] or not can_hold(accumulated, gradient):
+        if (
+            accumulated is None
+            or accumulated is not self.tensors[index]
+            or not can_hold(accumulated, gradient)
+        ):
             return False
         self._sums[index] = gradient
         return True
 
     def take(self, accumulated: list[torch.Tensor | None]) -> None:
         """Puts the user's tensors in the place of accumulated gradients, which `write` then writes into them."""
-        for index in [index for index in self._sums if accumulated[index] is not self.tensors[index]]:
+        for index in [
+            index
+            for index in self._sums
+            if accumulated[index] is not self.tensors[index]
+        ]:
             known = accumulated[index]  # another thread has added to it since
-            accumulated[index] = self._sums[index] if known is None else known + self._sums[index]
+            accumulated[index] = (
+                self._sums[index] if known is None else known + self._sums[index]
+            )
             del self._sums[index]
-        for index, (tensor, gradient) in enumerate(zip(self.tensors, accumulated, strict=True)):
-            if tensor is not None and gradient is not None and gradient is not tensor and can_hold(tensor, gradient):
+        for index, (tensor, gradient) in enumerate(
+            zip(self.tensors, accumulated, strict=True)
+        ):
+            if (
+                tensor is not None
+                and gradient is not None
+                and gradient is not tensor
+                and can_hold(tensor, gradient)
+            ):
                 self._values[index], accumulated[index] = gradient, tensor
 
     def write(self, can_fail: bool = False) -> None:
@@ -59,7 +82,10 @@ class UserGradients:
         if not (self._values or self._sums):
             return
         with without_autograd(), unseen_by_function_modes():
-            for change, gradients in ((foreach_copy_, self._values), (foreach_add_, self._sums)):
+            for change, gradients in (
+                (foreach_copy_, self._values),
+                (foreach_add_, self._sums),
+            ):
                 of_users = [self.tensors[index] for index in gradients]
                 tensors = [tensor for tensor in of_users if tensor is not None]
                 for tensor in tensors if can_fail else ():
@@ -85,9 +111,17 @@ def can_hold(tensor: torch.Tensor, gradient: torch.Tensor) -> bool:
     """Whether a gradient can be written into a tensor, or be added to it, in place."""
     # A run asks this for each parameter, so the attributes are compared one by one, which is fast.
     with unseen_by_function_modes():
-        if type(tensor) is not type(gradient) or tensor.layout is not torch.strided or tensor.layout != gradient.layout:
+        if (
+            type(tensor) is not type(gradient)
+            or tensor.layout is not torch.strided
+            or tensor.layout != gradient.layout
+        ):
             return False
-        if tensor.shape != gradient.shape or tensor.dtype != gradient.dtype or tensor.device != gradient.device:
+        if (
+            tensor.shape != gradient.shape
+            or tensor.dtype != gradient.dtype
+            or tensor.device != gradient.device
+        ):
             return False
         is_plain = not tensor.requires_grad and not tensor.is_inference()
         return is_plain and (tensor.is_contiguous() or not _overlaps(tensor))

@@ -24,7 +24,11 @@ from torchstrategy._group.workers import Workers
 _POINT = "the reduction of gradients"
 
 # What each worker tells of each parameter, in one byte.
-_DENSE, _SPARSE, _SEEN = 1, 2, 4  # which kind of gradient there is to add, and whether hooks see it
+_DENSE, _SPARSE, _SEEN = (
+    1,
+    2,
+    4,
+)  # which kind of gradient there is to add, and whether hooks see it
 _DOUBTFUL, _IDLE_READ, _UNREAD = 8, 16, 32  # see `EarlyReads`
 _CLEARED, _CHANGED = 64, 128  # what became of the accumulated gradient
 
@@ -63,7 +67,9 @@ class WorkerReduction:
     def meet(self) -> None:
         """Learns what the other workers bring."""
         flags = np.zeros(len(self.owners), np.uint8)
-        dense = [index for index, gradient in self.total.items() if not gradient.is_sparse]
+        dense = [
+            index for index, gradient in self.total.items() if not gradient.is_sparse
+        ]
         cleared, changed = self._find_changes()
         for flag, indices in (
             (_DENSE, dense),
@@ -80,9 +86,13 @@ class WorkerReduction:
         marks = [int(sum_of_bits(gradient)) for gradient in changed.values()]
         self.workers.compare("how many parameters there are:", len(flags))
         own = struct.pack(_MARK * len(marks), *marks)
-        of_all = self.workers.all_gather_alike(bytes([self.weights.is_understudy]) + flags.tobytes() + own, _POINT)
+        of_all = self.workers.all_gather_alike(
+            bytes([self.weights.is_understudy]) + flags.tobytes() + own, _POINT
+        )
         self._is_understudy = np.array([one[0] for one in of_all], bool)
-        self._told: Table = np.stack([np.frombuffer(one, np.uint8)[1 : 1 + len(flags)] for one in of_all])
+        self._told: Table = np.stack(
+            [np.frombuffer(one, np.uint8)[1 : 1 + len(flags)] for one in of_all]
+        )
         self._marks = [one[1 + len(flags) :] for one in of_all]
 
     def sums(self) -> tuple[dict[int, torch.Tensor], set[int]]:
@@ -95,18 +105,26 @@ class WorkerReduction:
             self.accumulated[:] = self.before
             return {}, set()
         some_unread = self._is_told(_IDLE_READ) & self._is_told(_UNREAD)
-        too_early = self._is_told(_DENSE | _SPARSE) & (self._is_told(_DOUBTFUL) | some_unread)
+        too_early = self._is_told(_DENSE | _SPARSE) & (
+            self._is_told(_DOUBTFUL) | some_unread
+        )
         if too_early.any():
-            raise RuntimeError(_TOO_EARLY.format(self.names[min(_positions_in(too_early))]))
+            raise RuntimeError(
+                _TOO_EARLY.format(self.names[min(_positions_in(too_early))])
+            )
         self._agree()
         kinds = dict.fromkeys(sorted(_positions_in(self._is_told(_SPARSE))), True)
         kinds.update(dict.fromkeys(_positions_in(self._is_told(_DENSE)), False))
-        return sum_over_processes(self.workers, self.total, kinds, self.owners), _positions_in(self._is_told(_SEEN))
+        return sum_over_processes(
+            self.workers, self.total, kinds, self.owners
+        ), _positions_in(self._is_told(_SEEN))
 
     def _find_changes(self) -> tuple[list[int], dict[int, torch.Tensor]]:
         """The positions of the accumulated gradients that replicas have cleared, and those that they have changed."""
         cleared, changed = [], {}
-        for index, (was, now) in enumerate(zip(self.before, self.accumulated, strict=True)):
+        for index, (was, now) in enumerate(
+            zip(self.before, self.accumulated, strict=True)
+        ):
             if now is not None and now is not was:
                 changed[index] = now
             elif now is not was:
@@ -121,12 +139,18 @@ class WorkerReduction:
         """Makes one of what the replicas of all workers have done to the accumulated gradients."""
         # Workers without rows do what the others do.
         counting = self._told[~self._is_understudy]
-        cleared, changed = ((counting & flag != 0).sum(0) for flag in (_CLEARED, _CHANGED))
+        cleared, changed = (
+            (counting & flag != 0).sum(0) for flag in (_CLEARED, _CHANGED)
+        )
         had = np.array([was is not None for was in self.before], bool)
         some_cleared = (changed == 0) & (cleared > 0) & (cleared < len(counting))
-        disagree = some_cleared | ((changed > 0) & (changed < len(counting)) & (had | (cleared > 0)))
+        disagree = some_cleared | (
+            (changed > 0) & (changed < len(counting)) & (had | (cleared > 0))
+        )
         if disagree.any():
-            raise RuntimeError(_DISAGREE.format(self.names[min(_positions_in(disagree))]))
+            raise RuntimeError(
+                _DISAGREE.format(self.names[min(_positions_in(disagree))])
+            )
         rows = zip(self.before, cleared.tolist(), changed.tolist(), strict=True)
         for index, (was, is_cleared, is_changed) in enumerate(rows):
             if not is_changed:
@@ -138,7 +162,9 @@ class WorkerReduction:
         if self.weights.reduction is not ReduceOp.MEAN:
             raise RuntimeError(_DISAGREE.format(self.names[unlike[0]]))
         here = {index: self._weigh(index) for index in unlike}
-        for index, value in sum_over_processes(self.workers, here, dict.fromkeys(unlike, False), self.owners).items():
+        for index, value in sum_over_processes(
+            self.workers, here, dict.fromkeys(unlike, False), self.owners
+        ).items():
             self.accumulated[index] = value
 
     def _find_unlike(self, changed: Set[int]) -> list[int]:
@@ -148,19 +174,32 @@ class WorkerReduction:
         marks = []
         for flags, data in zip(self._told, self._marks, strict=True):
             of_worker = [mark for (mark,) in struct.iter_unpack(_MARK, data)]
-            marks.append(dict(zip(sorted(_positions_in(flags & _CHANGED)), of_worker, strict=True)))
-        return [index for index in sorted(changed) if len({own.get(index) for own in marks}) > 1]
+            marks.append(
+                dict(
+                    zip(sorted(_positions_in(flags & _CHANGED)), of_worker, strict=True)
+                )
+            )
+        return [
+            index
+            for index in sorted(changed)
+            if len({own.get(index) for own in marks}) > 1
+        ]
 
     def _weigh(self, index: int) -> torch.Tensor:
         value = self.accumulated[index]
         if value is None or self.weights.is_understudy:
             return torch.zeros_like(self.owners[index])
         # See Note [Where a gradient is weighed] in `_group/weighing`.
-        return (value.to_dense() if value.is_sparse else value) * sum(self.weights.weights)
+        return (value.to_dense() if value.is_sparse else value) * sum(
+            self.weights.weights
+        )
 
 
 def sum_over_processes(
-    workers: Workers, gradients: dict[int, torch.Tensor], kinds: dict[int, bool], like: list[torch.Tensor]
+    workers: Workers,
+    gradients: dict[int, torch.Tensor],
+    kinds: dict[int, bool],
+    like: list[torch.Tensor],
 ) -> dict[int, torch.Tensor]:
     """The sums of weighted gradients over all workers, by the positions of their parameters.
 
@@ -170,9 +209,17 @@ def sum_over_processes(
         kinds: The positions of the parameters for which any worker has a gradient, and whether all of these are sparse.
         like: The parameters.
     """
-    dense = sorted((index for index, is_sparse in kinds.items() if not is_sparse), reverse=True)
+    dense = sorted(
+        (index for index, is_sparse in kinds.items() if not is_sparse), reverse=True
+    )
     here = [_make_dense(gradients.get(index), like[index]) for index in dense]
-    added = dict(zip(dense, workers.all_reduce(here, _POINT, agreed=True) if here else [], strict=True))
+    added = dict(
+        zip(
+            dense,
+            workers.all_reduce(here, _POINT, agreed=True) if here else [],
+            strict=True,
+        )
+    )
     for index in sorted(kinds.keys() - added.keys()):
         added[index] = sum_of_sparse(workers, gradients.get(index), like[index], _POINT)
     return added

@@ -18,12 +18,18 @@ from torchstrategy._base.torch_internals import foreach_norm, foreach_sub
 def can_be_chosen(gradients: Sequence[torch.Tensor]) -> bool:
     """Whether `choose` takes the gradients of one parameter, all of which are on one device."""
     first = gradients[0]
-    are_dense = all(one.layout is torch.strided and not one.is_cpu and one.numel() for one in gradients)
-    return are_dense and all((one.shape, one.dtype) == (first.shape, first.dtype) for one in gradients)
+    are_dense = all(
+        one.layout is torch.strided and not one.is_cpu and one.numel()
+        for one in gradients
+    )
+    return are_dense and all(
+        (one.shape, one.dtype) == (first.shape, first.dtype) for one in gradients
+    )
 
 
 def choose(
-    columns: Mapping[int, Sequence[torch.Tensor]], merge: Callable[[int, Sequence[torch.Tensor]], torch.Tensor]
+    columns: Mapping[int, Sequence[torch.Tensor]],
+    merge: Callable[[int, Sequence[torch.Tensor]], torch.Tensor],
 ) -> dict[int, torch.Tensor]:
     """For each parameter the gradient that all replicas have, or else what `merge` makes of theirs.
 
@@ -33,7 +39,10 @@ def choose(
     """
     first, *others = zip(*columns.values(), strict=True)
     # The largest difference is 0 only where all numbers are equal: a NaN is equal to nothing, as for `torch.equal`.
-    differences = [torch.stack(list(foreach_norm(foreach_sub(row, first), math.inf))) for row in others]
+    differences = [
+        torch.stack(list(foreach_norm(foreach_sub(row, first), math.inf)))
+        for row in others
+    ]
     are_equal = (torch.stack(differences) == 0).all(0).unbind()
     return {
         index: torch.where(is_equal, column[0], merge(index, column))

@@ -12,7 +12,15 @@ import copy
 import types
 import weakref
 from collections import OrderedDict
-from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import (
+    Collection,
+    Container,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+    Set,
+)
 from itertools import chain
 from operator import is_
 from typing import Any, NamedTuple, TypeGuard, final
@@ -42,8 +50,16 @@ from torchstrategy._base.writes import StepWrites, TrackedTensors, Writes, bring
 from torchstrategy._copies.attributes.kept_by_hooks import KeptByHooks
 from torchstrategy._copies.attributes.late_attributes import Late, postpone
 from torchstrategy._copies.attributes.trainers import to_replica
-from torchstrategy._copies.gradients.replica_gradients import ReplicaParameter, end_history, make_local
-from torchstrategy._copies.references.deep_copies import ClosureRebinder, deep_copy, is_function
+from torchstrategy._copies.gradients.replica_gradients import (
+    ReplicaParameter,
+    end_history,
+    make_local,
+)
+from torchstrategy._copies.references.deep_copies import (
+    ClosureRebinder,
+    deep_copy,
+    is_function,
+)
 from torchstrategy._copies.tensor_copies import copy_tensors, lay_in_one_piece
 from torchstrategy._group.transfer import Write, detached_copy, equal
 from torchstrategy._run.placement import Placement
@@ -74,7 +90,15 @@ from torchstrategy._variables.variable import Variable, is_variable, set_plain_d
 
 
 _OF_VARIABLES = frozenset(
-    {"aggregation", "assign", "assign_add", "assign_sub", "read_value", "synchronization", "trainable"}
+    {
+        "aggregation",
+        "assign",
+        "assign_add",
+        "assign_sub",
+        "read_value",
+        "synchronization",
+        "trainable",
+    }
 )
 
 
@@ -101,7 +125,9 @@ class ReplicaVariable(ReplicaParameter):
         # A method of the user's variable acts for the replica that calls it: the variable asks whose thread it is on.
         if name in _OF_VARIABLES:
             return getattr(self._variable, name)
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        raise AttributeError(
+            f"{type(self).__name__!r} object has no attribute {name!r}"
+        )
 
     @property
     def _variable(self) -> Variable:
@@ -118,7 +144,9 @@ class Originals(NamedTuple):
     modules: Sequence[nn.Module]  # these and all modules below them
     parameters: TrackedTensors
     buffers: TrackedTensors
-    slots: Sequence[tuple[int, str]]  # where each of the buffers is: the position of its module, and its name there
+    slots: Sequence[
+        tuple[int, str]
+    ]  # where each of the buffers is: the position of its module, and its name there
     late: Late  # the plain attributes that are copied when a step reads them
     kept: KeptByHooks  # what the hooks of the modules keep
 
@@ -137,7 +165,9 @@ class ModuleReplica:
         TypeError: If a module cannot be copied.
     """
 
-    def __init__(self, originals: Originals, placement: Placement, replica: int) -> None:
+    def __init__(
+        self, originals: Originals, placement: Placement, replica: int
+    ) -> None:
         roots, modules, parameters, buffers, slots, late, kept = originals
         self.number = replica
         self._num_replicas = len(placement.devices)
@@ -145,38 +175,65 @@ class ModuleReplica:
         self.device = device = memory_device(placement.devices[replica])
         self._copy_parameters(owners := parameters.tensors, placement)
         # What this replica has in the place of the user's objects, by the ids of these; also the memo of `deepcopy`.
-        self.local_objects = {id(thing): thing for module in modules for thing in _shared_with_user(module)}
+        self.local_objects = {
+            id(thing): thing
+            for module in modules
+            for thing in _shared_with_user(module)
+        }
         self.local_objects.update(zip(map(id, owners), self.parameters, strict=True))
         named = list(_named_values(modules, owners))
-        waiting = {id(vars(modules[position])[name]): later for (position, name), later in late.items()}
+        waiting = {
+            id(vars(modules[position])[name]): later
+            for (position, name), later in late.items()
+        }
         known = self.local_objects.keys() | set(map(id, buffers.tensors))
         own = self._find_own(named, known, is_new=True)
         # While the ids of the user's tensors are in the memo, no other object may get these ids.
         self._held = own.constants
         tensors = [*buffers.tensors, *self._held]
         copies = copy_tensors(tensors, device)
-        self.local_objects.update((id(tensor), copied) for tensor, copied in zip(tensors, copies, strict=True))
+        self.local_objects.update(
+            (id(tensor), copied) for tensor, copied in zip(tensors, copies, strict=True)
+        )
         try:
             # All roots are copied at once, so that objects that they share stay shared.
-            memo = {**self.local_objects, **own.objects, **waiting, **_empty_tables(modules)}
+            memo = {
+                **self.local_objects,
+                **own.objects,
+                **waiting,
+                **_empty_tables(modules),
+            }
             memo.update(kept.held_in_copies(replica))
-            copied, with_attributes = _copy_with_attributes(list(roots), [*owners, *tensors, *own.outputs], memo)
+            copied, with_attributes = _copy_with_attributes(
+                list(roots), [*owners, *tensors, *own.outputs], memo
+            )
         except Exception as error:
-            raise uncopyable_error(", ".join(type(root).__name__ for root in roots), error) from error
+            raise uncopyable_error(
+                ", ".join(type(root).__name__ for root in roots), error
+            ) from error
         pairs = {
-            id(m): local for one, other in zip(roots, copied, strict=True) for m, local in _pair_modules(one, other)
+            id(m): local
+            for one, other in zip(roots, copied, strict=True)
+            for m, local in _pair_modules(one, other)
         }
         for module in modules:
             compile_alike(module, pairs[id(module)])
         self.local_objects.update(pairs)
-        self._recurrent = [copied for copied in pairs.values() if isinstance(copied, nn.RNNBase)]
+        self._recurrent = [
+            copied for copied in pairs.values() if isinstance(copied, nn.RNNBase)
+        ]
         self._lay_weights()
         self.note_parameters()
         self.insides = [pairs[id(module)].__dict__ for module in modules]
         self._close_over_own(with_attributes)
         for position in {position for position, _ in late}:
-            postpone(pairs[id(modules[position])], {name for other, name in late if other == position})
-        if any(value is MISSING for value in own.objects.values()):  # this replica lacks a part of a `PerReplica`
+            postpone(
+                pairs[id(modules[position])],
+                {name for other, name in late if other == position},
+            )
+        if any(
+            value is MISSING for value in own.objects.values()
+        ):  # this replica lacks a part of a `PerReplica`
             drop(with_attributes, MISSING)
             self._drop_missing()
         self._slots = slots
@@ -190,11 +247,17 @@ class ModuleReplica:
             drop(kept, MISSING)
             inside.update(kept)
 
-    def _copy_parameters(self, owners: Sequence[torch.Tensor], placement: Placement) -> None:
+    def _copy_parameters(
+        self, owners: Sequence[torch.Tensor], placement: Placement
+    ) -> None:
         # See Note [What is aliased and what is copied].
         may_alias = placement.may_alias or (placement.is_mirrored and self.number == 0)
         self.aliased = [may_alias and owner.device == self.device for owner in owners]
-        apart = [owner for owner, aliased in zip(owners, self.aliased, strict=True) if not aliased]
+        apart = [
+            owner
+            for owner, aliased in zip(owners, self.aliased, strict=True)
+            if not aliased
+        ]
         sent = iter(copy_tensors(apart, self.device))
         self.parameters: list[ReplicaParameter] = []
         for owner, is_aliased in zip(owners, self.aliased, strict=True):
@@ -206,10 +269,16 @@ class ModuleReplica:
 
     def _lay_weights(self) -> None:
         if self._recurrent:
-            own = [own for own, aliased in zip(self.parameters, self.aliased, strict=True) if not aliased]
+            own = [
+                own
+                for own, aliased in zip(self.parameters, self.aliased, strict=True)
+                if not aliased
+            ]
             lay_in_one_piece(self._recurrent, own)
 
-    def _find_own(self, named: Iterable[tuple[str, Any]], known: Container[int], is_new: bool) -> _Own:
+    def _find_own(
+        self, named: Iterable[tuple[str, Any]], known: Container[int], is_new: bool
+    ) -> _Own:
         """What this replica has in the place of what some values of the user's hold.
 
         Args:
@@ -222,7 +291,9 @@ class ModuleReplica:
         own: dict[int, Any] = {}
         constants: dict[int, torch.Tensor] = {}
         outputs: list[torch.Tensor] = []
-        for path, held in chain.from_iterable(things_in(name, value) for name, value in named):
+        for path, held in chain.from_iterable(
+            things_in(name, value) for name, value in named
+        ):
             if id(held) in known or id(held) in own:
                 continue
             if isinstance(held, _ONE_FOR_ALL) or is_variable(held):
@@ -258,7 +329,9 @@ class ModuleReplica:
                 inside[name] = in_run.rebind(inside[name])
             for table in filter(None, map(inside.__getitem__, HOOK_TABLES)):
                 for key, hook in table.items():
-                    table[key] = self._kept.make_switch(in_run.rebind(hook), between_runs.rebind(hook))
+                    table[key] = self._kept.make_switch(
+                        in_run.rebind(hook), between_runs.rebind(hook)
+                    )
 
     def bring_parameters(self, owners: Sequence[torch.Tensor], found: Writes) -> Write:
         """The writes that bring the values of parameters. Parameters that share the user's memory need none.
@@ -277,7 +350,11 @@ class ModuleReplica:
             local, owner = self.parameters[index], owners[index]
             if self.aliased[index] and owner.device == local.device:
                 set_plain_data(local, owner.detach())
-            elif self.aliased[index] or local.shape != owner.shape or local.dtype != owner.dtype:
+            elif (
+                self.aliased[index]
+                or local.shape != owner.shape
+                or local.dtype != owner.dtype
+            ):
                 set_plain_data(local, owner.detach().to(local.device, copy=True))
                 self.aliased[index], is_anew = False, True
             else:
@@ -292,38 +369,57 @@ class ModuleReplica:
     def note_parameters(self) -> None:
         """Says that the parameters agree with the user's: whatever is written on them from here on, the step writes."""
         # Most replicas have nothing to look at, and each run asks several times.
-        self._versions = None if self._is_counted_by_users else Versions(self.parameters)
+        self._versions = (
+            None if self._is_counted_by_users else Versions(self.parameters)
+        )
 
     def written_parameters(self) -> list[int]:
         """The positions of parameters on which the step wrote, as far as the user's parameters do not count it."""
         return [] if self._versions is None else self._versions.written()
 
-    def can_bring_buffers(self, indices: Sequence[int], originals: TrackedTensors) -> bool:
+    def can_bring_buffers(
+        self, indices: Sequence[int], originals: TrackedTensors
+    ) -> bool:
         """Whether `bring_buffers` can also bring the attributes that the user has set on buffers."""
         tensors = originals.tensors
-        if not any(map(vars, tensors)):  # mostly, and it needs no Python call for each buffer
+        if not any(
+            map(vars, tensors)
+        ):  # mostly, and it needs no Python call for each buffer
             return True
         replaced = self.replaced_buffers()
         for index in indices:
-            are_plain = all(isinstance(value, PLAIN) for value in vars(tensors[index]).values())
-            if not are_plain and (index in replaced or _is_other(self.buffers.tensors[index], tensors[index])):
+            are_plain = all(
+                isinstance(value, PLAIN) for value in vars(tensors[index]).values()
+            )
+            if not are_plain and (
+                index in replaced
+                or _is_other(self.buffers.tensors[index], tensors[index])
+            ):
                 return False
         return True
 
-    def bring_buffers(self, indices: Sequence[int], originals: TrackedTensors, unsure: Set[int]) -> bool:
+    def bring_buffers(
+        self, indices: Sequence[int], originals: TrackedTensors, unsure: Set[int]
+    ) -> bool:
         """Brings the values of buffers, of which some may agree already.
 
         Returns:
             Whether the replica has other tensors in their place now.
         """
-        tensors, users, are_others = list(self.buffers.tensors), originals.tensors, False
+        tensors, users, are_others = (
+            list(self.buffers.tensors),
+            originals.tensors,
+            False,
+        )
         replaced = self.replaced_buffers()
         for index in indices:
             own, original = tensors[index], users[index]
             # If the step replaced the buffer, both tensors may be in use in the replica: write on neither.
             if index in replaced or _is_other(own, original):
                 own, are_others = original.detach().to(own.device, copy=True), True
-                vars(own).update(vars(original))  # plain values: see `can_bring_buffers`
+                vars(own).update(
+                    vars(original)
+                )  # plain values: see `can_bring_buffers`
                 self.local_objects[id(original)] = own
             else:
                 bring_value(own, original, index in unsure, index in originals.running)
@@ -343,7 +439,9 @@ class ModuleReplica:
                 return True
         return False
 
-    def copy_values(self, values: Mapping[tuple[str, str], Any], own: Mapping[int, Any]) -> dict[tuple[str, str], Any]:
+    def copy_values(
+        self, values: Mapping[tuple[str, str], Any], own: Mapping[int, Any]
+    ) -> dict[tuple[str, str], Any]:
         """Copies of values of the user's for this replica, with the replica's own objects where it has them already.
 
         Its copy of a tensor that no attribute has held meanwhile may be outdated: such a tensor is copied anew.
@@ -366,13 +464,26 @@ class ModuleReplica:
             if name:
                 named.append((path + name, value))
             else:  # each item of a container has a name of its own
-                named += [(path + shown.format(key), held) for (shown, key), held in value.items()]
+                named += [
+                    (path + shown.format(key), held)
+                    for (shown, key), held in value.items()
+                ]
         new = self._find_own(named, memo, is_new=False)
         memo.update(new.objects)
-        memo.update(zip(map(id, new.constants), copy_tensors(new.constants, self.device), strict=True))
+        memo.update(
+            zip(
+                map(id, new.constants),
+                copy_tensors(new.constants, self.device),
+                strict=True,
+            )
+        )
         memo.update(self._kept.held_in_copies(self.number))
-        rebinding = ClosureRebinder({**self.local_objects, **own, **self._kept.own[self.number]})
-        copies, marked = _copy_with_attributes(dict(values), [*new.constants, *new.outputs], memo)
+        rebinding = ClosureRebinder(
+            {**self.local_objects, **own, **self._kept.own[self.number]}
+        )
+        copies, marked = _copy_with_attributes(
+            dict(values), [*new.constants, *new.outputs], memo
+        )
         if any(value is MISSING for value in memo.values()):
             drop([*copies.values(), *marked], MISSING)
         for tensor in marked:
@@ -381,13 +492,18 @@ class ModuleReplica:
 
     def tensors(self, without: Collection[int] = ()) -> list[torch.Tensor]:
         """The parameters, and the buffers that were there before the step, but for those at some positions."""
-        return [*self.parameters, *(own for i, own in enumerate(self.buffers.tensors) if i not in without)]
+        return [
+            *self.parameters,
+            *(own for i, own in enumerate(self.buffers.tensors) if i not in without),
+        ]
 
     def _leave_out_values(self, found: Sequence[Edit]) -> list[Edit]:
         """The edits that change what the modules consist of: see `list_changes`."""
         changes: list[Edit] = []
         for edit in found:
-            is_value_of_buffer = _is_value(edit) and (edit.place[0], edit.name) in self._slots
+            is_value_of_buffer = (
+                _is_value(edit) and (edit.place[0], edit.name) in self._slots
+            )
             if not is_value_of_buffer:
                 changes.append(edit)
         if found and not changes:
@@ -405,10 +521,17 @@ class ModuleReplica:
         own = self.buffers.tensors
         if not own:
             return set()
-        there = [self.insides[position]["_buffers"].get(name) for position, name in self._slots]
+        there = [
+            self.insides[position]["_buffers"].get(name)
+            for position, name in self._slots
+        ]
         if all(map(is_, there, own)):  # mostly
             return set()
-        return {index for index, value in enumerate(there) if value is not None and value is not own[index]}
+        return {
+            index
+            for index, value in enumerate(there)
+            if value is not None and value is not own[index]
+        }
 
     def written_buffers(self, originals: TrackedTensors, reads_all: bool) -> set[int]:
         """The positions of buffers that the step wrote or replaced.
@@ -423,7 +546,11 @@ class ModuleReplica:
             return set()
         elsewhere = {index for index in originals.running if not own[index].is_cpu}
         if reads_all:
-            elsewhere = {index for index in elsewhere if have_other_numbers(own[index], originals.tensors[index])}
+            elsewhere = {
+                index
+                for index in elsewhere
+                if have_other_numbers(own[index], originals.tensors[index])
+            }
         return self.buffers.written() | elsewhere | self.replaced_buffers()
 
 
@@ -433,7 +560,10 @@ def list_changes(replicas: Sequence[ModuleReplica]) -> list[list[Edit]]:
     A tensor in the place of a buffer is a value of this buffer, and no change, if the buffer is nowhere else.
     """
     found = edits_of([replica._structure for replica in replicas])
-    return [replica._leave_out_values(edits) for replica, edits in zip(replicas, found, strict=True)]
+    return [
+        replica._leave_out_values(edits)
+        for replica, edits in zip(replicas, found, strict=True)
+    ]
 
 
 @final
@@ -441,8 +571,12 @@ class _Own(NamedTuple):
     """What a replica is to have in the place of what some values of the user's hold."""
 
     objects: dict[int, Any]  # by the ids of the user's objects
-    constants: list[torch.Tensor]  # of which it gets copies that share memory with each other where the user's do
-    outputs: list[torch.Tensor]  # with a history, of which `objects` has copies without it
+    constants: list[
+        torch.Tensor
+    ]  # of which it gets copies that share memory with each other where the user's do
+    outputs: list[
+        torch.Tensor
+    ]  # with a history, of which `objects` has copies without it
 
 
 def _copy_with_attributes(
@@ -473,7 +607,9 @@ _OUTDATED = (
 )
 
 
-def _named_values(modules: Sequence[nn.Module], owners: Sequence[torch.Tensor]) -> Iterator[tuple[str, Any]]:
+def _named_values(
+    modules: Sequence[nn.Module], owners: Sequence[torch.Tensor]
+) -> Iterator[tuple[str, Any]]:
     """What a replica needs copies of, beside parameters and buffers, each with what to call it."""
     for module in modules:
         for name, value in plain_attributes(module).items():
@@ -489,12 +625,16 @@ def _named_values(modules: Sequence[nn.Module], owners: Sequence[torch.Tensor]) 
 def _is_other(own: torch.Tensor, original: torch.Tensor) -> bool:
     """Whether a replica's buffer cannot take the value of the user's."""
     # A buffer with a history is from the last step: a write on it would become a part of that graph.
-    return own.shape != original.shape or own.dtype != original.dtype or own.requires_grad
+    return (
+        own.shape != original.shape or own.dtype != original.dtype or own.requires_grad
+    )
 
 
 def _is_value(edit: Edit) -> bool:
     """Whether a change only gives a buffer another tensor."""
-    is_tensor = isinstance(edit.before, torch.Tensor) and isinstance(edit.after, torch.Tensor)
+    is_tensor = isinstance(edit.before, torch.Tensor) and isinstance(
+        edit.after, torch.Tensor
+    )
     return edit.place[1] == "_buffers" and is_tensor
 
 
@@ -516,11 +656,23 @@ def _shared_with_user(module: nn.Module) -> Iterator[Any]:
     """The user's own objects that a copy of a module has, too: hooks, and variables that hold a component for each."""
     # `copy.deepcopy` would copy a hook that is an object. It stays the user's own: in a run it is a proxy.
     hooks = chain.from_iterable(module.__dict__[name].values() for name in HOOK_TABLES)
-    yield from (h for h in hooks if not (isinstance(h, types.MethodType) and isinstance(h.__self__, nn.Module)))
-    yield from (held for held in chain(module._parameters.values(), module._buffers.values()) if is_variable(held))
+    yield from (
+        h
+        for h in hooks
+        if not (isinstance(h, types.MethodType) and isinstance(h.__self__, nn.Module))
+    )
+    yield from (
+        held
+        for held in chain(module._parameters.values(), module._buffers.values())
+        if is_variable(held)
+    )
 
 
-_ONE_FOR_ALL = (Optimizer, LRScheduler, torch.amp.GradScaler)  # a module may hold one, which is not copied
+_ONE_FOR_ALL = (
+    Optimizer,
+    LRScheduler,
+    torch.amp.GradScaler,
+)  # a module may hold one, which is not copied
 
 
 def _is_trainable(thing: object) -> bool:
@@ -532,7 +684,9 @@ def _has_history(thing: object) -> TypeGuard[torch.Tensor]:
     return isinstance(thing, torch.Tensor) and thing.requires_grad and not thing.is_leaf
 
 
-def _copy_without_history(tensor: torch.Tensor, device: Device, path: str) -> torch.Tensor:
+def _copy_without_history(
+    tensor: torch.Tensor, device: Device, path: str
+) -> torch.Tensor:
     """A replica's copy of an output that a module holds in a plain attribute."""
     return end_history(
         detached_copy(tensor, device),
@@ -545,11 +699,18 @@ def _copy_without_history(tensor: torch.Tensor, device: Device, path: str) -> to
 def _empty_tables(modules: Sequence[nn.Module]) -> dict[int, Any]:
     """A new table for each empty table of the modules, by the id of the user's."""
     # Most tables of hooks are empty. For `copy.deepcopy` they would be most of the work.
-    tables = (value for module in modules for value in vars(module).values() if type(value) in (OrderedDict, dict))
+    tables = (
+        value
+        for module in modules
+        for value in vars(module).values()
+        if type(value) in (OrderedDict, dict)
+    )
     return {id(table): type(table)() for table in tables if not table}
 
 
-def _pair_modules(root: nn.Module, copied: nn.Module) -> Iterator[tuple[nn.Module, nn.Module]]:
+def _pair_modules(
+    root: nn.Module, copied: nn.Module
+) -> Iterator[tuple[nn.Module, nn.Module]]:
     modules, copies = list(root.modules()), list(copied.modules())
     if len(modules) != len(copies):
         what = f"copy.deepcopy gives {type(copied).__name__}, with {len(copies)} modules in place of {len(modules)}"

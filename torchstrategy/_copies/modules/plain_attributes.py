@@ -24,15 +24,32 @@ from torchstrategy._base.memory import memory_id
 from torchstrategy._base.objects import attribute_contents as contents
 from torchstrategy._base.objects.attribute_contents import ATTRIBUTE, CopiedThing
 from torchstrategy._base.objects.changes import MISSING, Edit, Snapshot, edits_of
-from torchstrategy._base.objects.module_traversal import TABLES, TORCHS_OWN, computed_by_hooks
+from torchstrategy._base.objects.module_traversal import (
+    TABLES,
+    TORCHS_OWN,
+    computed_by_hooks,
+)
 from torchstrategy._base.objects.proxies import plain_class
 from torchstrategy._base.plain import PLAIN
 from torchstrategy._base.types import Device
-from torchstrategy._base.writes import StepWrites, TrackedTensors, bring_value, write_value
-from torchstrategy._copies.attributes.attribute_tables import AttributesOfTensors, by_path, tables_of_tensors
+from torchstrategy._base.writes import (
+    StepWrites,
+    TrackedTensors,
+    bring_value,
+    write_value,
+)
+from torchstrategy._copies.attributes.attribute_tables import (
+    AttributesOfTensors,
+    by_path,
+    tables_of_tensors,
+)
 from torchstrategy._copies.attributes.late_attributes import Later
 from torchstrategy._copies.attributes.merged_values import Items, Look, ModuleMerger
-from torchstrategy._copies.modules.module_replica import ModuleReplica, Originals, uncopyable_error
+from torchstrategy._copies.modules.module_replica import (
+    ModuleReplica,
+    Originals,
+    uncopyable_error,
+)
 from torchstrategy._copies.modules.waiting_attributes import WaitingAttributes
 from torchstrategy._copies.refusals import refuse_trainable
 from torchstrategy._group.participants import Participants
@@ -61,55 +78,107 @@ class PlainAttributes:
     buffer_names: Sequence[str]
     device: Device
 
-    def __post_init__(self, originals: Originals, paths: Sequence[str], names: Sequence[str]) -> None:
+    def __post_init__(
+        self, originals: Originals, paths: Sequence[str], names: Sequence[str]
+    ) -> None:
         modules, owners = originals.modules, originals.parameters.tensors
         self.buffers = originals.buffers
         self.kept = originals.kept
         self.parameters = set(map(id, owners))
         # No reference to the tensors themselves: those that are in no module live as long as the user holds them.
-        self._of_parameters = tables_of_tensors(names, owners, [replica.parameters for replica in self.replicas])
-        insides = zip(paths, [module.__dict__ for module in modules], *(r.insides for r in self.replicas), strict=True)
+        self._of_parameters = tables_of_tensors(
+            names, owners, [replica.parameters for replica in self.replicas]
+        )
+        insides = zip(
+            paths,
+            [module.__dict__ for module in modules],
+            *(r.insides for r in self.replicas),
+            strict=True,
+        )
         # All that may change has a path of its own, and is known by it.
-        self._modules = by_path(CopiedThing(path, inside, local) for path, inside, *local in insides)
+        self._modules = by_path(
+            CopiedThing(path, inside, local) for path, inside, *local in insides
+        )
         of_paths = dict(zip(self._modules, modules, strict=True))
-        self._of_packages = {path for path, module in of_paths.items() if _is_of_package(module)}
+        self._of_packages = {
+            path for path, module in of_paths.items() if _is_of_package(module)
+        }
         # The attributes that hooks compute, in each replica for itself.
-        self._computed = {path: computed_by_hooks(module) for path, module in of_paths.items()}
+        self._computed = {
+            path: computed_by_hooks(module) for path, module in of_paths.items()
+        }
         # The states of metrics, which `metrics` brings to the replicas and back.
-        self._states = {path: states_of(place.original) for path, place in self._modules.items()}
-        self._left_out = {path: _TORCHS.union(self._computed[path], self._states[path]) for path in self._modules}
-        self._known_modules = Snapshot({path: place.original for path, place in self._modules.items()})
-        own = [dict(zip(self._modules, replica.insides, strict=True)) for replica in self.replicas]
+        self._states = {
+            path: states_of(place.original) for path, place in self._modules.items()
+        }
+        self._left_out = {
+            path: _TORCHS.union(self._computed[path], self._states[path])
+            for path in self._modules
+        }
+        self._known_modules = Snapshot(
+            {path: place.original for path, place in self._modules.items()}
+        )
+        own = [
+            dict(zip(self._modules, replica.insides, strict=True))
+            for replica in self.replicas
+        ]
         self._known_insides = [Snapshot(of_replica, TABLES) for of_replica in own]
         self._backups: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._collect_fixed_tables()
-        copied = {path: [r.local_objects[id(module)] for r in self.replicas] for path, module in of_paths.items()}
-        self._late = WaitingAttributes(self._modules, copied, originals.late, self._take_brought)
+        copied = {
+            path: [r.local_objects[id(module)] for r in self.replicas]
+            for path, module in of_paths.items()
+        }
+        self._late = WaitingAttributes(
+            self._modules, copied, originals.late, self._take_brought
+        )
         self._collect()
 
     def _collect(self) -> None:
         """Lists all containers and tensors that the attributes hold. The copies have to agree with the user's now."""
-        places, leaves, self._others = contents.find_copied_things(self._list_attributes())
+        places, leaves, self._others = contents.find_copied_things(
+            self._list_attributes()
+        )
         for key in places.keys() & self.kept.own[0].keys():
             del places[key]
         # The ids of the parameters and buffers that attributes hold.
-        self.known_held = leaves.keys() & {*self.parameters, *map(id, self.buffers.tensors)}
-        self._leaves = by_path(leaf for key, leaf in leaves.items() if key not in self.known_held)
+        self.known_held = leaves.keys() & {
+            *self.parameters,
+            *map(id, self.buffers.tensors),
+        }
+        self._leaves = by_path(
+            leaf for key, leaf in leaves.items() if key not in self.known_held
+        )
         self._collect_tables()
-        all_places = by_path(chain(self._tables.values(), places.values())) if places else {}
-        self._containers = {path: place for path, place in all_places.items() if path not in self._tables}
+        all_places = (
+            by_path(chain(self._tables.values(), places.values())) if places else {}
+        )
+        self._containers = {
+            path: place
+            for path, place in all_places.items()
+            if path not in self._tables
+        }
         self._known_things = [*places.values(), *leaves.values(), *self._others]
         # The user's tensors that attributes hold, other than parameters and buffers.
         self.tensors = TrackedTensors(leaf.original for leaf in self._leaves.values())
         self.tensors.watch()
-        self._known = Snapshot({path: place.original for path, place in self._containers.items()})
+        self._known = Snapshot(
+            {path: place.original for path, place in self._containers.items()}
+        )
         self._held = [place.original for place in self._containers.values()]
         self._held_here = [place.local[0] for place in self._containers.values()]
         self._late.brought = []
-        self._unbrought: set[str] = set()  # the containers with which the copies do not agree, whatever they hold
+        self._unbrought: set[str] = (
+            set()
+        )  # the containers with which the copies do not agree, whatever they hold
         count = range(len(self.replicas))
-        self._known_local = [Snapshot({path: one.local[r] for path, one in self._containers.items()}) for r in count]
-        self._writes = [StepWrites([leaf.local[r] for leaf in self._leaves.values()]) for r in count]
+        self._known_local = [
+            Snapshot({path: one.local[r] for path, one in self._containers.items()})
+            for r in count
+        ]
+        self._writes = [
+            StepWrites([leaf.local[r] for leaf in self._leaves.values()]) for r in count
+        ]
 
     def take_new_buffers(self) -> None:
         """Says that replicas have other tensors in the place of buffers. They have to agree with the user's now."""
@@ -120,43 +189,73 @@ class PlainAttributes:
         """Lists the attributes of modules, parameters and buffers."""
         of_replicas = [replica.buffers.tensors for replica in self.replicas]
         self._users_buffers = list(self.buffers.tensors)
-        self._of_buffers = tables_of_tensors(self.buffer_names, self._users_buffers, of_replicas)
+        self._of_buffers = tables_of_tensors(
+            self.buffer_names, self._users_buffers, of_replicas
+        )
         self._list_users_tables()
-        self._fixed_tables = by_path(chain(self._modules.values(), self._of_parameters, self._of_buffers))
+        self._fixed_tables = by_path(
+            chain(self._modules.values(), self._of_parameters, self._of_buffers)
+        )
 
     def _list_users_tables(self) -> None:
-        self._users_tables = [table.original for table in (*self._of_parameters, *self._of_buffers)]
+        self._users_tables = [
+            table.original for table in (*self._of_parameters, *self._of_buffers)
+        ]
 
     def _collect_tables(self) -> None:
         """Lists whatever has attributes: modules and tensors, each as its `__dict__`."""
         self._tables = dict(self._fixed_tables)
         if self._leaves:
-            of_replicas = [[leaf.local[r] for leaf in self._leaves.values()] for r in range(len(self.replicas))]
+            of_replicas = [
+                [leaf.local[r] for leaf in self._leaves.values()]
+                for r in range(len(self.replicas))
+            ]
             of_leaves = tables_of_tensors(
-                list(self._leaves), [leaf.original for leaf in self._leaves.values()], of_replicas
+                list(self._leaves),
+                [leaf.original for leaf in self._leaves.values()],
+                of_replicas,
             )
             self._tables = by_path(chain(self._fixed_tables.values(), of_leaves))
-        tensors = {path: table for path, table in self._tables.items() if path not in self._modules}
-        self._known_tensors = AttributesOfTensors({path: table.original for path, table in tensors.items()})
+        tensors = {
+            path: table
+            for path, table in self._tables.items()
+            if path not in self._modules
+        }
+        self._known_tensors = AttributesOfTensors(
+            {path: table.original for path, table in tensors.items()}
+        )
         count = range(len(self.replicas))
         self._known_tensors_local = [
-            AttributesOfTensors({path: one.local[r] for path, one in tensors.items()}) for r in count
+            AttributesOfTensors({path: one.local[r] for path, one in tensors.items()})
+            for r in count
         ]
 
     def _list_attributes(self) -> Iterator[CopiedThing]:
         """The plain attributes of all modules, parameters and buffers."""
-        marked = [table for table in (*self._of_parameters, *self._of_buffers) if table.original]
+        marked = [
+            table
+            for table in (*self._of_parameters, *self._of_buffers)
+            if table.original
+        ]
         for path, inside, of_replicas in (*self._modules.values(), *marked):
             left_out = self._left_out.get(path, frozenset())
             for name in [name for name in inside if name not in left_out]:
                 local = [of_replica.get(name, MISSING) for of_replica in of_replicas]
-                is_everywhere = not any(value is MISSING or type(value) is Later for value in local)
-                if is_everywhere and type(inside[name]) not in PLAIN and id(inside[name]) not in self.parameters:
+                is_everywhere = not any(
+                    value is MISSING or type(value) is Later for value in local
+                )
+                if (
+                    is_everywhere
+                    and type(inside[name]) not in PLAIN
+                    and id(inside[name]) not in self.parameters
+                ):
                     yield CopiedThing(f"{path}.{name}", inside[name], local)
 
     def _are_known(self, owners: Sequence[torch.Tensor]) -> bool:
         """Whether all tensors have the `__dict__`s that they had: `torch.utils.swap_tensors` exchanges these, too."""
-        return all(map(is_, map(vars, chain(owners, self._users_buffers)), self._users_tables))
+        return all(
+            map(is_, map(vars, chain(owners, self._users_buffers)), self._users_tables)
+        )
 
     def replace_buffer(self, index: int, after: torch.Tensor) -> None:
         """After a run: the user has another tensor in the place of a buffer, as the step made it."""
@@ -175,20 +274,27 @@ class PlainAttributes:
             return False
         # Somebody may have given an object another class. During a run of another thread it may be a proxy.
         kinds, others = list(map(type, self._held)), list(map(type, self._held_here))
-        if kinds != others and list(map(plain_class, kinds)) != list(map(plain_class, others)):
+        if kinds != others and list(map(plain_class, kinds)) != list(
+            map(plain_class, others)
+        ):
             return False
         written: list[int] = []
         unsure: set[int] = set()
         if self._leaves:
             written, _, _, unsure = self.tensors.take_changes()
         edits = [*self._known_modules.edits(), *self._known_tensors.edits()]
-        unbrought = self._unbrought.union(*(one.originals.differing() for one in self._late.brought))
+        unbrought = self._unbrought.union(
+            *(one.originals.differing() for one in self._late.brought)
+        )
         changed = sorted(unbrought.union(self._known.differing()))
         leaves = list(self._leaves.values())
         for index in written:
             _, original, local = leaves[index]
             # A tensor of another shape, or with a history, is not written: a step may have other references to it.
-            can_take = all((one.shape, one.dtype) == (original.shape, original.dtype) for one in local)
+            can_take = all(
+                (one.shape, one.dtype) == (original.shape, original.dtype)
+                for one in local
+            )
             if not can_take or any(one.requires_grad for one in local):
                 return False
             for one in local:
@@ -222,11 +328,22 @@ class PlainAttributes:
         """Brings what the user changed in modules and containers. False if the copies have to be made anew."""
         if any(edit.name in _TORCHS for edit in edits if edit.place in self._modules):
             return False
-        brought = [edit for edit in edits if edit.name not in self._left_out.get(edit.place, frozenset())]
+        brought = [
+            edit
+            for edit in edits
+            if edit.name not in self._left_out.get(edit.place, frozenset())
+        ]
         for edit in brought:
             refuse_trainable(f"{edit.place}.{edit.name}", edit.after, self.parameters)
-        new = {(edit.place, f".{edit.name}"): edit.after for edit in brought if edit.after is not MISSING}
-        new.update(((path, ""), contents.named_items(self._containers[path].original)) for path in changed)
+        new = {
+            (edit.place, f".{edit.name}"): edit.after
+            for edit in brought
+            if edit.after is not MISSING
+        }
+        new.update(
+            ((path, ""), contents.named_items(self._containers[path].original))
+            for path in changed
+        )
         waiting = self._late.find(brought, new.values())
         if waiting is None or self.replicas[0].lacks_parts_in(new.values()):
             return False
@@ -235,13 +352,17 @@ class PlainAttributes:
         known = [*self._leaves.values(), *self._containers.values()]
         for r, replica in enumerate(self.replicas if brought or changed else ()):
             try:
-                copies = replica.copy_values(new, {id(one.original): one.local[r] for one in known})
+                copies = replica.copy_values(
+                    new, {id(one.original): one.local[r] for one in known}
+                )
             except Exception as error:
                 raise uncopyable_error(", ".join(map("".join, new)), error) from error
             copies.update(laters)
             for edit in brought:
                 local = self._tables[edit.place].local[r]
-                edit._replace(after=copies.get((edit.place, f".{edit.name}"), MISSING)).apply(local)
+                edit._replace(
+                    after=copies.get((edit.place, f".{edit.name}"), MISSING)
+                ).apply(local)
             for path in changed:
                 contents.write_items(self._containers[path].local[r], copies[path, ""])
             if brought:
@@ -251,7 +372,11 @@ class PlainAttributes:
         return True
 
     def put_together(
-        self, weights: Participants, originals: Callable[[], Sequence[object]], look: Look, replaced: Iterable[int]
+        self,
+        weights: Participants,
+        originals: Callable[[], Sequence[object]],
+        look: Look,
+        replaced: Iterable[int],
     ) -> None:
         """After a run: makes one value of those of the replicas for each attribute that one of them wrote.
 
@@ -270,18 +395,34 @@ class PlainAttributes:
         edits = self._list_edits(present, replaced)
         changed = self._find_changed_containers(present)
         if changed or edits:
-            users = functools.cache(functools.partial(self.known_in_replicas, originals))
-            memory = functools.cache(functools.partial(self._list_memory, [edit.after for edit in edits]))
-            merger = ModuleMerger(present, len(self.replicas), users, memory, self.device, look, weights.is_understudy)
+            users = functools.cache(
+                functools.partial(self.known_in_replicas, originals)
+            )
+            memory = functools.cache(
+                functools.partial(self._list_memory, [edit.after for edit in edits])
+            )
+            merger = ModuleMerger(
+                present,
+                len(self.replicas),
+                users,
+                memory,
+                self.device,
+                look,
+                weights.is_understudy,
+            )
             for path, (_, original, local) in self._containers.items():
                 if path in changed:
                     merger.is_quiet = self._is_quiet(path)
                     items = [contents.named_items(local[r]) for r in present]
-                    self._merged[path] = merger.items(f"attribute {path}", items, contents.named_items(original))
+                    self._merged[path] = merger.items(
+                        f"attribute {path}", items, contents.named_items(original)
+                    )
             self._merge_attributes(present, edits, merger)
         self._written = self._find_written(present, look)
 
-    def _list_edits(self, present: Sequence[int], replaced: Iterable[int]) -> list[Edit]:
+    def _list_edits(
+        self, present: Sequence[int], replaced: Iterable[int]
+    ) -> list[Edit]:
         """What steps have assigned to attributes of modules and tensors."""
         edits: list[Edit] = []
         for of_replica in edits_of([self._known_insides[r] for r in present]):
@@ -301,20 +442,26 @@ class PlainAttributes:
                     changed.update(late.local[r].differing())
         return changed
 
-    def _find_written(self, present: Sequence[int], look: Look) -> dict[str, torch.Tensor]:
+    def _find_written(
+        self, present: Sequence[int], look: Look
+    ) -> dict[str, torch.Tensor]:
         """By path: what tensors become on which a step wrote in place, which is what the first replica has."""
         found: dict[str, torch.Tensor] = {}
         if not self._leaves:
             return found
         written = set().union(*(self._writes[r].written() for r in present))
-        for index, (path, original, local) in enumerate(self._leaves.values() if written else ()):
+        for index, (path, original, local) in enumerate(
+            self._leaves.values() if written else ()
+        ):
             first, *others = (local[r] for r in present)
             if index in written and first.shape == original.shape:
                 look(f"attribute {path}", first, others)
                 found[path] = first
         return found
 
-    def known_in_replicas(self, originals: Callable[[], Sequence[object]]) -> dict[int, Any]:
+    def known_in_replicas(
+        self, originals: Callable[[], Sequence[object]]
+    ) -> dict[int, Any]:
         """By the ids of what the replicas have copies of: the user's objects in their place."""
         users = {id(original): original for original in originals()}
         known: dict[int, Any] = {}
@@ -323,10 +470,16 @@ class PlainAttributes:
                 if key in users:
                     known[id(own)] = users[key]
         for thing in self._known_things:
-            known.update((id(local), thing.original) for local in thing.local if not isinstance(local, PLAIN))
+            known.update(
+                (id(local), thing.original)
+                for local in thing.local
+                if not isinstance(local, PLAIN)
+            )
         return known
 
-    def _edits_of_new_buffers(self, present: Sequence[int], replaced: Iterable[int]) -> list[Edit]:
+    def _edits_of_new_buffers(
+        self, present: Sequence[int], replaced: Iterable[int]
+    ) -> list[Edit]:
         """What a step has set on the tensors that it put in the place of buffers: the user's get it, too."""
         self._of_new_buffers: dict[int, dict[str, Any]] = {}
         edits = []
@@ -337,21 +490,33 @@ class PlainAttributes:
             if any(local[r] for r in present):
                 self._of_new_buffers[index] = made
                 self._tables[path] = CopiedThing(path, made, local)
-                edits += [Edit(path, name, MISSING, value) for r in present for name, value in local[r].items()]
+                edits += [
+                    Edit(path, name, MISSING, value)
+                    for r in present
+                    for name, value in local[r].items()
+                ]
         return edits
 
-    def _merge_attributes(self, present: Sequence[int], edits: Iterable[Edit], merger: ModuleMerger) -> None:
+    def _merge_attributes(
+        self, present: Sequence[int], edits: Iterable[Edit], merger: ModuleMerger
+    ) -> None:
         for path, name in dict.fromkeys((edit.place, edit.name) for edit in edits):
             _, original, local = self._tables[path]
             if path in self._modules:
-                self._late.bring(path, name)  # other replicas have not read what one of them has replaced
+                self._late.bring(
+                    path, name
+                )  # other replicas have not read what one of them has replaced
             merged = self._merged.setdefault(path, {})
             before = original.get(name, ABSENT)
             values = [local[r].get(name, ABSENT) for r in present]
             if name in self._computed.get(path, ()):
                 # Each replica has computed it of the same parameters.
                 first = values[0]
-                after = first.detach().to(self.device) if isinstance(first, torch.Tensor) else before
+                after = (
+                    first.detach().to(self.device)
+                    if isinstance(first, torch.Tensor)
+                    else before
+                )
             elif name in self._states.get(path, ()):
                 continue  # the metric itself reduces it
             else:
@@ -369,13 +534,17 @@ class PlainAttributes:
         """Writes what was put together on the user's modules. The next run brings it to all replicas."""
         for path, items in self._merged.items():
             if path in self._containers:
-                items = {name: value for name, value in items.items() if value is not ABSENT}
+                items = {
+                    name: value for name, value in items.items() if value is not ABSENT
+                }
                 contents.write_items(self._containers[path].original, items)
                 self._unbrought.add(path)
                 continue
             _, inside, local = self._tables[path]
             for (_, name), value in items.items():
-                Edit(path, name, None, MISSING if value is ABSENT else value).apply(inside)
+                Edit(path, name, None, MISSING if value is ABSENT else value).apply(
+                    inside
+                )
                 self._forget(path, name)
                 if type(value) is PerReplica:
                     # Only the user's module holds it now. When the user drops it, its memory is free.
@@ -422,7 +591,9 @@ class PlainAttributes:
             writes.note()
 
 
-_TORCHS = TORCHS_OWN - {"training"}  # torch's own attributes, but for the one that a user and a step may write
+_TORCHS = TORCHS_OWN - {
+    "training"
+}  # torch's own attributes, but for the one that a user and a step may write
 
 
 def _is_of_package(thing: object) -> bool:

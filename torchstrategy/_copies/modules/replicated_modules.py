@@ -28,21 +28,40 @@ from torchstrategy._base.devices import memory_device
 from torchstrategy._base.marks import Versions
 from torchstrategy._base.memory import has_lost_memory, memory_id
 from torchstrategy._base.objects.changes import MISSING, Edit, Snapshot, are_same
-from torchstrategy._base.objects.module_traversal import HOOK_FLAGS, HOOK_TABLES, tables_of
+from torchstrategy._base.objects.module_traversal import (
+    HOOK_FLAGS,
+    HOOK_TABLES,
+    tables_of,
+)
 from torchstrategy._base.objects.proxies import has_own_code_only, plain_class
-from torchstrategy._base.torch_internals import have_gradient_hooks, keeping_version, requires_grad_of
+from torchstrategy._base.torch_internals import (
+    have_gradient_hooks,
+    keeping_version,
+    requires_grad_of,
+)
 from torchstrategy._base.trace import traced
 from torchstrategy._base.writes import TrackedTensors, Writes
 from torchstrategy._copies.attributes.kept_by_hooks import KeptByHooks
 from torchstrategy._copies.attributes.late_attributes import Later, find_late
-from torchstrategy._copies.gradients.replica_gradients import ReplicaParameter, written_in_replica_message
-from torchstrategy._copies.modules.module_replica import ModuleReplica, Originals, list_changes
+from torchstrategy._copies.gradients.replica_gradients import (
+    ReplicaParameter,
+    written_in_replica_message,
+)
+from torchstrategy._copies.modules.module_replica import (
+    ModuleReplica,
+    Originals,
+    list_changes,
+)
 from torchstrategy._copies.modules.plain_attributes import PlainAttributes
 from torchstrategy._copies.modules.running_statistics import average_unread, find_unseen
 from torchstrategy._copies.references.deep_copies import ClosureRebinder
 from torchstrategy._copies.refusals import refuse_uncopyable
 from torchstrategy._copies.run_warnings import LostNumbers
-from torchstrategy._copies.tensor_copies import copy_tensors, group_by_memory, set_trained
+from torchstrategy._copies.tensor_copies import (
+    copy_tensors,
+    group_by_memory,
+    set_trained,
+)
 from torchstrategy._group.participants import Participants
 from torchstrategy._group.transfer import write
 from torchstrategy._group.workers import BETWEEN_RUNS
@@ -52,8 +71,12 @@ from torchstrategy._run.module_tensors import is_running, tensors_in
 from torchstrategy._run.placement import Placement
 from torchstrategy._variables.variable import Variable
 
-Changes = Sequence[Sequence[Edit]]  # for each replica that took part, what its step did to buffers and hooks
-Made = dict[tuple[Any, str], torch.Tensor]  # buffers that a step made, by their tables and names
+Changes = Sequence[
+    Sequence[Edit]
+]  # for each replica that took part, what its step did to buffers and hooks
+Made = dict[
+    tuple[Any, str], torch.Tensor
+]  # buffers that a step made, by their tables and names
 
 
 # Note [Who may write a parameter]
@@ -84,13 +107,26 @@ class ReplicatedModules:
         TypeError: If a module cannot be copied; it is named, with what to do.
     """
 
-    def __init__(self, roots: Sequence[nn.Module], placement: Placement, variables: Sequence[Variable]) -> None:
+    def __init__(
+        self,
+        roots: Sequence[nn.Module],
+        placement: Placement,
+        variables: Sequence[Variable],
+    ) -> None:
         self._placement, self._workers = placement, placement.workers
         self._home = memory_device(placement.parameter_device)
-        named = [pair for root in roots for pair in root.named_modules(prefix=type(root).__name__)]
+        named = [
+            pair
+            for root in roots
+            for pair in root.named_modules(prefix=type(root).__name__)
+        ]
         paths = {id(module): path for path, module in reversed(named)}
         modules = list({id(module): module for _, module in named}.values())
-        in_modules = {id(parameter) for module in modules for parameter in module.parameters(recurse=False)}
+        in_modules = {
+            id(parameter)
+            for module in modules
+            for parameter in module.parameters(recurse=False)
+        }
         loose = [variable for variable in variables if id(variable) not in in_modules]
         refuse_uncopyable(roots, further=loose)
         # The user's modules are referred to weakly, and only their `__dict__`s are held: the modules die with the
@@ -98,43 +134,84 @@ class ReplicatedModules:
         self._references = [weakref.ref(module) for module in modules]
         self._insides = [module.__dict__ for module in modules]
         self._paths = [paths[id(module)] for module in modules]
-        parameters, buffers = (tensors_in(modules, table) for table in ("_parameters", "_buffers"))
+        parameters, buffers = (
+            tensors_in(modules, table) for table in ("_parameters", "_buffers")
+        )
         self._parameters = TrackedTensors(parameters.values(), loose)
         # What the user calls each of the `owners`: `Net.layers.0.weight`
-        self.names = [f"{self._paths[i]}.{name}" for i, name in parameters] + [variable.name for variable in loose]
+        self.names = [f"{self._paths[i]}.{name}" for i, name in parameters] + [
+            variable.name for variable in loose
+        ]
         self._slots = list(buffers)
         self._buffer_names = [f"{self._paths[i]}.{name}" for i, name in self._slots]
-        running = {index for index, (i, name) in enumerate(self._slots) if is_running(modules[i], name)}
+        running = {
+            index
+            for index, (i, name) in enumerate(self._slots)
+            if is_running(modules[i], name)
+        }
         self._buffers = TrackedTensors(buffers.values(), running=running)
         self.lost_numbers = LostNumbers()
-        self._look = functools.partial(self.lost_numbers.look, id(next(iter(self._insides), None)))
-        self.kept = KeptByHooks(modules, [*self.owners, *self._buffers.tensors], placement.devices)
+        self._look = functools.partial(
+            self.lost_numbers.look, id(next(iter(self._insides), None))
+        )
+        self.kept = KeptByHooks(
+            modules, [*self.owners, *self._buffers.tensors], placement.devices
+        )
         # Each replica has what hooks keep already.
         large = find_late(modules, self._insides)
-        waiting = [(i, name) for i, name in large if id(self._insides[i][name]) not in self.kept.own[0]]
+        waiting = [
+            (i, name)
+            for i, name in large
+            if id(self._insides[i][name]) not in self.kept.own[0]
+        ]
         late = {(i, name): Later(f"{self._paths[i]}.{name}") for i, name in waiting}
-        originals = Originals(roots, modules, self._parameters, self._buffers, self._slots, late, self.kept)
-        self.replicas = [ModuleReplica(originals, placement, r) for r in range(len(placement.devices))]
-        self._trained = requires_grad_of(self.owners)  # of the parameters of all replicas
-        self._sent: list[torch.Event] = []  # the ends of transfers of the run that is under way
+        originals = Originals(
+            roots,
+            modules,
+            self._parameters,
+            self._buffers,
+            self._slots,
+            late,
+            self.kept,
+        )
+        self.replicas = [
+            ModuleReplica(originals, placement, r)
+            for r in range(len(placement.devices))
+        ]
+        self._trained = requires_grad_of(
+            self.owners
+        )  # of the parameters of all replicas
+        self._sent: list[
+            torch.Event
+        ] = []  # the ends of transfers of the run that is under way
         self._watch_parameters()
         self._buffers.watch()
         copies = [(replica.device, replica.insides) for replica in self.replicas]
         self.metrics = metrics_of(self._insides, self._paths, copies, placement.workers)
         # The position of each of the `owners`, by its id.
-        self.index_of = {id(parameter): index for index, parameter in enumerate(self._parameters.tensors)}
+        self.index_of = {
+            id(parameter): index
+            for index, parameter in enumerate(self._parameters.tensors)
+        }
         self._classes = list(map(type, modules))
         self._structure = Snapshot(tables_of(self._insides))
         # Whether a step made, removed or replaced buffers or hooks: then not all copies agree with the user's modules.
         self._is_outdated = False
         self.attributes = PlainAttributes(
-            self.replicas, originals, self._paths, self.names, self._buffer_names, self._home
+            self.replicas,
+            originals,
+            self._paths,
+            self.names,
+            self._buffer_names,
+            self._home,
         )
         # The ids of the tensors that share memory with one another, in groups, and their addresses then.
         self._overlaps: list[list[int]] = []
         self._pointers: list[list[int]] = []
         self._has_same_overlaps()
-        self._buffer_versions = Versions(self._buffers.tensors)  # as the last run left them
+        self._buffer_versions = Versions(
+            self._buffers.tensors
+        )  # as the last run left them
 
     @property
     def owners(self) -> list[torch.Tensor]:
@@ -143,7 +220,11 @@ class ReplicatedModules:
 
     def originals(self) -> list[nn.Module]:
         """The user's modules."""
-        return [module for reference in self._references if (module := reference()) is not None]
+        return [
+            module
+            for reference in self._references
+            if (module := reference()) is not None
+        ]
 
     def known_in_replicas(self) -> dict[int, Any]:
         """By the ids of what the replicas have copies of: the user's objects in their place."""
@@ -156,7 +237,11 @@ class ReplicatedModules:
     def refresh(self) -> bool:
         """Brings what the user wrote on the modules to the copies. False if the copies have to be made anew."""
         # A layer that was added or replaced changes what there is to copy.
-        if self._is_outdated or not self._structure.is_same() or not self._have_same_classes():
+        if (
+            self._is_outdated
+            or not self._structure.is_same()
+            or not self._have_same_classes()
+        ):
             return False
         owners = self.owners
         if not self.attributes.bring(owners):
@@ -170,18 +255,34 @@ class ReplicatedModules:
         buffers = self._buffers
         found = buffers.take_changes()
         # All replicas agree, so one is looked at.
-        unseen = find_unseen(buffers.running - set(found.all), buffers, self.replicas[0]) if buffers.running else []
+        unseen = (
+            find_unseen(buffers.running - set(found.all), buffers, self.replicas[0])
+            if buffers.running
+            else []
+        )
         changed = sorted({*found.all, *unseen})
         if self._workers.count > 1:
             # After a run, buffers that the run wrote count as changed, too.
-            self._workers.mention(BETWEEN_RUNS, (written, self._buffer_versions.have_changed()))
+            self._workers.mention(
+                BETWEEN_RUNS, (written, self._buffer_versions.have_changed())
+            )
         if changed:
-            if not all(replica.can_bring_buffers(changed, self._buffers) for replica in self.replicas):
+            if not all(
+                replica.can_bring_buffers(changed, self._buffers)
+                for replica in self.replicas
+            ):
                 return False
             # A list, since all replicas get the values.
-            if any([replica.bring_buffers(changed, self._buffers, found.unsure) for replica in self.replicas]):
+            if any(
+                [
+                    replica.bring_buffers(changed, self._buffers, found.unsure)
+                    for replica in self.replicas
+                ]
+            ):
                 self.attributes.take_new_buffers()
-        if self._overlaps:  # what was brought to one of these was written on all that share its memory
+        if (
+            self._overlaps
+        ):  # what was brought to one of these was written on all that share its memory
             self.attributes.agree()
             for replica in self.replicas:
                 replica.buffers.note()
@@ -193,8 +294,14 @@ class ReplicatedModules:
         before, self._pointers = self._pointers, [one.pointers for one in tracked]
         if are_same(self._pointers, before):
             return True
-        known, tensors = self._overlaps, [tensor for one in tracked for tensor in one.tensors]
-        self._overlaps = sorted([id(tensors[index]) for index in group] for group in group_by_memory(tensors))
+        known, tensors = (
+            self._overlaps,
+            [tensor for one in tracked for tensor in one.tensors],
+        )
+        self._overlaps = sorted(
+            [id(tensors[index]) for index in group]
+            for group in group_by_memory(tensors)
+        )
         return self._overlaps == known
 
     def _have_same_classes(self) -> bool:
@@ -202,17 +309,26 @@ class ReplicatedModules:
         originals = self.originals()
         now = list(map(type, originals))
         # During a run of another thread they are proxies.
-        are_known = now == self._classes or list(map(plain_class, now)) == list(map(plain_class, self._classes))
-        return are_known and are_same(list(map(vars, originals)), self._insides)  # somebody may write a `__dict__`
+        are_known = now == self._classes or list(map(plain_class, now)) == list(
+            map(plain_class, self._classes)
+        )
+        return are_known and are_same(
+            list(map(vars, originals)), self._insides
+        )  # somebody may write a `__dict__`
 
     def check_workers(self) -> None:
         """Refuses a run that another worker has begun with other values. Called after an exchange in the run."""
         if BETWEEN_RUNS in self._workers.differing:
             self._workers.differing.discard(BETWEEN_RUNS)
-            names, tensors = [*self.names, *self._buffer_names], [*self.owners, *self._buffers.tensors]
+            names, tensors = (
+                [*self.names, *self._buffer_names],
+                [*self.owners, *self._buffers.tensors],
+            )
             worker_values.refuse_other_values(self._workers, names, tensors)
 
-    def refresh_parameters(self, in_run: bool = False, optimizer: Optimizer | None = None) -> list[int]:
+    def refresh_parameters(
+        self, in_run: bool = False, optimizer: Optimizer | None = None
+    ) -> list[int]:
         """Brings changed values of parameters to the copies, and returns their positions.
 
         Args:
@@ -221,7 +337,9 @@ class ReplicatedModules:
         """
         # It is also called within a run, where a step may have set `requires_grad` on its copies: that is not brought.
         # Torch's own optimizers count their writes, but for fused ones, whose parameters are noted.
-        is_torchs_code = self._is_watched and optimizer is not None and has_own_code_only(optimizer)
+        is_torchs_code = (
+            self._is_watched and optimizer is not None and has_own_code_only(optimizer)
+        )
         # A hook on a parameter is the user's, and may write through `.data`.
         counts_all = is_torchs_code and not have_gradient_hooks(self.owners)
         found = self._parameters.take_changes(counts_all)
@@ -230,7 +348,10 @@ class ReplicatedModules:
             if changed:
                 with traced("bring parameters"):
                     owners = self.owners
-                    writes = [replica.bring_parameters(owners, found) for replica in self.replicas]
+                    writes = [
+                        replica.bring_parameters(owners, found)
+                        for replica in self.replicas
+                    ]
                     with keeping_version(self._uncounted_copies(found, in_run)):
                         self._sent += write(writes)
         except BaseException:
@@ -243,10 +364,16 @@ class ReplicatedModules:
             self._watch_parameters()
         return changed
 
-    def _uncounted_copies(self, found: Writes, in_run: bool) -> tuple[torch.Tensor, ...]:
+    def _uncounted_copies(
+        self, found: Writes, in_run: bool
+    ) -> tuple[torch.Tensor, ...]:
         """The copies that keep their version. See Note [Writes that count, and writes that do not] in `writes`."""
         positions = found.uncounted if in_run else found.unsure
-        return tuple(replica.parameters[index] for replica in self.replicas for index in positions)
+        return tuple(
+            replica.parameters[index]
+            for replica in self.replicas
+            for index in positions
+        )
 
     def wait_until_sent(self) -> None:
         """Waits until the values of parameters have left the user's memory. Before, nobody may write there."""
@@ -257,7 +384,9 @@ class ReplicatedModules:
         """Looks for writes that torch does not count on the parameters of which some replica has a real copy."""
         # See Note [What is aliased and what is copied]. Where all replicas share the memory, nothing has to be brought.
         of_all = zip(*self.list_sharing(), strict=True)
-        watched = [index for index, of_replicas in enumerate(of_all) if not all(of_replicas)]
+        watched = [
+            index for index, of_replicas in enumerate(of_all) if not all(of_replicas)
+        ]
         self._is_watched = bool(watched)
         self._parameters.watch(watched)
 
@@ -269,7 +398,9 @@ class ReplicatedModules:
         """By replica, for those that have any: its parameters with memory of their own, by the ids of the user's."""
         found: dict[int, dict[int, ReplicaParameter]] = {}
         for r, replica in enumerate(self.replicas):
-            for owner, local, is_shared in zip(self.owners, replica.parameters, replica.aliased, strict=True):
+            for owner, local, is_shared in zip(
+                self.owners, replica.parameters, replica.aliased, strict=True
+            ):
                 if not is_shared:
                     found.setdefault(r, {})[id(owner)] = local
         return found
@@ -282,7 +413,9 @@ class ReplicatedModules:
 
     def note_written(self, parameters: Sequence[torch.Tensor]) -> None:
         """Says that some of the user's parameters were written in a way that torch does not count."""
-        self._parameters.note_uncounted(self.index_of[id(p)] for p in parameters if id(p) in self.index_of)
+        self._parameters.note_uncounted(
+            self.index_of[id(p)] for p in parameters if id(p) in self.index_of
+        )
 
     def check_unwritten(self, present: Sequence[int]) -> None:
         """Refuses writes of a step on parameters. See Note [Who may write a parameter].
@@ -309,20 +442,40 @@ class ReplicatedModules:
         for edit in chain.from_iterable(edits):
             where, table = self._paths[edit.place[0]], edit.place[1]
             if table in ("_parameters", "_modules"):
-                raise RuntimeError(_REBUILT.format(name=f"{where}.{edit.name}", verb=edit.verb()))
-            if table in HOOK_TABLES and not (edit.after is MISSING or isinstance(edit.after, _FUNCTIONS)):
-                raise RuntimeError(_HOOK.format(where=where, kind=type(edit.after).__name__))
+                raise RuntimeError(
+                    _REBUILT.format(name=f"{where}.{edit.name}", verb=edit.verb())
+                )
+            if table in HOOK_TABLES and not (
+                edit.after is MISSING or isinstance(edit.after, _FUNCTIONS)
+            ):
+                raise RuntimeError(
+                    _HOOK.format(where=where, kind=type(edit.after).__name__)
+                )
         return edits
 
     def put_together(self, weights: Participants, changes: Changes) -> None:
         """After a run, before the last exchange: makes one value of those that the replicas of this worker wrote."""
         self._left_trained = self._check_flags(weights)
-        made = sorted(f"{self._paths[edit.place[0]]}.{_describe_edit(edit)}" for edit in changes[0])
+        made = sorted(
+            f"{self._paths[edit.place[0]]}.{_describe_edit(edit)}"
+            for edit in changes[0]
+        )
         if made:
-            self._workers.compare("what the step did to buffers and hooks:", ", ".join(made))
-        reads_all = self._workers.count > 1  # a message would follow each time, for which the host waits anyway
-        self._written = [self.replicas[r].written_buffers(self._buffers, reads_all) for r in weights.present]
-        replaced = sorted(set().union(*(replica.replaced_buffers() for replica in self._list_present(weights))))
+            self._workers.compare(
+                "what the step did to buffers and hooks:", ", ".join(made)
+            )
+        reads_all = (
+            self._workers.count > 1
+        )  # a message would follow each time, for which the host waits anyway
+        self._written = [
+            self.replicas[r].written_buffers(self._buffers, reads_all)
+            for r in weights.present
+        ]
+        replaced = sorted(
+            set().union(
+                *(replica.replaced_buffers() for replica in self._list_present(weights))
+            )
+        )
         self.attributes.put_together(weights, self._list_copied, self._look, replaced)
         if self._workers.count > 1:
             worker_values.mention_written(self._workers, set().union(*self._written))
@@ -363,22 +516,35 @@ class ReplicatedModules:
         if self._workers.count > 1:
             self._buffer_versions.take()
 
-    def _replace_buffers(self, values: Mapping[int, torch.Tensor], lead: ModuleReplica) -> None:
+    def _replace_buffers(
+        self, values: Mapping[int, torch.Tensor], lead: ModuleReplica
+    ) -> None:
         """Puts new tensors in the places of buffers of the user's, as the first replica's step did.
 
         Whoever holds the tensor that was there before finds in it what plain PyTorch leaves there: what the step wrote
         on it in place, and nothing else.
         """
-        places = Counter(map(id, chain.from_iterable(inside["_buffers"].values() for inside in self._insides)))
+        places = Counter(
+            map(
+                id,
+                chain.from_iterable(
+                    inside["_buffers"].values() for inside in self._insides
+                ),
+            )
+        )
         made = self._make_users_buffers(values, lead)
-        self._is_outdated |= not self._structure.is_same() or len(set(map(memory_id, made.values()))) < len(made)
+        self._is_outdated |= not self._structure.is_same() or len(
+            set(map(memory_id, made.values()))
+        ) < len(made)
         for index, after in made.items():
             before, (position, name) = self._buffers.tensors[index], self._slots[index]
             left = lead.buffers.tensors[index]
             if lead.buffers.is_counted(index) and left.shape == before.shape:
                 self._buffers.take(index, left)
             # A tensor that is also in another place stays there, and is something else from here on.
-            self._is_outdated |= places[id(before)] > 1 or id(before) in self.attributes.known_held
+            self._is_outdated |= (
+                places[id(before)] > 1 or id(before) in self.attributes.known_held
+            )
             self._insides[position]["_buffers"][name] = after
             self._buffers.replace(index, after)
             self.attributes.replace_buffer(index, after)
@@ -386,23 +552,39 @@ class ReplicatedModules:
                 replica.local_objects[id(after)] = replica.local_objects.pop(id(before))
         self._structure.take()
 
-    def _make_users_buffers(self, values: Mapping[int, torch.Tensor], lead: ModuleReplica) -> dict[int, torch.Tensor]:
+    def _make_users_buffers(
+        self, values: Mapping[int, torch.Tensor], lead: ModuleReplica
+    ) -> dict[int, torch.Tensor]:
         """Tensors for buffers of the user's. What shares memory in the first replica shares memory in them, too."""
         known = self.known_in_replicas()
-        owned = {memory_id(own): (own, known[id(own)]) for own in lead.tensors(values) if id(own) in known}
-        made = dict(zip(values, copy_tensors(list(values.values()), self._home), strict=True))
+        owned = {
+            memory_id(own): (own, known[id(own)])
+            for own in lead.tensors(values)
+            if id(own) in known
+        }
+        made = dict(
+            zip(values, copy_tensors(list(values.values()), self._home), strict=True)
+        )
         for index, value in values.items():
             placed = lead.buffer(index)
             own, users = owned.get(memory_id(placed), (None, None))
-            is_its_value = memory_id(placed) >= 0 and memory_id(placed) == memory_id(value)
+            is_its_value = memory_id(placed) >= 0 and memory_id(placed) == memory_id(
+                value
+            )
             if own is None or users is None or not is_its_value:
                 continue  # memory that the step has made, or a mean over the replicas
             self._is_outdated = True
             if placed is own:
                 made[index] = users
             elif own.stride() == users.stride():
-                offset = placed.storage_offset() - own.storage_offset() + users.storage_offset()
-                made[index] = users.detach().as_strided(placed.shape, placed.stride(), offset)
+                offset = (
+                    placed.storage_offset()
+                    - own.storage_offset()
+                    + users.storage_offset()
+                )
+                made[index] = users.detach().as_strided(
+                    placed.shape, placed.stride(), offset
+                )
         return made
 
     def _find_new_buffers(self, weights: Participants, changes: Changes) -> Made:
@@ -424,22 +606,34 @@ class ReplicatedModules:
             self.lost_numbers.look(id(self._insides[position]), path, value, others)
         return of_replicas[0]
 
-    def _return_changes(self, lead: ModuleReplica, edits: Sequence[Edit], new: Made) -> None:
+    def _return_changes(
+        self, lead: ModuleReplica, edits: Sequence[Edit], new: Made
+    ) -> None:
         """Makes or removes hooks and buffers of the user's modules, as the first replica's step did with its own."""
         self._is_outdated = True
         originals = {id(thing): thing for thing in self._list_copied()}
-        back = {id(local): originals[key] for key, local in lead.local_objects.items() if key in originals}
+        back = {
+            id(local): originals[key]
+            for key, local in lead.local_objects.items()
+            if key in originals
+        }
         back.update(self.kept.map_to_users(lead.number))
         for edit in edits:
             position, table = edit.place
             original, local = self._insides[position], lead.insides[position]
             if table == "_buffers":
                 made = new.get((edit.place, edit.name))
-                after = edit.after if made is None else made.detach().to(self._home, copy=True)
+                after = (
+                    edit.after
+                    if made is None
+                    else made.detach().to(self._home, copy=True)
+                )
                 original[_UNSAVED].discard(edit.name)
                 original[_UNSAVED].update({edit.name} & local[_UNSAVED])
             else:
-                after = ClosureRebinder(back).rebind(edit.after)  # the function closes over the user's objects
+                after = ClosureRebinder(back).rebind(
+                    edit.after
+                )  # the function closes over the user's objects
             edit._replace(after=after).apply(original[table])
             for flags in HOOK_FLAGS:
                 if edit.name in local[flags]:
@@ -454,11 +648,18 @@ class ReplicatedModules:
         flags = [requires_grad_of(self.replicas[r].parameters) for r in weights.present]
         if self._workers.count > 1:
             self._workers.compare("which parameters are trained:", str(flags[0]))
-            modes = ["train" if inside.get("training", True) else "eval" for inside in self._insides]
+            modes = [
+                "train" if inside.get("training", True) else "eval"
+                for inside in self._insides
+            ]
             self._workers.compare("the modes of the modules:", " ".join(modes))
         for r, other in zip(weights.present[1:], flags[1:], strict=True):
             if other != flags[0]:
-                name = next(n for n, one, two in zip(self.names, flags[0], other, strict=True) if one != two)
+                name = next(
+                    n
+                    for n, one, two in zip(self.names, flags[0], other, strict=True)
+                    if one != two
+                )
                 raise RuntimeError(
                     f"The replicas disagree whether {name} is trained: replica {weights.present[0]} and "
                     f"replica {r} left its requires_grad at different values. Set it in every replica alike, or "
@@ -469,23 +670,43 @@ class ReplicatedModules:
     def _list_present(self, weights: Participants) -> list[ModuleReplica]:
         return [self.replicas[r] for r in weights.present]
 
-    def _buffer_values(self, weights: Participants, indices: set[int]) -> dict[int, torch.Tensor]:
+    def _buffer_values(
+        self, weights: Participants, indices: set[int]
+    ) -> dict[int, torch.Tensor]:
         """By position, the new values of the buffers that any replica wrote.
 
         Raises:
             RuntimeError: If replicas put tensors of different shapes or dtypes in the place of one.
         """
-        present, fractions = self._list_present(weights), [weights.fractions[r] for r in weights.present]
+        present, fractions = (
+            self._list_present(weights),
+            [weights.fractions[r] for r in weights.present],
+        )
         averaged = []
-        can_average = self._workers.count == 1 and self._placement.averages_buffers and self._buffers.running
-        combined = average_unread(indices, self._buffers, present, fractions) if can_average else {}
+        can_average = (
+            self._workers.count == 1
+            and self._placement.averages_buffers
+            and self._buffers.running
+        )
+        combined = (
+            average_unread(indices, self._buffers, present, fractions)
+            if can_average
+            else {}
+        )
         for index in sorted(indices - combined.keys()):
             original = self._buffers.tensors[index]
             values = [replica.buffer(index).detach() for replica in present]
             for value in values:
                 if (values[0].shape, values[0].dtype) != (value.shape, value.dtype):
-                    shapes = tuple(values[0].shape), values[0].dtype, tuple(value.shape), value.dtype
-                    raise RuntimeError(_REPLACED.format(self._buffer_names[index], *shapes))
+                    shapes = (
+                        tuple(values[0].shape),
+                        values[0].dtype,
+                        tuple(value.shape),
+                        value.dtype,
+                    )
+                    raise RuntimeError(
+                        _REPLACED.format(self._buffer_names[index], *shapes)
+                    )
                 if has_lost_memory(value):
                     raise RuntimeError(_TAKEN_AWAY.format(self._buffer_names[index]))
             combined[index] = values[0]
@@ -496,16 +717,26 @@ class ReplicatedModules:
                 written = zip(values[1:], self._written[1:], strict=True)
                 others = [value for value, of_replica in written if index in of_replica]
                 module = id(self._insides[self._slots[index][0]])
-                self.lost_numbers.look(module, f"buffer {self._buffer_names[index]}", values[0], others)
+                self.lost_numbers.look(
+                    module, f"buffer {self._buffer_names[index]}", values[0], others
+                )
         if self._workers.count > 1:
-            worker_values.combine_over_workers(self._workers, combined, averaged, weights.lead_worker)
+            worker_values.combine_over_workers(
+                self._workers, combined, averaged, weights.lead_worker
+            )
         return combined
 
 
-def _weighted_sum(values: Sequence[torch.Tensor], weights: Sequence[float], like: torch.Tensor) -> torch.Tensor:
+def _weighted_sum(
+    values: Sequence[torch.Tensor], weights: Sequence[float], like: torch.Tensor
+) -> torch.Tensor:
     """The sum of tensors, each multiplied by its weight, where `like` is."""
     # What does not count may be NaN, and 0 * NaN is NaN.
-    weighted = [value.to(like.device) * weight for value, weight in zip(values, weights, strict=True) if weight]
+    weighted = [
+        value.to(like.device) * weight
+        for value, weight in zip(values, weights, strict=True)
+        if weight
+    ]
     return torch.stack(weighted).sum(0) if weighted else torch.zeros_like(like)
 
 
@@ -521,10 +752,19 @@ _UNSAVED = "_non_persistent_buffers_set"
 def _describe_edit(edit: Edit) -> str:
     """What a step did to a buffer, or to hooks, whose keys count all hooks of a process."""
     what = "made" if isinstance(edit.after, torch.Tensor) else "taken away"
-    return f"{edit.name} {what}" if edit.place[1] == "_buffers" else f"{edit.place[1]} {edit.verb()}"
+    return (
+        f"{edit.name} {what}"
+        if edit.place[1] == "_buffers"
+        else f"{edit.place[1]} {edit.verb()}"
+    )
 
 
-_FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, functools.partial)
+_FUNCTIONS = (
+    types.FunctionType,
+    types.BuiltinFunctionType,
+    types.MethodType,
+    functools.partial,
+)
 
 _REBUILT = (
     "{name} was {verb} in a replica: the model and its optimizer would not have this change, and the other replicas "

@@ -18,22 +18,32 @@ import torch
 from torchstrategy._base.memory import flatten
 from torchstrategy._base.torch_internals import unflatten
 from torchstrategy._base.writes import TrackedTensors
-from torchstrategy._copies.modules.module_replica import ModuleReplica, have_other_numbers
+from torchstrategy._copies.modules.module_replica import (
+    ModuleReplica,
+    have_other_numbers,
+)
 
 
-def find_unseen(running: Set[int], users: TrackedTensors, replica: ModuleReplica) -> list[int]:
+def find_unseen(
+    running: Set[int], users: TrackedTensors, replica: ModuleReplica
+) -> list[int]:
     """The positions of running statistics of the user's that may differ from those of a replica.
 
     A forward outside of runs may have written them. On an accelerator, all of them may differ.
     """
     pairs = [(index, replica.buffer(index), users.tensors[index]) for index in running]
     return [
-        index for index, own, of_user in pairs if not _can_be_read(own, of_user) or have_other_numbers(own, of_user)
+        index
+        for index, own, of_user in pairs
+        if not _can_be_read(own, of_user) or have_other_numbers(own, of_user)
     ]
 
 
 def average_unread(
-    indices: Set[int], users: TrackedTensors, replicas: Sequence[ModuleReplica], fractions: Sequence[float]
+    indices: Set[int],
+    users: TrackedTensors,
+    replicas: Sequence[ModuleReplica],
+    fractions: Sequence[float],
 ) -> dict[int, torch.Tensor]:
     """By position, the means of those running statistics over replicas that the host does not read.
 
@@ -45,11 +55,19 @@ def average_unread(
     """
     columns: dict[int, list[torch.Tensor]] = {}
     for index in sorted(users.running & indices):
-        of_user, own = users.tensors[index], [replica.buffer(index).detach() for replica in replicas]
-        are_alike = all((one.shape, one.dtype) == (of_user.shape, of_user.dtype) for one in own)
+        of_user, own = (
+            users.tensors[index],
+            [replica.buffer(index).detach() for replica in replicas],
+        )
+        are_alike = all(
+            (one.shape, one.dtype) == (of_user.shape, of_user.dtype) for one in own
+        )
         if are_alike and not _can_be_read(of_user, *own):
             columns[index] = own
-    before, of_replicas = [users.tensors[index] for index in columns], list(zip(*columns.values(), strict=True))
+    before, of_replicas = (
+        [users.tensors[index] for index in columns],
+        list(zip(*columns.values(), strict=True)),
+    )
     return dict(zip(columns, _average(before, of_replicas, fractions), strict=True))
 
 
@@ -59,7 +77,9 @@ def _can_be_read(*statistics: torch.Tensor) -> bool:
 
 
 def _average(
-    before: Sequence[torch.Tensor], of_replicas: Sequence[Sequence[torch.Tensor]], fractions: Sequence[float]
+    before: Sequence[torch.Tensor],
+    of_replicas: Sequence[Sequence[torch.Tensor]],
+    fractions: Sequence[float],
 ) -> list[torch.Tensor]:
     """The means of statistics over replicas, where the user's are; a number that no replica has changed stays as it is.
 
@@ -67,14 +87,25 @@ def _average(
     """
     groups: dict[Hashable, list[int]] = {}
     for i, own in enumerate(before):
-        kind = own.dtype, own.device, *(statistics[i].device for statistics in of_replicas)
+        kind = (
+            own.dtype,
+            own.device,
+            *(statistics[i].device for statistics in of_replicas),
+        )
         groups.setdefault(kind, []).append(i)
     means: dict[int, torch.Tensor] = {}
     for group in groups.values():
         like = [before[i] for i in group]
         flat = flatten(like)
-        parts = [flatten([statistics[i] for i in group]).to(flat.device) for statistics in of_replicas]
-        weighed = [part * fraction for part, fraction in zip(parts, fractions, strict=True) if fraction]
+        parts = [
+            flatten([statistics[i] for i in group]).to(flat.device)
+            for statistics in of_replicas
+        ]
+        weighed = [
+            part * fraction
+            for part, fraction in zip(parts, fractions, strict=True)
+            if fraction
+        ]
         is_as_before = torch.stack([part == flat for part in parts]).all(0)
         mean = torch.where(is_as_before, flat, torch.stack(weighed).sum(0))
         means.update(zip(group, unflatten(mean, like), strict=True))

@@ -15,7 +15,11 @@ from typing import Any, final
 
 from torch import nn
 
-from torchstrategy._base.objects.attribute_contents import CopiedThing, data_in, find_copied_things
+from torchstrategy._base.objects.attribute_contents import (
+    CopiedThing,
+    data_in,
+    find_copied_things,
+)
 from torchstrategy._base.objects.changes import MISSING, Edit
 from torchstrategy._copies.attributes.attribute_tables import by_path
 from torchstrategy._copies.attributes.late_attributes import (
@@ -59,7 +63,9 @@ class WaitingAttributes:
     ) -> None:
         self._modules = modules
         self._copies = copies
-        self._take = weakref.WeakMethod(take)  # else the copies of a model would be freed late, by Python's collector
+        self._take = weakref.WeakMethod(
+            take
+        )  # else the copies of a model would be freed late, by Python's collector
         self._bringing = threading.Lock()
         self._waiting: set[Key] = set()
         self.brought: list[LateCopies] = []
@@ -88,7 +94,9 @@ class WaitingAttributes:
         edited = {(edit.place, edit.name) for edit in edits}
         return late & edited if self._waiting - edited <= late else None
 
-    def replace(self, edits: Sequence[Edit], waiting: Iterable[Key]) -> dict[Key, Later]:
+    def replace(
+        self, edits: Sequence[Edit], waiting: Iterable[Key]
+    ) -> dict[Key, Later]:
         """Takes the attributes that the user has replaced, of which some wait. Returns what stands for these."""
         self._waiting -= {(edit.place, edit.name) for edit in edits}
         laters = {}
@@ -103,13 +111,19 @@ class WaitingAttributes:
         """Copies an attribute of a module for all replicas, if it waits. Called on the thread of any replica."""
         with self._bringing:
             _, original, insides = self._modules[path]
-            waiting = [r for r, inside in enumerate(insides) if type(inside.get(name)) is Later]
+            waiting = [
+                r for r, inside in enumerate(insides) if type(inside.get(name)) is Later
+            ]
             if not waiting:
                 return
             copies = self._copy(f"{path}.{name}", original[name], len(waiting))
             containers: dict[int, CopiedThing] = {}
-            if len(waiting) == len(insides):  # else a replica has lost the attribute, which is merged as a whole
-                containers, _, _ = find_copied_things([CopiedThing(f"{path}.{name}", original[name], copies)])
+            if len(waiting) == len(
+                insides
+            ):  # else a replica has lost the attribute, which is merged as a whole
+                containers, _, _ = find_copied_things(
+                    [CopiedThing(f"{path}.{name}", original[name], copies)]
+                )
             brought = LateCopies.of(path, name, copies, by_path(containers.values()))
             take = self._take()
             if take is not None:
@@ -137,6 +151,8 @@ class WaitingAttributes:
         if type(edit.before) is not Later:
             return False
         for one in self.brought:
-            if (one.path, one.name) == (edit.place, edit.name) and any(edit.after is own for own in one.copies):
+            if (one.path, one.name) == (edit.place, edit.name) and any(
+                edit.after is own for own in one.copies
+            ):
                 return True
         return False

@@ -20,7 +20,10 @@ from typing import Any, TypeGuard, final
 import torch
 from torch import nn
 
-from torchstrategy._base.objects.attribute_contents import globals_of, variables_in_closure
+from torchstrategy._base.objects.attribute_contents import (
+    globals_of,
+    variables_in_closure,
+)
 
 _DEPTH = 3  # how deep containers are looked into: more than a list of lists is rare
 
@@ -36,7 +39,9 @@ class ClosureRebinder:
             call are looked for, too. No other functions are made anew. None: no function has such names.
     """
 
-    def __init__(self, own: Mapping[int, Any], with_globals: Container[int] | None = None) -> None:
+    def __init__(
+        self, own: Mapping[int, Any], with_globals: Container[int] | None = None
+    ) -> None:
         self._own = own
         self._with_globals = with_globals
         self._made: dict[int, Any] = {}
@@ -51,10 +56,16 @@ class ClosureRebinder:
         if depth and type(value) is list:
             value[:] = [self.rebind(item, depth - 1) for item in value]
         elif depth and type(value) is dict:
-            value.update({key: self.rebind(item, depth - 1) for key, item in value.items()})
+            value.update(
+                {key: self.rebind(item, depth - 1) for key, item in value.items()}
+            )
         elif depth and type(value) is tuple:
             items = tuple(self.rebind(item, depth - 1) for item in value)
-            return value if all(new is old for new, old in zip(items, value, strict=True)) else items
+            return (
+                value
+                if all(new is old for new, old in zip(items, value, strict=True))
+                else items
+            )
         else:
             return self.rebind_object(value)
         return value
@@ -64,11 +75,16 @@ class ClosureRebinder:
         own = self._own.get(id(value), value)
         if own is not value:
             return own
-        if not (is_users(value) or isinstance(value, (types.MethodType, functools.partial, tuple))):
+        if not (
+            is_users(value)
+            or isinstance(value, (types.MethodType, functools.partial, tuple))
+        ):
             return value
         if id(value) not in self._made:
             self._seen.append(value)
-            self._made[id(value)] = value  # a function that refers to itself keeps referring to the user's function
+            self._made[id(value)] = (
+                value  # a function that refers to itself keeps referring to the user's function
+            )
             self._made[id(value)] = self._rebind_callable(value)
         return self._made[id(value)]
 
@@ -77,15 +93,29 @@ class ClosureRebinder:
         if is_users(value):
             return self._rebind_function(value)
         if isinstance(value, types.MethodType):
-            function, owner = self.rebind_object(value.__func__), self.rebind_object(value.__self__)
+            function, owner = (
+                self.rebind_object(value.__func__),
+                self.rebind_object(value.__self__),
+            )
             is_same = function is value.__func__ and owner is value.__self__
             return value if is_same else types.MethodType(function, owner)
         if type(value) is functools.partial:
-            function, arguments = self.rebind_object(value.func), list(map(self.rebind_object, value.args))
-            keywords = {name: self.rebind_object(item) for name, item in value.keywords.items()}
+            function, arguments = (
+                self.rebind_object(value.func),
+                list(map(self.rebind_object, value.args)),
+            )
+            keywords = {
+                name: self.rebind_object(item) for name, item in value.keywords.items()
+            }
             used = (value.func, *value.args, *value.keywords.values())
-            is_same = all(map(operator.is_, (function, *arguments, *keywords.values()), used))
-            return value if is_same else functools.partial(function, *arguments, **keywords)
+            is_same = all(
+                map(operator.is_, (function, *arguments, *keywords.values()), used)
+            )
+            return (
+                value
+                if is_same
+                else functools.partial(function, *arguments, **keywords)
+            )
         if type(value) is not tuple and not hasattr(value, "_fields"):
             return value
         items = list(map(self.rebind_object, value))
@@ -101,16 +131,26 @@ class ClosureRebinder:
         defaults, keywords = fn.__defaults__ or (), fn.__kwdefaults__ or {}
         made_cells = [self._rebind_variable(cell, fn) for cell in cells]
         made_defaults = [self.rebind_object(value) for value in defaults]
-        made_keywords = {name: self.rebind_object(value) for name, value in keywords.items()}
+        made_keywords = {
+            name: self.rebind_object(value) for name, value in keywords.items()
+        }
         inside = self._own.get(id(fn.__dict__), fn.__dict__)
         used = (*cells, *defaults, *keywords.values(), fn.__dict__, fn.__globals__)
-        made_used = (*made_cells, *made_defaults, *made_keywords.values(), inside, names)
+        made_used = (
+            *made_cells,
+            *made_defaults,
+            *made_keywords.values(),
+            inside,
+            names,
+        )
         if all(map(operator.is_, used, made_used)):
             return fn
         itself = [i for i, cell in enumerate(cells) if _is_in(fn, cell)]
         for i in itself:
             made_cells[i] = types.CellType()
-        made = types.FunctionType(fn.__code__, names, fn.__name__, tuple(made_defaults), tuple(made_cells))
+        made = types.FunctionType(
+            fn.__code__, names, fn.__name__, tuple(made_defaults), tuple(made_cells)
+        )
         for i in itself:
             made_cells[i].cell_contents = made
         made.__kwdefaults__ = made_keywords
@@ -122,7 +162,11 @@ class ClosureRebinder:
     def _globals_of(self, fn: types.FunctionType) -> dict[str, Any]:
         """The global names of a replica's function: what differs from the user's, over the user's own."""
         if self._with_globals is None:
-            return fn.__globals__.users if isinstance(fn.__globals__, _Globals) else fn.__globals__
+            return (
+                fn.__globals__.users
+                if isinstance(fn.__globals__, _Globals)
+                else fn.__globals__
+            )
         own: dict[str, Any] = {}
         for name in globals_of(fn):
             value = fn.__globals__[name]
@@ -131,7 +175,9 @@ class ClosureRebinder:
                 own[name] = rebound
         return _Globals(own, fn.__globals__) if own else fn.__globals__
 
-    def _rebind_variable(self, cell: types.CellType, fn: types.FunctionType) -> types.CellType:
+    def _rebind_variable(
+        self, cell: types.CellType, fn: types.FunctionType
+    ) -> types.CellType:
         """The variable that a replica's function has in the place of one of the user's function `fn`."""
         own: types.CellType = self._own.get(id(cell), cell)
         if own is not cell or _is_in(fn, cell):
@@ -182,7 +228,13 @@ def _parts(fn: Any) -> list[Any]:
     if isinstance(fn, functools.partial):
         return [fn.func, *fn.args, *fn.keywords, *fn.keywords.values()]
     closed = dict(variables_in_closure(fn))
-    return [fn.__code__, *closed, *closed.values(), *(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).values()]
+    return [
+        fn.__code__,
+        *closed,
+        *closed.values(),
+        *(fn.__defaults__ or ()),
+        *(fn.__kwdefaults__ or {}).values(),
+    ]
 
 
 def is_users(fn: object) -> TypeGuard[types.FunctionType]:
@@ -196,7 +248,10 @@ def is_users(fn: object) -> TypeGuard[types.FunctionType]:
     return module.split(".")[0] != "torch" or module in _DECORATORS
 
 
-_DECORATORS = ("torch.utils._contextlib", "torch.amp.autocast_mode")  # each closes over the function that it decorates
+_DECORATORS = (
+    "torch.utils._contextlib",
+    "torch.amp.autocast_mode",
+)  # each closes over the function that it decorates
 
 
 def deep_copy(value: Any, memo: Mapping[int, Any]) -> Any:
@@ -210,14 +265,23 @@ def deep_copy(value: Any, memo: Mapping[int, Any]) -> Any:
         Exception: Whatever the copy of a tensor, or of a module, raises.
     """
     shared: dict[int, Any] = {}
-    code, own = copy.deepcopy.__code__, copy.deepcopy.__code__.co_varnames[0]  # the variable with what it copies
+    code, own = (
+        copy.deepcopy.__code__,
+        copy.deepcopy.__code__.co_varnames[0],
+    )  # the variable with what it copies
     while True:
         try:
             return copy.deepcopy(value, {**memo, **shared})
         except Exception as error:
             # `copy.deepcopy` calls itself for what an object holds: the last of its frames has the innermost object.
-            frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__) if frame.f_code is code]
+            frames = [
+                frame
+                for frame, _ in traceback.walk_tb(error.__traceback__)
+                if frame.f_code is code
+            ]
             uncopied = frames[-1].f_locals[own]
-            if id(uncopied) in shared or isinstance(uncopied, (torch.Tensor, nn.Module)):
+            if id(uncopied) in shared or isinstance(
+                uncopied, (torch.Tensor, nn.Module)
+            ):
                 raise
             shared[id(uncopied)] = uncopied

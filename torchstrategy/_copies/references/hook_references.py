@@ -49,9 +49,22 @@ MANY = 4096  # a container with more items is one for all replicas, which may no
 _CALLED = (types.FunctionType, types.MethodType, functools.partial)
 _BOUND = (types.BuiltinMethodType, types.MethodWrapperType)
 _ARRAYS = (torch.Tensor, np.ndarray)
-_NEVER = (nn.Module, Optimizer, LRScheduler, torch.amp.GradScaler, type, types.ModuleType, DistributedValues, *PLAIN)
+_NEVER = (
+    nn.Module,
+    Optimizer,
+    LRScheduler,
+    torch.amp.GradScaler,
+    type,
+    types.ModuleType,
+    DistributedValues,
+    *PLAIN,
+)
 # Objects of Python's own classes, such as locks, queues, loggers and threads, are one for all replicas.
-_LIBRARIES = (NOT_THE_USERS | sys.stdlib_module_names) - {"argparse", "collections", "types"}
+_LIBRARIES = (NOT_THE_USERS | sys.stdlib_module_names) - {
+    "argparse",
+    "collections",
+    "types",
+}
 
 
 class Way(enum.Enum):
@@ -82,10 +95,18 @@ class References:
     def __init__(self, left_out: Container[int], is_of_step: bool = False) -> None:
         # By id: objects, containers, variables (cells), and tensors and arrays that hold constant numbers.
         self.things: dict[int, Found] = {}
-        self.shared: dict[int, Found] = {}  # the same, if it is reached in ways only that lead all replicas to one
-        self.large: set[int] = set()  # the ids of those of them that have too many items to be one for each replica
-        self.reached_as_shared: set[int] = set()  # the ids of what is reached in such a way, whatever else leads there
-        self.stored: dict[tuple[int, str], dict[str, Any]] = {}  # global variables to which a function assigns
+        self.shared: dict[
+            int, Found
+        ] = {}  # the same, if it is reached in ways only that lead all replicas to one
+        self.large: set[int] = (
+            set()
+        )  # the ids of those of them that have too many items to be one for each replica
+        self.reached_as_shared: set[int] = (
+            set()
+        )  # the ids of what is reached in such a way, whatever else leads there
+        self.stored: dict[
+            tuple[int, str], dict[str, Any]
+        ] = {}  # global variables to which a function assigns
         # By the id of a thing: the ids of the objects, containers and functions that hold it.
         self.holders: defaultdict[int, set[int]] = defaultdict(set)
         self._left_out = left_out
@@ -113,13 +134,21 @@ class References:
         """
         if isinstance(value, (type, types.ModuleType)):
             self._watch(name, value)
-        if type(value) in PLAIN_TYPES or id(value) in self._left_out or isinstance(value, _NEVER):
+        if (
+            type(value) in PLAIN_TYPES
+            or id(value) in self._left_out
+            or isinstance(value, _NEVER)
+        ):
             return
-        if isinstance(value, _BOUND):  # as `kept.append`: nobody can bind it to another object
+        if isinstance(
+            value, _BOUND
+        ):  # as `kept.append`: nobody can bind it to another object
             self.look_at(name, value.__self__, Way.FIXED, holder, functions, objects)
         elif isinstance(value, _CALLED):
             if functions:
-                self._look_into_function(name, value, way, holder, functions - 1, objects)
+                self._look_into_function(
+                    name, value, way, holder, functions - 1, objects
+                )
         elif isinstance(value, (tuple, frozenset)):
             for item in value:
                 self.look_at(name, item, way, holder, functions, objects)
@@ -134,8 +163,16 @@ class References:
 
     def _watch(self, name: str, thing: type | types.ModuleType) -> None:
         """Notes a class or a Python module of the user's, whose attributes are one for all replicas."""
-        package = thing.__name__.partition(".")[0] if isinstance(thing, types.ModuleType) else package_of(thing)
-        if package in _LIBRARIES or self._is_of_step or (id(thing), Way.FIXED) in self._seen:
+        package = (
+            thing.__name__.partition(".")[0]
+            if isinstance(thing, types.ModuleType)
+            else package_of(thing)
+        )
+        if (
+            package in _LIBRARIES
+            or self._is_of_step
+            or (id(thing), Way.FIXED) in self._seen
+        ):
             return
         self._seen.add((id(thing), Way.FIXED))
         self.shared.setdefault(id(thing), Found(name, thing))
@@ -158,7 +195,9 @@ class References:
             self.shared.setdefault(id(thing), Found(name, thing))
         return is_new
 
-    def _look_inside(self, name: str, value: Any, way: Way, functions: int, objects: int) -> None:
+    def _look_inside(
+        self, name: str, value: Any, way: Way, functions: int, objects: int
+    ) -> None:
         is_builtin = type(value) in OPEN_CONTAINERS
         if not is_builtin and not objects:
             return
@@ -172,33 +211,62 @@ class References:
             return
         for (shown, key), held in items.items():
             left = objects if is_builtin else objects - 1
-            self.look_at(name + shown.format(key), held, way, id(value), functions, left)
+            self.look_at(
+                name + shown.format(key), held, way, id(value), functions, left
+            )
         if functions and not is_builtin:
-            self._look_into_methods(type(value), None if self._is_of_step else ["__call__"], functions - 1, objects)
+            self._look_into_methods(
+                type(value),
+                None if self._is_of_step else ["__call__"],
+                functions - 1,
+                objects,
+            )
 
-    def _look_into_function(self, name: str, fn: Any, way: Way, holder: int, functions: int, objects: int) -> None:
+    def _look_into_function(
+        self, name: str, fn: Any, way: Way, holder: int, functions: int, objects: int
+    ) -> None:
         if isinstance(fn, functools.partial):
             for value in (*fn.args, *fn.keywords.values()):
-                self.look_at("an argument of functools.partial", value, way, holder, functions, objects)
+                self.look_at(
+                    "an argument of functools.partial",
+                    value,
+                    way,
+                    holder,
+                    functions,
+                    objects,
+                )
             self.look_at(name, fn.func, way, holder, functions + 1, objects)
         elif isinstance(fn, types.MethodType):
-            self._seen.add((id(fn.__func__), Way.FIXED))  # this method itself can be made anew
+            self._seen.add(
+                (id(fn.__func__), Way.FIXED)
+            )  # this method itself can be made anew
             self.look_at("self", fn.__self__, way, holder, functions, objects)
             for cls in type(fn.__self__).__mro__:
                 self._watch(cls.__name__, cls)
-            self._look_into_methods(type(fn.__self__), names_in_method(fn), functions, objects)
+            self._look_into_methods(
+                type(fn.__self__), names_in_method(fn), functions, objects
+            )
             self.look_at(name, fn.__func__, way, holder, functions + 1, objects)
         elif not is_users(fn):
             compiled = getattr(fn, "_torchdynamo_orig_callable", None)
             if compiled is not None:
-                self.look_at(name, compiled, Way.FIXED if way is Way.OWN else way, holder, functions, objects)
+                self.look_at(
+                    name,
+                    compiled,
+                    Way.FIXED if way is Way.OWN else way,
+                    holder,
+                    functions,
+                    objects,
+                )
         elif package_of(fn) not in NOT_THE_USERS:
             self.holders[id(fn)].add(holder)
             if (id(fn), way) not in self._seen:
                 self._seen.add((id(fn), way))
                 self._look_into_users_function(fn, way, functions, objects)
 
-    def _look_into_users_function(self, fn: types.FunctionType, way: Way, functions: int, objects: int) -> None:
+    def _look_into_users_function(
+        self, fn: types.FunctionType, way: Way, functions: int, objects: int
+    ) -> None:
         if has_attributes(fn):
             self.look_at(fn.__name__, fn.__dict__, way, id(fn), functions, objects)
         for variable, cell in cells_in_closure(fn):
@@ -206,8 +274,12 @@ class References:
                 self._record(variable, cell, way, id(fn))
             for value in named_items(cell).values():
                 self.look_at(variable, value, way, id(fn), functions, objects)
-                if functions and not self._is_of_step:  # as `store.note(output)`: of a step all methods are looked at
-                    self._look_into_methods(type(value), names_in(fn.__code__), functions - 1, objects)
+                if (
+                    functions and not self._is_of_step
+                ):  # as `store.note(output)`: of a step all methods are looked at
+                    self._look_into_methods(
+                        type(value), names_in(fn.__code__), functions - 1, objects
+                    )
         for value in (*(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).values()):
             self.look_at("a default argument", value, way, id(fn), functions, objects)
         stored = stored_globals(fn.__code__)
@@ -218,9 +290,13 @@ class References:
             # A replica's step may have global names of its own, unless it assigns to one.
             by_global = Way.FIXED if stored else way
         for name in globals_of(fn):
-            self.look_at(name, fn.__globals__[name], by_global, id(fn), functions, objects)
+            self.look_at(
+                name, fn.__globals__[name], by_global, id(fn), functions, objects
+            )
 
-    def _look_into_methods(self, cls: type, names: Iterable[str] | None, functions: int, objects: int) -> None:
+    def _look_into_methods(
+        self, cls: type, names: Iterable[str] | None, functions: int, objects: int
+    ) -> None:
         """Looks into methods of a class, which are one for all replicas; `None`: into all of them."""
         for base in cls.__mro__ if functions else ():
             if package_of(base) in _LIBRARIES:
@@ -233,7 +309,9 @@ class References:
                     continue
                 self.look_at(name, method, Way.FIXED, 0, functions, objects)
                 if names is not None:  # else its other methods are looked at anyway
-                    self._look_into_methods(cls, names_in(method.__code__), functions - 1, objects)
+                    self._look_into_methods(
+                        cls, names_in(method.__code__), functions - 1, objects
+                    )
 
 
 def names_in_method(method: types.MethodType) -> tuple[str, ...]:
@@ -246,7 +324,9 @@ def is_kept(value: object) -> bool:
     """Whether a value is an object or a container in which a hook may keep something of a replica's own."""
     if type(value) in OPEN_CONTAINERS:
         return True
-    return package_of(type(value)) not in _LIBRARIES and (is_all_in_dict(value) or is_plain_holder(value))
+    return package_of(type(value)) not in _LIBRARIES and (
+        is_all_in_dict(value) or is_plain_holder(value)
+    )
 
 
 def is_constant(value: Any) -> bool:
@@ -260,7 +340,9 @@ def has_attributes(fn: types.FunctionType) -> bool:
     """Whether a function may have attributes in which it keeps something: it has some, or knows itself."""
     if fn.__dict__.keys() - {"__wrapped__"}:
         return True
-    in_variables = chain.from_iterable(named_items(cell).values() for _, cell in cells_in_closure(fn))
+    in_variables = chain.from_iterable(
+        named_items(cell).values() for _, cell in cells_in_closure(fn)
+    )
     return any(value is fn for value in in_variables)
 
 
@@ -270,13 +352,23 @@ def is_variable_kept(cell: types.CellType, left_out: Container[int]) -> bool:
     A replica's function over a part of a model has the replica's part for good; see `deep_copies.ClosureRebinder`.
     """
     for value in named_items(cell).values():
-        return id(value) not in left_out and not isinstance(value, (*_CALLED, nn.Module, type, types.ModuleType))
+        return id(value) not in left_out and not isinstance(
+            value, (*_CALLED, nn.Module, type, types.ModuleType)
+        )
     return True
 
 
 @functools.lru_cache(maxsize=4096)
 def stored_globals(code: types.CodeType) -> frozenset[str]:
     """The global variables to which a function assigns, or a function inside it."""
-    here = {one.argval for one in dis.get_instructions(code) if one.opname in ("STORE_GLOBAL", "DELETE_GLOBAL")}
-    inner = (stored_globals(constant) for constant in code.co_consts if isinstance(constant, types.CodeType))
+    here = {
+        one.argval
+        for one in dis.get_instructions(code)
+        if one.opname in ("STORE_GLOBAL", "DELETE_GLOBAL")
+    }
+    inner = (
+        stored_globals(constant)
+        for constant in code.co_consts
+        if isinstance(constant, types.CodeType)
+    )
     return frozenset(chain(here, *inner))

@@ -41,7 +41,9 @@ from torchstrategy._base.types import Tree
 STEPPERS = (LRScheduler, torch.amp.GradScaler)
 
 _FUNCTIONS = 4  # how deep calls are followed: a step may call a function that calls a function that uses the model
-_OBJECTS = 3  # how deep attributes are followed: the model may be an attribute of an attribute
+_OBJECTS = (
+    3  # how deep attributes are followed: the model may be an attribute of an attribute
+)
 _ITEMS = 256  # how many items of a list or dict are looked at: a history of losses may be long
 _FEW = 32  # how many items a list or dict may have for each of them to be looked into
 
@@ -49,7 +51,14 @@ _DATA = {*PLAIN_TYPES, tuple, list, dict, set}
 
 _MAKE_TRAINERS = (nn.Module, Optimizer, *STEPPERS)
 _NOT_LOOKED_INTO = (type, types.ModuleType, Optimizer, *PLAIN_TYPES)
-NOT_THE_USERS = {"torch", "torchstrategy", "torchvision", "torchaudio", "numpy", "builtins"}
+NOT_THE_USERS = {
+    "torch",
+    "torchstrategy",
+    "torchvision",
+    "torchaudio",
+    "numpy",
+    "builtins",
+}
 
 
 @final
@@ -85,15 +94,27 @@ class StepReferences:
     def __init__(self) -> None:
         self.modules: list[tuple[str, nn.Module]] = []
         self.tensors: list[tuple[str, torch.Tensor]] = []  # leaves that require grad
-        self.steppers: list[tuple[str, Any]] = []  # schedulers and scalers, and bound methods of them
-        self.optimizers: list[Optimizer] = []  # one that wraps other optimizers comes after these
-        self.updates: list[tuple[str, Any]] = []  # bound methods of optimizers that act once for all replicas: `step`
+        self.steppers: list[
+            tuple[str, Any]
+        ] = []  # schedulers and scalers, and bound methods of them
+        self.optimizers: list[
+            Optimizer
+        ] = []  # one that wraps other optimizers comes after these
+        self.updates: list[
+            tuple[str, Any]
+        ] = []  # bound methods of optimizers that act once for all replicas: `step`
         self.others: list[tuple[str, torch.Tensor]] = []  # all other tensors
-        self.places: list[TensorPlace] = []  # where the step can put another tensor in the place of one
-        self._objects: dict[int, tuple[str, Any]] = {}  # by id: objects that may be trainers, each with its name
+        self.places: list[
+            TensorPlace
+        ] = []  # where the step can put another tensor in the place of one
+        self._objects: dict[
+            int, tuple[str, Any]
+        ] = {}  # by id: objects that may be trainers, each with its name
         # By the id of an object: the ids of the objects that hold it.
         self._holders: defaultdict[int, set[int]] = defaultdict(set)
-        self._makers: set[int] = set()  # the ids of modules, optimizers and steppers: what holds one is a trainer
+        self._makers: set[int] = (
+            set()
+        )  # the ids of modules, optimizers and steppers: what holds one is a trainer
         self._seen: set[int] = set()
 
     def trainers(self) -> list[tuple[str, Any]]:
@@ -101,26 +122,43 @@ class StepReferences:
         trainers: set[int] = set()
         found = self._makers
         while found:
-            found = set().union(*(self._holders.get(key, ()) for key in found)) - trainers
+            found = (
+                set().union(*(self._holders.get(key, ()) for key in found)) - trainers
+            )
             trainers |= found
         return [named for key, named in self._objects.items() if key in trainers]
 
-    def look_at(self, name: str, value: Any, functions: int, objects: int = _OBJECTS, holder: int = 0) -> None:
+    def look_at(
+        self,
+        name: str,
+        value: Any,
+        functions: int,
+        objects: int = _OBJECTS,
+        holder: int = 0,
+    ) -> None:
         """Records a value and the objects in it. `holder` is the id of the object of which it is an attribute."""
         if isinstance(value, torch.Tensor):
-            (self.tensors if value.requires_grad and value.is_leaf else self.others).append((name, value))
+            (
+                self.tensors if value.requires_grad and value.is_leaf else self.others
+            ).append((name, value))
         elif isinstance(value, _MAKE_TRAINERS):
             self._makers.add(id(value))
             self._holders[id(value)].add(holder)
             self._look_at_part(name, value)
         elif isinstance(value, (list, tuple, dict, deque)):
             self._look_at_items(name, value, objects, holder)
-        elif isinstance(value, types.MethodType) and isinstance(value.__self__, STEPPERS):
+        elif isinstance(value, types.MethodType) and isinstance(
+            value.__self__, STEPPERS
+        ):
             self.steppers.append((value.__name__, value))
-        elif isinstance(value, types.MethodType) and isinstance(value.__self__, Optimizer):
+        elif isinstance(value, types.MethodType) and isinstance(
+            value.__self__, Optimizer
+        ):
             if value.__name__ == "step" or not hasattr(Optimizer, value.__name__):
                 self.updates.append((value.__name__, value))
-        elif isinstance(value, (types.FunctionType, types.MethodType, functools.partial)):
+        elif isinstance(
+            value, (types.FunctionType, types.MethodType, functools.partial)
+        ):
             if functions:
                 self._look_into_function(name, value, functions - 1)
         elif not isinstance(value, _NOT_LOOKED_INTO):
@@ -150,15 +188,25 @@ class StepReferences:
             self._holders[id(value)].add(holder)
             holder = id(value)
         are_few = objects > 0 and len(value) <= _FEW
-        for key, item in islice(value.items() if isinstance(value, dict) else enumerate(value), _ITEMS):
+        for key, item in islice(
+            value.items() if isinstance(value, dict) else enumerate(value), _ITEMS
+        ):
             if isinstance(item, torch.Tensor) and not isinstance(value, tuple):
                 self.places.append(TensorPlace(f"{name}[{key!r}]", value, key))
-            if are_few or isinstance(item, (*_MAKE_TRAINERS, torch.Tensor, types.MethodType)):
+            if are_few or isinstance(
+                item, (*_MAKE_TRAINERS, torch.Tensor, types.MethodType)
+            ):
                 self.look_at(f"{name}[{key!r}]", item, 0, objects - 1, holder)
 
-    def _look_into_object(self, name: str, value: Any, functions: int, objects: int, holder: int) -> None:
+    def _look_into_object(
+        self, name: str, value: Any, functions: int, objects: int, holder: int
+    ) -> None:
         self._holders[id(value)].add(holder)
-        if objects <= 0 or id(value) in self._objects or package_of(type(value)) in NOT_THE_USERS:
+        if (
+            objects <= 0
+            or id(value) in self._objects
+            or package_of(type(value)) in NOT_THE_USERS
+        ):
             return
         self._objects[id(value)] = name, value
         self._record_tensors_of_class(name, type(value))
@@ -167,12 +215,20 @@ class StepReferences:
             if isinstance(held, torch.Tensor):
                 self.places.append(TensorPlace(f"{name}.{attribute}", table, attribute))
             self.look_at(f"{name}.{attribute}", held, 0, objects - 1, id(value))
-        if functions and callable(value) and isinstance(call := type(value).__call__, types.FunctionType):
+        if (
+            functions
+            and callable(value)
+            and isinstance(call := type(value).__call__, types.FunctionType)
+        ):
             self._look_into_function(name, call, functions - 1)
 
     def _record_tensors_of_class(self, name: str, cls: type) -> None:
         """Records the tensors that are attributes of a class itself."""
-        self.others += [(f"{name}.{key}", held) for key, held in vars(cls).items() if isinstance(held, torch.Tensor)]
+        self.others += [
+            (f"{name}.{key}", held)
+            for key, held in vars(cls).items()
+            if isinstance(held, torch.Tensor)
+        ]
 
     def _look_into_function(self, name: str, fn: Any, functions: int) -> None:
         if isinstance(fn, functools.partial):
@@ -193,7 +249,10 @@ class StepReferences:
                 self.look_at(found, value, functions)
 
     def _look_at_assigned(
-        self, fn: types.FunctionType, closed: Sequence[tuple[str, Any]], names: dict[str, Any]
+        self,
+        fn: types.FunctionType,
+        closed: Sequence[tuple[str, Any]],
+        names: dict[str, Any],
     ) -> None:
         """Records the names of tensors that a function can assign, by `nonlocal` and `global`."""
         tensors = [name for name, value in closed if isinstance(value, torch.Tensor)]
@@ -204,7 +263,9 @@ class StepReferences:
                 self.places.append(TensorPlace(name, fn.__globals__, name))
 
 
-def find_references(fn: Callable[..., Any], leaves: Sequence[Tree] = ()) -> StepReferences:
+def find_references(
+    fn: Callable[..., Any], leaves: Sequence[Tree] = ()
+) -> StepReferences:
     """The objects that `fn` uses by name, and those in the leaves of its arguments."""
     found = StepReferences()
     found.look_at("the step", fn, _FUNCTIONS + 1)
@@ -221,7 +282,9 @@ def list_held(thing: Any) -> Iterator[tuple[str, Any]]:
     for attribute, held in list(attributes(thing).items()):
         if type(held) not in (list, tuple):
             yield attribute, held
-        elif len(held) <= _ITEMS or not set(map(type, islice(held, _ITEMS))) <= _DATA:  # else it would take long
+        elif (
+            len(held) <= _ITEMS or not set(map(type, islice(held, _ITEMS))) <= _DATA
+        ):  # else it would take long
             for item in held:
                 yield attribute, item
 

@@ -34,7 +34,11 @@ def told_of_lost(lines: Lifelines, names: Sequence[str], index: int) -> str | No
 
 
 def guess_lost(
-    lines: Lifelines, names: Sequence[str], where: str, seconds: float, error: BaseException
+    lines: Lifelines,
+    names: Sequence[str],
+    where: str,
+    seconds: float,
+    error: BaseException,
 ) -> tuple[str, list[int]]:
     """What is most likely if nobody has said why, and which workers it blames.
 
@@ -57,7 +61,10 @@ def guess_lost(
         return f"A connection between workers is broken: {described(error)}", []
     listed = " and ".join(names[w] for w in silent)
     has = "has" if len(silent) == 1 else "have"
-    return f"{listed} {has} not answered for {seconds:.0f} s: stopped, hanging or still at work", silent
+    return (
+        f"{listed} {has} not answered for {seconds:.0f} s: stopped, hanging or still at work",
+        silent,
+    )
 
 
 _IF_ENDED_RIGHTLY = (

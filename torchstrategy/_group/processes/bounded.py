@@ -23,7 +23,9 @@ class NoAnswer(Exception):
 # while this one waits for the result. If it stops waiting, the thread stays in its call: until the connection ends,
 # until torch's own limit, or until the process ends, which does not wait for it. There is one such thread at most for
 # each strategy that is made, since nobody goes on asking a store that has not answered.
-def ask(call: Callable[[], _T], seconds: float, look: Callable[[], None] = lambda: None) -> _T:
+def ask(
+    call: Callable[[], _T], seconds: float, look: Callable[[], None] = lambda: None
+) -> _T:
     """What a call returns, or raises.
 
     Args:

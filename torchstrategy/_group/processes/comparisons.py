@@ -26,7 +26,9 @@ def by_name(value: object) -> dict[str, str]:
     return shown
 
 
-_Compared = Sequence[tuple[str, dict[str, str]]]  # by what it is called, the parts of each thing
+_Compared = Sequence[
+    tuple[str, dict[str, str]]
+]  # by what it is called, the parts of each thing
 
 
 def describe_difference(of_all: Sequence[tuple[str, _Compared]]) -> str:
@@ -38,13 +40,21 @@ def describe_difference(of_all: Sequence[tuple[str, _Compared]]) -> str:
     places = [place for place, _ in of_all]
     differing = [_differing(compared, of_all) for _, compared in of_all]
     if len(set(places)) == 1:
-        listed = [f"worker {w} has {', '.join(own) or 'nothing of this'}" for w, own in enumerate(differing)]
+        listed = [
+            f"worker {w} has {', '.join(own) or 'nothing of this'}"
+            for w, own in enumerate(differing)
+        ]
         return _UNLIKE.format(places[0], ", ".join(listed))
-    listed = [", ".join([f"worker {w} is at {places[w]}", *own]) for w, own in enumerate(differing)]
+    listed = [
+        ", ".join([f"worker {w} is at {places[w]}", *own])
+        for w, own in enumerate(differing)
+    ]
     return APART.format(", ".join(listed)) + hint_of_one_alone(dict(enumerate(places)))
 
 
-def _differing(compared: _Compared, of_all: Sequence[tuple[str, _Compared]]) -> list[str]:
+def _differing(
+    compared: _Compared, of_all: Sequence[tuple[str, _Compared]]
+) -> list[str]:
     """What one worker compares that is not the same in all."""
     # Workers at different places compare different things anyway.
     are_at_one_place = len({place for place, _ in of_all}) == 1
@@ -59,7 +69,9 @@ def _differing(compared: _Compared, of_all: Sequence[tuple[str, _Compared]]) -> 
     return found
 
 
-def describe_standstill(places: Mapping[int, str], names: Sequence[str]) -> tuple[str, list[int]]:
+def describe_standstill(
+    places: Mapping[int, str], names: Sequence[str]
+) -> tuple[str, list[int]]:
     """What to say where workers wait in different groups, and who is to blame.
 
     Args:
@@ -88,7 +100,13 @@ def _place_of(text: str) -> _Place | None:
         return None
     exchange = match["exchange"]
     is_in_run = match["point"] not in ("the first run", "the end of strategy.run")
-    call = "" if is_in_run else next((call for start, call in _CALLS.items() if exchange.startswith(start)), "")
+    call = (
+        ""
+        if is_in_run
+        else next(
+            (call for start, call in _CALLS.items() if exchange.startswith(start)), ""
+        )
+    )
     return _Place(int(match["run"]), exchange, call)
 
 
@@ -104,16 +122,26 @@ def hint_of_one_alone(places: Mapping[int, str]) -> str:
     That is so if a worker has made a call outside of its step that another one has not made, and if one has made more
     runs than another one. Workers that part within a step have another reason, such as a decision by their rows.
     """
-    found = {w: place for w, text in sorted(places.items()) if (place := _place_of(text)) is not None}
+    found = {
+        w: place
+        for w, text in sorted(places.items())
+        if (place := _place_of(text)) is not None
+    }
     first = min(found, default=0)
     other = next((w for w in found if found[w] != found[first]), None)
     if other is None:
         return ""
     one, another = found[first], found[other]
     if one.exchange == another.exchange:
-        calls = [f"worker {w} called strategy.run {plural(found[w].run, 'time')}" for w in (first, other)]
+        calls = [
+            f"worker {w} called strategy.run {plural(found[w].run, 'time')}"
+            for w in (first, other)
+        ]
     elif one.call != another.call:
-        calls = [f"worker {w} {found[w].call or 'called strategy.run'}" for w in (first, other)]
+        calls = [
+            f"worker {w} {found[w].call or 'called strategy.run'}"
+            for w in (first, other)
+        ]
     else:
         return ""
     return f" Here, {calls[0]} while {calls[1]}: {_LET_ALL}"
@@ -149,7 +177,10 @@ class ComparedBytes:
         return b"".join(parts)
 
 
-_NOTHING: tuple[object, bytes] = (object(), b"")  # stands for a value that was not compared yet
+_NOTHING: tuple[object, bytes] = (
+    object(),
+    b"",
+)  # stands for a value that was not compared yet
 
 
 def _printed(value: object) -> str:
@@ -161,8 +192,14 @@ def _printed(value: object) -> str:
     if isinstance(value, (list, tuple)):
         return f"[{', '.join(map(_printed, value))}]"
     if isinstance(value, dict):
-        return _printed(sorted((str(key), _printed(item)) for key, item in value.items()))
-    return repr(value) if isinstance(value, (bool, int, float, str, type(None), enum.Enum)) else type(value).__name__
+        return _printed(
+            sorted((str(key), _printed(item)) for key, item in value.items())
+        )
+    return (
+        repr(value)
+        if isinstance(value, (bool, int, float, str, type(None), enum.Enum))
+        else type(value).__name__
+    )
 
 
 _FEW = 9
@@ -180,7 +217,9 @@ _UNLIKE = (
 )
 
 # A place in the words of `ProcessGroup`: the point, the run, and the exchange.
-_WORDS_OF_PLACE = re.compile(r"(?P<point>.*?) of run (?P<run>\d+) \((?P<exchange>.*?)(?: with \[|$)", re.DOTALL)
+_WORDS_OF_PLACE = re.compile(
+    r"(?P<point>.*?) of run (?P<run>\d+) \((?P<exchange>.*?)(?: with \[|$)", re.DOTALL
+)
 
 # What a user has called, by the beginning of what the exchange is called.
 _CALLS = {
@@ -190,9 +229,7 @@ _CALLS = {
     "the beginning of an iteration": "began to iterate over a dataset",
 }
 
-_LET_ALL = (
-    "if one worker alone validates or logs, let all workers make these calls, and let one of them print the result."
-)
+_LET_ALL = "if one worker alone validates or logs, let all workers make these calls, and let one of them print the result."
 
 APART = (
     "The workers came to different synchronization points: {}. Every worker must come to the same ones in the same "

@@ -31,7 +31,9 @@ def noting_sockets() -> Iterator[None]:
         for descriptor in made.keys() - before.keys():
             _sockets[descriptor] = made[descriptor]
             with suppress(OSError):
-                os.set_inheritable(descriptor, False)  # no program that this one starts has a use for it
+                os.set_inheritable(
+                    descriptor, False
+                )  # no program that this one starts has a use for it
 
 
 def give_back(call: Callable[[], None]) -> None:

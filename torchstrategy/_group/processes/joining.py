@@ -23,7 +23,12 @@ from torchstrategy._base.worker_threads import are_threads
 from torchstrategy._group.processes.bounded import NoAnswer, ask
 from torchstrategy._group.processes.inherited import give_back, noting_sockets
 from torchstrategy._group.processes.lifelines import Lifelines
-from torchstrategy._group.processes.meeting import HAS_ENDED, USUAL_LIMIT, Meeting, name_of
+from torchstrategy._group.processes.meeting import (
+    HAS_ENDED,
+    USUAL_LIMIT,
+    Meeting,
+    name_of,
+)
 from torchstrategy._group.processes.threads import MeetingOfThreads
 from torchstrategy._group.workers import WorkerError
 
@@ -66,7 +71,10 @@ def _next_name(store: Any, ranks: Sequence[int]) -> str:
 
 
 def groups_of(
-    ranks: list[int], name: str, group: dist.ProcessGroup | None, timeout: timedelta | None
+    ranks: list[int],
+    name: str,
+    group: dist.ProcessGroup | None,
+    timeout: timedelta | None,
 ) -> list[dist.ProcessGroup]:
     """Groups of the same processes: a worker that fails closes them, and the user's own group stays as it is.
 
@@ -77,16 +85,26 @@ def groups_of(
         timeout: How long an operation may take. None: as torch does.
     """
     known = dist.get_backend_config(group)
-    kind = None if known == dist.get_backend_config() else known  # None: as the default group
+    kind = (
+        None if known == dist.get_backend_config() else known
+    )  # None: as the default group
     if "cpu" not in devices_of(known):
         kind = f"cpu:gloo,{known}"  # as of init_process_group("nccl"): tables, scalars and generators are on the CPU
     kinds = [kind, kind, "gloo"]
     if not are_threads():
         # Not by `new_group`, which counts: since torch 2.14 a group that one process has made alone counts there, too.
-        return [make_named_group(f"{name}/{index}", ranks, kind, timeout) for index, kind in enumerate(kinds)]
+        return [
+            make_named_group(f"{name}/{index}", ranks, kind, timeout)
+            for index, kind in enumerate(kinds)
+        ]
     is_part = group is not None
-    made = [dist.new_group(ranks, timeout, kind, use_local_synchronization=is_part) for kind in kinds]
-    return [one for one in made if isinstance(one, dist.ProcessGroup)]  # a process that is in none gets something else
+    made = [
+        dist.new_group(ranks, timeout, kind, use_local_synchronization=is_part)
+        for kind in kinds
+    ]
+    return [
+        one for one in made if isinstance(one, dist.ProcessGroup)
+    ]  # a process that is in none gets something else
 
 
 def begin_meeting(
@@ -115,7 +133,9 @@ def begin_meeting(
         if earlier is not None:
             earlier.listen()
             for worker in earlier.ended:
-                raise WorkerError(f"{HAS_ENDED.format(worker, count)}. This is {name_of(index, count)}.")
+                raise WorkerError(
+                    f"{HAS_ENDED.format(worker, count)}. This is {name_of(index, count)}."
+                )
 
     def find_store() -> tuple[Any, tuple[str, int] | None, str]:
         store, home = shared_store(_attempt())
@@ -124,9 +144,19 @@ def begin_meeting(
     try:
         store, home, name = ask(find_store, limit.total_seconds(), look)
     except NoAnswer:
-        raise WorkerError(f"The store of torch.distributed does not answer. This is {name_of(index, count)}.") from None
+        raise WorkerError(
+            f"The store of torch.distributed does not answer. This is {name_of(index, count)}."
+        ) from None
     own = _dist.PrefixStore(name, store)
-    meeting = Meeting(own, _name_with_place(home, "The store of torch.distributed"), home, index, count, limit, told)
+    meeting = Meeting(
+        own,
+        _name_with_place(home, "The store of torch.distributed"),
+        home,
+        index,
+        count,
+        limit,
+        told,
+    )
     meeting.earlier = earlier
     return meeting, name
 
@@ -144,18 +174,31 @@ def join(rank: int, count: int, address: str, timeout: timedelta | None) -> None
         WorkerError: Naming the processes that have not come in time, or have ended.
     """
     limit = timeout or USUAL_LIMIT
-    backend = "cpu:gloo,cuda:nccl" if dist.is_nccl_available() and torch.cuda.is_available() else "gloo"
+    backend = (
+        "cpu:gloo,cuda:nccl"
+        if dist.is_nccl_available() and torch.cuda.is_available()
+        else "gloo"
+    )
     if are_threads():
         dist.init_process_group(backend, rank=rank, world_size=count, timeout=timeout)
         return
-    of_torchrun = not address and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    of_torchrun = (
+        not address and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    )
     host, port = _home(address)
     keeper = "torchrun" if of_torchrun else "worker 0"
     is_keeper = rank == 0 and not of_torchrun
     with noting_sockets():
         store = _store(host, port, rank, count, is_keeper, keeper, limit)
         named = _name_with_place((host, port), f"The store, which {keeper} keeps")
-        meeting = Meeting(_dist.PrefixStore(f"{_attempt()}/join", store), named, (host, port), rank, count, limit)
+        meeting = Meeting(
+            _dist.PrefixStore(f"{_attempt()}/join", store),
+            named,
+            (host, port),
+            rank,
+            count,
+            limit,
+        )
         try:
             meeting.meet()
         except WorkerError:
@@ -165,9 +208,15 @@ def join(rank: int, count: int, address: str, timeout: timedelta | None) -> None
         # A process that torchrun has started again must not find what those that are gone have put into the store.
         own = _dist.PrefixStore(f"{_attempt()}/group", store)
         meeting.call_watched(
-            lambda: dist.init_process_group(backend, store=own, rank=rank, world_size=count, timeout=timeout)
+            lambda: dist.init_process_group(
+                backend, store=own, rank=rank, world_size=count, timeout=timeout
+            )
         )
-    _Joined.lines, _Joined.keeps_store, _Joined.timeout = meeting.lines, is_keeper, limit
+    _Joined.lines, _Joined.keeps_store, _Joined.timeout = (
+        meeting.lines,
+        is_keeper,
+        limit,
+    )
     atexit.register(_leave)
     give_back(_forget)
 
@@ -181,7 +230,9 @@ def _home(address: str) -> tuple[str, int]:
     if address:
         host, _, port = address.rpartition(":")
         return host.strip("[]"), int(port)
-    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
+    missing = [
+        name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)
+    ]
     if missing:
         raise ValueError(
             f"RANK and WORLD_SIZE are set, and {' and '.join(missing)} not: set MASTER_ADDR to the host of the first "
@@ -194,7 +245,15 @@ def _name_with_place(home: tuple[str, int] | None, what: str) -> str:
     return what if home is None else f"{what} at {home[0]}, port {home[1]},"
 
 
-def _store(host: str, port: int, rank: int, count: int, is_keeper: bool, keeper: str, limit: timedelta) -> Any:
+def _store(
+    host: str,
+    port: int,
+    rank: int,
+    count: int,
+    is_keeper: bool,
+    keeper: str,
+    limit: timedelta,
+) -> Any:
     """The store at this address, which the keeper makes."""
     uses_libuv = os.environ.get("USE_LIBUV", "1") == "1"
     try:
@@ -243,7 +302,12 @@ def _leave() -> None:
         lines.say("left", "")
         # The others may still need the store: whoever keeps it leaves last.
         deadline = time.monotonic() + _Joined.timeout.total_seconds()
-        while _Joined.keeps_store and _Joined.is_orderly and lines.silent and time.monotonic() < deadline:
+        while (
+            _Joined.keeps_store
+            and _Joined.is_orderly
+            and lines.silent
+            and time.monotonic() < deadline
+        ):
             lines.listen(_LOOK_S)
         lines.close()
     if dist.is_initialized():  # the program may have ended it itself

@@ -80,13 +80,17 @@ class Lifelines:
                 data = connection.recv(2**16)
             except BlockingIOError:
                 return
-            except OSError:  # as "connection reset", where the other end had not read all
+            except (
+                OSError
+            ):  # as "connection reset", where the other end had not read all
                 data = b""
             if not data:
                 self._selector.unregister(connection)
                 self.ended.append(worker)
                 return
-            *lines, self._received[worker] = (self._received[worker] + data).split(b"\n")
+            *lines, self._received[worker] = (self._received[worker] + data).split(
+                b"\n"
+            )
             for line in lines:
                 self._take_word(worker, json.loads(line))
 
@@ -126,7 +130,9 @@ class Lifelines:
         for connection in self._sockets.values():
             connection.close()
         self._sockets.clear()
-        with suppress(OSError):  # on macOS a forked process does not inherit it, and some Pythons close it all the same
+        with suppress(
+            OSError
+        ):  # on macOS a forked process does not inherit it, and some Pythons close it all the same
             self._selector.close()
 
 

@@ -22,7 +22,10 @@ from torchstrategy._group.workers import WorkerError
 USUAL_LIMIT = timedelta(minutes=30)  # torch's own for a group
 _LOOK_S = 0.02  # how often a worker looks whether another one has come
 _REFUSED_S = 3.0  # how long a worker may refuse connections that has come: another process may have left its address
-_OVER, _HEARD = "over", "heard/"  # keys: why the meeting is over, and, with its number, that a worker knows it
+_OVER, _HEARD = (
+    "over",
+    "heard/",
+)  # keys: why the meeting is over, and, with its number, that a worker knows it
 HAS_ENDED = "Worker {} of {} has ended before all workers had joined"
 _LONGEST_CALL = 200  # bytes with which a worker says that it is one
 
@@ -85,10 +88,16 @@ class Meeting:
         self._seconds = timeout.total_seconds()
         self._deadline = time.monotonic() + self._seconds
         self.lines = Lifelines(index, count)
-        self.earlier: Lifelines | None = None  # connections of an earlier meeting of the same workers
+        self.earlier: Lifelines | None = (
+            None  # connections of an earlier meeting of the same workers
+        )
         self._connected: set[int] = set()
-        self._calls: dict[int, _Call] = {}  # those that were not answered yet, by the number of who was called
-        self._refused: dict[str, float] = {}  # since when, by the secret of who refuses connections
+        self._calls: dict[
+            int, _Call
+        ] = {}  # those that were not answered yet, by the number of who was called
+        self._refused: dict[
+            str, float
+        ] = {}  # since when, by the secret of who refuses connections
 
     def meet(self) -> list[Entry]:
         """Connects `lines` to all workers, and returns what each has put into the store.
@@ -138,8 +147,14 @@ class Meeting:
 
     def _have_others_heard(self) -> bool:
         """Whether each of the others knows that the meeting is over, or has ended. Some may still be on their way."""
-        alive = [w for w in range(self._count) if w != self._index and w not in self.lines.ended]
-        return not alive or bool(self._try(lambda: self._store.check([f"{_HEARD}{w}" for w in alive])))
+        alive = [
+            w
+            for w in range(self._count)
+            if w != self._index and w not in self.lines.ended
+        ]
+        return not alive or bool(
+            self._try(lambda: self._store.check([f"{_HEARD}{w}" for w in alive]))
+        )
 
     def _call_watched(self, call: Callable[[], _T]) -> _T:
         try:
@@ -153,7 +168,9 @@ class Meeting:
 
     def _look_while_grouping(self) -> None:
         self.look()
-        if self.lines.first("lost") is not None:  # its time is over: whoever says nothing now does not answer
+        if (
+            self.lines.first("lost") is not None
+        ):  # its time is over: whoever says nothing now does not answer
             raise NoAnswer
 
     def _lost_error(self, problem: str) -> WorkerError:
@@ -164,8 +181,12 @@ class Meeting:
             self.lines.listen(_LOOK_S)
             self.look()
         if self.lines.silent:
-            return self._over_error(self._describe_absent(self.lines.silent, "answered"))
-        return self._over_error(f"torch.distributed could not make a group of all workers: {problem}")
+            return self._over_error(
+                self._describe_absent(self.lines.silent, "answered")
+            )
+        return self._over_error(
+            f"torch.distributed could not make a group of all workers: {problem}"
+        )
 
     def look(self) -> None:
         """Raises an error if another worker has given up, or is dead."""
@@ -192,7 +213,9 @@ class Meeting:
             port=port,
             secret=self._secret,
         )
-        self._ask(lambda: self._store.set(str(self._index), json.dumps(entry._asdict())))
+        self._ask(
+            lambda: self._store.set(str(self._index), json.dumps(entry._asdict()))
+        )
 
     def _look_into_store(self) -> None:
         """Raises an error if a worker has given up that this one has no connection to."""
@@ -225,12 +248,22 @@ class Meeting:
             while time.monotonic() < end:
                 self.look()
                 time.sleep(_LOOK_S)
-            raise self._over_error(f"{self._where} is gone: {described(error)}") from error
+            raise self._over_error(
+                f"{self._where} is gone: {described(error)}"
+            ) from error
 
     def _describe_missing(self) -> str:
-        absent = [w for w in range(self._count) if w != self._index and w not in self._connected]
+        absent = [
+            w
+            for w in range(self._count)
+            if w != self._index and w not in self._connected
+        ]
         unseen = [w for w in absent if not self._has_come(w)]
-        return self._describe_absent(unseen, "come") if unseen else self._describe_absent(absent, "answered")
+        return (
+            self._describe_absent(unseen, "come")
+            if unseen
+            else self._describe_absent(absent, "answered")
+        )
 
     def _describe_absent(self, missing: list[int], came: str) -> str:
         named = " and ".join(f"worker {w}" for w in missing)
@@ -262,19 +295,25 @@ class Meeting:
         for address in call.addresses:
             call.address = f"{address}, port {entry.port}"
             try:
-                connection = socket.create_connection((address, entry.port), timeout=_REFUSED_S)
+                connection = socket.create_connection(
+                    (address, entry.port), timeout=_REFUSED_S
+                )
             except OSError as error:
                 call.problem = f"{call.address}: {described(error)}"
                 continue
             connection.setblocking(False)
             waiting.register(connection, selectors.EVENT_READ, call)
-            with suppress(OSError):  # the end of the connection is heard of like an answer
+            with suppress(
+                OSError
+            ):  # the end of the connection is heard of like an answer
                 connection.sendall(f"{entry.secret} {self._index}\n".encode())
             return
         del self._calls[call.worker]  # it is called again
         since = self._refused.setdefault(entry.secret, time.monotonic())
         if time.monotonic() - since > _REFUSED_S:
-            raise self._over_error(f"{entry.who} had come, and has ended or cannot be reached at {call.problem}")
+            raise self._over_error(
+                f"{entry.who} had come, and has ended or cannot be reached at {call.problem}"
+            )
 
     def _answer(self, server: socket.socket, waiting: selectors.BaseSelector) -> None:
         """Takes the connections of workers of higher numbers, and the answers of those of lower ones."""
@@ -291,7 +330,9 @@ class Meeting:
             else:
                 self._hear_caller(connection, key.data, waiting)
 
-    def _hear_answer(self, connection: socket.socket, call: _Call, waiting: selectors.BaseSelector) -> None:
+    def _hear_answer(
+        self, connection: socket.socket, call: _Call, waiting: selectors.BaseSelector
+    ) -> None:
         waiting.unregister(connection)
         try:
             answer = connection.recv(1)
@@ -306,7 +347,9 @@ class Meeting:
             connection.close()
             self._dial(call, waiting)
 
-    def _hear_caller(self, caller: socket.socket, heard: bytearray, waiting: selectors.BaseSelector) -> None:
+    def _hear_caller(
+        self, caller: socket.socket, heard: bytearray, waiting: selectors.BaseSelector
+    ) -> None:
         data = b""
         with suppress(OSError):
             data = caller.recv(_LONGEST_CALL)
@@ -339,7 +382,9 @@ class _Call:
         self.worker = worker
         self.entry = entry
         is_here = entry.host == socket.gethostname()
-        self.addresses = iter([*(["127.0.0.1"] if is_here else []), *entry.addresses])  # those not tried yet
+        self.addresses = iter(
+            [*(["127.0.0.1"] if is_here else []), *entry.addresses]
+        )  # those not tried yet
         self.address = ""  # the one that was tried last
         self.problem = ""  # why that was nothing
 
@@ -358,7 +403,9 @@ def _connections() -> Iterator[selectors.BaseSelector]:
 
 def _server() -> socket.socket:
     if socket.has_dualstack_ipv6():
-        return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024)
+        return socket.create_server(
+            ("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024
+        )
     return socket.create_server(("", 0), backlog=1024)
 
 
@@ -368,7 +415,9 @@ def _addresses(home: tuple[str, int] | None) -> list[str]:
     if home is not None:
         host, port = home
         with suppress(OSError):
-            family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+            family, kind, _, _, address = socket.getaddrinfo(
+                host, port, type=socket.SOCK_DGRAM
+            )[0]
             with socket.socket(family, kind) as probe:
                 probe.connect(address)  # sends nothing
                 found.append(probe.getsockname()[0])

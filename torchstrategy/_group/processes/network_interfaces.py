@@ -14,7 +14,9 @@ if sys.platform == "linux":
     import fcntl
 
 _SIOCGIFADDR = 0x8915  # Linux: "get the IPv4 address of an interface"
-_IPV6_TABLE = Path("/proc/net/if_inet6")  # Linux: address, index, prefix, scope, flags, interface
+_IPV6_TABLE = Path(
+    "/proc/net/if_inet6"
+)  # Linux: address, index, prefix, scope, flags, interface
 _GLOBAL_SCOPE = "00"  # an address of another scope means nothing on other machines
 _REQUEST = struct.Struct("16s16x")  # `struct ifreq`: a name, and room for the answer
 _ADDRESS = slice(20, 24)  # in the answer, the four bytes of the IPv4 address
@@ -38,7 +40,9 @@ def _ipv4_addresses(interface: str) -> list[str]:
     if sys.platform != "linux":
         return []
     with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
-        answer = fcntl.ioctl(asked.fileno(), _SIOCGIFADDR, _REQUEST.pack(os.fsencode(interface)[:15]))
+        answer = fcntl.ioctl(
+            asked.fileno(), _SIOCGIFADDR, _REQUEST.pack(os.fsencode(interface)[:15])
+        )
         return [socket.inet_ntoa(answer[_ADDRESS])]
     return []
 

@@ -24,7 +24,9 @@ class Operation:
     """An operation that was begun in a group, and the tensors on which it works."""
 
     group: int
-    work: dist.Work | None  # None: it is over. A work keeps the connections of its group open.
+    work: (
+        dist.Work | None
+    )  # None: it is over. A work keeps the connections of its group open.
     tensors: Sequence[torch.Tensor]
 
 
@@ -34,7 +36,9 @@ def end_groups(groups: list[dist.ProcessGroup], under_way: list[Operation]) -> N
     The threads of gloo take Python's lock to let go of tensors. One that does so while Python ends aborts the process.
     """
     for sent in under_way:
-        with suppress(RuntimeError):  # the rank of a test, whose run is over, answers nothing more
+        with suppress(
+            RuntimeError
+        ):  # the rank of a test, whose run is over, answers nothing more
             if sent.work is not None and sent.work.is_completed():
                 sent.work = None
     under_way[:] = [sent for sent in under_way if sent.work is not None]
@@ -46,7 +50,9 @@ def end_groups(groups: list[dist.ProcessGroup], under_way: list[Operation]) -> N
             # does, and nobody lets go of its tensors. The others hear of it by their lifelines.
             leak(groups[-1])
         else:
-            with suppress(RuntimeError, ValueError):  # the program may have destroyed all groups itself
+            with suppress(
+                RuntimeError, ValueError
+            ):  # the program may have destroyed all groups itself
                 dist.destroy_process_group(groups[-1])
         groups.pop()
     for sent in under_way:
@@ -54,20 +60,26 @@ def end_groups(groups: list[dist.ProcessGroup], under_way: list[Operation]) -> N
     under_way.clear()
 
 
-def leave_groups(groups: list[dist.ProcessGroup], under_way: list[Operation], lines: Lifelines) -> None:
+def leave_groups(
+    groups: list[dist.ProcessGroup], under_way: list[Operation], lines: Lifelines
+) -> None:
     """A strategy is no longer used."""
     lines.say("left", "")
     end_groups(groups, under_way)
     lines.close()
 
 
-def begin_sum(flat: torch.Tensor, group: dist.ProcessGroup) -> Iterable[dist.Work | None]:
+def begin_sum(
+    flat: torch.Tensor, group: dist.ProcessGroup
+) -> Iterable[dist.Work | None]:
     """Begins to make a tensor the sum of those of all workers.
 
     Several pieces are under way at once: gloo has two threads, which add up and send by turns. NCCL does both at once.
     """
     if flat.nbytes <= PACK or not flat.is_cpu:
-        return (group.allreduce([flat], _AT_ONCE),)  # as `dist.all_reduce` does after a dozen checks
+        return (
+            group.allreduce([flat], _AT_ONCE),
+        )  # as `dist.all_reduce` does after a dozen checks
     pieces = flat.split(PACK // flat.element_size())
     return (group.allreduce([piece], _AT_ONCE) for piece in pieces)
 
@@ -76,6 +88,8 @@ _AT_ONCE = c10d.AllreduceOptions()  # the call returns before the sum is there
 _AT_ONCE.asyncOp = True
 
 
-def split_sum(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+def split_sum(
+    flat: torch.Tensor, like: Sequence[torch.Tensor]
+) -> Sequence[torch.Tensor]:
     """The parts of a sum that was made of several tensors in one, each with the dtype and shape of its own."""
     return unflatten(from_addable(flat.to(like[0].device), like[0].dtype), like)

@@ -27,22 +27,37 @@ from torchstrategy._group.processes import comparisons, joining
 from torchstrategy._group.processes.blame import guess_lost, told_of_lost
 from torchstrategy._group.processes.inherited import give_back, noting_sockets
 from torchstrategy._group.processes.meeting import name_of
-from torchstrategy._group.processes.operations import Begin, Operation, begin_sum, end_groups, leave_groups, split_sum
+from torchstrategy._group.processes.operations import (
+    Begin,
+    Operation,
+    begin_sum,
+    end_groups,
+    leave_groups,
+    split_sum,
+)
 from torchstrategy._group.processes.wire import decode, encode
 from torchstrategy._group.workers import MENTIONED, WorkerError, Workers, packs_of
 
-_PATIENCE_S = 3.0  # in which all workers that wait for others say that they have lost one
-_LOOK = timedelta(seconds=0.25)  # how long a worker waits before it looks whether another one is lost
+_PATIENCE_S = (
+    3.0  # in which all workers that wait for others say that they have lost one
+)
+_LOOK = timedelta(
+    seconds=0.25
+)  # how long a worker waits before it looks whether another one is lost
 _LISTEN_S = 0.02
 _LOST_S = 0.5  # so long after an operation of others has failed, this worker may hear that another one is lost
 _LONG_S = 2.0  # a worker that has waited for so long tells the others where
 _MESSAGE = 256  # bytes of the message with which every exchange begins
 _DIGEST = 8  # bytes of a `digest`
-_REFUSED = digest(b"refused")  # in the place of where a worker is that refuses an exchange
+_REFUSED = digest(
+    b"refused"
+)  # in the place of where a worker is that refuses an exchange
 # The header of a message: a digest of where the worker is and of what it compares, how many bytes it tells, in which
 # run it is, and a digest of each thing that is mentioned. What it tells follows, if there is room.
 _PLACE, _SIZE, _RUN = (slice(i * _DIGEST, (i + 1) * _DIGEST) for i in range(3))
-_OF_MENTIONED = [slice(i * _DIGEST, (i + 1) * _DIGEST) for i in range(3, 3 + len(MENTIONED))]
+_OF_MENTIONED = [
+    slice(i * _DIGEST, (i + 1) * _DIGEST) for i in range(3, 3 + len(MENTIONED))
+]
 _HEADER = (3 + len(MENTIONED)) * _DIGEST
 # The positions of the groups of a worker.
 _DATA = 0  # sends tensors, from any device
@@ -101,20 +116,31 @@ class ProcessGroup(Workers):
     """
 
     def __init__(
-        self, group: dist.ProcessGroup | None = None, timeout: timedelta | None = None, told: str = ""
+        self,
+        group: dist.ProcessGroup | None = None,
+        timeout: timedelta | None = None,
+        told: str = "",
     ) -> None:
-        ranks = dist.get_process_group_ranks(dist.group.WORLD if group is None else group)
+        ranks = dist.get_process_group_ranks(
+            dist.group.WORLD if group is None else group
+        )
         super().__init__(len(ranks), ranks.index(dist.get_rank()))
         meeting, name = joining.begin_meeting(ranks, self.index, timeout, told)
         entries = meeting.meet()
         self._names = [entry.who for entry in entries]
         self._lines = meeting.lines
         with noting_sockets():
-            self._groups = meeting.call_watched(partial(joining.groups_of, ranks, name, group, timeout))
+            self._groups = meeting.call_watched(
+                partial(joining.groups_of, ranks, name, group, timeout)
+            )
         # With TORCH_DISTRIBUTED_DEBUG=DETAIL, torch lets each operation wait until all workers have begun it.
-        self.can_overlap = os.environ.get("TORCH_DISTRIBUTED_DEBUG", "").upper() != "DETAIL"
+        self.can_overlap = (
+            os.environ.get("TORCH_DISTRIBUTED_DEBUG", "").upper() != "DETAIL"
+        )
         self._under_way: list[Operation] = []
-        self._finalizer = weakref.finalize(self, leave_groups, self._groups, self._under_way, self._lines)
+        self._finalizer = weakref.finalize(
+            self, leave_groups, self._groups, self._under_way, self._lines
+        )
         joining.end_before_leaving(self._finalizer)
         _used.add(self)
         self._process = os.getpid()
@@ -159,16 +185,25 @@ class ProcessGroup(Workers):
         taken, self._compared = self._compared, []
         return taken
 
-    def all_reduce(self, tensors: Sequence[torch.Tensor], name: str, agreed: bool = False) -> list[torch.Tensor]:
+    def all_reduce(
+        self, tensors: Sequence[torch.Tensor], name: str, agreed: bool = False
+    ) -> list[torch.Tensor]:
         where = self._describe_place(name)
         if not agreed:
             self._meet(where, [(t.dtype, tuple(t.shape)) for t in tensors])
         packs = packs_of(tensors)
         flat = [self._flatten([tensors[i] for i in pack]) for pack in packs]
-        self._exchange(where, _DATA, flat, lambda group: chain.from_iterable(begin_sum(one, group) for one in flat))
+        self._exchange(
+            where,
+            _DATA,
+            flat,
+            lambda group: chain.from_iterable(begin_sum(one, group) for one in flat),
+        )
         sums: list[torch.Tensor] = [torch.empty(0)] * len(tensors)
         for one, pack in zip(flat, packs, strict=True):
-            for i, part in zip(pack, split_sum(one, [tensors[i] for i in pack]), strict=True):
+            for i, part in zip(
+                pack, split_sum(one, [tensors[i] for i in pack]), strict=True
+            ):
                 sums[i] = part
         return sums
 
@@ -177,7 +212,9 @@ class ProcessGroup(Workers):
         sent = self._sendable(as_addable(flat))
         begun: list[Operation] = []
         # With TORCH_DISTRIBUTED_DEBUG=DETAIL, torch waits for the other workers here.
-        self._wait(where, partial(self._begin, _EARLY, [sent], partial(begin_sum, sent), begun))
+        self._wait(
+            where, partial(self._begin, _EARLY, [sent], partial(begin_sum, sent), begun)
+        )
 
         def arrived() -> None:
             self._wait(where, partial(self._finish, begun))
@@ -186,14 +223,20 @@ class ProcessGroup(Workers):
 
         return arrived
 
-    def all_gather(self, tensor: torch.Tensor, axis: int, name: str) -> list[torch.Tensor]:
+    def all_gather(
+        self, tensor: torch.Tensor, axis: int, name: str
+    ) -> list[torch.Tensor]:
         front = tensor.detach().movedim(axis, 0).contiguous()
         rest = f"rows of shape {tuple(front.shape[1:])} and {front.dtype}"
         told = self.all_gather_bytes(f"{front.shape[0]} {rest}".encode(), name)
         sizes = [int(one.partition(b" ")[0]) for one in told]
         if len({one.partition(b" ")[2] for one in told}) > 1:
-            listed = ", ".join(f"worker {w} {one.decode()}" for w, one in enumerate(told))
-            error = ValueError(f"The workers brought tensors to {name} that cannot be put together: {listed}.")
+            listed = ", ".join(
+                f"worker {w} {one.decode()}" for w, one in enumerate(told)
+            )
+            error = ValueError(
+                f"The workers brought tensors to {name} that cannot be put together: {listed}."
+            )
             self.note_of_all(error)
             raise error
         # Bytes, since the backends do not take every dtype.
@@ -206,17 +249,28 @@ class ProcessGroup(Workers):
                 self._describe_place(name),
                 _DATA,
                 [*all_bytes, mine],
-                lambda group: [dist.all_gather(all_bytes, mine, group=group, async_op=True)],
+                lambda group: [
+                    dist.all_gather(all_bytes, mine, group=group, async_op=True)
+                ],
             )
-        whole = [one.to(front.device).view(front.dtype).view(padded.shape) for one in all_bytes]
-        return [one[:size].movedim(0, axis) for one, size in zip(whole, sizes, strict=True)]
+        whole = [
+            one.to(front.device).view(front.dtype).view(padded.shape)
+            for one in all_bytes
+        ]
+        return [
+            one[:size].movedim(0, axis) for one, size in zip(whole, sizes, strict=True)
+        ]
 
     def all_gather_bytes(self, data: bytes, name: str) -> list[bytes]:
         return self._meet(self._describe_place(name), (), data)
 
     def all_gather_alike(self, data: bytes, name: str) -> list[bytes]:
         of_all = self.all_gather_bytes(digest(data), name)
-        return [data] * self.count if len(set(of_all)) == 1 else self.all_gather_bytes(data, name)
+        return (
+            [data] * self.count
+            if len(set(of_all)) == 1
+            else self.all_gather_bytes(data, name)
+        )
 
     def all_gather_object(self, value: Any, name: str) -> list[Any]:
         try:
@@ -226,7 +280,13 @@ class ProcessGroup(Workers):
             raise
         return list(map(decode, self.all_gather_bytes(data, name)))
 
-    def broadcast(self, tensors: Sequence[torch.Tensor], source: int, name: str, are_alike: bool = False) -> None:
+    def broadcast(
+        self,
+        tensors: Sequence[torch.Tensor],
+        source: int,
+        name: str,
+        are_alike: bool = False,
+    ) -> None:
         if not tensors:
             return
         where = self._describe_place(name)
@@ -239,13 +299,18 @@ class ProcessGroup(Workers):
             where,
             _DATA,
             flat,
-            lambda group: (dist.broadcast(one, group=group, group_src=source, async_op=True) for one in flat),
+            lambda group: (
+                dist.broadcast(one, group=group, group_src=source, async_op=True)
+                for one in flat
+            ),
         )
         if self.index == source:
             return
         for one, pack in zip(flat, packs, strict=True):
             with torch.no_grad():
-                for tensor, part in zip(pack, unflatten(one.view(pack[0].dtype), pack), strict=True):
+                for tensor, part in zip(
+                    pack, unflatten(one.view(pack[0].dtype), pack), strict=True
+                ):
                     write_values(tensor, part)
 
     def refuse(self, error: Exception, name: str) -> None:
@@ -253,16 +318,29 @@ class ProcessGroup(Workers):
             with suppress(WorkerError):  # this worker raises its own error
                 # The others may wait elsewhere.
                 where = f"{self._describe_place(name)}{comparisons.WHICH_IT_REFUSED}{described(error)}"
-                self._meet(where, (), described(error).encode("utf-8", "backslashreplace"), refuses=True)
+                self._meet(
+                    where,
+                    (),
+                    described(error).encode("utf-8", "backslashreplace"),
+                    refuses=True,
+                )
                 self.note_of_all(error)
 
     def tell_failure(self, error: BaseException) -> None:
-        if self._why_over is None and not isinstance(error, WorkerError) and not self.is_of_all(error):
+        if (
+            self._why_over is None
+            and not isinstance(error, WorkerError)
+            and not self.is_of_all(error)
+        ):
             self._lines.say("failed", f"{self._who} failed: {described(error)}")
             self._close(f"this worker has failed: {described(error)}")
 
     def explain_lost_worker(self, error: RuntimeError) -> RuntimeError:
-        if self._why_over is None and not isinstance(error, WorkerError) and not self.is_of_all(error):
+        if (
+            self._why_over is None
+            and not isinstance(error, WorkerError)
+            and not self.is_of_all(error)
+        ):
             self._lines.listen(_LOST_S)
             if self._lines.has_news:
                 self._waits_since = time.monotonic()
@@ -290,7 +368,9 @@ class ProcessGroup(Workers):
             "training again from its last checkpoint, as torchrun --max-restarts does."
         )
 
-    def _meet(self, where: str, signature: object, told: bytes = b"", refuses: bool = False) -> list[bytes]:
+    def _meet(
+        self, where: str, signature: object, told: bytes = b"", refuses: bool = False
+    ) -> list[bytes]:
         """What the workers tell each other, if all of them are at this exchange.
 
         If this worker refuses the exchange, `told` says why, and it learns only that the others have heard so.
@@ -301,9 +381,13 @@ class ProcessGroup(Workers):
         place = _REFUSED if refuses else place
         mentioned, self._mentioned = self._mentioned, {}
         marks = [mentioned.get(what, bytes(_DIGEST)) for what in MENTIONED]
-        counts = [count.to_bytes(_DIGEST, "big") for count in (len(told), self._num_runs)]
+        counts = [
+            count.to_bytes(_DIGEST, "big") for count in (len(told), self._num_runs)
+        ]
         header = b"".join([place, *counts, *marks])
-        of_headers = self._send_to_all((header + told)[:_MESSAGE].ljust(_MESSAGE, b"\0"), where)
+        of_headers = self._send_to_all(
+            (header + told)[:_MESSAGE].ljust(_MESSAGE, b"\0"), where
+        )
         refusing = [w for w, one in enumerate(of_headers) if one[_PLACE] == _REFUSED]
         if not refusing and any(one[_PLACE] != place for one in of_headers):
             raise self._diverged_error(where, signature, compared)
@@ -312,19 +396,26 @@ class ProcessGroup(Workers):
                 self.differing.add(what)
         sizes = [int.from_bytes(one[_SIZE], "big") for one in of_headers]
         if _HEADER + max(sizes) <= _MESSAGE:
-            told_by_all = [one[_HEADER : _HEADER + size] for one, size in zip(of_headers, sizes, strict=True)]
+            told_by_all = [
+                one[_HEADER : _HEADER + size]
+                for one, size in zip(of_headers, sizes, strict=True)
+            ]
         else:
             of_all = self._send_to_all(told.ljust(max(sizes), b"\0"), where)
             told_by_all = [one[:size] for one, size in zip(of_all, sizes, strict=True)]
         if refusing:  # a worker that refused its batch has not begun the run to which the others have come with theirs
             self._num_runs = max(int.from_bytes(one[_RUN], "big") for one in of_headers)
         if refusing and not refuses:
-            raise self._refused_error(refusing[0], told_by_all[refusing[0]].decode(), where)
+            raise self._refused_error(
+                refusing[0], told_by_all[refusing[0]].decode(), where
+            )
         return told_by_all
 
     def _refused_error(self, worker: int, why: str, where: str) -> Exception:
         """The error for an exchange that another worker has refused. Nothing was sent, and all can go on."""
-        kind = {"TypeError": TypeError, "ValueError": ValueError}.get(why.partition(":")[0], RuntimeError)
+        kind = {"TypeError": TypeError, "ValueError": ValueError}.get(
+            why.partition(":")[0], RuntimeError
+        )
         error = kind(
             f"{self._names[worker]} refused what it was given, so no worker got a result: {why} This is {self._who}, "
             f"which waited at {where}. Give all workers what fits; the strategy can be used as before."
@@ -344,7 +435,9 @@ class ProcessGroup(Workers):
         )
         return [one.numpy().tobytes() for one in of_all]
 
-    def _exchange(self, where: str, group: int, tensors: Sequence[torch.Tensor], begin: Begin) -> None:
+    def _exchange(
+        self, where: str, group: int, tensors: Sequence[torch.Tensor], begin: Begin
+    ) -> None:
         """Begins operations on tensors, and waits for their end."""
         begun: list[Operation] = []
 
@@ -354,7 +447,13 @@ class ProcessGroup(Workers):
 
         self._wait(where, exchange)
 
-    def _begin(self, group: int, tensors: Sequence[torch.Tensor], begin: Begin, begun: list[Operation]) -> None:
+    def _begin(
+        self,
+        group: int,
+        tensors: Sequence[torch.Tensor],
+        begin: Begin,
+        begun: list[Operation],
+    ) -> None:
         """Begins operations on tensors, and adds each to `begun`."""
         for work in begin(self._groups[group]):
             operation = Operation(group, work, tensors)
@@ -398,7 +497,9 @@ class ProcessGroup(Workers):
         had_news, has_met = False, False
         while True:
             try:
-                sent.work.wait(_LOOK)  # then Python handles signals: see Note [What happens on Ctrl-C]
+                sent.work.wait(
+                    _LOOK
+                )  # then Python handles signals: see Note [What happens on Ctrl-C]
                 return
             except RuntimeError:
                 if sent.work.is_completed():
@@ -422,21 +523,34 @@ class ProcessGroup(Workers):
         # An operation may end in some workers while others wait for one that has stopped. They are apart only if that
         # one waits as well, and has said where.
         waiting = self._lines.waiting.values()
-        return len(waiting) == self.count - 1 and any(word["group"] != group for word in waiting)
+        return len(waiting) == self.count - 1 and any(
+            word["group"] != group for word in waiting
+        )
 
     def _standstill_error(self) -> WorkerError:
         """The error of workers that wait in different groups."""
         places = {w: str(word["text"]) for w, word in self._lines.waiting.items()}
-        text, blamed = comparisons.describe_standstill({**places, self.index: self._waits_at}, self._names)
+        text, blamed = comparisons.describe_standstill(
+            {**places, self.index: self._waits_at}, self._names
+        )
         return self._give_up(text, blamed)
 
-    def _diverged_error(self, where: str, signature: object, compared: Sequence[tuple[str, object]]) -> WorkerError:
+    def _diverged_error(
+        self, where: str, signature: object, compared: Sequence[tuple[str, object]]
+    ) -> WorkerError:
         """The error of workers that are at different exchanges. All of them have found so, and say where they are."""
         place = f"{where} with {signature}" if signature else where
-        told = json.dumps([place, [[what, comparisons.by_name(value)] for what, value in compared]]).encode()
-        sizes = [int.from_bytes(size, "big") for size in self._send_to_all(len(told).to_bytes(_DIGEST, "big"), where)]
+        told = json.dumps(
+            [place, [[what, comparisons.by_name(value)] for what, value in compared]]
+        ).encode()
+        sizes = [
+            int.from_bytes(size, "big")
+            for size in self._send_to_all(len(told).to_bytes(_DIGEST, "big"), where)
+        ]
         of_all = self._send_to_all(told.ljust(max(sizes)), where)
-        return self._give_up(comparisons.describe_difference(list(map(json.loads, of_all))), [])
+        return self._give_up(
+            comparisons.describe_difference(list(map(json.loads, of_all))), []
+        )
 
     def _give_up(self, text: str, blamed: Sequence[int]) -> WorkerError:
         """Closes the groups, and tells the others why."""
@@ -454,9 +568,17 @@ class ProcessGroup(Workers):
             self._lines.listen(_LISTEN_S)
             told = told_of_lost(self._lines, self._names, self.index)
         if told is None:
-            told, blamed = guess_lost(self._lines, self._names, where, time.monotonic() - self._waits_since, error)
+            told, blamed = guess_lost(
+                self._lines,
+                self._names,
+                where,
+                time.monotonic() - self._waits_since,
+                error,
+            )
             self._lines.say("verdict", told, blamed=blamed)
-        return WorkerError(f"{told.rstrip('.')}. This is {self._who}, which waited at {where}.")
+        return WorkerError(
+            f"{told.rstrip('.')}. This is {self._who}, which waited at {where}."
+        )
 
     def _close(self, why: str) -> None:
         """Makes all exchanges of this and of the other workers fail."""

@@ -26,7 +26,10 @@ class MeetingOfThreads:
     def meet(self) -> list[Entry]:
         """Who all workers are. They tell one another nothing here."""
         names = [name_of(worker, self._count) for worker in range(self._count)]
-        return [Entry(who=name, told="", host="", addresses=[], port=0, secret="") for name in names]
+        return [
+            Entry(who=name, told="", host="", addresses=[], port=0, secret="")
+            for name in names
+        ]
 
     def call_watched(self, call: Callable[[], _T]) -> _T:
         """What a call returns in which all workers take part. It has to be made on the thread of the worker."""

@@ -34,7 +34,9 @@ from torchstrategy._base.memory import bits
 from torchstrategy._base.torch_internals import sparse_indices, sparse_values
 
 _LENGTH = 8  # bytes of the length of the structure
-_WIDE = 2**63  # from which on numbers are written in hexadecimal, which Python reads whatever their length is
+_WIDE = (
+    2**63
+)  # from which on numbers are written in hexadecimal, which Python reads whatever their length is
 
 
 def encode(value: object) -> bytes:
@@ -51,7 +53,9 @@ def encode(value: object) -> bytes:
     """
     blobs: list[bytes] = []
     try:
-        structure = json.dumps(_node(value, blobs), allow_nan=False, separators=(",", ":")).encode()
+        structure = json.dumps(
+            _node(value, blobs), allow_nan=False, separators=(",", ":")
+        ).encode()
     except RecursionError:
         raise ValueError(
             f"{an(type(value).__name__).capitalize()} holds itself, or is nested too deeply, and cannot be sent to "
@@ -73,8 +77,18 @@ def decode(data: bytes) -> Any:
         if rest.position != len(data):
             raise ValueError(f"{len(data) - rest.position} bytes are left over")
         return value
-    except (ValueError, TypeError, LookupError, ArithmeticError, AttributeError, RuntimeError, struct.error) as error:
-        raise ValueError(f"What came from another worker is no value: {described(error)}") from error
+    except (
+        ValueError,
+        TypeError,
+        LookupError,
+        ArithmeticError,
+        AttributeError,
+        RuntimeError,
+        struct.error,
+    ) as error:
+        raise ValueError(
+            f"What came from another worker is no value: {described(error)}"
+        ) from error
 
 
 def _node(value: Any, blobs: list[bytes]) -> Any:
@@ -85,7 +99,9 @@ def _node(value: Any, blobs: list[bytes]) -> Any:
     if kind is int:
         return value if -_WIDE < value < _WIDE else ["int", hex(value)]
     if kind is float:
-        return value if math.isfinite(value) else ["float", struct.pack("<d", value).hex()]
+        return (
+            value if math.isfinite(value) else ["float", struct.pack("<d", value).hex()]
+        )
     if kind is str:
         return _node_of_text(value)
     if kind is bytes:
@@ -171,31 +187,49 @@ def _node_of_text(text: str) -> Any:
 
 # Tensors
 
-_DTYPES = {str(found).removeprefix("torch."): found for found in vars(torch).values() if type(found) is torch.dtype}
+_DTYPES = {
+    str(found).removeprefix("torch."): found
+    for found in vars(torch).values()
+    if type(found) is torch.dtype
+}
 
 
 def _node_of_tensor(tensor: torch.Tensor, blobs: list[bytes]) -> Any:
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter) and not tensor.is_nested:
         _refuse(f"a tensor of the class {type(tensor).__name__}")
     if tensor.is_quantized or tensor.is_meta:
-        _refuse("a quantized tensor" if tensor.is_quantized else "a tensor on 'meta', which has no numbers,")
+        _refuse(
+            "a quantized tensor"
+            if tensor.is_quantized
+            else "a tensor on 'meta', which has no numbers,"
+        )
     tensor = tensor.detach()
     tensor = tensor if tensor.is_cpu else tensor.cpu()
     if tensor.is_nested:
         return _node_of_nested(tensor, blobs)
     if tensor.layout is torch.sparse_coo:
-        parts = [_node_of_tensor(part, blobs) for part in (sparse_indices(tensor), sparse_values(tensor))]
+        parts = [
+            _node_of_tensor(part, blobs)
+            for part in (sparse_indices(tensor), sparse_values(tensor))
+        ]
         return ["sparse", list(tensor.shape), tensor.is_coalesced(), *parts]
     if tensor.layout is not torch.strided:
         _refuse(f"a tensor of the layout {tensor.layout}")
     data = bits(tensor.resolve_conj().resolve_neg()).numpy().tobytes()
-    return ["tensor", str(tensor.dtype).removeprefix("torch."), list(tensor.shape), _blob(data, blobs)]
+    return [
+        "tensor",
+        str(tensor.dtype).removeprefix("torch."),
+        list(tensor.shape),
+        _blob(data, blobs),
+    ]
 
 
 def _node_of_nested(tensor: Any, blobs: list[bytes]) -> Any:
     if tensor.layout is not torch.jagged:
         _refuse(f"a nested tensor of the layout {tensor.layout}")
-    dimension = next(d for d, size in enumerate(tensor.shape) if not isinstance(size, int))
+    dimension = next(
+        d for d, size in enumerate(tensor.shape) if not isinstance(size, int)
+    )
     parts = tensor.values(), tensor.offsets(), tensor.lengths()
     return ["nested", dimension, *[_node(part, blobs) for part in parts]]
 
@@ -214,7 +248,9 @@ def _tensor_of(parts: Sequence[Any], rest: _Rest) -> torch.Tensor:
 def _sparse_of(parts: Sequence[Any], rest: _Rest) -> torch.Tensor:
     shape, coalesced, *nodes = parts
     indices, values = (_tensor_at(node, rest) for node in nodes)
-    made = torch.sparse_coo_tensor(indices, values, shape, check_invariants=True, device="cpu")
+    made = torch.sparse_coo_tensor(
+        indices, values, shape, check_invariants=True, device="cpu"
+    )
     # A tensor that says that it is coalesced, and is not, would be read wrongly.
     return made.coalesce() if coalesced else made
 
@@ -228,9 +264,13 @@ def _nested_of(parts: Sequence[Any], rest: _Rest) -> torch.Tensor:
     if lengths is not None:
         ends = begins + lengths
     steps = ends - begins
-    is_inside = 1 <= dimension <= values.dim() and bool((begins >= 0).all() and (steps >= 0).all())
+    is_inside = 1 <= dimension <= values.dim() and bool(
+        (begins >= 0).all() and (steps >= 0).all()
+    )
     if not is_inside or bool((ends > values.shape[dimension - 1]).any()):
-        raise ValueError(f"the rows {offsets.tolist()} are not in a tensor of shape {tuple(values.shape)}")
+        raise ValueError(
+            f"the rows {offsets.tolist()} are not in a tensor of shape {tuple(values.shape)}"
+        )
     return torch.nested.nested_tensor_from_jagged(values, offsets, lengths, dimension)
 
 
@@ -242,7 +282,9 @@ def _tensor_at(node: Any, rest: _Rest) -> torch.Tensor:
 
 
 def _product(shape: Any) -> int:
-    if type(shape) is not list or any(type(size) is not int or size < 0 for size in shape):
+    if type(shape) is not list or any(
+        type(size) is not int or size < 0 for size in shape
+    ):
         raise ValueError(f"{shape!r:.60} is no shape")
     return math.prod(shape)
 
@@ -256,7 +298,11 @@ _LARGE_ITEM = 2**20  # bytes
 
 def _node_of_array(array: np.ndarray[Any, Any], blobs: list[bytes]) -> Any:
     if array.dtype.kind == "O":
-        return ["objects", list(array.shape), *[_node(item, blobs) for item in array.reshape(-1).tolist()]]
+        return [
+            "objects",
+            list(array.shape),
+            *[_node(item, blobs) for item in array.reshape(-1).tolist()],
+        ]
     if array.dtype.kind not in _KINDS:
         _refuse(f"an array of the dtype {array.dtype}")
     return ["array", array.dtype.str, list(array.shape), _blob(array.tobytes(), blobs)]
@@ -268,7 +314,9 @@ def _array_of(parts: Sequence[Any], rest: _Rest) -> np.ndarray[Any, Any]:
         raise ValueError(f"{name!r:.60} is no dtype")
     dtype, taken = np.dtype(name), rest.take(size)
     # NumPy takes memory for one item of an empty array, too.
-    if _product(shape) * dtype.itemsize != size or dtype.itemsize > max(size, _LARGE_ITEM):
+    if _product(shape) * dtype.itemsize != size or dtype.itemsize > max(
+        size, _LARGE_ITEM
+    ):
         raise ValueError(f"{size} bytes are no array of shape {shape} and {dtype}")
     made = np.empty(shape, dtype)
     if size:
@@ -288,7 +336,12 @@ def _objects_of(parts: Sequence[Any], rest: _Rest) -> np.ndarray[Any, Any]:
 
 # Containers, and things of the standard library and of torch that say what they are by a few parts
 
-_CONTAINERS: dict[type, str] = {list: "list", tuple: "tuple", set: "set", frozenset: "frozenset"}
+_CONTAINERS: dict[type, str] = {
+    list: "list",
+    tuple: "tuple",
+    set: "set",
+    frozenset: "frozenset",
+}
 _Parts = Callable[[Any], Sequence[Any]]
 _Made = Callable[..., Any]
 _Paths = (PurePosixPath, PosixPath, PureWindowsPath, WindowsPath)
@@ -316,16 +369,24 @@ def _time_of(text: str, fold: int) -> time:
     return time.fromisoformat(text).replace(fold=fold)
 
 
-def _packed_of(data: torch.Tensor, sizes: torch.Tensor, order: Any, back: Any) -> PackedSequence:
+def _packed_of(
+    data: torch.Tensor, sizes: torch.Tensor, order: Any, back: Any
+) -> PackedSequence:
     steps = sizes.tolist()
     is_whole = sum(steps) == len(data) and all(step > 0 for step in steps[:-1])
-    if not is_whole or steps != sorted(steps, reverse=True):  # torch does not look at them, and reads by them
-        raise ValueError(f"{len(data)} rows are no sequences that have {steps} in each step")
+    if not is_whole or steps != sorted(
+        steps, reverse=True
+    ):  # torch does not look at them, and reads by them
+        raise ValueError(
+            f"{len(data)} rows are no sequences that have {steps} in each step"
+        )
     return PackedSequence(data, sizes, order, back)
 
 
 def _fraction_of(over: int, under: int) -> Fraction:
-    if type(over) is not int or type(under) is not int:  # the text "1e999999999" would be a number of that length
+    if (
+        type(over) is not int or type(under) is not int
+    ):  # the text "1e999999999" would be a number of that length
         raise TypeError("a fraction is made of two integers")
     return Fraction(over, under)
 
@@ -347,9 +408,17 @@ _ATOMS: dict[type, tuple[str, _Parts, _Made]] = {
     **{kind: (kind.__name__, _as_text, kind) for kind in _Paths},
     torch.Size: ("size", tuple, lambda *sizes: torch.Size(sizes)),
     torch.device: ("device", _as_text, torch.device),
-    torch.dtype: ("dtype", lambda dtype: (str(dtype).removeprefix("torch."),), _dtype_of),
+    torch.dtype: (
+        "dtype",
+        lambda dtype: (str(dtype).removeprefix("torch."),),
+        _dtype_of,
+    ),
     PackedSequence: ("packed", tuple, _packed_of),
-    deque: ("deque", lambda items: (items.maxlen, *items), lambda most, *items: deque(items, most)),
+    deque: (
+        "deque",
+        lambda items: (items.maxlen, *items),
+        lambda most, *items: deque(items, most),
+    ),
 }
 
 _Reader = Callable[[Sequence[Any], _Rest], Any]
@@ -376,7 +445,9 @@ def _float_of(parts: Sequence[Any], rest: _Rest) -> float:
 _READERS: dict[str, _Reader] = {
     "int": lambda parts, rest: int(parts[0], 16),
     "float": _float_of,
-    "text": lambda parts, rest: bytes.fromhex(parts[0]).decode("utf-8", "surrogatepass"),
+    "text": lambda parts, rest: bytes.fromhex(parts[0]).decode(
+        "utf-8", "surrogatepass"
+    ),
     "bytes": lambda parts, rest: bytes(rest.take(parts[0])),
     "tensor": _tensor_of,
     "sparse": _sparse_of,

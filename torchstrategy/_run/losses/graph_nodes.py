@@ -32,8 +32,20 @@ Edge: TypeAlias = "tuple[Node | None, int]"  # a node, and which of its outputs;
 
 # Names of operations.
 VIEWS = (
-    *("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0", "SqueezeBackward0", "SqueezeBackward1"),
-    *("SqueezeBackward2", "UnsqueezeBackward0", "ExpandBackward0", "CloneBackward0", "AliasBackward0"),
+    *(
+        "ViewBackward0",
+        "UnsafeViewBackward0",
+        "ReshapeAliasBackward0",
+        "SqueezeBackward0",
+        "SqueezeBackward1",
+    ),
+    *(
+        "SqueezeBackward2",
+        "UnsqueezeBackward0",
+        "ExpandBackward0",
+        "CloneBackward0",
+        "AliasBackward0",
+    ),
     "ToCopyBackward0",
 )
 SUMS = ("SumBackward0", "SumBackward1", "NansumBackward0", "NansumBackward1")
@@ -44,14 +56,31 @@ MAX_OF_PARAMETERS = 8  # nodes of a factor that parameters make
 MAX_TO_SELECTION = 12  # nodes between a mean and the selection of its elements
 
 _UNARY = {
-    *("ExpBackward0", "LogBackward0", "NegBackward0", "PowBackward0", "ReciprocalBackward0", "SigmoidBackward0"),
-    *("SoftplusBackward0", "SqrtBackward0", "RsqrtBackward0", "TanhBackward0", "CloneBackward0", "ToCopyBackward0"),
+    *(
+        "ExpBackward0",
+        "LogBackward0",
+        "NegBackward0",
+        "PowBackward0",
+        "ReciprocalBackward0",
+        "SigmoidBackward0",
+    ),
+    *(
+        "SoftplusBackward0",
+        "SqrtBackward0",
+        "RsqrtBackward0",
+        "TanhBackward0",
+        "CloneBackward0",
+        "ToCopyBackward0",
+    ),
     *("SelectBackward0", "SqueezeBackward0", "ViewBackward0", "UnbindBackward0"),
 }
 _SELECTING = {"IndexBackward0", "MaskedSelectBackward0", "IndexSelectBackward0"}
 
 # A number that stands beside a tensor becomes a tensor, too, but has no say in which dtype the result gets.
-_FLOAT, _INTEGER = torch.empty((), dtype=torch.float32, device="cpu"), torch.empty((), dtype=torch.int32, device="cpu")
+_FLOAT, _INTEGER = (
+    torch.empty((), dtype=torch.float32, device="cpu"),
+    torch.empty((), dtype=torch.int32, device="cpu"),
+)
 
 
 def shape_of(node: Node, index: int = 0) -> tuple[int, ...]:
@@ -108,8 +137,14 @@ def python_number(value: Any) -> float | None:
     with unseen_by_function_modes():
         if value.dim() or not value.is_cpu:
             return None
-        is_float = value.dtype is torch.float64 and torch.result_type(_FLOAT, value) is torch.float32
-        is_integer = value.dtype is torch.int64 and torch.result_type(_INTEGER, value) is torch.int32
+        is_float = (
+            value.dtype is torch.float64
+            and torch.result_type(_FLOAT, value) is torch.float32
+        )
+        is_integer = (
+            value.dtype is torch.int64
+            and torch.result_type(_INTEGER, value) is torch.int32
+        )
         return float(value.item()) if is_float or is_integer else None
 
 
@@ -132,7 +167,11 @@ def total_weight(node: Node) -> torch.Tensor:
     target, weight = saved(node, "target"), saved(node, "weight")
     with without_autograd(), unseen_by_function_modes():
         counted = target != saved(node, "ignore_index")
-        weights = counted if weight is None else weight.float()[torch.where(counted, target, 0)] * counted
+        weights = (
+            counted
+            if weight is None
+            else weight.float()[torch.where(counted, target, 0)] * counted
+        )
         again: torch.Tensor = weights.sum()
     return again
 
@@ -182,14 +221,18 @@ def depends_only_on_parameters(node: Node | None) -> bool:
         left -= 1
         if one is None or left < 0:
             return False
-        variable = getattr(one, "variable", None)  # of the node that adds to the gradient of a leaf
+        variable = getattr(
+            one, "variable", None
+        )  # of the node that adds to the gradient of a leaf
         if variable is not None:
             if not isinstance(variable, nn.Parameter):
                 return False
             continue
         # What is added to it, or what it is multiplied by, may be a number of the replica.
         is_of_two = one.name() in ("AddBackward0", "MulBackward0", "SubBackward0")
-        if not (is_of_two or one.name() in _UNARY) or (is_of_two and None in _operands(one)):
+        if not (is_of_two or one.name() in _UNARY) or (
+            is_of_two and None in _operands(one)
+        ):
             return False
         waiting.extend(_operands(one))
     return True

@@ -86,10 +86,17 @@ class Entry:
     factor: float
     scales: tuple[Scale, ...]
 
-    def gradient(self, like: torch.Tensor, weight: float | torch.Tensor = 1.0) -> torch.Tensor:
+    def gradient(
+        self, like: torch.Tensor, weight: float | torch.Tensor = 1.0
+    ) -> torch.Tensor:
         """What backward is to begin with there, if `like` is the loss, and the term counts `weight`."""
-        dtype = torch.promote_types(like.dtype, torch.float32)  # a half weight would be off by a thousandth
-        gradient = like.new_full(shape_of(self.node, self.index), self.factor, dtype=dtype) * weight
+        dtype = torch.promote_types(
+            like.dtype, torch.float32
+        )  # a half weight would be off by a thousandth
+        gradient = (
+            like.new_full(shape_of(self.node, self.index), self.factor, dtype=dtype)
+            * weight
+        )
         for tensor, divides in self.scales:
             gradient = gradient / tensor if divides else gradient * tensor
         return gradient.to(dtype_of(self.node, self.index))
@@ -141,18 +148,27 @@ class _Path(NamedTuple):
     factor: float = 1.0
     divisors: tuple[float, ...] = ()
     scales: tuple[Scale, ...] = ()
-    divisor: torch.Tensor | None = None  # a tensor that it was divided by, which may be its count
-    entry: Entry | None = None  # where it is multiplied by something that parameters make
+    divisor: torch.Tensor | None = (
+        None  # a tensor that it was divided by, which may be its count
+    )
+    entry: Entry | None = (
+        None  # where it is multiplied by something that parameters make
+    )
     is_added: bool = False
     is_hooked: bool = False
 
     def times(self, number: float) -> _Path:
         """Multiplied by a Python number."""
-        return self._replace(factor=self.factor * number, divisors=(*self.divisors, 1 / number if number else 0.0))
+        return self._replace(
+            factor=self.factor * number,
+            divisors=(*self.divisors, 1 / number if number else 0.0),
+        )
 
     def over(self, number: float) -> _Path:
         """Divided by a Python number. If that is zero, Python raises an error, and the loss is not read."""
-        return self._replace(factor=self.factor / number, divisors=(*self.divisors, number))
+        return self._replace(
+            factor=self.factor / number, divisors=(*self.divisors, number)
+        )
 
     def scaled(self, tensor: torch.Tensor, divides: bool) -> _Path:
         """Multiplied or divided by a tensor."""
@@ -160,12 +176,18 @@ class _Path(NamedTuple):
 
     def counted(self, tensor: torch.Tensor) -> _Path:
         """Divided by what may be its count. What was divided by after it, is not."""
-        earlier = self if self.divisor is None else self.scaled(self.divisor, divides=True)
+        earlier = (
+            self if self.divisor is None else self.scaled(self.divisor, divides=True)
+        )
         return earlier._replace(divisor=tensor)
 
     def enters(self, node: Node, index: int) -> Entry:
         """Where the gradient enters if the value was made by this node."""
-        scales = self.scales if self.divisor is None else (*self.scales, Scale(self.divisor, divides=True))
+        scales = (
+            self.scales
+            if self.divisor is None
+            else (*self.scales, Scale(self.divisor, divides=True))
+        )
         return self.entry or Entry(node, index, self.factor, scales)
 
 
@@ -182,10 +204,21 @@ def read_terms(loss: torch.Tensor) -> list[Term]:
         root, index, size = loss.grad_fn, loss.output_nr, loss.numel()
     terms = None
     if root is not None and size == 1:
-        with suppress(Exception):  # freed or written memory, a field that this torch does not have, a hook that fails
+        with suppress(
+            Exception
+        ):  # freed or written memory, a field that this torch does not have, a hook that fails
             terms = _walk(root, index)
     if terms is None:
-        terms = [Term(UNREADABLE, None, 1.0, Entry(root, index, 1.0, ()), root.name() if root else "leaf", node=root)]
+        terms = [
+            Term(
+                UNREADABLE,
+                None,
+                1.0,
+                Entry(root, index, 1.0, ()),
+                root.name() if root else "leaf",
+                node=root,
+            )
+        ]
     return terms
 
 
@@ -195,14 +228,24 @@ def _walk(root: Node, index: int) -> list[Term] | None:
     waiting: _Steps = [(root, index, _Path())]
     for _ in range(MAX_NODES):
         node, index, path = waiting.pop()
-        step = _STEPS.get(node.name()) if node is root or not shape_of(node, index) else None
+        step = (
+            _STEPS.get(node.name())
+            if node is root or not shape_of(node, index)
+            else None
+        )
         steps = step(node, index, path) if step else None
         if steps is None:
             terms.append(_term(node, index, path))
         else:
             waiting.extend(reversed(steps))
         if not waiting:
-            return terms if len(terms) == 1 else _merged(terms) if len(terms) <= MAX_TERMS else None
+            return (
+                terms
+                if len(terms) == 1
+                else _merged(terms)
+                if len(terms) <= MAX_TERMS
+                else None
+            )
     return None
 
 
@@ -216,7 +259,9 @@ def _merged(terms: Sequence[Term]) -> list[Term]:
         known = together.get(key)
         if known is not None:
             entry = replace(entry, factor=known.entry.factor + entry.factor)
-            term = replace(known, factor=known.factor + term.factor, entry=entry, divisors=())
+            term = replace(
+                known, factor=known.factor + term.factor, entry=entry, divisors=()
+            )
         together[key] = term
     return list(together.values())
 
@@ -250,10 +295,25 @@ def _through_minus(node: Node, index: int, path: _Path) -> _Steps | None:
 
 def _through_sum(node: Node, index: int, path: _Path) -> _Steps | None:
     """`a + alpha * b`, or `a - alpha * b`."""
-    alpha = float(saved(node, "alpha")) * (1.0 if node.name().startswith("Add") else -1.0)
+    alpha = float(saved(node, "alpha")) * (
+        1.0 if node.name().startswith("Add") else -1.0
+    )
     first, second = node.next_functions
-    paths = path, (path if alpha == 1 else path._replace(factor=-path.factor) if alpha == -1 else path.times(alpha))
-    steps = [(edge[0], edge[1], own) for edge, own in zip((first, second), paths, strict=True) if edge[0] is not None]
+    paths = (
+        path,
+        (
+            path
+            if alpha == 1
+            else path._replace(factor=-path.factor)
+            if alpha == -1
+            else path.times(alpha)
+        ),
+    )
+    steps = [
+        (edge[0], edge[1], own)
+        for edge, own in zip((first, second), paths, strict=True)
+        if edge[0] is not None
+    ]
     if len(steps) == 1:
         ((inner, position, own),) = steps
         return [(inner, position, own._replace(is_added=True))]
@@ -263,7 +323,9 @@ def _through_sum(node: Node, index: int, path: _Path) -> _Steps | None:
 
 def _through_sum_with_number(node: Node, index: int, path: _Path) -> _Steps | None:
     sign = -1.0 if node.name() == "RsubBackward1" else 1.0
-    return _through(node, index, path._replace(factor=sign * path.factor, is_added=True))
+    return _through(
+        node, index, path._replace(factor=sign * path.factor, is_added=True)
+    )
 
 
 def _through_product(node: Node, index: int, path: _Path) -> _Steps | None:
@@ -273,7 +335,9 @@ def _through_product(node: Node, index: int, path: _Path) -> _Steps | None:
     inner, other = (first, "other") if second[0] is None else (second, "self")
     by = saved(node, other)
     number = python_number(by)
-    return _to(inner, path.scaled(by, divides=False) if number is None else path.times(number))
+    return _to(
+        inner, path.scaled(by, divides=False) if number is None else path.times(number)
+    )
 
 
 def _through_learned_product(node: Node, index: int, path: _Path) -> _Steps | None:
@@ -298,7 +362,9 @@ def _through_quotient(node: Node, index: int, path: _Path) -> _Steps | None:
     number = python_number(by)
     if number is not None:
         return _to(first, path.over(number))
-    return _to(first, path.counted(by) if is_scalar(by) else path.scaled(by, divides=True))
+    return _to(
+        first, path.counted(by) if is_scalar(by) else path.scaled(by, divides=True)
+    )
 
 
 def _through_product_with_number(node: Node, index: int, path: _Path) -> _Steps | None:
@@ -330,8 +396,17 @@ _STEPS: dict[str, Callable[[Node, int, _Path], _Steps | None]] = {
 
 # Losses of torch that reduce their elements themselves.
 _REDUCING = (
-    *("MseLossBackward0", "SmoothL1LossBackward0", "HuberLossBackward0", "BinaryCrossEntropyBackward0"),
-    *("BinaryCrossEntropyWithLogitsBackward0", "KlDivBackward0", "SoftMarginLossBackward0"),
+    *(
+        "MseLossBackward0",
+        "SmoothL1LossBackward0",
+        "HuberLossBackward0",
+        "BinaryCrossEntropyBackward0",
+    ),
+    *(
+        "BinaryCrossEntropyWithLogitsBackward0",
+        "KlDivBackward0",
+        "SoftMarginLossBackward0",
+    ),
     *("MultiMarginLossBackward0", "MultilabelMarginLossBackward0"),
 )
 _BY_MEAN, _BY_SUM = 1, 2

@@ -30,7 +30,12 @@ from torchstrategy._group.group import Replica
 from torchstrategy._group.participants import Participants
 from torchstrategy._run.losses.graph_nodes import without_unpacking
 from torchstrategy._run.losses.loss_terms import Term, read_terms
-from torchstrategy._run.losses.loss_weights import UNREAD, LossReading, LossWeights, weigh
+from torchstrategy._run.losses.loss_weights import (
+    UNREAD,
+    LossReading,
+    LossWeights,
+    weigh,
+)
 from torchstrategy._run.losses.told_losses import ToldLosses
 from torchstrategy._run.losses.whole_batch import WholeBatchLook
 
@@ -66,7 +71,9 @@ class _Watcher:
         look: Looks whether a loss needs the whole batch. None: nobody does.
     """
 
-    def __init__(self, weights: Participants, rows: Sequence[float] | None, first: int = 0) -> None:
+    def __init__(
+        self, weights: Participants, rows: Sequence[float] | None, first: int = 0
+    ) -> None:
         self._weights, self._rows, self._first = weights, rows, first
         self.found: list[LossWeights] = []
         self.look: WholeBatchLook | None = None
@@ -80,15 +87,21 @@ class _Watcher:
 class LossNotes(_Watcher):
     """Notes, in each replica, what its losses were divided by. They are compared when the run has ended."""
 
-    def __init__(self, weights: Participants, rows: Sequence[float] | None, first: int = 0) -> None:
+    def __init__(
+        self, weights: Participants, rows: Sequence[float] | None, first: int = 0
+    ) -> None:
         super().__init__(weights, rows, first)
         self._notes: dict[int, list[LossReading]] = {r: [] for r in weights.present}
 
-    def watching(self, replica: Replica, gradients: GradientsOfReplica) -> losses_run_by:
+    def watching(
+        self, replica: Replica, gradients: GradientsOfReplica
+    ) -> losses_run_by:
         """A block in which the losses of a replica are noted. It waits for nobody."""
         return losses_run_by(partial(self._note, replica.index))
 
-    def _note(self, r: int, outputs: Sequence[Any], grads: Sequence[Any], run: _Run) -> Any:
+    def _note(
+        self, r: int, outputs: Sequence[Any], grads: Sequence[Any], run: _Run
+    ) -> Any:
         notes = self._notes[r]
         if is_in_replica() and len(notes) < MAX_BACKWARDS:
             with without_unpacking(), without_autograd():
@@ -100,7 +113,9 @@ class LossNotes(_Watcher):
         numbers = set(map(len, self._notes.values()))
         if len(numbers) > 1:
             return  # replicas ran unlike numbers of backwards: it is not known which belong together
-        own = sum(self._weights.parts) or 1.0  # other workers have the rest, and nobody asks them
+        own = (
+            sum(self._weights.parts) or 1.0
+        )  # other workers have the rest, and nobody asks them
         parts = [0.0] * self._first + [part / own for part in self._weights.parts]
         for k in range(numbers.pop()):
             readings = {self._first + r: notes[k] for r, notes in self._notes.items()}
@@ -128,7 +143,9 @@ class LossWeigher(_Watcher):
         super().__init__(weights, rows, first)
         self._told = told
 
-    def watching(self, replica: Replica, gradients: GradientsOfReplica) -> losses_run_by:
+    def watching(
+        self, replica: Replica, gradients: GradientsOfReplica
+    ) -> losses_run_by:
         """A block in which the backwards of a replica are weighted."""
         return losses_run_by(partial(self._weighted, replica, gradients))
 
@@ -136,7 +153,12 @@ class LossWeigher(_Watcher):
         """All was compared where backwards began."""
 
     def _weighted(
-        self, replica: Replica, gradients: GradientsOfReplica, outputs: Sequence[Any], grads: Sequence[Any], run: _Run
+        self,
+        replica: Replica,
+        gradients: GradientsOfReplica,
+        outputs: Sequence[Any],
+        grads: Sequence[Any],
+        run: _Run,
     ) -> Any:
         if not is_in_replica():
             return run(outputs, grads)
@@ -164,7 +186,9 @@ class LossWeigher(_Watcher):
 
 
 def reading_of(
-    outputs: Sequence[Any], look: WholeBatchLook | None = None, rows: float | None = None
+    outputs: Sequence[Any],
+    look: WholeBatchLook | None = None,
+    rows: float | None = None,
 ) -> tuple[LossReading, list[Term]]:
     """What can be read where a backward begins: nothing unless it begins at one number.
 
@@ -198,7 +222,10 @@ def common_factor(factors: Sequence[float] | None) -> float | None:
 
 
 def weighted_roots(
-    outputs: Sequence[Any], grads: Sequence[Any], terms: Sequence[Term], factors: Sequence[float] | None
+    outputs: Sequence[Any],
+    grads: Sequence[Any],
+    terms: Sequence[Term],
+    factors: Sequence[float] | None,
 ) -> tuple[Sequence[Any], Sequence[Any]]:
     """Where backward begins, and with which gradients, if terms are to be multiplied by these factors.
 
@@ -218,7 +245,10 @@ def weighted_roots(
 
 
 def _roots(
-    loss: torch.Tensor, grad: torch.Tensor, terms: Sequence[Term], factors: Sequence[float]
+    loss: torch.Tensor,
+    grad: torch.Tensor,
+    terms: Sequence[Term],
+    factors: Sequence[float],
 ) -> tuple[list[GradientEdge], list[torch.Tensor]]:
     """Where backward begins if terms have unlike weights, and the gradients there."""
     # Backward does not come through the loss itself: what it would call there is called here.
@@ -234,7 +264,9 @@ def _roots(
     return edges, gradients
 
 
-BY_LOSS = "backward, by gradient_reduction='loss'"  # the name of the synchronization point
+BY_LOSS = (
+    "backward, by gradient_reduction='loss'"  # the name of the synchronization point
+)
 
 CLOSURE_OF_TERMS = (
     "optimizer.step(closure) with gradient_reduction='loss': the terms of the loss were divided by unlike numbers, and "

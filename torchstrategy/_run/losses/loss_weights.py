@@ -27,9 +27,22 @@ import torch
 from torchstrategy._base.context import without_autograd
 from torchstrategy._base.torch_internals import unseen_by_function_modes
 from torchstrategy._run.losses.graph_nodes import depends_only_on_parameters
-from torchstrategy._run.losses.loss_terms import DIVISOR, MEAN, NUMBER, SELECTION, SUM, TARGETS, UNREADABLE, Scale, Term
+from torchstrategy._run.losses.loss_terms import (
+    DIVISOR,
+    MEAN,
+    NUMBER,
+    SELECTION,
+    SUM,
+    TARGETS,
+    UNREADABLE,
+    Scale,
+    Term,
+)
 
-_CLOSE, _CLOSE_OF_FLOATS = 1e-9, 1e-6  # how much equal numbers may differ: float32 has seven digits
+_CLOSE, _CLOSE_OF_FLOATS = (
+    1e-9,
+    1e-6,
+)  # how much equal numbers may differ: float32 has seven digits
 
 COUNTED = "counted"
 LIKE_ROWS = "it counts like the rows"
@@ -77,7 +90,8 @@ class Fact(NamedTuple):
             is_learned=term.is_learned,
             is_added=term.is_added,
             is_hooked=term.is_hooked,
-            is_rounded=isinstance(term.count, torch.Tensor) and term.count.dtype != torch.float64,
+            is_rounded=isinstance(term.count, torch.Tensor)
+            and term.count.dtype != torch.float64,
             likes=likes,
             is_awaited=isinstance(term.count, torch.Tensor) and not term.count.is_cpu,
             has_awaited=not all(scale.tensor.is_cpu for scale in term.scales),
@@ -93,7 +107,9 @@ class LossReading(NamedTuple):
     @classmethod
     def of(cls, terms: Sequence[Term], value: torch.Tensor | None) -> LossReading:
         sources = list(map(_source_of, terms))
-        likes = [1] * len(terms) if len(terms) == 1 else _numbers_of_likes(terms, sources)
+        likes = (
+            [1] * len(terms) if len(terms) == 1 else _numbers_of_likes(terms, sources)
+        )
         return cls(tuple(map(Fact.of, terms, sources, likes)), value)
 
     @property
@@ -104,7 +120,11 @@ class LossReading(NamedTuple):
 
 def _source_of(term: Term) -> str:
     # What depends on nothing but parameters is the same in all replicas.
-    is_constant = term.source == UNREADABLE and term.node is not None and depends_only_on_parameters(term.node)
+    is_constant = (
+        term.source == UNREADABLE
+        and term.node is not None
+        and depends_only_on_parameters(term.node)
+    )
     return MEAN if is_constant else term.source
 
 
@@ -116,7 +136,9 @@ def _numbers_of_likes(terms: Sequence[Term], sources: Sequence[str]) -> list[int
     return [len(targets[source]) for source in sources]
 
 
-UNREAD = LossReading((Fact(UNREADABLE, "several tensors", None, 1.0, (), (), False, False, False),), None)
+UNREAD = LossReading(
+    (Fact(UNREADABLE, "several tensors", None, 1.0, (), (), False, False, False),), None
+)
 
 
 @final
@@ -127,7 +149,9 @@ class Column(NamedTuple):
     name: str
     reason: str  # `COUNTED`, `LIKE_ROWS`, `UNREADABLE`, or why it keeps the weight of its rows
     counts: tuple[float, ...]  # of the replicas that have a say
-    weights: tuple[float, ...]  # what their gradients of this term are to be multiplied by
+    weights: tuple[
+        float, ...
+    ]  # what their gradients of this term are to be multiplied by
     differs: float  # how much these differ from the weights of the rows, at most
 
 
@@ -144,12 +168,18 @@ class LossWeights(NamedTuple):
         if not self.is_alike or replica not in self.replicas:
             return None
         position = self.replicas.index(replica)
-        factors = [column.weights[position] / part if column.reason == COUNTED else 1.0 for column in self.columns]
+        factors = [
+            column.weights[position] / part if column.reason == COUNTED else 1.0
+            for column in self.columns
+        ]
         return None if all(factor == 1.0 for factor in factors) else factors
 
 
 def weigh(
-    readings: Mapping[int, LossReading], parts: Sequence[float], rows: Sequence[float] | None, can_split: bool = True
+    readings: Mapping[int, LossReading],
+    parts: Sequence[float],
+    rows: Sequence[float] | None,
+    can_split: bool = True,
 ) -> LossWeights:
     """The weights of all terms of a loss.
 
@@ -159,24 +189,44 @@ def weigh(
         rows: For each replica, how many rows it has. None: nobody knows.
         can_split: Whether terms may get unlike weights where module hooks are in the way.
     """
-    replicas = tuple(r for r, reading in readings.items() if parts[r] and not reading.is_zero)
+    replicas = tuple(
+        r for r, reading in readings.items() if parts[r] and not reading.is_zero
+    )
     own = [parts[r] for r in replicas]
     with without_autograd(), unseen_by_function_modes():
         columns, is_alike = _columns(
-            [readings[r] for r in replicas], own, None if rows is None else [rows[r] for r in replicas]
+            [readings[r] for r in replicas],
+            own,
+            None if rows is None else [rows[r] for r in replicas],
         )
     factors = {
-        tuple(round(weight / part, 12) for weight, part in zip(column.weights, own, strict=True)) for column in columns
+        tuple(
+            round(weight / part, 12)
+            for weight, part in zip(column.weights, own, strict=True)
+        )
+        for column in columns
     }
-    if not can_split and len(factors) > 1 and any(f.is_hooked for reading in readings.values() for f in reading.facts):
-        columns = [one._replace(reason=BEHIND_HOOKS) if one.reason == COUNTED else one for one in columns]
+    if (
+        not can_split
+        and len(factors) > 1
+        and any(f.is_hooked for reading in readings.values() for f in reading.facts)
+    ):
+        columns = [
+            one._replace(reason=BEHIND_HOOKS) if one.reason == COUNTED else one
+            for one in columns
+        ]
     return LossWeights(replicas, tuple(columns), is_alike)
 
 
 def _columns(
-    readings: Sequence[LossReading], parts: Sequence[float], rows: Sequence[float] | None
+    readings: Sequence[LossReading],
+    parts: Sequence[float],
+    rows: Sequence[float] | None,
 ) -> tuple[list[Column], bool]:
-    shapes = [[(fact.source, fact.is_learned, len(fact.scales)) for fact in reading.facts] for reading in readings]
+    shapes = [
+        [(fact.source, fact.is_learned, len(fact.scales)) for fact in reading.facts]
+        for reading in readings
+    ]
     if any(shape != shapes[0] for shape in shapes):
         return [_unlike([reading.facts for reading in readings], parts, rows)], False
     columns = []
@@ -187,26 +237,48 @@ def _columns(
     return columns, True
 
 
-def _column(facts: Sequence[Fact], reason: str, counts: Sequence[float], parts: Sequence[float]) -> Column:
+def _column(
+    facts: Sequence[Fact], reason: str, counts: Sequence[float], parts: Sequence[float]
+) -> Column:
     weights = list(parts)
     if counts and sum(counts) > 0:
         weights = [count / sum(counts) for count in counts]
-    differs = max(abs(weight - part) for weight, part in zip(weights, parts, strict=True))
-    near = _CLOSE_OF_FLOATS if any(fact.is_rounded for fact in facts) and facts[0].source == DIVISOR else _CLOSE
+    differs = max(
+        abs(weight - part) for weight, part in zip(weights, parts, strict=True)
+    )
+    near = (
+        _CLOSE_OF_FLOATS
+        if any(fact.is_rounded for fact in facts) and facts[0].source == DIVISOR
+        else _CLOSE
+    )
     if reason == COUNTED and differs <= near * max(parts):
-        reason, weights = LIKE_ROWS, list(parts)  # so that nothing changes, not even by rounding
-    return Column(facts[0].source, facts[0].name, reason, tuple(counts), tuple(weights), differs)
+        reason, weights = (
+            LIKE_ROWS,
+            list(parts),
+        )  # so that nothing changes, not even by rounding
+    return Column(
+        facts[0].source, facts[0].name, reason, tuple(counts), tuple(weights), differs
+    )
 
 
-def _unlike(of_replicas: Sequence[Sequence[Fact]], parts: Sequence[float], rows: Sequence[float] | None) -> Column:
+def _unlike(
+    of_replicas: Sequence[Sequence[Fact]],
+    parts: Sequence[float],
+    rows: Sequence[float] | None,
+) -> Column:
     """For replicas that have other terms: they may have looped over unlike numbers of rows."""
     first = of_replicas[0][0]
     for facts in of_replicas:
         unread = next((fact for fact in facts if fact.source == UNREADABLE), None)
         if unread is not None:
             return Column(UNREADABLE, unread.name, UNREADABLE, (), tuple(parts), 0.0)
-    counted = [[fact for fact in facts if fact.source not in (MEAN, SUM)] for facts in of_replicas]
-    is_loop = rows is None or all(len(own) == n for own, n in zip(counted, rows, strict=True))
+    counted = [
+        [fact for fact in facts if fact.source not in (MEAN, SUM)]
+        for facts in of_replicas
+    ]
+    is_loop = rows is None or all(
+        len(own) == n for own, n in zip(counted, rows, strict=True)
+    )
     reason = LIKE_ROWS if is_loop or not any(counted) else OTHER_TERMS
     return Column(first.source, first.name, reason, (), tuple(parts), 1.0)
 
@@ -221,9 +293,17 @@ def _judged(
     likes = [fact.likes for fact in facts]
     counts = _counts(facts, readings)
     # A single replica that has a say has all that counts.
-    if _is_loop(likes, rows) or _is_one_row(facts, readings, rows) or (len(counts) > 1 and _alike(counts)):
+    if (
+        _is_loop(likes, rows)
+        or _is_one_row(facts, readings, rows)
+        or (len(counts) > 1 and _alike(counts))
+    ):
         return LIKE_ROWS, []
-    if source == NUMBER and rows is not None and _alike([c / n for c, n in zip(counts, rows, strict=True) if n]):
+    if (
+        source == NUMBER
+        and rows is not None
+        and _alike([c / n for c, n in zip(counts, rows, strict=True) if n])
+    ):
         return LIKE_ROWS, []
     if not all(0 <= count < torch.inf for count in counts) or not sum(counts):
         return LIKE_ROWS, []
@@ -234,14 +314,21 @@ def _judged(
 
 
 def _counts(facts: Sequence[Fact], readings: Sequence[LossReading]) -> list[float]:
-    return [count_of(fact, reading) for fact, reading in zip(facts, readings, strict=True)]
+    return [
+        count_of(fact, reading) for fact, reading in zip(facts, readings, strict=True)
+    ]
 
 
 def count_of(fact: Fact, reading: LossReading) -> float:
     """What a term was divided by; NaN if it cannot be read."""
     count = number_of(fact.counted)
     # What `clamp(min=1)` makes of an empty mask.
-    if fact.source == DIVISOR and count == 1 and len(reading.facts) == 1 and reading.value is not None:
+    if (
+        fact.source == DIVISOR
+        and count == 1
+        and len(reading.facts) == 1
+        and reading.value is not None
+    ):
         return count if number_of(reading.value) else 0.0
     return count
 
@@ -250,10 +337,14 @@ def _is_loop(likes: Sequence[int], rows: Sequence[float] | None) -> bool:
     """Whether there is a term for each row, so that each row counts the same."""
     if rows is None:
         return min(likes) > 1
-    return min(rows) > 1 and all(number == n for number, n in zip(likes, rows, strict=True))
+    return min(rows) > 1 and all(
+        number == n for number, n in zip(likes, rows, strict=True)
+    )
 
 
-def _is_one_row(facts: Sequence[Fact], readings: Sequence[LossReading], rows: Sequence[float] | None) -> bool:
+def _is_one_row(
+    facts: Sequence[Fact], readings: Sequence[LossReading], rows: Sequence[float] | None
+) -> bool:
     """Whether it may be such a loop over a single row, as `sum([loss])`."""
     if rows is None or min(rows) > 1 or len(readings[0].facts) > 1:
         return False
@@ -263,52 +354,78 @@ def _is_one_row(facts: Sequence[Fact], readings: Sequence[LossReading], rows: Se
 # Whether the program has corrected the weights by hand
 
 
-def _has_other_factors(facts: Sequence[Fact], likes: Sequence[int], rows: Sequence[float] | None) -> bool:
+def _has_other_factors(
+    facts: Sequence[Fact], likes: Sequence[int], rows: Sequence[float] | None
+) -> bool:
     if not _alike([abs(fact.factor) for fact in facts]):
         return True
     scales = [fact.scales for fact in facts]
     return any(not _are_equal(column) for column in zip(*scales, strict=True))
 
 
-def _is_by_rows(facts: Sequence[Fact], likes: Sequence[int], rows: Sequence[float] | None) -> bool:
+def _is_by_rows(
+    facts: Sequence[Fact], likes: Sequence[int], rows: Sequence[float] | None
+) -> bool:
     if rows is None:
         return False
     if facts[0].source == NUMBER:  # one of its numbers is its count
-        return all(len(fact.divisors) > 1 for fact in facts) and _divided_by(facts, rows)
+        return all(len(fact.divisors) > 1 for fact in facts) and _divided_by(
+            facts, rows
+        )
     if max(likes) == 1 and _alike(rows):
         return False  # it corrects nothing, and may be the number of micro-batches
     if _divided_by(facts, rows):
         return True
     for column in zip(*(fact.scales for fact in facts), strict=True):
-        numbers = [number_of(scale.tensor) if scale.tensor.numel() == 1 else None for scale in column]
-        if all(number in (n, 1 / n) for number, n in zip(numbers, rows, strict=True) if n):
+        numbers = [
+            number_of(scale.tensor) if scale.tensor.numel() == 1 else None
+            for scale in column
+        ]
+        if all(
+            number in (n, 1 / n) for number, n in zip(numbers, rows, strict=True) if n
+        ):
             return True
     return False
 
 
-def _is_no_count(facts: Sequence[Fact], likes: Sequence[int], rows: Sequence[float] | None) -> bool:
+def _is_no_count(
+    facts: Sequence[Fact], likes: Sequence[int], rows: Sequence[float] | None
+) -> bool:
     """Whether Python numbers by which a sum was divided, or multiplied, count nothing: counts are whole numbers."""
     if facts[0].source != NUMBER:
         return False
     if len({len(fact.divisors) for fact in facts}) > 1:
         return True
-    differing = [column for column in zip(*(fact.divisors for fact in facts), strict=True) if not _alike(column)]
+    differing = [
+        column
+        for column in zip(*(fact.divisors for fact in facts), strict=True)
+        if not _alike(column)
+    ]
     numbers = [number for column in differing for number in column]
-    return not numbers or not all(number >= 1 and _alike([number, round(number)]) for number in numbers)
+    return not numbers or not all(
+        number >= 1 and _alike([number, round(number)]) for number in numbers
+    )
 
 
-def _is_by_terms(facts: Sequence[Fact], likes: Sequence[int], rows: Sequence[float] | None) -> bool:
+def _is_by_terms(
+    facts: Sequence[Fact], likes: Sequence[int], rows: Sequence[float] | None
+) -> bool:
     return max(likes) > 1 and _divided_by(facts, [max(likes)] * len(facts))
 
 
 def counts_alone(fact: Fact, rows: float | None) -> bool:
     """Whether the only term of a loss counts whenever counts differ, if all replicas have the same and as many rows."""
-    return fact.source in (TARGETS, DIVISOR, SELECTION) and not (rows == 1 and fact.is_added)
+    return fact.source in (TARGETS, DIVISOR, SELECTION) and not (
+        rows == 1 and fact.is_added
+    )
 
 
 def _divided_by(facts: Sequence[Fact], numbers: Sequence[float]) -> bool:
     pairs = zip(facts, numbers, strict=True)
-    return all(any(_alike([divisor, number]) for divisor in fact.divisors) for fact, number in pairs)
+    return all(
+        any(_alike([divisor, number]) for divisor in fact.divisors)
+        for fact, number in pairs
+    )
 
 
 _Holds = Callable[[Sequence[Fact], Sequence[int], "Sequence[float] | None"], bool]
@@ -326,7 +443,9 @@ def _are_equal(scales: Sequence[Scale]) -> bool:
         other = scale.tensor
         if other.shape != first.shape or scale.divides != scales[0].divides:
             return False
-        if other is not first and not torch.equal(other.to(first.device, first.dtype), first):
+        if other is not first and not torch.equal(
+            other.to(first.device, first.dtype), first
+        ):
             return False
     return True
 

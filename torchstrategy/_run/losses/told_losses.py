@@ -18,11 +18,24 @@ import torch
 from torchstrategy._base.marks import digest
 from torchstrategy._group.workers import Workers
 from torchstrategy._run.losses.graph_nodes import is_scalar
-from torchstrategy._run.losses.loss_terms import DIVISOR, NUMBER, SELECTION, TARGETS, Scale
-from torchstrategy._run.losses.loss_weights import Fact, LossReading, counts_alone, number_of
+from torchstrategy._run.losses.loss_terms import (
+    DIVISOR,
+    NUMBER,
+    SELECTION,
+    TARGETS,
+    Scale,
+)
+from torchstrategy._run.losses.loss_weights import (
+    Fact,
+    LossReading,
+    counts_alone,
+    number_of,
+)
 
 _MOST_KNOWN = 256  # are kept: a step may make another loss each time
-_HEAD = struct.Struct("<HH8s")  # which replica, how many numbers, and the digest of what the loss is made of
+_HEAD = struct.Struct(
+    "<HH8s"
+)  # which replica, how many numbers, and the digest of what the loss is made of
 
 # When the workers compare what their losses were divided by.
 BEFORE: Final = "before"  # before backward begins
@@ -43,7 +56,9 @@ class ToldLosses:
         self._workers, self._num_local = workers, num_local
         self._known: dict[bytes, list[Any]] = {}  # the same in all workers
 
-    def of_all(self, own: Mapping[int, LossReading], name: str) -> dict[int, LossReading]:
+    def of_all(
+        self, own: Mapping[int, LossReading], name: str
+    ) -> dict[int, LossReading]:
         """What all replicas have read.
 
         Args:
@@ -56,7 +71,8 @@ class ToldLosses:
         made_of = {r: _made_of(reading) for r, reading in own.items()}
         digests = {r: digest(json.dumps(one).encode()) for r, one in made_of.items()}
         told = b"".join(
-            _HEAD.pack(r, len(numbers), digests[r]) + struct.pack(f"<{len(numbers)}d", *numbers)
+            _HEAD.pack(r, len(numbers), digests[r])
+            + struct.pack(f"<{len(numbers)}d", *numbers)
             for r, numbers in ((r, _numbers(reading)) for r, reading in own.items())
         )
         rows = [
@@ -67,9 +83,15 @@ class ToldLosses:
         if any(mark not in self._known for _, mark, _ in rows):
             if len(self._known) >= _MOST_KNOWN:  # in all workers at once
                 self._known.clear()
-            for of_worker in self._workers.all_gather_object(list(made_of.values()), name):
-                self._known.update({digest(json.dumps(one).encode()): one for one in of_worker})
-        return {r: _reading(self._known[mark], list(numbers)) for r, mark, numbers in rows}
+            for of_worker in self._workers.all_gather_object(
+                list(made_of.values()), name
+            ):
+                self._known.update(
+                    {digest(json.dumps(one).encode()): one for one in of_worker}
+                )
+        return {
+            r: _reading(self._known[mark], list(numbers)) for r, mark, numbers in rows
+        }
 
 
 def when_to_compare(reading: LossReading, is_even: bool, rows: float | None) -> str:
@@ -101,7 +123,11 @@ def mark_of(reading: LossReading) -> int:
     for fact in reading.facts:
         count = fact.counted if fact.source == NUMBER else None
         # Those for which the host would have to wait are compared before backward.
-        scales = None if fact.has_awaited else [number_of(scale.tensor) for scale in fact.scales]
+        scales = (
+            None
+            if fact.has_awaited
+            else [number_of(scale.tensor) for scale in fact.scales]
+        )
         told.append((_made_of_fact(fact), count, fact.factor, fact.divisors, scales))
     return zlib.crc32(repr(told).encode())
 
@@ -145,7 +171,11 @@ def _numbers(reading: LossReading) -> list[float]:
     for fact in reading.facts:
         if fact.counted is not None:
             numbers.append(number_of(fact.counted))
-        numbers += (fact.factor, *fact.divisors, *(number_of(scale.tensor) for scale in fact.scales))
+        numbers += (
+            fact.factor,
+            *fact.divisors,
+            *(number_of(scale.tensor) for scale in fact.scales),
+        )
     return numbers
 
 
@@ -165,7 +195,9 @@ def _reading(made_of: list[Any], numbers: list[float]) -> LossReading:
     left = iter(rest)
     facts = []
     for source, name, has_count, num_divisors, scales, *flags in made_of:
-        is_learned, is_added, is_hooked, is_rounded, likes, is_awaited, has_awaited = flags
+        is_learned, is_added, is_hooked, is_rounded, likes, is_awaited, has_awaited = (
+            flags
+        )
         fact = Fact(
             source=source,
             name=name,
@@ -182,7 +214,9 @@ def _reading(made_of: list[Any], numbers: list[float]) -> LossReading:
             has_awaited=has_awaited,
         )
         facts.append(fact)
-    return LossReading(tuple(facts), torch.tensor(value, dtype=torch.float64, device="cpu"))
+    return LossReading(
+        tuple(facts), torch.tensor(value, dtype=torch.float64, device="cpu")
+    )
 
 
 def _scale(number: float, divides: bool, is_number: bool) -> Scale:

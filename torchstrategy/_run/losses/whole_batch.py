@@ -42,8 +42,22 @@ _MAX_STEPS = 128  # operations between the loss and its rows
 _MAX_NODES = 4096  # of a graph in which rows are looked for
 
 _LINEAR = {
-    *(*VIEWS, "TBackward0", "TransposeBackward0", "PermuteBackward0", "DiagonalBackward0", "StackBackward0"),
-    *("NegBackward0", "AddBackward0", "SubBackward0", "AddBackward1", "SubBackward1", "RsubBackward1"),
+    *(
+        *VIEWS,
+        "TBackward0",
+        "TransposeBackward0",
+        "PermuteBackward0",
+        "DiagonalBackward0",
+        "StackBackward0",
+    ),
+    *(
+        "NegBackward0",
+        "AddBackward0",
+        "SubBackward0",
+        "AddBackward1",
+        "SubBackward1",
+        "RsubBackward1",
+    ),
     *("MulBackward1", "DivBackward1", "BackwardHookFunctionBackward"),
 }
 _OF_TWO = {"MulBackward0": "multiplies", "DivBackward0": "divides"}
@@ -69,8 +83,19 @@ _CURVED = {
     "LogsumexpBackward0": "takes the logarithm of",
 }
 _REDUCING = {
-    *(*SUMS, *MEANS, *OF_TARGETS, "MseLossBackward0", "SmoothL1LossBackward0", "HuberLossBackward0"),
-    *("BinaryCrossEntropyBackward0", "BinaryCrossEntropyWithLogitsBackward0", "KlDivBackward0"),
+    *(
+        *SUMS,
+        *MEANS,
+        *OF_TARGETS,
+        "MseLossBackward0",
+        "SmoothL1LossBackward0",
+        "HuberLossBackward0",
+    ),
+    *(
+        "BinaryCrossEntropyBackward0",
+        "BinaryCrossEntropyWithLogitsBackward0",
+        "KlDivBackward0",
+    ),
 }
 # What they return is no mean over rows in itself.
 _MIXING = {
@@ -82,7 +107,10 @@ _MIXING = {
 }
 _PRODUCTS = {"MmBackward0", "BmmBackward0"}
 # The operations of layers, by which rows come into the graph: an operand that needs no gradient is data.
-_LAYERS = (*("Addmm", "Mm", "Bmm", "Baddbmm", "Addbmm"), *("Convolution", "Embedding", "NativeBatchNorm", "Bilinear"))
+_LAYERS = (
+    *("Addmm", "Mm", "Bmm", "Baddbmm", "Addbmm"),
+    *("Convolution", "Embedding", "NativeBatchNorm", "Bilinear"),
+)
 _COLLECTED = "_BackwardBackward"  # what `ReplicaContext.all_reduce` and `all_gather` have put together
 
 
@@ -95,8 +123,12 @@ class Finding(NamedTuple):
 
 class _Place(NamedTuple):
     node: Node
-    curve: Finding | None  # what was done to what the node makes, on the way to the loss
-    factors: tuple[torch.Tensor, ...]  # tensors without gradients by which it was multiplied
+    curve: (
+        Finding | None
+    )  # what was done to what the node makes, on the way to the loss
+    factors: tuple[
+        torch.Tensor, ...
+    ]  # tensors without gradients by which it was multiplied
     is_reduced: bool
 
 
@@ -122,9 +154,19 @@ class WholeBatchLook:
             rows: How many rows the replica has. None: nobody knows.
         """
         # A loop over rows has a term for each, of one row.
-        if self.found is not None or rows is None or rows < 2 or rows != int(rows) or num_terms >= rows:
+        if (
+            self.found is not None
+            or rows is None
+            or rows < 2
+            or rows != int(rows)
+            or num_terms >= rows
+        ):
             return
-        with suppress(Exception), without_autograd(), unseen_by_function_modes():  # what cannot be read is not told
+        with (
+            suppress(Exception),
+            without_autograd(),
+            unseen_by_function_modes(),
+        ):  # what cannot be read is not told
             found, factors = _search(loss.grad_fn, int(rows))
             with self._lock:
                 self.found = self.found or found or self._compare(factors)
@@ -134,7 +176,9 @@ class WholeBatchLook:
             self._factors = [factor.detach().cpu() for factor in factors]
             return None
         for first, other in zip(self._factors, factors, strict=False):
-            if first.shape == other.shape and not torch.equal(first, other.detach().cpu()):
+            if first.shape == other.shape and not torch.equal(
+                first, other.detach().cpu()
+            ):
                 return Finding("multiplies two means over the rows", "MulBackward0")
         return None
 
@@ -142,7 +186,9 @@ class WholeBatchLook:
 def _search(root: Node, rows: int) -> tuple[Finding | None, list[torch.Tensor]]:
     """What the loss does, and the tensors without gradients by which it multiplies means over rows."""
     factors: list[torch.Tensor] = []
-    seen: dict[tuple[int, bool], Node] = {}  # which keeps the nodes, so that no other one gets the id of one
+    seen: dict[
+        tuple[int, bool], Node
+    ] = {}  # which keeps the nodes, so that no other one gets the id of one
     waiting = [_Place(root, None, (), False)]
     for _ in range(_MAX_STEPS):
         if not waiting:
@@ -157,9 +203,17 @@ def _search(root: Node, rows: int) -> tuple[Finding | None, list[torch.Tensor]]:
             if _multiplies_rows(node, rows):
                 return Finding("compares rows with one another", name), []
             continue
-        is_over_rows = (name in _REDUCING or name in _MIXING) and not place.is_reduced and _reduces_rows(node, rows)
+        is_over_rows = (
+            (name in _REDUCING or name in _MIXING)
+            and not place.is_reduced
+            and _reduces_rows(node, rows)
+        )
         if is_over_rows:
-            what = Finding(f"{_MIXING[name]} numbers of several rows", name) if name in _MIXING else place.curve
+            what = (
+                Finding(f"{_MIXING[name]} numbers of several rows", name)
+                if name in _MIXING
+                else place.curve
+            )
             if what is not None and _has_rows(node):
                 return what, []
             if shape_of(node):
@@ -176,7 +230,9 @@ def _step(place: _Place, name: str, is_reduced: bool) -> list[_Place]:
         curve = Finding(f"{_CURVED[name]} a mean over the rows", name)
     elif name in _OF_TWO:
         operands = [inner for inner, _ in node.next_functions]
-        if is_reduced:  # what lies below does not matter any more, and to look for rows takes long
+        if (
+            is_reduced
+        ):  # what lies below does not matter any more, and to look for rows takes long
             pass
         elif None not in operands and all(map(_has_rows, operands)):
             curve = Finding(f"{_OF_TWO[name]} means over the rows", name)
@@ -184,7 +240,11 @@ def _step(place: _Place, name: str, is_reduced: bool) -> list[_Place]:
             factors = (*factors, *_other_factor(node))
     elif name not in _LINEAR and name not in _REDUCING and name not in _MIXING:
         return []
-    return [_Place(inner, curve, factors, is_reduced) for inner, _ in node.next_functions if inner is not None]
+    return [
+        _Place(inner, curve, factors, is_reduced)
+        for inner, _ in node.next_functions
+        if inner is not None
+    ]
 
 
 def _other_factor(node: Node) -> Iterator[torch.Tensor]:
@@ -218,7 +278,9 @@ def _reduced_dimensions(node: Node, count: int) -> list[int]:
 def _multiplies_rows(node: Node, rows: int) -> bool:
     """Whether a product of matrices has a number for each two rows, both computed of the batch."""
     shape = shape_of(node)
-    if len(shape) == 3 and shape[0] != 1:  # as in attention: each row has a product of its own
+    if (
+        len(shape) == 3 and shape[0] != 1
+    ):  # as in attention: each row has a product of its own
         return False
     first, second = (inner for inner, _ in node.next_functions)
     if first is None or second is None or shape[-1] % rows or shape[-2] % rows:
@@ -237,7 +299,9 @@ def _has_rows(node: Node) -> bool:
             return False
         operands = [inner for inner, _ in one.next_functions]
         is_layer = name.startswith(_LAYERS)
-        has_rows = has_rows or (is_layer and (None in operands or name.startswith("Embedding")))
+        has_rows = has_rows or (
+            is_layer and (None in operands or name.startswith("Embedding"))
+        )
         for inner in operands:
             if inner is not None and id(inner) not in seen:
                 seen[id(inner)] = inner

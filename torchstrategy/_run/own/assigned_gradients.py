@@ -62,7 +62,10 @@ class AssignedGradients:
         try:
             self._known = list(map(weakref.ref, gradients))
         except TypeError:  # some parameters have none
-            self._known = [_NOTHING if gradient is None else weakref.ref(gradient) for gradient in gradients]
+            self._known = [
+                _NOTHING if gradient is None else weakref.ref(gradient)
+                for gradient in gradients
+            ]
 
     def begin_run(self) -> None:
         """What the program has put into `.grad` between runs counts as gradients of the whole batch."""
@@ -78,7 +81,9 @@ class AssignedGradients:
         gradients = raw_grads([self._tensors.parameters[i] for i in looked_at])
         written = [
             i
-            for i, gradient, version in zip(looked_at, gradients, versions_of(gradients), strict=True)
+            for i, gradient, version in zip(
+                looked_at, gradients, versions_of(gradients), strict=True
+            )
             if gradient is not None and version != self._versions[i]
         ]
         return sorted({*found, *written})
@@ -91,15 +96,29 @@ class AssignedGradients:
         """
         parameters, known = self._tensors.parameters, self._known
         if indices is not None and indices is not self._tensors.positions:
-            parameters, known = [parameters[i] for i in indices], [known[i] for i in indices]
+            parameters, known = (
+                [parameters[i] for i in indices],
+                [known[i] for i in indices],
+            )
         gradients = raw_grads(parameters)
         of_batch = list(map(_target, known))
         if all(map(is_, gradients, of_batch)):  # as mostly
             return []
-        rows = zip(range(len(gradients)) if indices is None else indices, gradients, of_batch, strict=True)
-        return [i for i, gradient, one in rows if gradient is not None and gradient is not one]
+        rows = zip(
+            range(len(gradients)) if indices is None else indices,
+            gradients,
+            of_batch,
+            strict=True,
+        )
+        return [
+            i
+            for i, gradient, one in rows
+            if gradient is not None and gradient is not one
+        ]
 
-    def add_up(self, indices: Sequence[int], weight: float, total_weight: float, point: str) -> None:
+    def add_up(
+        self, indices: Sequence[int], weight: float, total_weight: float, point: str
+    ) -> None:
         """Makes gradients those of the whole batch. All workers come to this together.
 
         Args:
@@ -115,12 +134,18 @@ class AssignedGradients:
         found = [gradient for gradient in raw_grads(parameters) if gradient is not None]
         changed = self._find_changed(indices)
         # To read a sum from an accelerator, the host would wait for it.
-        is_read = bool(changed) or any(gradient.is_cpu or gradient.is_sparse for gradient in found)
+        is_read = bool(changed) or any(
+            gradient.is_cpu or gradient.is_sparse for gradient in found
+        )
         sums = _read_sums(found) if is_read else None
         of_all = self._workers.all_gather_object((list(indices), sums), point)
         for w, (theirs, _) in enumerate(of_all):
             for i in set(theirs).symmetric_difference(indices):
-                raise RuntimeError(_UNLIKE.format(self._tensors.names()[i], self._workers.index, w, point))
+                raise RuntimeError(
+                    _UNLIKE.format(
+                        self._tensors.names()[i], self._workers.index, w, point
+                    )
+                )
         sums_of_all = [theirs for _, theirs in of_all]
         if all(theirs is None for theirs in sums_of_all):
             self._refuse_ambiguous(indices, total_weight)
@@ -128,10 +153,16 @@ class AssignedGradients:
         else:
             if None in sums_of_all:  # some workers had to read theirs
                 sums_of_all = self._workers.all_gather_object(_read_sums(found), point)
-            differ = [k for k, column in enumerate(zip(*sums_of_all, strict=True)) if len(set(column)) > 1]
+            differ = [
+                k
+                for k, column in enumerate(zip(*sums_of_all, strict=True))
+                if len(set(column)) > 1
+            ]
             for k in differ:
                 if indices[k] in changed:
-                    raise RuntimeError(_CHANGED.format(self._tensors.names()[indices[k]], point))
+                    raise RuntimeError(
+                        _CHANGED.format(self._tensors.names()[indices[k]], point)
+                    )
             self._refuse_ambiguous([indices[k] for k in differ], total_weight)
             totals = self._add_up_some(found, differ, weight, point)
         set_raw_grads(parameters, totals)
@@ -143,13 +174,17 @@ class AssignedGradients:
         """The positions of gradients that were written again after they were made those of this worker's rows."""
         gradients = raw_grads(self._tensors.parameters)
         # Gradients that were sent together are parts of one tensor, and count their writes together.
-        num_together = Counter(memory_id(gradient) for gradient in gradients if gradient is not None)
+        num_together = Counter(
+            memory_id(gradient) for gradient in gradients if gradient is not None
+        )
         changed = set()
         for i in indices:
             gradient = gradients[i]
             assert gradient is not None
             is_known = gradient is self._known[i]()
-            allowed = self._versions[i] + num_together[memory_id(gradient)] if is_known else 0
+            allowed = (
+                self._versions[i] + num_together[memory_id(gradient)] if is_known else 0
+            )
             if version_of(gradient) > allowed:
                 changed.add(i)
         return changed
@@ -160,7 +195,11 @@ class AssignedGradients:
                 raise RuntimeError(_AMBIGUOUS.format(self._tensors.names()[i]))
 
     def _add_up_some(
-        self, own: Sequence[torch.Tensor], differ: Sequence[int], weight: float, point: str
+        self,
+        own: Sequence[torch.Tensor],
+        differ: Sequence[int],
+        weight: float,
+        point: str,
     ) -> list[torch.Tensor]:
         """The gradients, of which those that differ between workers become their weighed sum."""
         weighed = [_weigh(own[k], weight) for k in differ]
@@ -170,14 +209,19 @@ class AssignedGradients:
             totals[k] = total
         return totals
 
-    def _add_up_unread(self, own: Sequence[torch.Tensor], weight: float, point: str) -> list[torch.Tensor]:
+    def _add_up_unread(
+        self, own: Sequence[torch.Tensor], weight: float, point: str
+    ) -> list[torch.Tensor]:
         """The same for an accelerator, which decides itself which gradients differ: the host reads none of them."""
         mine = torch.stack(list(map(sum_of_bits, own)))
         of_all = torch.stack(self._workers.all_gather(mine, 0, point))
         are_alike = (of_all == of_all[0]).all(0)
         sums = self._add_up_some(own, range(len(own)), weight, point)
         rows = zip(are_alike, own, sums, strict=True)
-        return [torch.where(is_alike, gradient.detach(), total) for is_alike, gradient, total in rows]
+        return [
+            torch.where(is_alike, gradient.detach(), total)
+            for is_alike, gradient, total in rows
+        ]
 
 
 def _read_sums(gradients: Sequence[torch.Tensor]) -> list[int]:
@@ -189,8 +233,12 @@ class _Gone:
     """A class whose objects nobody keeps."""
 
 
-_NOTHING: weakref.ref[Any] = weakref.ref(_Gone())  # stands for a gradient that is not there
-_target: Callable[[weakref.ref[Any]], Any] = weakref.ref.__call__  # what a reference refers to, or None
+_NOTHING: weakref.ref[Any] = weakref.ref(
+    _Gone()
+)  # stands for a gradient that is not there
+_target: Callable[[weakref.ref[Any]], Any] = (
+    weakref.ref.__call__
+)  # what a reference refers to, or None
 
 
 def _weigh(gradient: torch.Tensor, weight: float) -> torch.Tensor:

@@ -13,7 +13,9 @@ import torch
 
 _STEP: Final = 4096.0  # float32 has each multiple of it, up to 2 ** 36, as a whole number of its own
 
-_UNFORESEEN: Final = 0x5A17  # in the place of the mark of what was read, which mostly differs from it
+_UNFORESEEN: Final = (
+    0x5A17  # in the place of the mark of what was read, which mostly differs from it
+)
 
 NUM_NUMBERS: Final = 2  # so many numbers tell a count in the memory of the CPU
 
@@ -22,7 +24,9 @@ class Settled(NamedTuple):
     """What follows of the counts of all workers."""
 
     factor: float | torch.Tensor  # what the sums of gradients are multiplied by
-    weight: float | torch.Tensor | None  # how much this worker counts; None: as it has rows
+    weight: (
+        float | torch.Tensor | None
+    )  # how much this worker counts; None: as it has rows
 
 
 @final
@@ -45,7 +49,11 @@ class CountedGradients:
     """
 
     def __init__(
-        self, mark: int, count: float | torch.Tensor | None = None, unit: float = 1.0, is_zero: bool = False
+        self,
+        mark: int,
+        count: float | torch.Tensor | None = None,
+        unit: float = 1.0,
+        is_zero: bool = False,
     ) -> None:
         self.mark, self._count, self._unit, self._is_zero = mark, count, unit, is_zero
         self.weight = None if count is None else count / unit
@@ -60,7 +68,11 @@ class CountedGradients:
     @classmethod
     def unforeseen(cls, device: torch.device | None) -> CountedGradients:
         """Nothing that fits what the others have. `device`: where their counts travel, if not with the mark."""
-        count = None if device is None else torch.zeros((), dtype=torch.float64, device=device)
+        count = (
+            None
+            if device is None
+            else torch.zeros((), dtype=torch.float64, device=device)
+        )
         return cls(_UNFORESEEN, count)
 
     def settle(self, sums: Sequence[float]) -> Settled | None:
@@ -68,9 +80,17 @@ class CountedGradients:
         if self._count is None:
             return Settled(1.0, None)
         if self.total is not None:
-            total = torch.where(self.total == 0, torch.inf, self.total) if self._is_zero else self.total
+            total = (
+                torch.where(self.total == 0, torch.inf, self.total)
+                if self._is_zero
+                else self.total
+            )
             return Settled(self._unit / total, self._count / total)
         assert not isinstance(self._count, torch.Tensor)
         high, low = sums
         sum_of_all = high * _STEP + low
-        return Settled(self._unit / sum_of_all, self._count / sum_of_all) if sum_of_all > 0 else None
+        return (
+            Settled(self._unit / sum_of_all, self._count / sum_of_all)
+            if sum_of_all > 0
+            else None
+        )

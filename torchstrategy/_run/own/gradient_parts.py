@@ -11,13 +11,17 @@ from torchstrategy._base.torch_internals import are_contiguous, raw_grads
 from torchstrategy._run.own.gradient_plans import dtype_of_gradient
 
 
-def with_gradients(parameters: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def with_gradients(
+    parameters: Sequence[torch.Tensor],
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """The parameters that have a gradient, each with it."""
     gradients = raw_grads(parameters)
     if _ONLY_NONE.issuperset(map(type, gradients)):  # as mostly
         return []
     pairs = zip(parameters, gradients, strict=True)
-    return [(parameter, gradient) for parameter, gradient in pairs if gradient is not None]
+    return [
+        (parameter, gradient) for parameter, gradient in pairs if gradient is not None
+    ]
 
 
 _ONLY_NONE = frozenset({type(None)})
@@ -25,7 +29,9 @@ _ONLY_NONE = frozenset({type(None)})
 
 def weigh(numbers: torch.Tensor, weight: float | torch.Tensor) -> None:
     """Multiplies numbers in place by the weight of a replica. What does not count may be NaN, and 0 * NaN is NaN."""
-    if isinstance(weight, torch.Tensor):  # on an accelerator, for which the host does not wait
+    if isinstance(
+        weight, torch.Tensor
+    ):  # on an accelerator, for which the host does not wait
         weight = weight.to(numbers.device)
         numbers.mul_(weight).masked_fill_(weight == 0, 0)
     elif not weight:
@@ -34,7 +40,9 @@ def weigh(numbers: torch.Tensor, weight: float | torch.Tensor) -> None:
         numbers.mul_(weight)
 
 
-def weigh_into(out: torch.Tensor, numbers: torch.Tensor, weight: float | torch.Tensor) -> None:
+def weigh_into(
+    out: torch.Tensor, numbers: torch.Tensor, weight: float | torch.Tensor
+) -> None:
     """The same as `weigh`, with the products in other memory."""
     if isinstance(weight, torch.Tensor):
         weight = weight.to(numbers.device)
@@ -47,7 +55,9 @@ def weigh_into(out: torch.Tensor, numbers: torch.Tensor, weight: float | torch.T
 
 def multiply(numbers: torch.Tensor, factor: float | torch.Tensor) -> None:
     """Multiplies numbers in place."""
-    numbers.mul_(factor.to(numbers.device) if isinstance(factor, torch.Tensor) else factor)
+    numbers.mul_(
+        factor.to(numbers.device) if isinstance(factor, torch.Tensor) else factor
+    )
 
 
 def as_dense(gradient: torch.Tensor) -> torch.Tensor:
@@ -61,12 +71,20 @@ def as_sent(gradient: torch.Tensor | None, parameter: torch.Tensor) -> torch.Ten
     return as_dense(gradient)
 
 
-def all_laid_out(totals: list[torch.Tensor | None], parameters: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+def all_laid_out(
+    totals: list[torch.Tensor | None], parameters: Sequence[torch.Tensor]
+) -> list[torch.Tensor | None]:
     """Gradients in the memory layouts of their parameters, which fused updates ask for."""
-    return totals if all(are_contiguous(parameters)) else list(map(_laid_out, totals, parameters))
+    return (
+        totals
+        if all(are_contiguous(parameters))
+        else list(map(_laid_out, totals, parameters))
+    )
 
 
-def _laid_out(total: torch.Tensor | None, parameter: torch.Tensor) -> torch.Tensor | None:
+def _laid_out(
+    total: torch.Tensor | None, parameter: torch.Tensor
+) -> torch.Tensor | None:
     if total is None or total.is_sparse or total.stride() == parameter.stride():
         return total
     return torch.empty_like(parameter, dtype=total.dtype).copy_(total)

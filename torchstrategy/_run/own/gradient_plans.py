@@ -18,7 +18,9 @@ from torchstrategy._run.own.trained_tensors import BufferLayout, TrainedTensors
 NONE, SPARSE, DENSE = 0, 1, 2
 SEVERAL = 3  # a dense gradient that one backward adds in several parts, as reentrant checkpoints do
 
-LARGE = 1 << 18  # bytes of a gradient that is sent by itself: to pack it would take longer than to send it apart
+LARGE = (
+    1 << 18
+)  # bytes of a gradient that is sent by itself: to pack it would take longer than to send it apart
 _FEW = 2  # so many large gradients are worth the hooks by which they are sent while backward goes on
 
 
@@ -30,7 +32,9 @@ class Pack(NamedTuple):
     gradients: list[int]  # the positions of parameters
     averaged: list[int]  # the positions of buffers that become the mean of the workers'
     taken: list[int]  # the positions of buffers that become those of the first worker
-    sizes: list[int]  # how many numbers the gradients have, and the averaged and the taken buffers
+    sizes: list[
+        int
+    ]  # how many numbers the gradients have, and the averaged and the taken buffers
 
     @property
     def buffers(self) -> list[int]:
@@ -75,7 +79,9 @@ class GradientPlan:
         self.early = early if len(early) >= _FEW else []
         self.large = self.early + [i for i in large if i not in set(self.early)]
         self.sparse = [i for i, kind in enumerate(kinds) if kind == SPARSE]
-        self.packs = _packs([i for i in dense if i not in set(large)], parameters, averaged, taken)
+        self.packs = _packs(
+            [i for i in dense if i not in set(large)], parameters, averaged, taken
+        )
 
 
 @final
@@ -102,11 +108,19 @@ class KnownPlans:
         """The plan of an exchange of such gradients and buffers; see `GradientPlan`."""
         key = kinds, buffers
         if key not in self._made:
-            if len(self._made) >= _MOST_PLANS:  # in all workers at once, which have made the same plans
+            if (
+                len(self._made) >= _MOST_PLANS
+            ):  # in all workers at once, which have made the same plans
                 self._made.clear()
                 self._after.clear()
-            of_buffers = ({}, {}) if buffers is None else (self._tensors.averaged(), self._tensors.taken())
-            self._made[key] = GradientPlan(*key, self._tensors.parameters, *of_buffers, self._can_overlap)
+            of_buffers = (
+                ({}, {})
+                if buffers is None
+                else (self._tensors.averaged(), self._tensors.taken())
+            )
+            self._made[key] = GradientPlan(
+                *key, self._tensors.parameters, *of_buffers, self._can_overlap
+            )
         return self._made[key]
 
     def note(self, plan: GradientPlan) -> None:
@@ -115,7 +129,9 @@ class KnownPlans:
         self.predicted = self._after.get(plan, plan)
 
 
-_MOST_PLANS = 100  # are kept: where each step uses other parameters, there would be more and more
+_MOST_PLANS = (
+    100  # are kept: where each step uses other parameters, there would be more and more
+)
 
 
 def dtype_of_gradient(parameter: torch.Tensor) -> torch.dtype:
@@ -133,7 +149,9 @@ def _packs(
     packs: dict[tuple[torch.dtype, torch.device], Pack] = {}
 
     def pack_of(dtype: torch.dtype, device: torch.device) -> Pack:
-        return packs.setdefault((dtype, device), Pack(dtype, device, [], [], [], [0, 0, 0]))
+        return packs.setdefault(
+            (dtype, device), Pack(dtype, device, [], [], [], [0, 0, 0])
+        )
 
     for i in small:
         pack = pack_of(dtype_of_gradient(parameters[i]), parameters[i].device)

@@ -14,13 +14,29 @@ from typing import Any, NamedTuple, final
 import torch
 
 from torchstrategy._base.context import without_autograd
-from torchstrategy._base.torch_internals import hide_from_compiler, losses_run_by, unseen_by_function_modes
+from torchstrategy._base.torch_internals import (
+    hide_from_compiler,
+    losses_run_by,
+    unseen_by_function_modes,
+)
 from torchstrategy._group.participants import Participants
 from torchstrategy._group.workers import Workers
 from torchstrategy._run.losses.graph_nodes import without_unpacking
 from torchstrategy._run.losses.loss_terms import DIVISOR, NUMBER, Term
-from torchstrategy._run.losses.loss_watchers import BY_LOSS, MAX_BACKWARDS, common_factor, reading_of, weighted_roots
-from torchstrategy._run.losses.loss_weights import LossReading, LossWeights, count_of, number_of, weigh
+from torchstrategy._run.losses.loss_watchers import (
+    BY_LOSS,
+    MAX_BACKWARDS,
+    common_factor,
+    reading_of,
+    weighted_roots,
+)
+from torchstrategy._run.losses.loss_weights import (
+    LossReading,
+    LossWeights,
+    count_of,
+    number_of,
+    weigh,
+)
 from torchstrategy._run.losses.told_losses import (
     BEFORE,
     NEVER,
@@ -35,10 +51,14 @@ from torchstrategy._run.losses.whole_batch import WholeBatchLook
 from torchstrategy._run.own.counted_gradients import CountedGradients
 from torchstrategy._run.own.own_gradients import OwnGradients
 
-_MOST_KNOWN = 256  # are kept, of backwards whose workers need not compare their losses before
+_MOST_KNOWN = (
+    256  # are kept, of backwards whose workers need not compare their losses before
+)
 
 _Run = Callable[[Sequence[Any], Sequence[Any]], Any]
-_Place = tuple[str, int, bool]  # the step, which of its backwards it is, and whether all workers have as many rows
+_Place = tuple[
+    str, int, bool
+]  # the step, which of its backwards it is, and whether all workers have as many rows
 
 
 class _Usual(NamedTuple):
@@ -106,7 +126,9 @@ class LoneLossWeigher:
         self._is_even = len(set(parts)) == 1 and all(parts)
         self._rows = None if weights.rows_of_all is None else weights.rows_of_all[index]
         self.found: list[LossWeights] = []
-        self.look: WholeBatchLook | None = None  # looks whether a loss needs the whole batch
+        self.look: WholeBatchLook | None = (
+            None  # looks whether a loss needs the whole batch
+        )
 
     def watching(self) -> losses_run_by:
         """A block in which the backwards of this thread are weighed."""
@@ -120,16 +142,27 @@ class LoneLossWeigher:
         reading, terms = reading_of(outputs, self.look, self._rows)
         self._num_backwards += 1
         self._prepare()
-        gradients, place = self._gradients, (self._step, self._num_backwards, self._is_even)
-        usual = self._of_all.usual.get(place) if gradients.tensors.sharded.is_empty else None
+        gradients, place = (
+            self._gradients,
+            (self._step, self._num_backwards, self._is_even),
+        )
+        usual = (
+            self._of_all.usual.get(place)
+            if gradients.tensors.sharded.is_empty
+            else None
+        )
         try:
             if usual is None or usual.when == BEFORE:
-                return self._run_weighed(outputs, grads, run, terms, self._ask(place, reading))
+                return self._run_weighed(
+                    outputs, grads, run, terms, self._ask(place, reading)
+                )
             with without_autograd(), unseen_by_function_modes():
                 counted = self._counted(reading, usual)
             ask = partial(self._ask, place, reading)
             if counted is None:
-                gradients.begin_unforeseen(outputs[0].device if usual.is_awaited else None)
+                gradients.begin_unforeseen(
+                    outputs[0].device if usual.is_awaited else None
+                )
                 return self._run_weighed(outputs, grads, run, terms, ask())
             gradients.count_next(counted, lambda: _only(ask()))
             return run(outputs, grads)
@@ -149,19 +182,29 @@ class LoneLossWeigher:
         count = count_on_device(reading) if fact.is_awaited else count_of(fact, reading)
         if not isinstance(count, torch.Tensor) and not 0 <= count < torch.inf:
             return None
-        return CountedGradients(mark, count, usual.total, is_zero=fact.source == DIVISOR)
+        return CountedGradients(
+            mark, count, usual.total, is_zero=fact.source == DIVISOR
+        )
 
     def _kind_of(self, reading: LossReading) -> tuple[str, int]:
         """When the workers compare such a loss, and the mark of it."""
         fact = reading.facts[0]
-        if len(reading.facts) > 1 or fact.scales or fact.source == NUMBER:  # numbers of this step are a part of it
+        if (
+            len(reading.facts) > 1 or fact.scales or fact.source == NUMBER
+        ):  # numbers of this step are a part of it
             return when_to_compare(reading, self._is_even, self._rows), mark_of(reading)
-        kinds, key = self._of_all.kinds, (self._is_even, self._rows, fact._replace(counted=None))
+        kinds, key = (
+            self._of_all.kinds,
+            (self._is_even, self._rows, fact._replace(counted=None)),
+        )
         known = kinds.get(key)
         if known is None:
             if len(kinds) >= _MOST_KNOWN:
                 kinds.clear()
-            kinds[key] = known = when_to_compare(reading, self._is_even, self._rows), mark_of(reading)
+            kinds[key] = known = (
+                when_to_compare(reading, self._is_even, self._rows),
+                mark_of(reading),
+            )
         return known
 
     def _ask(self, place: _Place, reading: LossReading) -> list[float] | None:
@@ -169,7 +212,9 @@ class LoneLossWeigher:
         weights, of_all = self._weights, self._of_all
         with without_autograd(), unseen_by_function_modes():
             readings = of_all.told.of_all({0: reading}, BY_LOSS)
-        found = weigh(readings, weights.parts_of_all, weights.rows_of_all, can_split=False)
+        found = weigh(
+            readings, weights.parts_of_all, weights.rows_of_all, can_split=False
+        )
         self.found.append(found)
         if len(of_all.usual) >= _MOST_KNOWN:
             of_all.usual.clear()
@@ -226,13 +271,21 @@ class LoneLossNotes:
         say: Sets the number.
     """
 
-    def __init__(self, told: ToldLosses, weights: Participants, index: int, say: Callable[[int], None]) -> None:
+    def __init__(
+        self,
+        told: ToldLosses,
+        weights: Participants,
+        index: int,
+        say: Callable[[int], None],
+    ) -> None:
         self._told, self._weights, self._say = told, weights, say
         self._rows = None if weights.rows_of_all is None else weights.rows_of_all[index]
         self._num_backwards = 0
         self._reading: LossReading | None = None
         self.found: list[LossWeights] = []
-        self.look: WholeBatchLook | None = None  # looks whether a loss needs the whole batch
+        self.look: WholeBatchLook | None = (
+            None  # looks whether a loss needs the whole batch
+        )
 
     def watching(self) -> losses_run_by:
         """A block in which the losses of this thread are noted."""
@@ -261,7 +314,9 @@ class LoneLossNotes:
         assert self._reading is not None
         with without_autograd(), unseen_by_function_modes():
             readings = self._told.of_all({0: self._reading}, name)
-        self.found.append(weigh(readings, self._weights.parts_of_all, self._weights.rows_of_all))
+        self.found.append(
+            weigh(readings, self._weights.parts_of_all, self._weights.rows_of_all)
+        )
 
     def compare(self) -> None:
         """All was compared while backwards ran."""
@@ -269,7 +324,9 @@ class LoneLossNotes:
 
 def _mark_of_counts(reading: LossReading, part: float) -> int:
     """32 bits that are the same in all workers whose counts are to one another as their rows."""
-    counted = [number_of(fact.counted) for fact in reading.facts if fact.counted is not None]
+    counted = [
+        number_of(fact.counted) for fact in reading.facts if fact.counted is not None
+    ]
     if not counted or not part or not all(abs(count) < torch.inf for count in counted):
         return 0
     return zlib.crc32(",".join([f"{count / part:.8e}" for count in counted]).encode())

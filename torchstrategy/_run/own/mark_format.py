@@ -34,11 +34,15 @@ class Mark(NamedTuple):
     place: int  # 32 bits of all that has to be alike: where it is, what it has computed, what it trains with
     mentioned: int  # 32 bits of what need not be alike, but makes a message necessary if it is not
     leaves: bool  # whether this process will be ended soon
-    counts: Sequence[float] = _NO_COUNTS  # numbers that are added up, and are compared with nothing
+    counts: Sequence[float] = (
+        _NO_COUNTS  # numbers that are added up, and are compared with nothing
+    )
 
     def parts(self) -> bytes:
         """What is compared."""
-        return (self.place | self.mentioned << _BITS_OF_MARK).to_bytes(_NUM_BYTES, "little")
+        return (self.place | self.mentioned << _BITS_OF_MARK).to_bytes(
+            _NUM_BYTES, "little"
+        )
 
 
 class Verdict(NamedTuple):
@@ -50,7 +54,9 @@ class Verdict(NamedTuple):
     counts: Sequence[float] = ()  # the sums of the numbers of counts that rode along
 
 
-_ALL_ALIKE = Verdict(all_are_there=True, all_mention_same=True, some_leave=False, counts=_NO_COUNTS)
+_ALL_ALIKE = Verdict(
+    all_are_there=True, all_mention_same=True, some_leave=False, counts=_NO_COUNTS
+)
 
 
 @final
@@ -76,12 +82,18 @@ class MarkFormat:
         # Each backward writes and reads a mark, so what stands for a byte of it is made once.
         pack_parts = struct.Struct(f"{num_of_parts}{_FORMATS[dtype]}").pack
         self._written = [pack_parts(*parts) for parts in parts_of_byte]
-        self._if_alike = [pack_parts(*(count * part for part in parts)) for parts in parts_of_byte]
+        self._if_alike = [
+            pack_parts(*(count * part for part in parts)) for parts in parts_of_byte
+        ]
         self._head_of_most = bytes(self._head.size)
 
     def write(self, mark: Mark) -> bytes:
         """A mark as the bytes of its numbers."""
-        head = self._head.pack(mark.leaves, *mark.counts) if mark.leaves or any(mark.counts) else self._head_of_most
+        head = (
+            self._head.pack(mark.leaves, *mark.counts)
+            if mark.leaves or any(mark.counts)
+            else self._head_of_most
+        )
         return head + b"".join(map(self._written.__getitem__, mark.parts()))
 
     def read(self, sums: bytes, own: Mark) -> Verdict:

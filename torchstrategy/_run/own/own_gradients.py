@@ -31,8 +31,22 @@ from torchstrategy._group.participants import Participants
 from torchstrategy._group.workers import Workers
 from torchstrategy._run.own.assigned_gradients import AssignedGradients
 from torchstrategy._run.own.counted_gradients import CountedGradients, Settled
-from torchstrategy._run.own.gradient_parts import add, all_laid_out, as_dense, refuse_graphs, with_gradients
-from torchstrategy._run.own.gradient_plans import DENSE, LARGE, NONE, SEVERAL, SPARSE, GradientPlan, KnownPlans
+from torchstrategy._run.own.gradient_parts import (
+    add,
+    all_laid_out,
+    as_dense,
+    refuse_graphs,
+    with_gradients,
+)
+from torchstrategy._run.own.gradient_plans import (
+    DENSE,
+    LARGE,
+    NONE,
+    SEVERAL,
+    SPARSE,
+    GradientPlan,
+    KnownPlans,
+)
 from torchstrategy._run.own.mark_format import Mark, Verdict
 from torchstrategy._run.own.pack_memory import PackMemories, PackMemory
 from torchstrategy._run.own.sent_gradients import SentGradients
@@ -149,7 +163,9 @@ class OwnGradients(SentGradients):
         try:
             result = backward()
         except BaseException as error:
-            if self._under_way:  # by now, the other workers may have sent more, and could not be told
+            if (
+                self._under_way
+            ):  # by now, the other workers may have sent more, and could not be told
                 self._workers.tell_failure(error)
             self._undo()
             raise
@@ -176,7 +192,9 @@ class OwnGradients(SentGradients):
         self._hooks: list[UserHooks] = []
         if have_gradient_hooks(parameters):
             # Backward comes to the parameters of the last layer first, and so do their hooks.
-            self._hooks = [UserHooks(p) for p in reversed(parameters) if have_gradient_hooks((p,))]
+            self._hooks = [
+                UserHooks(p) for p in reversed(parameters) if have_gradient_hooks((p,))
+            ]
         # The plan by which this backward sends, which is only predicted. None: nothing is, and all workers ask.
         self._plan = None if self._is_unforeseen else self._plans.predicted
         # Of large gradients, by the positions of their parameters: the sums, those that wait for their turn to be sent,
@@ -190,7 +208,9 @@ class OwnGradients(SentGradients):
         if not makes_graph and (self._plan is None or self._plan.early):
             self._handles = self._watch_large()
         self._verdict: Verdict | None = None
-        self._sent_at_begin: _SentAsPredicted | None = None  # what could be sent before backward runs
+        self._sent_at_begin: _SentAsPredicted | None = (
+            None  # what could be sent before backward runs
+        )
         if not parameters and self._plan is not None:
             # Others send all gradients, as `fully_shard` does. The mark is all that is left, and it travels meanwhile.
             # Buffers that this backward writes go with the next one, or at the end of the run.
@@ -201,7 +221,11 @@ class OwnGradients(SentGradients):
         """Hooks by which large gradients are sent early; before the first exchange, they count parts of gradients."""
         parameters = self.tensors.parameters
         if self._plan is None:
-            watched = [i for i, p in enumerate(parameters) if p.requires_grad and p.nbytes >= LARGE]
+            watched = [
+                i
+                for i, p in enumerate(parameters)
+                if p.requires_grad and p.nbytes >= LARGE
+            ]
         else:
             watched = [i for i in self._plan.early if parameters[i].requires_grad]
         return [on_gradient(parameters[i], self._make_hook(i)) for i in watched]
@@ -209,7 +233,12 @@ class OwnGradients(SentGradients):
     def _make_hook(self, i: int) -> Callable[[torch.Tensor], None]:
         def is_there(parameter: torch.Tensor) -> None:
             self._num_parts[i] = self._num_parts.get(i, 0) + 1
-            if self._plan is None or i in self._sums or i in self._waiting or parameter.grad is None:
+            if (
+                self._plan is None
+                or i in self._sums
+                or i in self._waiting
+                or parameter.grad is None
+            ):
                 return
             # It is taken out of `.grad`, so that backward does not add to what is being sent.
             self._waiting[i], parameter.grad = as_dense(parameter.grad.detach()), None
@@ -224,7 +253,10 @@ class OwnGradients(SentGradients):
     def _end(self, makes_graph: bool) -> None:
         own = raw_grads(self.tensors.parameters)
         if makes_graph:
-            own = [None if gradient is None else gradient.detach().clone() for gradient in own]
+            own = [
+                None if gradient is None else gradient.detach().clone()
+                for gradient in own
+            ]
         sums = self._sum_over_workers(own)
         # The sums of small gradients stand where the gradients of this worker stood, which autograd has laid out.
         if makes_graph or sums is not own:
@@ -232,7 +264,9 @@ class OwnGradients(SentGradients):
             set_raw_grads(self.tensors.parameters, sums)
         self._add_earlier_and_call_hooks(sums)
 
-    def _sum_over_workers(self, own: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    def _sum_over_workers(
+        self, own: list[torch.Tensor | None]
+    ) -> list[torch.Tensor | None]:
         """Adds up the gradients of all workers. See Note [How workers agree without a message].
 
         The predicted plan is the plan that all would have agreed on, or else gradients are sent once more by the right
@@ -243,13 +277,21 @@ class OwnGradients(SentGradients):
             self._compare()
             if self._counted is not None:
                 self._weigh_as_asked()
-            right = self._agree(self._kinds_of(own), self.tensors.layout_of_written(), self._name)
+            right = self._agree(
+                self._kinds_of(own), self.tensors.layout_of_written(), self._name
+            )
             memories = self._send_and_await(right, own)
         else:
-            kinds, buffers, mark, memories = self._sent_at_begin or self._send_predicted(plan, own)
+            kinds, buffers, mark, memories = (
+                self._sent_at_begin or self._send_predicted(plan, own)
+            )
             self._await_sums()
             self._verdict = memories[0].read_marks(mark)
-            settled = _AS_SENT if self._counted is None else self._settle_counts(self._counted)
+            settled = (
+                _AS_SENT
+                if self._counted is None
+                else self._settle_counts(self._counted)
+            )
             if settled is None:
                 right, memories = self._send_again(own)
             else:
@@ -259,7 +301,11 @@ class OwnGradients(SentGradients):
                     memories = self._send_and_await(right, own, rest)
                 if settled is not _AS_SENT:
                     self._weigh_sums(settled, memories)
-        sparse = {i: self._sparse_sum(i, own[i]) for i in right.sparse} if right.sparse else {}
+        sparse = (
+            {i: self._sparse_sum(i, own[i]) for i in right.sparse}
+            if right.sparse
+            else {}
+        )
         if self._verdict is not None and not self._verdict.all_mention_same:
             self._mentions.settle_difference(self._name)
         if right.buffers is not None:
@@ -273,14 +319,18 @@ class OwnGradients(SentGradients):
         self.multiply_next(self._ask())
         self._compare()
 
-    def _send_again(self, own: list[torch.Tensor | None]) -> tuple[GradientPlan, list[PackMemory]]:
+    def _send_again(
+        self, own: list[torch.Tensor | None]
+    ) -> tuple[GradientPlan, list[PackMemory]]:
         """Sends all gradients by the weights that all workers tell."""
         self._weigh_as_asked()
         for i, gradient in self._unweighed.items():
             late = own[i]
             own[i] = gradient if late is None else gradient + late
         self._sums, self._unweighed = {}, {}
-        right = self._agree(self._kinds_of(own), self.tensors.layout_of_written(), self._name)
+        right = self._agree(
+            self._kinds_of(own), self.tensors.layout_of_written(), self._name
+        )
         return right, self._send_and_await(right, own)
 
     def _compare(self) -> None:
@@ -289,16 +339,25 @@ class OwnGradients(SentGradients):
         self._num_compared = self._workers.num_compared
         self._mentions.note_compared()
 
-    def _send_predicted(self, plan: GradientPlan, own: list[torch.Tensor | None]) -> _SentAsPredicted:
+    def _send_predicted(
+        self, plan: GradientPlan, own: list[torch.Tensor | None]
+    ) -> _SentAsPredicted:
         """Sends what the predicted plan says, and a mark that tells what this worker has."""
         kinds, buffers = self._kinds_of(own), self.tensors.layout_of_written()
         self._compare()
         if not self._counts:  # what the other workers have is what counts
-            kinds, buffers = plan.kinds, None if plan.buffers is None else self.tensors.layout()
+            kinds, buffers = (
+                plan.kinds,
+                None if plan.buffers is None else self.tensors.layout(),
+            )
         return self._send_with_mark(plan, own, kinds, buffers)
 
     def _send_with_mark(
-        self, plan: GradientPlan, own: list[torch.Tensor | None], kinds: bytes, buffers: BufferLayout | None
+        self,
+        plan: GradientPlan,
+        own: list[torch.Tensor | None],
+        kinds: bytes,
+        buffers: BufferLayout | None,
     ) -> _SentAsPredicted:
         mark = self._mark(kinds, buffers, self._name)
         memories = self._send(plan, own, mark)
@@ -316,7 +375,9 @@ class OwnGradients(SentGradients):
         """The sum of each parameter's gradients, by where it has come."""
         sums: list[torch.Tensor | None] = [None] * len(own)
         for memory in memories:
-            of_pack: list[Any] = memory.sums_of_gradients(self._of_pack(own, memory), self._are_dense)
+            of_pack: list[Any] = memory.sums_of_gradients(
+                self._of_pack(own, memory), self._are_dense
+            )
             if len(of_pack) == len(own):  # as for a small model
                 return of_pack
             for i, total in zip(memory.pack.gradients, of_pack, strict=True):
@@ -332,7 +393,9 @@ class OwnGradients(SentGradients):
         if values:
             self.tensors.write_buffers(values)
 
-    def _plan_of_all(self, kinds: bytes, buffers: BufferLayout | None, name: str) -> GradientPlan:
+    def _plan_of_all(
+        self, kinds: bytes, buffers: BufferLayout | None, name: str
+    ) -> GradientPlan:
         """The plan for what all workers have, after the one that was predicted."""
         verdict, plan = self._verdict, self._plan
         assert verdict is not None
@@ -350,10 +413,16 @@ class OwnGradients(SentGradients):
         self._are_dense = are_there_and_dense(own)
         if self._are_dense:
             kinds = bytearray([DENSE]) * len(own)
-            if not self._num_parts and self._plan is not None and kinds == self._plan.kinds:
+            if (
+                not self._num_parts
+                and self._plan is not None
+                and kinds == self._plan.kinds
+            ):
                 return self._plan.kinds  # as mostly, for a small model
         else:
-            kinds = bytearray(NONE if g is None else SPARSE if g.is_sparse else DENSE for g in own)
+            kinds = bytearray(
+                NONE if g is None else SPARSE if g.is_sparse else DENSE for g in own
+            )
         for i in (*self._sums, *self._waiting):
             kinds[i] = SEVERAL if kinds[i] else DENSE
         for i, times in self._num_parts.items():
@@ -372,20 +441,30 @@ class OwnGradients(SentGradients):
         if counted is None:
             return Mark(place, self._mentions.mark(), self._workers.is_asked_to_leave)
         place ^= counted.mark
-        return Mark(place, self._mentions.mark(), self._workers.is_asked_to_leave, counted.numbers)
+        return Mark(
+            place,
+            self._mentions.mark(),
+            self._workers.is_asked_to_leave,
+            counted.numbers,
+        )
 
-    def _agree(self, kinds: bytes, buffers: BufferLayout | None, name: str) -> GradientPlan:
+    def _agree(
+        self, kinds: bytes, buffers: BufferLayout | None, name: str
+    ) -> GradientPlan:
         """Asks all workers what they have.
 
         Raises:
             WorkerError: If they are at different places, or differ where they must not.
         """
-        self._workers.compare("the buffers of the modules:", self.tensors.shown_buffers())
+        self._workers.compare(
+            "the buffers of the modules:", self.tensors.shown_buffers()
+        )
         place = self._workers.place(name)
         compared_before = self._workers.take_compared()[: self._num_compared]
         leaves, number = self._workers.is_asked_to_leave, self._mentions.mark()
         of_all = self._workers.all_gather_object(
-            (self._counts, list(kinds), buffers is not None, leaves, number, place), name
+            (self._counts, list(kinds), buffers is not None, leaves, number, place),
+            name,
         )
         *_, leave, mentioned, places = zip(*of_all, strict=True)
         if len(set(places)) > 1:
@@ -395,12 +474,17 @@ class OwnGradients(SentGradients):
             for what, value in compared_before:
                 self._workers.compare(what, value)
             self._mentions.note_compared()
-            self._workers.compare("the buffers of the modules:", self.tensors.shown_buffers())
+            self._workers.compare(
+                "the buffers of the modules:", self.tensors.shown_buffers()
+            )
             self._workers.all_gather_object(None, name)
         self._verdict = Verdict(True, len(set(mentioned)) == 1, any(leave))
         self._note_leaving(any(leave))
         counting = [told for told in of_all if told[0]] or of_all
-        some = bytes(max(column) for column in zip(*(kinds for _, kinds, *_ in counting), strict=True))
+        some = bytes(
+            max(column)
+            for column in zip(*(kinds for _, kinds, *_ in counting), strict=True)
+        )
         has_written = any(written for _, _, written, *_ in counting)
         return self._plans.of(some, self.tensors.layout() if has_written else None)
 
@@ -437,7 +521,12 @@ class OwnGradients(SentGradients):
             return
         with without_autograd():
             own: list[torch.Tensor | None] = [None] * len(self.tensors.parameters)
-            self._sums, self._waiting, self._under_way, self._are_dense = {}, {}, [], False
+            self._sums, self._waiting, self._under_way, self._are_dense = (
+                {},
+                {},
+                [],
+                False,
+            )
             self._name = "the buffers that the step has written"
             self._num_compared = self._workers.num_compared
             plan = self._agree(bytes(len(own)), buffers, self._name)
@@ -462,7 +551,13 @@ class OwnGradients(SentGradients):
         if plan is None:  # they ask at once
             return
         self._counted = CountedGradients.unforeseen(device)
-        self._sums, self._waiting, self._num_parts, self._under_way, self._are_dense = {}, {}, {}, [], False
+        self._sums, self._waiting, self._num_parts, self._under_way, self._are_dense = (
+            {},
+            {},
+            {},
+            [],
+            False,
+        )
         own: list[torch.Tensor | None] = [None] * len(self.tensors.parameters)
         with without_autograd():
             self._send_with_mark(plan, own, plan.kinds, plan.buffers)
@@ -477,7 +572,11 @@ class OwnGradients(SentGradients):
             indices: The positions of parameters. None: of all.
         """
         # A backward, also one that begins, compares the workers.
-        found = self._assigned.find(indices) if self._num_backwards else self._assigned.find_written(indices)
+        found = (
+            self._assigned.find(indices)
+            if self._num_backwards
+            else self._assigned.find_written(indices)
+        )
         if found:
             with without_autograd():
                 self._assigned.add_up(found, self.weight, self._total_weight, point)

@@ -23,7 +23,12 @@ from torchstrategy._base.context import is_in_replica
 from torchstrategy._base.memory import LOST_MEMORY, has_lost_memory, wraps_others
 from torchstrategy._base.objects.attribute_contents import things_in
 from torchstrategy._base.objects.changes import are_same
-from torchstrategy._base.objects.module_traversal import computed_by_hooks, modules_within, plain_attributes, roots_of
+from torchstrategy._base.objects.module_traversal import (
+    computed_by_hooks,
+    modules_within,
+    plain_attributes,
+    roots_of,
+)
 from torchstrategy._base.objects.proxies import is_torchs, parameters_of
 from torchstrategy._base.objects.torch_hooks import Stepper, tell_of_steps
 from torchstrategy._base.torch_internals import run_by
@@ -33,7 +38,11 @@ from torchstrategy._group.participants import Participants
 from torchstrategy._run.losses.loss_watchers import CLOSURE_OF_TERMS
 from torchstrategy._run.metrics import Metric, metrics_among
 from torchstrategy._run.module_tensors import trainable_among
-from torchstrategy._run.own.lone_losses import LoneLosses, LoneLossNotes, LoneLossWeigher
+from torchstrategy._run.own.lone_losses import (
+    LoneLosses,
+    LoneLossNotes,
+    LoneLossWeigher,
+)
 from torchstrategy._run.own.own_gradients import OwnGradients
 from torchstrategy._run.own.own_random import OwnRandom
 from torchstrategy._run.own.parameter_values import ValuesOfParameters
@@ -73,7 +82,9 @@ class OwnObjects(Storage):
         self._workers = placement.workers
         self._modules: dict[int, weakref.ref[nn.Module]] = {}
         self._variables: dict[int, weakref.ref[Variable]] = {}
-        self._on_read: weakref.WeakValueDictionary[int, SyncOnReadVariable] = weakref.WeakValueDictionary()
+        self._on_read: weakref.WeakValueDictionary[int, SyncOnReadVariable] = (
+            weakref.WeakValueDictionary()
+        )
         # Plain tables: each backward looks through them, and to look through a `WeakValueDictionary` takes longer.
         self._optimizers: dict[int, weakref.ref[Optimizer]] = {}
         self._settings = SettingsOfOptimizers()
@@ -89,7 +100,9 @@ class OwnObjects(Storage):
         self._thread: int | None = None  # that of the run under way
         self._num_runs = 0
         # Optimizers of parameters that no module of the scope has, each with the run in which it first took a step.
-        self._strangers: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        self._strangers: weakref.WeakKeyDictionary[Optimizer, int] = (
+            weakref.WeakKeyDictionary()
+        )
         self._follows_first = False  # whether the generators of the workers were found to differ in this run
         self._metrics: list[Metric] = []
         self.losses = LoneLosses(self._workers)
@@ -103,25 +116,38 @@ class OwnObjects(Storage):
         if id(module) in self._modules or is_in_replica():
             return
         self.claim(module)
-        self._modules[id(module)] = weakref.ref(module, _make_forget(self._modules, id(module)))
+        self._modules[id(module)] = weakref.ref(
+            module, _make_forget(self._modules, id(module))
+        )
         self._has_news = True
 
     def take_variable(self, variable: Variable) -> None:
         self.claim(variable)
         self._has_news = True
-        if isinstance(variable, SyncOnReadVariable):  # each worker has a value of its own
+        if isinstance(
+            variable, SyncOnReadVariable
+        ):  # each worker has a value of its own
             self._on_read[id(variable)] = variable
         else:
-            self._variables[id(variable)] = weakref.ref(variable, _make_forget(self._variables, id(variable)))
+            self._variables[id(variable)] = weakref.ref(
+                variable, _make_forget(self._variables, id(variable))
+            )
 
     def take_stepper(self, stepper: Optimizer | Stepper) -> None:
-        known: dict[int, Any] = self._optimizers if isinstance(stepper, Optimizer) else self._steppers
+        known: dict[int, Any] = (
+            self._optimizers if isinstance(stepper, Optimizer) else self._steppers
+        )
         known[id(stepper)] = weakref.ref(stepper, _make_forget(known, id(stepper)))
 
     # A run
 
     def run(
-        self, weights: Participants, step: str, values: Sequence[Tree], given: Tree, call: Callable[[], Tree]
+        self,
+        weights: Participants,
+        step: str,
+        values: Sequence[Tree],
+        given: Tree,
+        call: Callable[[], Tree],
     ) -> Tree:
         """A run, from when it begins until it ends.
 
@@ -154,7 +180,11 @@ class OwnObjects(Storage):
             return result
         except RuntimeError as error:
             # A model that is sharded waits for other workers itself, and does not tell which of them is lost.
-            lost = error if self.gradients.tensors.sharded.is_empty else self._workers.explain_lost_worker(error)
+            lost = (
+                error
+                if self.gradients.tensors.sharded.is_empty
+                else self._workers.explain_lost_worker(error)
+            )
             if lost is error:
                 raise
             raise lost from error
@@ -185,7 +215,9 @@ class OwnObjects(Storage):
             roots = roots_of(parts)
             _refuse_untrained(roots)
             known = [*_living(self._variables.values()), *self._on_read.values()]
-            take_from_first_worker(self._workers, roots, known, self.random.generators())
+            take_from_first_worker(
+                self._workers, roots, known, self.random.generators()
+            )
             self._has_news = False
             self._take_tensors()
             self._take_sharded()
@@ -205,11 +237,15 @@ class OwnObjects(Storage):
         self.gradients.send_buffers()
         if not self.gradients.has_exchanged and self._values.were_written():
             # Where a step makes updates without a backward, no gradient would ever take the marks along.
-            of_all = self._workers.all_gather_object(self._values.mark(), "the parameters that the step has written")
+            of_all = self._workers.all_gather_object(
+                self._values.mark(), "the parameters that the step has written"
+            )
             if len(set(of_all)) > 1:
                 self._values.refuse_others()
         if self._workers.watches_leaving and not self.gradients.has_exchanged:
-            asked = self._workers.all_gather_object(self._workers.is_asked_to_leave, "the end of strategy.run")
+            asked = self._workers.all_gather_object(
+                self._workers.is_asked_to_leave, "the end of strategy.run"
+            )
             self._workers.all_leave = any(asked)
         for metric in self._metrics:
             metric.put_together(weights)
@@ -217,7 +253,11 @@ class OwnObjects(Storage):
 
     def _take_tensors(self) -> None:
         modules = self._parts()
-        variables = [variable for variable in _living(self._variables.values()) if variable.requires_grad]
+        variables = [
+            variable
+            for variable in _living(self._variables.values())
+            if variable.requires_grad
+        ]
         tensors = TrainedTensors(modules, variables, self.placement.averages_buffers)
         self.gradients.train(tensors)
         self._values.take(tensors)
@@ -225,7 +265,10 @@ class OwnObjects(Storage):
 
     def _take_sharded(self) -> None:
         """Learns which workers compute together. Called in all workers, which have the same models."""
-        sharded, peers = self.gradients.tensors.sharded, RowPeers(self._workers, [self._workers.index])
+        sharded, peers = (
+            self.gradients.tensors.sharded,
+            RowPeers(self._workers, [self._workers.index]),
+        )
         if not sharded.is_empty:
             sharded.take_from_first()
             peers = RowPeers.of(self._workers, sharded)
@@ -239,11 +282,20 @@ class OwnObjects(Storage):
 
     def weigher_of_losses(self, weights: Participants, step: str) -> LoneLossWeigher:
         """Weighs the backwards of the next run by what its losses were divided by."""
-        return LoneLossWeigher(self.losses, weights, self.gradients, self._workers.index, step, self._prepare_backward)
+        return LoneLossWeigher(
+            self.losses,
+            weights,
+            self.gradients,
+            self._workers.index,
+            step,
+            self._prepare_backward,
+        )
 
     def notes_of_losses(self, weights: Participants) -> LoneLossNotes:
         """Notes what the losses of the next run were divided by."""
-        self._loss_notes = LoneLossNotes(self.losses.told, weights, self._workers.index, self._mention_losses)
+        self._loss_notes = LoneLossNotes(
+            self.losses.told, weights, self._workers.index, self._mention_losses
+        )
         return self._loss_notes
 
     def _mention_losses(self, mark: int) -> None:
@@ -283,11 +335,20 @@ class OwnObjects(Storage):
         for reference in list(self._optimizers.values()):
             optimizer = reference()
             if optimizer is not None:
-                which = f" (optimizer {len(compared) + 1} of the scope)" if compared else ""
-                compared.append((f"the settings of {type(optimizer).__name__}{which}:", self._settings.of(optimizer)))
+                which = (
+                    f" (optimizer {len(compared) + 1} of the scope)" if compared else ""
+                )
+                compared.append(
+                    (
+                        f"the settings of {type(optimizer).__name__}{which}:",
+                        self._settings.of(optimizer),
+                    )
+                )
         if self._steppers:
             for stepper in _living(self._steppers.values()):
-                compared.append((f"the state of {type(stepper).__name__}:", _counts_of(stepper)))
+                compared.append(
+                    (f"the state of {type(stepper).__name__}:", _counts_of(stepper))
+                )
         tensors = self.gradients.tensors
         compared.append(("which parameters are trained:", tensors.flags()))
         compared.append(("the modes of the modules:", tensors.modes()))
@@ -296,8 +357,12 @@ class OwnObjects(Storage):
     def mark(self) -> int:
         """See `Mentions`: the random generators, what was read, the values of parameters, and counts of losses."""
         # Of plain tuples: what Python prints of a named one comes by several calls.
-        self._mark_of_reads = zlib.crc32(repr([*map(tuple, self._reads)]).encode()) if self._reads else 0
-        mark = zlib.crc32(b"%d %d %d" % (self.random.mark, self._values.mark(), self._mark_of_reads))
+        self._mark_of_reads = (
+            zlib.crc32(repr([*map(tuple, self._reads)]).encode()) if self._reads else 0
+        )
+        mark = zlib.crc32(
+            b"%d %d %d" % (self.random.mark, self._values.mark(), self._mark_of_reads)
+        )
         return mark ^ self._mark_of_losses
 
     def settle_difference(self, name: str) -> None:
@@ -307,7 +372,9 @@ class OwnObjects(Storage):
         """
         notes = self._loss_notes
         told = (self._mark_of_reads, notes is not None and notes.has_reading)
-        marks, have_notes = zip(*self._workers.all_gather_object(told, name), strict=True)
+        marks, have_notes = zip(
+            *self._workers.all_gather_object(told, name), strict=True
+        )
         if len(set(marks)) > 1:
             refuse_other_reads(self._workers, self._reads)
         self._values.refuse_others()
@@ -317,19 +384,31 @@ class OwnObjects(Storage):
 
     # Updates
 
-    def before_any_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def before_any_step(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         """Called before any optimizer in the process takes a step, on its thread.
 
         Returns:
             The arguments of the step, with a closure whose loss is that of the whole batch; None: as they are.
         """
-        name, parameters, tensors = type(optimizer).__name__, parameters_of(optimizer), self.gradients.tensors
+        name, parameters, tensors = (
+            type(optimizer).__name__,
+            parameters_of(optimizer),
+            self.gradients.tensors,
+        )
         ours: Sequence[int] = tensors.positions
         strange: list[torch.Tensor] = []
-        if not are_same(parameters, tensors.parameters):  # mostly, an optimizer has all parameters, in their order
+        if not are_same(
+            parameters, tensors.parameters
+        ):  # mostly, an optimizer has all parameters, in their order
             positions = list(map(tensors.index.get, map(id, parameters)))
             ours = [i for i in positions if i is not None]
-            others = [p for p, position in zip(parameters, positions, strict=True) if position is None]
+            others = [
+                p
+                for p, position in zip(parameters, positions, strict=True)
+                if position is None
+            ]
             strange = tensors.without_sharded(others)
         if self._thread is None:
             # No run has made these gradients, as where the step is called by itself.
@@ -339,11 +418,15 @@ class OwnObjects(Storage):
         if len(strange) == len(parameters) and id(optimizer) not in self._optimizers:
             # A step may make an optimizer for a copy of the model. One that has taken a step in an earlier run trains
             # something that every worker has, and that each would train with its own rows.
-            is_new = self._strangers.setdefault(optimizer, self._num_runs) == self._num_runs
+            is_new = (
+                self._strangers.setdefault(optimizer, self._num_runs) == self._num_runs
+            )
             if is_new or self._thread != threading.get_ident():
                 return None
         if self._thread != threading.get_ident():
-            raise RuntimeError(_ON_OTHER_THREAD.format(name, threading.current_thread().name))
+            raise RuntimeError(
+                _ON_OTHER_THREAD.format(name, threading.current_thread().name)
+            )
         for parameter in strange:
             if parameter.grad is not None:
                 raise RuntimeError(_OUTSIDE.format(name, tuple(parameter.shape)))
@@ -355,11 +438,17 @@ class OwnObjects(Storage):
         if _may_draw(optimizer):
             self._updating.append(self.random.for_all_workers())
             self._updating[-1].__enter__()
-        return self._changed_arguments(args, kwargs) if len(args) > 1 or kwargs else None
+        return (
+            self._changed_arguments(args, kwargs) if len(args) > 1 or kwargs else None
+        )
 
     def after_any_step(self, optimizer: Optimizer) -> None:
         """Called after any optimizer in the process has taken a step, on its thread."""
-        if self._updating and self._thread == threading.get_ident() and _may_draw(optimizer):
+        if (
+            self._updating
+            and self._thread == threading.get_ident()
+            and _may_draw(optimizer)
+        ):
             self._updating.pop().__exit__(None, None, None)
 
     def _changed_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -367,7 +456,10 @@ class OwnObjects(Storage):
         if len(args) > 1 and callable(args[1]):  # the first one is the optimizer
             return (args[0], self._closure_of_all_workers(args[1]), *args[2:]), kwargs
         if callable(kwargs.get("closure")):
-            return args, {**kwargs, "closure": self._closure_of_all_workers(kwargs["closure"])}
+            return args, {
+                **kwargs,
+                "closure": self._closure_of_all_workers(kwargs["closure"]),
+            }
         return None
 
     def _closure_of_all_workers(self, closure: Callable[[], Any]) -> Callable[[], Any]:
@@ -387,18 +479,26 @@ class OwnObjects(Storage):
             own = own.to(torch.promote_types(own.dtype, torch.float32))
             weighed = own * weight if weight else torch.zeros_like(own)
             (total,) = self._workers.all_reduce([weighed], "the loss of a closure")
-            return total.to(loss.dtype) if isinstance(loss, torch.Tensor) else total.item()
+            return (
+                total.to(loss.dtype) if isinstance(loss, torch.Tensor) else total.item()
+            )
 
         return whole
 
 
 def _may_draw(optimizer: Optimizer) -> bool:
     """Whether an update may draw random numbers: those of torch's own optimizers do not."""
-    return not is_torchs(optimizer) or bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
+    return not is_torchs(optimizer) or bool(
+        optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+    )
 
 
 def _counts_of(stepper: Stepper) -> dict[str, Any]:
-    return {key: value for key, value in vars(stepper).items() if type(value) in (int, float, bool)}
+    return {
+        key: value
+        for key, value in vars(stepper).items()
+        if type(value) in (int, float, bool)
+    }
 
 
 def _make_forget(table: dict[int, Any], key: int) -> Callable[[Any], None]:
@@ -412,7 +512,9 @@ def _make_forget(table: dict[int, Any], key: int) -> Callable[[Any], None]:
 # `_copies/replicated_storage` has the same function: each step of several replicas would pass from room to room for it.
 def _living(references: Iterable[weakref.ref[Any]]) -> list[Any]:
     """The objects that some references refer to, as far as they still live."""
-    return [thing for reference in list(references) if (thing := reference()) is not None]
+    return [
+        thing for reference in list(references) if (thing := reference()) is not None
+    ]
 
 
 def _refuse_untrained(roots: Sequence[nn.Module]) -> None:
@@ -421,13 +523,25 @@ def _refuse_untrained(roots: Sequence[nn.Module]) -> None:
     Raises:
         TypeError: Naming what is no parameter, or no parameter yet.
     """
-    named = [pair for root in roots for pair in root.named_modules(prefix=type(root).__name__)]
-    parameters = {id(parameter) for _, module in named for parameter in module.parameters(recurse=False)}
+    named = [
+        pair
+        for root in roots
+        for pair in root.named_modules(prefix=type(root).__name__)
+    ]
+    parameters = {
+        id(parameter)
+        for _, module in named
+        for parameter in module.parameters(recurse=False)
+    }
     for path, module in named:
         for name, parameter in module._parameters.items():
             if parameter is not None and nn.parameter.is_lazy(parameter):
                 raise TypeError(_LAZY.format(f"{path}.{name}", type(module).__name__))
-            if parameter is not None and parameter.layout is not torch.strided and not wraps_others(parameter):
+            if (
+                parameter is not None
+                and parameter.layout is not torch.strided
+                and not wraps_others(parameter)
+            ):
                 raise TypeError(_SPARSE.format(f"{path}.{name}", parameter.layout))
         for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
             if tensor is not None and has_lost_memory(tensor):

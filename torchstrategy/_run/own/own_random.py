@@ -50,9 +50,13 @@ class OwnRandom:
         self._digest = b""  # of these states
         self._first = _States([])  # with which the replica's stream begins
         self._generators = self.generators()  # those of the newest run
-        self._shared: _States | None = None  # at which the stream for all workers was left
+        self._shared: _States | None = (
+            None  # at which the stream for all workers was left
+        )
         self.mark = 0  # a number by which workers compare the states
-        self._num_drawn = 0  # in so many runs the replica has drawn since the workers last compared
+        self._num_drawn = (
+            0  # in so many runs the replica has drawn since the workers last compared
+        )
 
     def draw_from(self, stream: int) -> None:
         """From the next run on, the replica draws the random numbers of a worker, which computes the same."""
@@ -68,7 +72,10 @@ class OwnRandom:
         self._num_drawn = 0
         marks, counts = zip(*of_all, strict=True)
         if len(set(marks)) > 1 and len(set(counts)) > 1:
-            told = ", ".join(f"worker {w} in {plural(count, 'run')}" for w, count in enumerate(counts))
+            told = ", ".join(
+                f"worker {w} in {plural(count, 'run')}"
+                for w, count in enumerate(counts)
+            )
             warnings.warn(_DREW.format(told), UserWarning, stacklevel=2)
         return len(set(marks)) > 1
 
@@ -108,7 +115,10 @@ class OwnRandom:
 
     def end_run(self) -> None:
         """The replica has drawn what it draws: the generators get the state for the next run."""
-        has_drawn = _States(self._generators).bits != self._first.bits or self._shared is not None
+        has_drawn = (
+            _States(self._generators).bits != self._first.bits
+            or self._shared is not None
+        )
         if has_drawn:
             self._seed("next")
             self._num_drawn += 1
@@ -117,10 +127,14 @@ class OwnRandom:
 
     def _seed(self, stream: int | str) -> None:
         """Lets the generators begin a stream that is made of the states when the run began."""
-        salt = stream.to_bytes(8, "little") if isinstance(stream, int) else stream.encode()
+        salt = (
+            stream.to_bytes(8, "little") if isinstance(stream, int) else stream.encode()
+        )
         digest = hashlib.blake2b(self._digest, digest_size=8, salt=salt).digest()
         for generator in self._generators:
-            generator.manual_seed(int.from_bytes(digest, "little") >> 1)  # a seed is a signed 64-bit number
+            generator.manual_seed(
+                int.from_bytes(digest, "little") >> 1
+            )  # a seed is a signed 64-bit number
 
     def generators(self) -> Sequence[GeneratorLike]:
         """The random generators from which the replica draws."""
@@ -139,7 +153,9 @@ class _States:
     def __init__(self, generators: Sequence[GeneratorLike]) -> None:
         self.tensors = list(map(_GET_STATE, generators))
         # `torch.equal` takes several times as long as it takes to compare bytes.
-        self.bits = [memory_at(state.data_ptr(), state.nbytes).raw for state in self.tensors]
+        self.bits = [
+            memory_at(state.data_ptr(), state.nbytes).raw for state in self.tensors
+        ]
 
 
 _GET_STATE: Callable[[GeneratorLike], torch.Tensor] = methodcaller("get_state")

@@ -38,35 +38,53 @@ class PackMemory:
     """
 
     def __init__(
-        self, pack: Pack, parameters: Sequence[torch.Tensor], buffers: dict[int, torch.Tensor], num_workers: int
+        self,
+        pack: Pack,
+        parameters: Sequence[torch.Tensor],
+        buffers: dict[int, torch.Tensor],
+        num_workers: int,
     ) -> None:
         self.pack = pack
         self._marks = mark_format(num_workers, pack.dtype) if num_workers else None
         num_numbers = 0 if self._marks is None else self._marks.length
-        like = [parameters[i] for i in pack.gradients] + [buffers[i] for i in pack.buffers]
+        like = [parameters[i] for i in pack.gradients] + [
+            buffers[i] for i in pack.buffers
+        ]
         num_of_tensors = sum(tensor.numel() for tensor in like)
-        flat = torch.zeros(num_of_tensors + num_numbers, dtype=pack.dtype, device=pack.device)
+        flat = torch.zeros(
+            num_of_tensors + num_numbers, dtype=pack.dtype, device=pack.device
+        )
         pieces = flat[:num_of_tensors].split([tensor.numel() for tensor in like])
-        parts = [piece.view(tensor.shape) for piece, tensor in zip(pieces, like, strict=True)]
+        parts = [
+            piece.view(tensor.shape) for piece, tensor in zip(pieces, like, strict=True)
+        ]
         self.gradients = parts[: len(pack.gradients)]
-        self.buffers = dict(zip(pack.buffers, parts[len(pack.gradients) :], strict=True))
+        self.buffers = dict(
+            zip(pack.buffers, parts[len(pack.gradients) :], strict=True)
+        )
         num_gradients, num_averaged, num_taken = pack.sizes
         self._weighed, self._averaged, self._taken, numbers = flat.split(
             [num_gradients, num_averaged, num_taken, num_numbers]
         )
         # The first pack, which has them, is in the memory of the CPU.
-        self._mark = memory_at(numbers.data_ptr(), 0 if self._marks is None else self._marks.num_bytes)
+        self._mark = memory_at(
+            numbers.data_ptr(), 0 if self._marks is None else self._marks.num_bytes
+        )
         # Buffers that are taken from one worker may have any dtype: the bytes of the others are zeros.
         self.sent = flat if can_be_added(flat.dtype) else flat.view(torch.uint8)
         self.num_sent = self.sent.numel()
 
-    def put_gradients(self, own: list[torch.Tensor], weight: float | torch.Tensor) -> None:
+    def put_gradients(
+        self, own: list[torch.Tensor], weight: float | torch.Tensor
+    ) -> None:
         """Copies the gradients of this worker into it, and weighs them."""
         if self.gradients:
             foreach_copy_(self.gradients, own)
             weigh(self._weighed, weight)
 
-    def put_buffers(self, own: dict[int, torch.Tensor], weight: float, leads: bool) -> None:
+    def put_buffers(
+        self, own: dict[int, torch.Tensor], weight: float, leads: bool
+    ) -> None:
         """Copies the buffers of this worker into it, and weighs those of which all workers get the mean.
 
         Args:
@@ -84,7 +102,9 @@ class PackMemory:
     def put_mark(self, mark: Mark | None) -> None:
         """Writes the mark that rides along; None: zeros, of which the sums tell nothing."""
         assert self._marks is not None
-        self._mark.raw = bytes(self._marks.num_bytes) if mark is None else self._marks.write(mark)
+        self._mark.raw = (
+            bytes(self._marks.num_bytes) if mark is None else self._marks.write(mark)
+        )
 
     def read_marks(self, own: Mark) -> Verdict:
         """What the marks of all workers tell, once the sums are there. `own`: that of this worker."""
@@ -106,7 +126,9 @@ class PackMemory:
         sums: list[torch.Tensor] = own
         if not are_dense:
             sums = [
-                torch.empty_like(part) if gradient is None or gradient.layout is not torch.strided else gradient
+                torch.empty_like(part)
+                if gradient is None or gradient.layout is not torch.strided
+                else gradient
                 for gradient, part in zip(own, self.gradients, strict=True)
             ]
         if sums:
@@ -127,7 +149,10 @@ class PackMemories:
         self._known: dict[GradientPlan, list[PackMemory]] = {}
 
     def of(
-        self, plan: GradientPlan, parameters: Sequence[torch.Tensor], buffers: dict[int, torch.Tensor]
+        self,
+        plan: GradientPlan,
+        parameters: Sequence[torch.Tensor],
+        buffers: dict[int, torch.Tensor],
     ) -> list[PackMemory]:
         """The memories of the packs of a plan."""
         known = self._known.get(plan)

@@ -46,7 +46,16 @@ class ValuesOfParameters:
         writes = self._agreed.num_writes()
         if self._sharded:
             writes += self._agreed_of_sharded.num_writes()
-        return hash((*writes, self._tensors.num_writes_between_runs, self._checksum_of_next())) & 0xFFFFFFFF
+        return (
+            hash(
+                (
+                    *writes,
+                    self._tensors.num_writes_between_runs,
+                    self._checksum_of_next(),
+                )
+            )
+            & 0xFFFFFFFF
+        )
 
     def _checksum_of_next(self) -> int:
         """The checksum of a piece of the next tensor: of its first elements in the first round, then of the next ones.
@@ -70,11 +79,18 @@ class ValuesOfParameters:
             RuntimeError: Naming a tensor that has other values in another worker.
         """
         tensors, buffers = self._tensors, self._tensors.known_buffers()
-        names, values = [*tensors.names(), *buffers], [*tensors.parameters, *buffers.values()]
+        names, values = (
+            [*tensors.names(), *buffers],
+            [*tensors.parameters, *buffers.values()],
+        )
         refuse_other_values(self._workers, names, values)
         # Of a sharded parameter each worker has another part, so that only the number of writes can be compared.
         if self._sharded:
-            refuse_other_writes(self._workers, tensors.sharded.names(), self._agreed_of_sharded.num_writes())
+            refuse_other_writes(
+                self._workers,
+                tensors.sharded.names(),
+                self._agreed_of_sharded.num_writes(),
+            )
         self._agreed.take()
         self._agreed_of_sharded.take()
         tensors.num_writes_between_runs = 0
@@ -85,4 +101,6 @@ class ValuesOfParameters:
         Raises:
             RuntimeError: Naming a parameter that has other values in another worker.
         """
-        refuse_other_values(self._workers, self._tensors.names(), self._tensors.parameters)
+        refuse_other_values(
+            self._workers, self._tensors.names(), self._tensors.parameters
+        )

@@ -52,23 +52,40 @@ class RowPeers:
             RuntimeError: If that does not tell, naming the parameters.
         """
         rank = dist.get_rank()
-        of_all = workers.all_gather_object((rank, models.averaged_over(rank)), "how the models are sharded")
+        of_all = workers.all_gather_object(
+            (rank, models.averaged_over(rank)), "how the models are sharded"
+        )
         ranks = [of_worker for of_worker, _ in of_all]
-        kinds: list[tuple[int, ...]] = []  # for each worker, the processes with other rows; (): all have others
+        kinds: list[
+            tuple[int, ...]
+        ] = []  # for each worker, the processes with other rows; (): all have others
         for w, (_, averaged) in enumerate(of_all):
             for group, name in averaged.items():
                 if not set(group) <= set(ranks):
-                    raise _of_all(workers, _STRANGERS.format(name, w, sorted(group), sorted(ranks)))
-            parts = {group: name for group, name in averaged.items() if set(group) != set(ranks)}
+                    raise _of_all(
+                        workers,
+                        _STRANGERS.format(name, w, sorted(group), sorted(ranks)),
+                    )
+            parts = {
+                group: name
+                for group, name in averaged.items()
+                if set(group) != set(ranks)
+            }
             if len(parts) > 1:
                 (one, name), (other, another) = [*parts.items()][:2]
-                raise _of_all(workers, _UNLIKE.format(w, name, list(one), another, list(other)))
+                raise _of_all(
+                    workers, _UNLIKE.format(w, name, list(one), another, list(other))
+                )
             kinds.append(next(iter(parts), ()))
         if not any(kinds):
             return cls(workers, [workers.index])
         num_in = Counter(kinds)
-        is_even = len(set(map(len, kinds))) == 1 and all(num_in[group] == len(group) for group in kinds)
-        if not is_even or not all(rank in group for rank, group in zip(ranks, kinds, strict=True)):
+        is_even = len(set(map(len, kinds))) == 1 and all(
+            num_in[group] == len(group) for group in kinds
+        )
+        if not is_even or not all(
+            rank in group for rank, group in zip(ranks, kinds, strict=True)
+        ):
             raise _of_all(workers, _UNEVEN.format([list(group) for group in kinds]))
         places = [group.index(rank) for rank, group in zip(ranks, kinds, strict=True)]
         own = places[workers.index]
@@ -87,10 +104,22 @@ class RowPeers:
         if len(self._indices) == 1:
             return
         self._num_runs += 1
-        if any(type(leaf) is PerReplica and (leaf.rows_of_all or leaf.read) for leaf in leaves):
+        if any(
+            type(leaf) is PerReplica and (leaf.rows_of_all or leaf.read)
+            for leaf in leaves
+        ):
             raise _of_all(self._workers, _SPLIT.format(self._shown()))
-        told = self._indices, [self._mark(leaf) for leaf in tree_leaves(given) if isinstance(leaf, torch.Tensor)]
-        of_all = self._workers.all_gather_object(told, "the rows of workers that compute one model")
+        told = (
+            self._indices,
+            [
+                self._mark(leaf)
+                for leaf in tree_leaves(given)
+                if isinstance(leaf, torch.Tensor)
+            ],
+        )
+        of_all = self._workers.all_gather_object(
+            told, "the rows of workers that compute one model"
+        )
         for w, (peers, marks) in enumerate(of_all):
             if marks != of_all[peers[0]][1]:
                 raise _of_all(self._workers, _OTHER_ROWS.format(peers[0], w))
@@ -99,7 +128,9 @@ class RowPeers:
         """Numbers that differ where the contents of two tensors do."""
         number = 0
         tensor = tensor.to_local() if is_distributed_tensor(tensor) else tensor
-        if tensor.layout is torch.strided and (tensor.is_cpu or self._num_runs <= _FIRST_RUNS):
+        if tensor.layout is torch.strided and (
+            tensor.is_cpu or self._num_runs <= _FIRST_RUNS
+        ):
             number = checksum(tensor, most=_LOOKED_AT)
         return tuple(tensor.shape), str(tensor.dtype), number
 

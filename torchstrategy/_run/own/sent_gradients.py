@@ -65,7 +65,9 @@ class SentGradients:
         self._ask: Callable[[], float] = _ask_nobody
         self._is_unforeseen = False
         self._unweighed = {}
-        self._staged: dict[int, torch.Tensor] = {}  # by the position of a parameter, memory for a weighed gradient
+        self._staged: dict[
+            int, torch.Tensor
+        ] = {}  # by the position of a parameter, memory for a weighed gradient
 
     # How much they count
 
@@ -99,7 +101,11 @@ class SentGradients:
     def _settle_counts(self, counted: CountedGradients) -> Settled | None:
         """What follows of the counts of all workers; None if they do not fit together."""
         assert self._verdict is not None
-        return counted.settle(self._verdict.counts) if self._verdict.all_are_there else None
+        return (
+            counted.settle(self._verdict.counts)
+            if self._verdict.all_are_there
+            else None
+        )
 
     def _weigh_sums(self, settled: Settled, memories: Sequence[PackMemory]) -> None:
         """Weighs sums of gradients that were multiplied by counts. What is sent from here on has the right weight."""
@@ -107,19 +113,26 @@ class SentGradients:
         if weight is not None:
             self.sent_weight, self.loss_factor = weight, weight / self.weight
         if not isinstance(factor, torch.Tensor) and factor == 1.0:
-            self._staged.update(self._unweighed)  # the sums stay where they are, and that is free for the next step
+            self._staged.update(
+                self._unweighed
+            )  # the sums stay where they are, and that is free for the next step
             return
         for memory in memories:
             memory.multiply_gradients(factor)
         for i, own in self._unweighed.items():
-            on_device = factor.to(own.device) if isinstance(factor, torch.Tensor) else factor
+            on_device = (
+                factor.to(own.device) if isinstance(factor, torch.Tensor) else factor
+            )
             self._sums[i] = torch.mul(self._sums[i], on_device, out=own)
 
     # What is sent
 
     def _send_waiting(self, plan: GradientPlan) -> None:
         """Sends the large gradients that are there, in the order of the plan, which all workers keep."""
-        while len(self._sums) < len(plan.early) and (i := plan.early[len(self._sums)]) in self._waiting:
+        while (
+            len(self._sums) < len(plan.early)
+            and (i := plan.early[len(self._sums)]) in self._waiting
+        ):
             self._send_large(i, self._waiting.pop(i))
 
     def _send_large(self, i: int, gradient: torch.Tensor) -> None:
@@ -128,20 +141,32 @@ class SentGradients:
             if self._counted is None:
                 weigh(gradient, self.sent_weight)
             else:
-                self._unweighed[i], gradient = gradient, self._staged_memory(i, gradient)
+                self._unweighed[i], gradient = (
+                    gradient,
+                    self._staged_memory(i, gradient),
+                )
                 weigh_into(gradient, self._unweighed[i], self.sent_weight)
             self._sums[i] = gradient
-            self._under_way.append(self._workers.begin_all_reduce(gradient.view(-1), self._name))
+            self._under_way.append(
+                self._workers.begin_all_reduce(gradient.view(-1), self._name)
+            )
 
     def _staged_memory(self, i: int, like: torch.Tensor) -> torch.Tensor:
         """Memory from which a large gradient is sent while that itself has to stay: new memory is slow."""
         known = self._staged.get(i)
-        if known is None or (known.shape, known.dtype, known.device) != (like.shape, like.dtype, like.device):
+        if known is None or (known.shape, known.dtype, known.device) != (
+            like.shape,
+            like.dtype,
+            like.device,
+        ):
             self._staged[i] = known = torch.empty_like(like)
         return known
 
     def _send_and_await(
-        self, plan: GradientPlan, own: list[torch.Tensor | None], rest: Sequence[int] = ()
+        self,
+        plan: GradientPlan,
+        own: list[torch.Tensor | None],
+        rest: Sequence[int] = (),
     ) -> list[PackMemory]:
         """Sends what was not sent yet, and waits for the sums. Those of large gradients are in `_sums` then.
 
@@ -163,7 +188,9 @@ class SentGradients:
             self._sums[i] = self._sums[i] + part
         return memories
 
-    def _send(self, plan: GradientPlan, own: list[torch.Tensor | None], mark: Mark | None) -> list[PackMemory]:
+    def _send(
+        self, plan: GradientPlan, own: list[torch.Tensor | None], mark: Mark | None
+    ) -> list[PackMemory]:
         """Begins to send what was not sent yet, and a mark with it. Returns the memory in which the sums will be."""
         for i in plan.large:
             if i not in self._sums:
@@ -178,7 +205,9 @@ class SentGradients:
     def _send_total(self, counted: CountedGradients) -> None:
         """Begins to add up a count that is in the memory of an accelerator. It is sent when all others are."""
         if counted.total is not None:
-            self._under_way.append(self._workers.begin_all_reduce(counted.total.view(1), self._name))
+            self._under_way.append(
+                self._workers.begin_all_reduce(counted.total.view(1), self._name)
+            )
 
     def _await_sums(self) -> None:
         """Waits until the sums are there."""
@@ -186,13 +215,22 @@ class SentGradients:
             arrived()
         self._under_way = []
 
-    def _buffers_for(self, layout: BufferLayout, plan: GradientPlan) -> dict[int, torch.Tensor]:
+    def _buffers_for(
+        self, layout: BufferLayout, plan: GradientPlan
+    ) -> dict[int, torch.Tensor]:
         """The buffers that a plan sends. Zeros, if this worker has others by now: then it is not the right plan."""
         if self.tensors.layout() == layout:
-            return {i: buffer for i, buffer in enumerate(self.tensors.buffers) if buffer is not None}
+            return {
+                i: buffer
+                for i, buffer in enumerate(self.tensors.buffers)
+                if buffer is not None
+            }
         devices = {i: pack.device for pack in plan.packs for i in pack.buffers}
         rows = zip(layout.positions, layout.shapes, layout.dtypes, strict=True)
-        return {i: torch.zeros(shape, dtype=dtype, device=devices[i]) for i, shape, dtype in rows}
+        return {
+            i: torch.zeros(shape, dtype=dtype, device=devices[i])
+            for i, shape, dtype in rows
+        }
 
     def _large_of(self, i: int, own: list[torch.Tensor | None]) -> torch.Tensor:
         held, gradient = self._waiting.pop(i, None), own[i]
@@ -200,17 +238,27 @@ class SentGradients:
             return held
         return as_sent(gradient, self.tensors.parameters[i])
 
-    def _send_pack(self, memory: PackMemory, own: list[torch.Tensor | None], buffers: dict[int, torch.Tensor]) -> None:
+    def _send_pack(
+        self,
+        memory: PackMemory,
+        own: list[torch.Tensor | None],
+        buffers: dict[int, torch.Tensor],
+    ) -> None:
         """Begins to send a pack."""
         gradients = self._of_pack(own, memory)
         if not self._are_dense:
             positions = memory.pack.gradients
-            gradients = [as_sent(g, self.tensors.parameters[i]) for i, g in zip(positions, gradients, strict=True)]
+            gradients = [
+                as_sent(g, self.tensors.parameters[i])
+                for i, g in zip(positions, gradients, strict=True)
+            ]
         memory.put_gradients(gradients, self.sent_weight)
         if memory.buffers:
             memory.put_buffers(buffers, self._weight_of_buffers, self._leads)
         if memory.num_sent:
-            self._under_way.append(self._workers.begin_all_reduce(memory.sent, self._name))
+            self._under_way.append(
+                self._workers.begin_all_reduce(memory.sent, self._name)
+            )
 
     def _of_pack(self, own: list[Any], memory: PackMemory) -> list[Any]:
         """The gradients of a pack."""
@@ -220,4 +268,6 @@ class SentGradients:
     def _sparse_sum(self, i: int, own: torch.Tensor | None) -> torch.Tensor:
         weight = float(self.sent_weight)
         weighed = own.coalesce() * weight if own is not None and weight else None
-        return sum_of_sparse(self._workers, weighed, self.tensors.parameters[i], "a sparse gradient")
+        return sum_of_sparse(
+            self._workers, weighed, self.tensors.parameters[i], "a sparse gradient"
+        )

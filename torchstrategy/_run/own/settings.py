@@ -38,12 +38,18 @@ class SettingsOfOptimizers:
         key = id(optimizer)
         known = self._known.get(key)
         is_known = known is not None and known.reference() is optimizer
-        if known is not None and is_known and known.seen == (_seen(now) if known.has_tensors else now):
+        if (
+            known is not None
+            and is_known
+            and known.seen == (_seen(now) if known.has_tensors else now)
+        ):
             return known.settings
         settings = list(map(_sorted, now))
         has_tensors = _holds_tensors(now)
         reference = weakref.ref(optimizer, lambda _: self._known.pop(key, None))
-        self._known[key] = _Known(reference, _seen(now) if has_tensors else now, has_tensors, settings)
+        self._known[key] = _Known(
+            reference, _seen(now) if has_tensors else now, has_tensors, settings
+        )
         return settings
 
 
@@ -56,7 +62,11 @@ def _without_parameters(group: dict[str, Any]) -> dict[str, Any]:
 def _holds_tensors(value: Any) -> bool:
     if isinstance(value, Mapping):
         value = list(value.values())
-    return any(map(_holds_tensors, value)) if isinstance(value, (list, tuple)) else isinstance(value, torch.Tensor)
+    return (
+        any(map(_holds_tensors, value))
+        if isinstance(value, (list, tuple))
+        else isinstance(value, torch.Tensor)
+    )
 
 
 def _seen(value: Any) -> Any:
@@ -74,4 +84,7 @@ def _seen(value: Any) -> Any:
 
 def _sorted(settings: dict[str, Any]) -> dict[str, Any]:
     """The settings in an order that is the same in all workers."""
-    return {key: _sorted(value) if isinstance(value, dict) else value for key, value in sorted(settings.items())}
+    return {
+        key: _sorted(value) if isinstance(value, dict) else value
+        for key, value in sorted(settings.items())
+    }

@@ -51,9 +51,13 @@ class ShardedModels:
     """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
-        groups = {id(group): group for module in modules for group in sharding_groups(module)}
+        groups = {
+            id(group): group for module in modules for group in sharding_groups(module)
+        }
         self._groups = list(groups.values())
-        self._of_fully_shard = [parameter for group in self._groups for parameter in group.fsdp_params]
+        self._of_fully_shard = [
+            parameter for group in self._groups for parameter in group.fsdp_params
+        ]
         # By the id of a module: the names under which it has parameters that `fully_shard` has made.
         self._places: dict[int, set[str]] = {}
         for parameter in self._of_fully_shard:
@@ -78,11 +82,17 @@ class ShardedModels:
     def parameters(self) -> list[torch.Tensor]:
         """The part that this worker has of each parameter, as a `DTensor`."""
         split = [module._parameters[name] for module, name in self._split]
-        return [*(one.sharded_param for one in self._of_fully_shard), *(p for p in split if p is not None)]
+        return [
+            *(one.sharded_param for one in self._of_fully_shard),
+            *(p for p in split if p is not None),
+        ]
 
     def names(self) -> list[str]:
         """A name for each of the parameters, for messages."""
-        places = [*(places_of_sharded(one)[0] for one in self._of_fully_shard), *self._split]
+        places = [
+            *(places_of_sharded(one)[0] for one in self._of_fully_shard),
+            *self._split,
+        ]
         return [f"{type(module).__name__}.{name}" for module, name in places]
 
     def averaged_over(self, rank: int) -> dict[tuple[int, ...], str]:
@@ -100,7 +110,9 @@ class ShardedModels:
             for one in group.fsdp_params[:1]:
                 module, name = places_of_sharded(one)[0]
                 found.setdefault(ranks, f"{type(module).__name__}.{name}")
-        for module, name in self._split[:1]:  # to these, each process has its gradient for itself
+        for module, name in self._split[
+            :1
+        ]:  # to these, each process has its gradient for itself
             found.setdefault((rank,), f"{type(module).__name__}.{name}")
         return found
 
@@ -124,7 +136,11 @@ class ShardedModels:
             split = [module._parameters[name] for module, name in self._split]
             wholes = [*map(whole_of_sharded, self._of_fully_shard), *split]
             weigh = _weighing_by(factor)
-            handles = [whole.register_hook(weigh) for whole in wholes if whole is not None and whole.requires_grad]
+            handles = [
+                whole.register_hook(weigh)
+                for whole in wholes
+                if whole is not None and whole.requires_grad
+            ]
         try:
             yield
         finally:

@@ -22,7 +22,10 @@ class UserHooks:
     def __init__(self, parameter: torch.Tensor) -> None:
         self._parameter = parameter
         # torch keeps these tables, so they are emptied and filled again, and not replaced.
-        self._tables: list[dict[int, Any] | None] = [parameter._backward_hooks, parameter._post_accumulate_grad_hooks]
+        self._tables: list[dict[int, Any] | None] = [
+            parameter._backward_hooks,
+            parameter._post_accumulate_grad_hooks,
+        ]
         self._taken = [dict(table or {}) for table in self._tables]
         for table in self._tables:
             if table:
@@ -41,7 +44,9 @@ class UserHooks:
                 if _is_of_several(hook):
                     raise RuntimeError(_MULTIPLE)
                 changed = hook(self._parameter.grad)
-                self._parameter.grad = self._parameter.grad if changed is None else changed
+                self._parameter.grad = (
+                    self._parameter.grad if changed is None else changed
+                )
 
     def call_on_accumulated(self) -> None:
         """Calls what `register_post_accumulate_grad_hook` has registered."""

@@ -28,7 +28,9 @@ class WrappedModels:
         self._workers = workers
         self._ours: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
-    def run_forward(self, model: Any, forward: Callable[[], Any], ours: Container[int]) -> Any:
+    def run_forward(
+        self, model: Any, forward: Callable[[], Any], ours: Container[int]
+    ) -> Any:
         """Runs the forward of one.
 
         Args:

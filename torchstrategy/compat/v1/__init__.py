@@ -18,7 +18,12 @@ from torchstrategy._parity.cross_device_ops import (
     ReductionToOneDevice,
 )
 from torchstrategy.compat.v1 import experimental
-from torchstrategy.compat.v1._strategies import MirroredStrategy, OneDeviceStrategy, Strategy, get_loss_reduction
+from torchstrategy.compat.v1._strategies import (
+    MirroredStrategy,
+    OneDeviceStrategy,
+    Strategy,
+    get_loss_reduction,
+)
 from torchstrategy.extended import StrategyExtended
 from torchstrategy.replica_context import ReplicaContext, get_replica_context
 from torchstrategy.strategies import experimental_set_strategy, get_strategy
@@ -52,6 +57,12 @@ __all__ = [
 # `tf.compat.v1.distribute.Strategy` is `torchstrategy.compat.v1.distribute.Strategy`, too.
 distribute = sys.modules[__name__]
 
-for _only_here in (InputIterator, MirroredStrategy, OneDeviceStrategy, Strategy, get_loss_reduction):
+for _only_here in (
+    InputIterator,
+    MirroredStrategy,
+    OneDeviceStrategy,
+    Strategy,
+    get_loss_reduction,
+):
     _only_here.__module__ = __name__
 del _only_here, sys

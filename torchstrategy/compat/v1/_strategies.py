@@ -36,7 +36,11 @@ class Strategy(StrategyBase):
     """
 
     def reduce(
-        self, reduce_op: ReduceOp | str, value: Tree, axis: int | tuple[int, ...] | None = None, weights: Tree = None
+        self,
+        reduce_op: ReduceOp | str,
+        value: Tree,
+        axis: int | tuple[int, ...] | None = None,
+        weights: Tree = None,
     ) -> Tree:
         """What `torchstrategy.Strategy.reduce` is; over the replicas only, unless `axis` is given.
 
@@ -51,7 +55,9 @@ class Strategy(StrategyBase):
         """
         return self.experimental_local_results(value)
 
-    def experimental_make_numpy_dataset(self, numpy_input: Tree, session: None = None) -> Dataset[Tree]:
+    def experimental_make_numpy_dataset(
+        self, numpy_input: Tree, session: None = None
+    ) -> Dataset[Tree]:
         """What `torchstrategy.Strategy.experimental_make_numpy_dataset` is; there are no sessions.
 
         Source: https://www.tensorflow.org/versions/r2.2/api_docs/python/tf/compat/v1/distribute/Strategy#experimental_make_numpy_dataset

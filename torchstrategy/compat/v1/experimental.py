@@ -1,7 +1,14 @@
 """The names of `tf.compat.v1.distribute.experimental`."""
 
-from torchstrategy._parity.options import CollectiveHints, CommunicationImplementation, CommunicationOptions
-from torchstrategy.compat.v1._strategies import CentralStorageStrategy, MultiWorkerMirroredStrategy
+from torchstrategy._parity.options import (
+    CollectiveHints,
+    CommunicationImplementation,
+    CommunicationOptions,
+)
+from torchstrategy.compat.v1._strategies import (
+    CentralStorageStrategy,
+    MultiWorkerMirroredStrategy,
+)
 from torchstrategy.experimental import CollectiveCommunication
 
 __all__ = [

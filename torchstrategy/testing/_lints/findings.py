@@ -35,7 +35,12 @@ class Finding:
 
     def as_json(self) -> dict[str, Any]:
         """The same for other programs."""
-        return {"name": self.name, "says": self.says, "write": self.write, "lines": list(self.lines)}
+        return {
+            "name": self.name,
+            "says": self.says,
+            "write": self.write,
+            "lines": list(self.lines),
+        }
 
 
 def finding(name: str, says: str, write: str, places: list[Place]) -> Finding | None:

@@ -60,19 +60,25 @@ class Lint:
     def goes_back(self, facts: Facts, losses: Sequence[torch.Tensor]) -> None:
         """`backward` is called."""
 
-    def continues(self, facts: Facts, outputs: Sequence[torch.Tensor], gradients: Sequence[Any]) -> None:
+    def continues(
+        self, facts: Facts, outputs: Sequence[torch.Tensor], gradients: Sequence[Any]
+    ) -> None:
         """`backward` gets gradients from its caller, one for each output; None for one that needs none."""
 
     def went_back(self, facts: Facts) -> None:
         """`backward` is over."""
 
-    def differentiated(self, facts: Facts, outputs: Sequence[Any], gradients: Sequence[Any]) -> None:
+    def differentiated(
+        self, facts: Facts, outputs: Sequence[Any], gradients: Sequence[Any]
+    ) -> None:
         """`torch.autograd.grad` has returned gradients for a loss, with a graph of their own."""
 
     def zeroed(self, facts: Facts) -> None:
         """`zero_grad` is called, of an optimizer or of a module."""
 
-    def changes_mode(self, facts: Facts, module: torch.nn.Module, is_training: bool) -> None:
+    def changes_mode(
+        self, facts: Facts, module: torch.nn.Module, is_training: bool
+    ) -> None:
         """`train()` or `eval()` is going to be called, of a module and not of a larger one."""
 
     def scheduled(self, facts: Facts, scheduler: Any) -> None:
@@ -81,7 +87,13 @@ class Lint:
     def measured(self, facts: Facts, scheduler: Any, metric: Any) -> None:
         """A scheduler that lowers learning rates by a metric has got one."""
 
-    def sharded(self, facts: Facts, whole: torch.Tensor, parameter: torch.Tensor, before: Fingerprint | None) -> None:
+    def sharded(
+        self,
+        facts: Facts,
+        whole: torch.Tensor,
+        parameter: torch.Tensor,
+        before: Fingerprint | None,
+    ) -> None:
         """`fully_shard` has divided a whole parameter, of which something is known from before."""
 
     def shown(self, facts: Facts, tensor: torch.Tensor) -> None:
@@ -114,30 +126,45 @@ class Lint:
     def unpickled(self, facts: Facts, value: Any) -> None:
         """`torch.load` has returned something."""
 
-    def restored(self, facts: Facts, module: torch.nn.Module, state: dict[str, Any], misfits: Any) -> None:
+    def restored(
+        self, facts: Facts, module: torch.nn.Module, state: dict[str, Any], misfits: Any
+    ) -> None:
         """A module has loaded its `state_dict`, and has returned which names did not fit."""
 
-    def gave_state(self, facts: Facts, module: torch.nn.Module, state: dict[str, Any]) -> None:
+    def gave_state(
+        self, facts: Facts, module: torch.nn.Module, state: dict[str, Any]
+    ) -> None:
         """A module has given its `state_dict`."""
 
-    def moved(self, facts: Facts, module: torch.nn.Module, ties: list[tuple[str, str]]) -> None:
+    def moved(
+        self, facts: Facts, module: torch.nn.Module, ties: list[tuple[str, str]]
+    ) -> None:
         """A module was moved, as by `.to()`, and some of its parameters, two each, have had the same memory before."""
 
-    def restored_optimizer(self, facts: Facts, optimizer: torch.optim.Optimizer, state: Any) -> None:
+    def restored_optimizer(
+        self, facts: Facts, optimizer: torch.optim.Optimizer, state: Any
+    ) -> None:
         """An optimizer has loaded its `state_dict`."""
 
-    def gave_optimizer_state(self, facts: Facts, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    def gave_optimizer_state(
+        self, facts: Facts, optimizer: torch.optim.Optimizer, state: dict[str, Any]
+    ) -> None:
         """An optimizer has given its `state_dict`."""
 
     def sets_epoch(self, facts: Facts, sampler: Any) -> None:
         """`set_epoch` of a sampler was called: of a `DistributedSampler`, or of one of the program's own."""
 
     def ran_replicas(
-        self, facts: Facts, replicas: Sequence[torch.nn.Module], before: dict[tuple[str, str], Any]
+        self,
+        facts: Facts,
+        replicas: Sequence[torch.nn.Module],
+        before: dict[tuple[str, str], Any],
     ) -> None:
         """`nn.DataParallel` has run replicas, and what the first of them held before."""
 
-    def hooked(self, facts: Facts, model: Any, place: Place, given: torch.Tensor, future: Any) -> None:
+    def hooked(
+        self, facts: Facts, model: Any, place: Place, given: torch.Tensor, future: Any
+    ) -> None:
         """A hook of gradients, registered at a place, got some numbers, and has returned a future of what to write."""
 
     def findings(self) -> list[Finding | None]:
@@ -159,6 +186,13 @@ class Follower(Lint):
         """Whether it has to see all operators of some rank now."""
         return bool(self._pieces)
 
-    def operator(self, facts: Facts, func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
+    def operator(
+        self,
+        facts: Facts,
+        func: Any,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        result: Any,
+    ) -> None:
         """Sees any operator of a rank."""
         raise NotImplementedError

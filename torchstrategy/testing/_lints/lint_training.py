@@ -64,7 +64,9 @@ def lint_training(check: bool = True) -> Iterator[TrainingRecord]:
         ['loss-not-divided']
     """
     if witnesses:
-        raise RuntimeError("lint_training() is at work already, and watches all ranks: leave that block first.")
+        raise RuntimeError(
+            "lint_training() is at work already, and watches all ranks: leave that block first."
+        )
     watch, record = Watch(), TrainingRecord()
     mode = _Operators(watch)
     with (
@@ -75,7 +77,11 @@ def lint_training(check: bool = True) -> Iterator[TrainingRecord]:
         yield record
     record.findings = watch.findings()
     if check and record.findings:
-        raise AssertionError("\n- ".join(["This training seems to be wrong:", *map(str, record.findings)]))
+        raise AssertionError(
+            "\n- ".join(
+                ["This training seems to be wrong:", *map(str, record.findings)]
+            )
+        )
 
 
 @final
@@ -93,7 +99,9 @@ class _Operators(TorchDispatchMode):
         return False  # else torch wraps the method below, which costs each operator two microseconds
 
     @override
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if torch.compiler.is_compiling():  # the compiler reads this method
             return func(*args, **(kwargs or {}))
         self._watch.writes(func, args)

@@ -26,7 +26,12 @@ from torchstrategy.testing._lints import (
 )
 from torchstrategy.testing._lints.evidence.asking import attribute
 from torchstrategy.testing._lints.evidence.copies import gradient_used
-from torchstrategy.testing._lints.evidence.facts import Backward, Facts, Model, address_of
+from torchstrategy.testing._lints.evidence.facts import (
+    Backward,
+    Facts,
+    Model,
+    address_of,
+)
 from torchstrategy.testing._lints.evidence.fingerprints import number_of
 from torchstrategy.testing._lints.evidence.known import version_of
 from torchstrategy.testing._lints.evidence.losses import is_scaled, leaves_of, terms_of
@@ -71,13 +76,17 @@ class Session:
         self._facts: dict[int, Facts] = {}
         self._lints: list[Lint] = [lint for room in ROOMS for lint in room.make_lints()]
         self._followers = [lint for lint in self._lints if isinstance(lint, Follower)]
-        self._seen: dict[Any, list[tuple[Lint | None, Seen]]] = {func: [(None, _puts_together)] for func in _PUTTING}
+        self._seen: dict[Any, list[tuple[Lint | None, Seen]]] = {
+            func: [(None, _puts_together)] for func in _PUTTING
+        }
         for lint in self._lints:
             for func, seen in lint.operators().items():
                 self._seen.setdefault(func, []).append((lint, seen))
         self._own: dict[int, OwnStep] = {}  # of ranks that have no optimizer of torch
         self._failures: list[Finding | None] = []
-        self._open: dict[int, list[int]] = defaultdict(list)  # the optimizers of a rank that are making a step
+        self._open: dict[int, list[int]] = defaultdict(
+            list
+        )  # the optimizers of a rank that are making a step
         self._gradients_before: dict[int, dict[int, tuple[int, int]]] = {}
 
     def facts(self, rank: int) -> Facts:
@@ -96,11 +105,16 @@ class Session:
         """A lint has failed: the program goes on without it. None: what lints share has failed, and none goes on."""
         lost = {lint} if lint is not None else {None, *self._lints}
         if lint in self._lints or (lint is None and self._lints):
-            self._failures.append(of_failed(None if lint is None else type(lint), error))
+            self._failures.append(
+                of_failed(None if lint is None else type(lint), error)
+            )
         # New lists: other ranks may be going through the old ones.
         self._lints = [one for one in self._lints if one not in lost]
         self._followers = [one for one in self._followers if one not in lost]
-        self._seen = {func: [one for one in seen if one[0] not in lost] for func, seen in self._seen.items()}
+        self._seen = {
+            func: [one for one in seen if one[0] not in lost]
+            for func, seen in self._seen.items()
+        }
 
     @property
     def follows(self) -> bool:
@@ -126,7 +140,14 @@ class Session:
         own.place = here()
         facts.used |= {id(one): gradient_used(facts, one) for one in parameters}
 
-    def operator(self, rank: int, func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
+    def operator(
+        self,
+        rank: int,
+        func: Any,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        result: Any,
+    ) -> None:
         """An operator has run."""
         facts = self.facts(rank)
         for lint, seen in self._seen.get(func, ()):
@@ -154,7 +175,10 @@ class Session:
 
     def calls(self, rank: int, wrapped: Any, args: Sequence[Any]) -> None:
         """Such a model is called."""
-        facts, is_training = self.facts(rank), torch.is_grad_enabled() and wrapped.training
+        facts, is_training = (
+            self.facts(rank),
+            torch.is_grad_enabled() and wrapped.training,
+        )
         is_synchronized = wrapped.require_backward_grad_sync
         model = next((one for one in facts.models if one.model() is wrapped), None)
         if model is None or not is_training:
@@ -190,7 +214,9 @@ class Session:
         """Whether a rank has had an optimizer of torch, which may be gone."""
         return self.facts(rank).has_had_optimizers
 
-    def goes_back(self, rank: int, losses: Sequence[torch.Tensor], is_plain: bool) -> Backward:
+    def goes_back(
+        self, rank: int, losses: Sequence[torch.Tensor], is_plain: bool
+    ) -> Backward:
         """`backward` is called; returns what `went_back` is given."""
         facts = self.facts(rank)
         self._ends_own_step(facts)
@@ -201,14 +227,20 @@ class Session:
         terms = terms_of(losses[0], facts.scale) if len(losses) == 1 else []
         self._gradients_before[rank] = _gradients(facts)
         way = way_here()
-        scale = facts.scale if any(is_scaled(loss, facts.scale) for loss in losses) else None
+        scale = (
+            facts.scale
+            if any(is_scaled(loss, facts.scale) for loss in losses)
+            else None
+        )
         return Backward(way[0], way, terms, is_plain and len(losses) == 1, set(), scale)
 
     def went_back(self, rank: int, call: Backward) -> None:
         """It is over."""
         facts, before = self.facts(rank), self._gradients_before.pop(rank, {})
         after = _gradients(facts)
-        call.changed |= {own for own, there in after.items() if before.get(own) != there}
+        call.changed |= {
+            own for own, there in after.items() if before.get(own) != there
+        }
         if len(facts.backwards) < _MOST_BACKWARDS:
             facts.backwards.append(call)
         facts.gradients = {own: address for own, (address, _) in after.items()}
@@ -217,15 +249,23 @@ class Session:
         self._each(lambda lint: lint.went_back(facts))
         if not facts.has_had_optimizers:
             own = self._own.setdefault(rank, OwnStep(facts))
-            own.waits_for([one for one in facts.parameters() if id(one) in call.changed])
+            own.waits_for(
+                [one for one in facts.parameters() if id(one) in call.changed]
+            )
 
     def gave_gradients(
-        self, rank: int, call: Backward, parameters: Sequence[torch.Tensor], gradients: Sequence[Any]
+        self,
+        rank: int,
+        call: Backward,
+        parameters: Sequence[torch.Tensor],
+        gradients: Sequence[Any],
     ) -> None:
         """`torch.autograd.grad` has returned gradients."""
         call.is_given = True
         both = zip(parameters, gradients, strict=True)
-        self.facts(rank).given |= {id(one): weakref.ref(its) for one, its in both if its is not None}
+        self.facts(rank).given |= {
+            id(one): weakref.ref(its) for one, its in both if its is not None
+        }
 
     def zeroed(self, rank: int) -> None:
         """Gradients are set to zero."""
@@ -243,7 +283,9 @@ class Session:
         if self.facts(rank).optimizers:  # it may have been made before lints watched
             self.facts(rank).optimizers[optimizer] = None
         if len(running) == 1:
-            if number_of(attribute(optimizer, "found_inf")):  # a fused optimizer, which skips the step itself
+            if number_of(
+                attribute(optimizer, "found_inf")
+            ):  # a fused optimizer, which skips the step itself
                 self.facts(rank).skips += 1
             self.facts(rank).stepping = optimizer
             self._each(lambda lint: lint.steps(self.facts(rank), optimizer))
@@ -292,10 +334,14 @@ class Session:
                 self.loses(lint, error)
 
 
-def _puts_together(facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
+def _puts_together(
+    facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], result: Any
+) -> None:
     """Tensors are put together in a new one, or one of them is written into a larger one."""
     if facts.addresses:
-        facts.puts_together(result, args[0] if isinstance(args[0], (list, tuple)) else args[1:2])
+        facts.puts_together(
+            result, args[0] if isinstance(args[0], (list, tuple)) else args[1:2]
+        )
 
 
 def _gradients(facts: Facts) -> dict[int, tuple[int, int]]:
@@ -303,6 +349,10 @@ def _gradients(facts: Facts) -> dict[int, tuple[int, int]]:
     found = {}
     for parameter in facts.parameters():
         gradient = facts.gradient_of(parameter)
-        if gradient is not None and gradient.layout is torch.strided and not gradient.is_inference():
+        if (
+            gradient is not None
+            and gradient.layout is torch.strided
+            and not gradient.is_inference()
+        ):
             found[id(parameter)] = address_of(gradient), version_of(gradient)
     return found

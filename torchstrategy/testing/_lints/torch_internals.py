@@ -33,7 +33,9 @@ APPLY = "_apply"
 _functorch: Any = torch._C._functorch
 
 # A block without dispatch modes. A number that autograd has saved is a tensor which, in a mode, turns into a number.
-without_modes: Callable[[], AbstractContextManager[Any]] = _python_dispatch._disable_current_modes
+without_modes: Callable[[], AbstractContextManager[Any]] = (
+    _python_dispatch._disable_current_modes
+)
 
 
 def has_hook_of_gradients(model: Any) -> bool:
@@ -54,10 +56,16 @@ def scale_of(scaler: Any) -> torch.Tensor | None:
 
 def part_of(gradient: Any) -> torch.Tensor | None:
     """The part of a sharded gradient that this rank has, without an operator; None of one that is not sharded."""
-    tensors = sys.modules.get("torch.distributed.tensor")  # who has not imported it has none
+    tensors = sys.modules.get(
+        "torch.distributed.tensor"
+    )  # who has not imported it has none
     if gradient is None or tensors is None or not isinstance(gradient, tensors.DTensor):
         return None
-    return gradient._local_tensor if any(placement.is_shard() for placement in gradient.placements) else None
+    return (
+        gradient._local_tensor
+        if any(placement.is_shard() for placement in gradient.placements)
+        else None
+    )
 
 
 def held_here(gradient: torch.Tensor | None) -> torch.Tensor | None:
@@ -82,7 +90,9 @@ def ranks_of_mesh(parameter: Any) -> tuple[int, ...]:
 
 def has_hooks_of_gradients(parameter: torch.Tensor) -> bool:
     """Whether the program has given a parameter hooks, which may change its gradient."""
-    return bool(parameter._backward_hooks) or bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
+    return bool(parameter._backward_hooks) or bool(
+        getattr(parameter, "_post_accumulate_grad_hooks", None)
+    )
 
 
 def is_subset(dataset: Any) -> bool:
@@ -135,5 +145,7 @@ def known_to_script(stand_in: Any, original: Any) -> Any:
     operator = torch.jit._builtins._find_builtin(original)
     if operator is not None:
         torch.jit._builtins._register_builtin(stand_in, operator)
-        weakref.finalize(stand_in, torch.jit._builtins._get_builtin_table().pop, id(stand_in), None)
+        weakref.finalize(
+            stand_in, torch.jit._builtins._get_builtin_table().pop, id(stand_in), None
+        )
     return stand_in

@@ -18,7 +18,11 @@ from torchstrategy.testing._ranks.torch_internals import groups_made_by
 from torchstrategy.testing._ranks.turns import Turns
 from torchstrategy.testing._ranks.world import World, current_world, settle_here
 
-_MODULES = ("torch.distributed", "torch.distributed.distributed_c10d", "torch.distributed.device_mesh")
+_MODULES = (
+    "torch.distributed",
+    "torch.distributed.distributed_c10d",
+    "torch.distributed.device_mesh",
+)
 
 
 @contextmanager
@@ -50,7 +54,9 @@ def _put(module: Any, function: Any) -> None:
 
 @final
 class _Alone:
-    def __init__(self, record: RankRecord, began: Callable[[], None], block: ExitStack) -> None:
+    def __init__(
+        self, record: RankRecord, began: Callable[[], None], block: ExitStack
+    ) -> None:
         self._record, self._began, self._block = record, began, block
         self._world: World | None = None
 
@@ -67,10 +73,14 @@ class _Alone:
         store = RankStore(world, 0)
 
         def make(name: str, ranks: list[int]) -> dist.ProcessGroup:
-            group: dist.ProcessGroup = RankGroup(world, 0, [0], name, is_whole=not ranks)
+            group: dist.ProcessGroup = RankGroup(
+                world, 0, [0], name, is_whole=not ranks
+            )
             return group
 
-        self._block.enter_context(groups_made_by(make, lambda: store, STORES, lambda rank, size: (0, 1)))
+        self._block.enter_context(
+            groups_made_by(make, lambda: store, STORES, lambda rank, size: (0, 1))
+        )
         self._block.callback(_leave)
         settle_here(world, 0)
         self._world = world

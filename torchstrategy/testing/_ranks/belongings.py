@@ -23,13 +23,22 @@ from torchstrategy.testing._ranks.torch_internals import (
     take_variables,
     variables_of_a_new_process,
 )
-from torchstrategy.testing._ranks.torch_settings import NAMES, put_settings, take_settings
+from torchstrategy.testing._ranks.torch_settings import (
+    NAMES,
+    put_settings,
+    take_settings,
+)
 from torchstrategy.testing._simulation.generators import default_generators
 
 
-def _are_same_states(some: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:
+def _are_same_states(
+    some: Sequence[torch.Tensor], others: Sequence[torch.Tensor]
+) -> bool:
     # Without an operator: a mode of the program would see it.
-    return all(one.numpy().tobytes() == other.numpy().tobytes() for one, other in zip(some, others, strict=True))
+    return all(
+        one.numpy().tobytes() == other.numpy().tobytes()
+        for one, other in zip(some, others, strict=True)
+    )
 
 
 def _put_random_numbers(states: Sequence[torch.Tensor]) -> None:
@@ -40,7 +49,9 @@ def _put_random_numbers(states: Sequence[torch.Tensor]) -> None:
 
 
 def _take_random_numbers_of_numpy() -> bytes:
-    return pickle.dumps(np.random.get_state(legacy=False))  # as bytes, since arrays are not compared as a whole
+    return pickle.dumps(
+        np.random.get_state(legacy=False)
+    )  # as bytes, since arrays are not compared as a whole
 
 
 def _put_random_numbers_of_numpy(state: bytes) -> None:
@@ -48,19 +59,29 @@ def _put_random_numbers_of_numpy(state: bytes) -> None:
 
 
 def _put_script(module: Any) -> None:
-    sys.modules["__main__"] = module  # a script is a module of its own in each rank, and pickle looks there
+    sys.modules["__main__"] = (
+        module  # a script is a module of its own in each rank, and pickle looks there
+    )
 
 
 _PARTS = [
     Part(
-        lambda: [torch.get_rng_state(), *(generator.get_state() for generator in default_generators())],
+        lambda: [
+            torch.get_rng_state(),
+            *(generator.get_state() for generator in default_generators()),
+        ],
         _put_random_numbers,
         _are_same_states,
     ),
     Part(random.getstate, random.setstate),
     Part(_take_random_numbers_of_numpy, _put_random_numbers_of_numpy),
     Part(lambda: sys.modules["__main__"], _put_script),
-    Part(take_variables, put_variables, never_same, lambda values: variables_of_a_new_process()),
+    Part(
+        take_variables,
+        put_variables,
+        never_same,
+        lambda values: variables_of_a_new_process(),
+    ),
     Part(take_hooks, put_hooks, never_same),
     Part(take_settings, put_settings),
     part_of_names(NAMES),
@@ -88,8 +109,12 @@ class Belongings:
             environment: Variables that it has, besides those of this process.
         """
         new = copy.copy(self)
-        new._values = [part.begin(value) for part, value in zip(_PARTS, self._values, strict=True)]
-        new._values[_ENVIRONMENT] = process.add_to_environment(new._values[_ENVIRONMENT], environment)
+        new._values = [
+            part.begin(value) for part, value in zip(_PARTS, self._values, strict=True)
+        ]
+        new._values[_ENVIRONMENT] = process.add_to_environment(
+            new._values[_ENVIRONMENT], environment
+        )
         return new
 
     def put_on(self, over: Belongings | None = None) -> None:

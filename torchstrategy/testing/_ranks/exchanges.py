@@ -15,7 +15,15 @@ from torchstrategy.testing._ranks.moments import Moments, device_of, met
 from torchstrategy.testing._ranks.names import names_of
 from torchstrategy.testing._ranks.record import Collective
 from torchstrategy.testing._ranks.swaps import Said, is_compared
-from torchstrategy.testing._ranks.tensors import bring, bytes_of, in_words, is_spoiled, overlap, spoil, taken
+from torchstrategy.testing._ranks.tensors import (
+    bring,
+    bytes_of,
+    in_words,
+    is_spoiled,
+    overlap,
+    spoil,
+    taken,
+)
 from torchstrategy.testing._ranks.turns import Wait
 from torchstrategy.testing._simulation.listeners import Listener
 from torchstrategy.testing._simulation.program import unwatched
@@ -63,7 +71,11 @@ class Call:
     ) -> None:
         self.kind, self.detail, self.settle, self.group = kind, detail, settle, group
         self.sizes = in_words(shown)
-        self.names = names_of(shown[0]) if shown and is_compared(kind) and not is_called_by_torch() else None
+        self.names = (
+            names_of(shown[0])
+            if shown and is_compared(kind) and not is_called_by_torch()
+            else None
+        )
         self.size = sum(map(bytes_of, shown)) if size is None else size
         self.device = device_of(shown)  # not the tensors: what is given is not kept
         self.gets = list(gets)
@@ -98,9 +110,13 @@ class Exchange:
         self.calls: dict[int, Call] = {}
         self.lines: dict[int, str] = {}
         self.moments: dict[int, Moments] = {}
-        self.ends: dict[Listener, Any] = {}  # when it is over, as each who listens notes it
+        self.ends: dict[
+            Listener, Any
+        ] = {}  # when it is over, as each who listens notes it
         self.results: dict[int, Values] | None = None
-        self.clocks: dict[int, tuple[int, ...]] = {}  # what each rank knew when it called
+        self.clocks: dict[
+            int, tuple[int, ...]
+        ] = {}  # what each rank knew when it called
         self.heard: dict[int, Moment] = {}  # when each rank has waited for it
 
     def join(self, rank: int, call: Call, line: str) -> None:
@@ -120,7 +136,14 @@ class Exchange:
         """What the record keeps of it."""
         first = self.calls[self.ranks[0]]
         lines = tuple(self.lines[rank] for rank in self.ranks)
-        return Collective(first.kind, tuple(map(rank_at, self.ranks)), first.detail, first.sizes, first.size, lines)
+        return Collective(
+            first.kind,
+            tuple(map(rank_at, self.ranks)),
+            first.detail,
+            first.sizes,
+            first.size,
+            lines,
+        )
 
     def missing(self) -> list[int]:
         """The ranks that have not come."""
@@ -134,7 +157,9 @@ class Exchange:
         """What each rank has called, if it is to be compared with what the others have."""
         calls = [(rank, self.calls[rank]) for rank in self.ranks]
         return [
-            Said(rank, call.names, self.lines[rank], self.at(rank)) for rank, call in calls if call.names is not None
+            Said(rank, call.names, self.lines[rank], self.at(rank))
+            for rank, call in calls
+            if call.names is not None
         ]
 
     def _settle(self) -> None:
@@ -155,10 +180,14 @@ class Exchange:
                     )
             call.given = []
         self.results = dict(zip(self.ranks, results, strict=True))
-        self.ends = met(calls[0].kind, calls[0].size, [self.moments[rank] for rank in self.ranks])
+        self.ends = met(
+            calls[0].kind, calls[0].size, [self.moments[rank] for rank in self.ranks]
+        )
 
     def _all_calls(self) -> str:
-        return "\n".join(f"  rank {rank_at(rank)}: {self.at(rank)}" for rank in self.ranks)
+        return "\n".join(
+            f"  rank {rank_at(rank)}: {self.at(rank)}" for rank in self.ranks
+        )
 
 
 def place_of_sender(rank: int, target: int) -> int:
@@ -178,9 +207,13 @@ class UnlikeCalls(Exception):
     """Ranks have called what does not fit together. The message names them."""
 
 
-def _compare(exchange: Exchange, theirs: tuple[int, Call, str], ours: tuple[int, Call, str]) -> None:
+def _compare(
+    exchange: Exchange, theirs: tuple[int, Call, str], ours: tuple[int, Call, str]
+) -> None:
     (other, their_call, their_line), (rank, call, line) = theirs, ours
-    differing = [term for term in call.terms if call.terms[term] != their_call.terms.get(term)]
+    differing = [
+        term for term in call.terms if call.terms[term] != their_call.terms.get(term)
+    ]
     if {call.kind, their_call.kind} == {"send", "recv"}:
         differing = [term for term in differing if term != "collective"]
     if not differing:
@@ -204,7 +237,11 @@ _ADVICE = {
 
 def _at(exchange: Exchange, call: Call, line: str) -> str:
     kind, of, rest = str(call).partition(" of ")
-    return f"{kind} {exchange.name}{of}{rest} ({line})" if exchange.name else f"{call} ({line})"
+    return (
+        f"{kind} {exchange.name}{of}{rest} ({line})"
+        if exchange.name
+        else f"{call} ({line})"
+    )
 
 
 @final
@@ -222,20 +259,30 @@ class Part(Wait):
         self._group = exchange.calls[place].group
         # torch knows what it does: `Join` never waits for some of its collectives.
         self.is_the_programs = not is_called_by_torch()
-        self.has_to_be_waited_for = bool(exchange.calls[place].gets) and self.is_the_programs
+        self.has_to_be_waited_for = (
+            bool(exchange.calls[place].gets) and self.is_the_programs
+        )
         self.is_delivered = False
         self._is_received = False
-        self.idle_questions = 0  # how often the rank has asked for it, and nobody else could go on
+        self.idle_questions = (
+            0  # how often the rank has asked for it, and nobody else could go on
+        )
 
     def is_over(self) -> bool:
         return self._exchange.results is not None
 
     def describe(self) -> str:
         missing = self._exchange.missing()
-        if not missing:  # all have come, and one of them with something that does not fit
+        if (
+            not missing
+        ):  # all have come, and one of them with something that does not fit
             return f"waits in {self}"
-        for_whom = " and ".join([", ".join(map(str, missing[:-1])), str(missing[-1])]).removeprefix(" and ")
-        return f"waits in {self} for {'rank' if len(missing) == 1 else 'ranks'} {for_whom}"
+        for_whom = " and ".join(
+            [", ".join(map(str, missing[:-1])), str(missing[-1])]
+        ).removeprefix(" and ")
+        return (
+            f"waits in {self} for {'rank' if len(missing) == 1 else 'ranks'} {for_whom}"
+        )
 
     def receive(self) -> None:
         """Says to those who listen that the rank waits for what it gets, once."""
@@ -252,9 +299,13 @@ class Part(Wait):
         if not self.is_delivered and self._exchange.results is not None:
             self.is_delivered = True
             self._check_untouched()
-            self._exchange.calls[self._place].gets = []  # another rank may keep the exchange, and not these tensors
+            self._exchange.calls[
+                self._place
+            ].gets = []  # another rank may keep the exchange, and not these tensors
             with _not_the_programs():
-                for tensor, value in zip(self._gets, self._exchange.results.pop(self._place), strict=False):
+                for tensor, value in zip(
+                    self._gets, self._exchange.results.pop(self._place), strict=False
+                ):
                     bring(value, tensor)
         return self._gets
 
@@ -269,7 +320,9 @@ class Part(Wait):
         """Whether the rank knows, from what came later, that all others have what it gave."""
         heard = self._exchange.heard
         others = [rank for rank in self._exchange.ranks if rank != self._place]
-        return all(rank in heard and happened.knows(self._rank, heard[rank]) for rank in others)
+        return all(
+            rank in heard and happened.knows(self._rank, heard[rank]) for rank in others
+        )
 
     @property
     def queue(self) -> Hashable:
@@ -280,11 +333,19 @@ class Part(Wait):
     @property
     def message(self) -> object | None:
         """An object that is the same for the sender and the receiver of a message; None of a collective."""
-        return self._exchange if self._exchange.calls[self._place].kind in ("send", "recv") else None
+        return (
+            self._exchange
+            if self._exchange.calls[self._place].kind in ("send", "recv")
+            else None
+        )
 
     def writes_on(self, group: Hashable, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether this collective of a group has still to write on some tensors."""
-        return not self.is_delivered and group == self._group and overlap(self._gets, tensors)
+        return (
+            not self.is_delivered
+            and group == self._group
+            and overlap(self._gets, tensors)
+        )
 
     def _check_untouched(self) -> None:
         if not self.has_to_be_waited_for:

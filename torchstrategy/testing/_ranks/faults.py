@@ -107,7 +107,9 @@ class _Calls(TorchFunctionMode):
         super().__init__()
         self._visits, self._rank = visits, rank
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         name = getattr(func, "__name__", repr(func))
         if name not in _COLLECTIVES and not name.startswith("_"):
             self._visits.came_to(self._rank, name)
@@ -117,7 +119,16 @@ class _Calls(TorchFunctionMode):
 # Functions of `torch.distributed` that ask for function modes, and have the names of kinds of collectives.
 _COLLECTIVES = frozenset(
     (
-        *("all_reduce", "broadcast", "all_gather", "reduce_scatter", "reduce", "gather", "scatter", "all_to_all"),
+        *(
+            "all_reduce",
+            "broadcast",
+            "all_gather",
+            "reduce_scatter",
+            "reduce",
+            "gather",
+            "scatter",
+            "all_to_all",
+        ),
         *("barrier", "send", "recv"),
     )
 )

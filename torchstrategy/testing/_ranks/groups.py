@@ -19,7 +19,11 @@ from torchstrategy.testing._ranks.refusals import (
 )
 from torchstrategy.testing._ranks.store import RankStore
 from torchstrategy.testing._ranks.tensors import name_of, reduced
-from torchstrategy.testing._ranks.torch_internals import after_backward, counted_as, is_read_by_torch
+from torchstrategy.testing._ranks.torch_internals import (
+    after_backward,
+    counted_as,
+    is_read_by_torch,
+)
 from torchstrategy.testing._ranks.witnesses import Told, UnderWay, tell, work_witnesses
 from torchstrategy.testing._ranks.world import World
 
@@ -62,7 +66,9 @@ class RankWork(_Work):  # type: ignore[misc]
     def get_future(self) -> Any:
         # C++ that waits for a future cannot hand over to another rank: so this waits, and the future is complete.
         # The C++ that asks in a backward pass, for gradients, waits at its end.
-        self._world.finish(self._rank, self._part, is_early=after_backward(self._part.receive))
+        self._world.finish(
+            self._rank, self._part, is_early=after_backward(self._part.receive)
+        )
         future: Any = Future()
         future.set_result(self._values())
         return future
@@ -89,18 +95,24 @@ class RankGroup(_ProcessGroup):  # type: ignore[misc]
         is_whole: Whether it is the group of all ranks, which programs need not name.
     """
 
-    def __init__(self, world: World, rank: int, ranks: Sequence[int], name: str, is_whole: bool) -> None:
+    def __init__(
+        self, world: World, rank: int, ranks: Sequence[int], name: str, is_whole: bool
+    ) -> None:
         super().__init__(ranks.index(rank), len(ranks))
         self._world, self._me, self._ranks, self._name = world, rank, list(ranks), name
         self._key = name, tuple(ranks)
         self._calls = 0
-        self._in_words = "" if is_whole else f" in group {name} (ranks {', '.join(map(str, ranks))})"
+        self._in_words = (
+            "" if is_whole else f" in group {name} (ranks {', '.join(map(str, ranks))})"
+        )
         self._store = RankStore(world, rank)
         self._named = "undefined"
         self._backends: dict[str, str] = {}
         self._bound: torch.device | None = None
 
-    def serve(self, backend: str, backends: dict[str, str], bound: torch.device | None) -> None:
+    def serve(
+        self, backend: str, backends: dict[str, str], bound: torch.device | None
+    ) -> None:
         """Makes it a group of some backend.
 
         Args:
@@ -163,10 +175,16 @@ class RankGroup(_ProcessGroup):  # type: ignore[misc]
         operation = _operation(opts)
 
         def settle(given: list[Values]) -> list[Values]:
-            return [[reduced(those, operation) for those in zip(*given, strict=True)]] * len(given)
+            return [
+                [reduced(those, operation) for those in zip(*given, strict=True)]
+            ] * len(given)
 
-        self._check("all_reduce", tensors, operation=operation, is_coalesced=len(tensors) > 1)
-        return self._meet("all_reduce", tensors, tensors, tensors, settle, detail=name_of(operation))
+        self._check(
+            "all_reduce", tensors, operation=operation, is_coalesced=len(tensors) > 1
+        )
+        return self._meet(
+            "all_reduce", tensors, tensors, tensors, settle, detail=name_of(operation)
+        )
 
     allreduce_coalesced = counted_as("allreduce_coalesced_")(allreduce.__wrapped__)  # type: ignore[attr-defined]
 
@@ -185,87 +203,144 @@ class RankGroup(_ProcessGroup):  # type: ignore[misc]
         )
 
     @counted_as("allgather_")
-    def allgather(self, outputs: list[Values], inputs: Values, opts: Any = None) -> RankWork:
+    def allgather(
+        self, outputs: list[Values], inputs: Values, opts: Any = None
+    ) -> RankWork:
         pieces = [piece for pieces in outputs for piece in pieces]
         self._check("all_gather", inputs, pieces)
         work = self._all_gather(inputs, pieces, same_sizes=False)
-        work.is_stacked = self.name() == "nccl" and len({piece.shape for piece in pieces}) == 1
+        work.is_stacked = (
+            self.name() == "nccl" and len({piece.shape for piece in pieces}) == 1
+        )
         return work
 
     @counted_as("_allgather_base_")
-    def all_gather_single(self, output: torch.Tensor, given: torch.Tensor, opts: Any = None) -> RankWork:
+    def all_gather_single(
+        self, output: torch.Tensor, given: torch.Tensor, opts: Any = None
+    ) -> RankWork:
         self._check("all_gather", [given, output])
         check_gathered(output, given, self.size())
         return self._all_gather([given], self._pieces(output))
 
     @counted_as("allgather_into_tensor_coalesced_")
-    def all_gather_single_coalesced(self, outputs: Values, inputs: Values, opts: Any = None) -> RankWork:
+    def all_gather_single_coalesced(
+        self, outputs: Values, inputs: Values, opts: Any = None
+    ) -> RankWork:
         self._check("all_gather", [*inputs, *outputs], is_coalesced=True)
         for output, given in zip(outputs, inputs, strict=True):
             check_gathered(output, given, self.size())
-        return self._all_gather(inputs, [piece for output in outputs for piece in self._pieces(output)])
+        return self._all_gather(
+            inputs, [piece for output in outputs for piece in self._pieces(output)]
+        )
 
     # Before torch 2.13 the same methods have these names.
     _allgather_base = all_gather_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
-    def _all_gather(self, inputs: Values, pieces: Values, same_sizes: bool = True) -> RankWork:
+    def _all_gather(
+        self, inputs: Values, pieces: Values, same_sizes: bool = True
+    ) -> RankWork:
         def settle(given: list[Values]) -> list[Values]:
-            return [[theirs[index] for index in range(len(inputs)) for theirs in given]] * len(given)
+            return [
+                [theirs[index] for index in range(len(inputs)) for theirs in given]
+            ] * len(given)
 
         size = sum(piece.nbytes for piece in pieces)
-        return self._meet("all_gather", inputs, inputs, pieces, settle, size=size, same_sizes=same_sizes)
+        return self._meet(
+            "all_gather",
+            inputs,
+            inputs,
+            pieces,
+            settle,
+            size=size,
+            same_sizes=same_sizes,
+        )
 
     @counted_as("allgather_coalesced_")
-    def allgather_coalesced(self, outputs: list[Values], inputs: Values, opts: Any = None) -> RankWork:
+    def allgather_coalesced(
+        self, outputs: list[Values], inputs: Values, opts: Any = None
+    ) -> RankWork:
         self._check("all_gather", inputs, is_coalesced=True)
-        by_tensor = [pieces[index] for index in range(len(inputs)) for pieces in outputs]
+        by_tensor = [
+            pieces[index] for index in range(len(inputs)) for pieces in outputs
+        ]
         return self._all_gather(inputs, by_tensor, same_sizes=False)
 
     @counted_as("reduce_scatter_")
-    def reduce_scatter(self, outputs: Values, inputs: list[Values], opts: Any = None) -> RankWork:
+    def reduce_scatter(
+        self, outputs: Values, inputs: list[Values], opts: Any = None
+    ) -> RankWork:
         pieces = [piece for pieces in inputs for piece in pieces]
         self._check("reduce_scatter", outputs, pieces, _operation(opts))
         # NCCL takes lists whose pieces differ in size: then the ranks' outputs do, and the lists have to be alike.
         is_even = len({piece.shape for piece in pieces}) == 1
-        return self._reduce_scatter(outputs, pieces, opts, shown=outputs if is_even else pieces)
+        return self._reduce_scatter(
+            outputs, pieces, opts, shown=outputs if is_even else pieces
+        )
 
     @counted_as("_reduce_scatter_base_")
-    def reduce_scatter_single(self, output: torch.Tensor, given: torch.Tensor, opts: Any = None) -> RankWork:
+    def reduce_scatter_single(
+        self, output: torch.Tensor, given: torch.Tensor, opts: Any = None
+    ) -> RankWork:
         check_scattered(output, given, self.size())
         self._check("reduce_scatter", [output, given], operation=_operation(opts))
         return self._reduce_scatter([output], self._pieces(given), opts, shown=[output])
 
     @counted_as("reduce_scatter_tensor_coalesced_")
-    def reduce_scatter_single_coalesced(self, outputs: Values, inputs: Values, opts: Any = None) -> RankWork:
-        self._check("reduce_scatter", [*outputs, *inputs], operation=_operation(opts), is_coalesced=True)
+    def reduce_scatter_single_coalesced(
+        self, outputs: Values, inputs: Values, opts: Any = None
+    ) -> RankWork:
+        self._check(
+            "reduce_scatter",
+            [*outputs, *inputs],
+            operation=_operation(opts),
+            is_coalesced=True,
+        )
         for output, given in zip(outputs, inputs, strict=True):
             check_scattered(output, given, self.size())
         return self._reduce_scatter(
-            outputs, [piece for given in inputs for piece in self._pieces(given)], opts, outputs
+            outputs,
+            [piece for given in inputs for piece in self._pieces(given)],
+            opts,
+            outputs,
         )
 
     _reduce_scatter_base = reduce_scatter_single
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
-    def _reduce_scatter(self, outputs: Values, pieces: Values, opts: Any, shown: Values) -> RankWork:
+    def _reduce_scatter(
+        self, outputs: Values, pieces: Values, opts: Any, shown: Values
+    ) -> RankWork:
         operation, n = _operation(opts), len(self._ranks)
 
         def settle(given: list[Values]) -> list[Values]:
             return [
-                [reduced([theirs[i * n + rank] for theirs in given], operation) for i in range(len(outputs))]
+                [
+                    reduced([theirs[i * n + rank] for theirs in given], operation)
+                    for i in range(len(outputs))
+                ]
                 for rank in range(n)
             ]
 
         size = sum(piece.nbytes for piece in pieces)
-        return self._meet("reduce_scatter", shown, pieces, outputs, settle, detail=name_of(operation), size=size)
+        return self._meet(
+            "reduce_scatter",
+            shown,
+            pieces,
+            outputs,
+            settle,
+            detail=name_of(operation),
+            size=size,
+        )
 
     @counted_as("reduce_")
     def reduce(self, tensors: Values, opts: Any = None) -> RankWork:
         root, operation = _root(opts), _operation(opts)
 
         def settle(given: list[Values]) -> list[Values]:
-            return [[reduced(those, operation) for those in zip(*given, strict=True)]] * len(given)
+            return [
+                [reduced(those, operation) for those in zip(*given, strict=True)]
+            ] * len(given)
 
         self._check("reduce", tensors, operation=operation)
         gets = tensors if root == self.rank() else []
@@ -273,7 +348,9 @@ class RankGroup(_ProcessGroup):  # type: ignore[misc]
         return self._meet("reduce", tensors, tensors, gets, settle, detail=detail)
 
     @counted_as("gather_")
-    def gather(self, outputs: list[Values], inputs: Values, opts: Any = None) -> RankWork:
+    def gather(
+        self, outputs: list[Values], inputs: Values, opts: Any = None
+    ) -> RankWork:
         root = _root(opts)
         gets = outputs[0] if root == self.rank() else []
         self._check("gather", inputs, gets)
@@ -288,7 +365,9 @@ class RankGroup(_ProcessGroup):  # type: ignore[misc]
         )
 
     @counted_as("scatter_")
-    def scatter(self, outputs: Values, inputs: list[Values], opts: Any = None) -> RankWork:
+    def scatter(
+        self, outputs: Values, inputs: list[Values], opts: Any = None
+    ) -> RankWork:
         root = _root(opts)
         gives = inputs[0] if root == self.rank() else []
         self._check("scatter", outputs, gives)
@@ -309,12 +388,19 @@ class RankGroup(_ProcessGroup):  # type: ignore[misc]
 
     @counted_as("alltoall_base_")
     def all_to_all_single(
-        self, output: torch.Tensor, given: torch.Tensor, to_get: Sequence[int], to_give: Sequence[int], opts: Any = None
+        self,
+        output: torch.Tensor,
+        given: torch.Tensor,
+        to_get: Sequence[int],
+        to_give: Sequence[int],
+        opts: Any = None,
     ) -> RankWork:
         self._check("all_to_all", [given, output])
         for tensor, rows in ((given, to_give), (output, to_get)):
             check_split(tensor, rows, self.size())
-        return self._all_to_all([given], self._pieces(given, to_give), self._pieces(output, to_get))
+        return self._all_to_all(
+            [given], self._pieces(given, to_give), self._pieces(output, to_get)
+        )
 
     alltoall_base = all_to_all_single
 
@@ -327,9 +413,13 @@ class RankGroup(_ProcessGroup):  # type: ignore[misc]
     def barrier(self, opts: Any = None) -> RankWork:
         return self._meet("barrier", [], [], [], lambda given: [[]] * len(given))
 
-    def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
+    def monitored_barrier(
+        self, timeout: Any = None, wait_all_ranks: bool = False
+    ) -> None:
         # A kind of its own: gloo's waits for no rank that is in a `barrier`.
-        self._meet("monitored_barrier", [], [], [], lambda given: [[]] * len(given)).wait()
+        self._meet(
+            "monitored_barrier", [], [], [], lambda given: [[]] * len(given)
+        ).wait()
 
     # Messages
 
@@ -339,34 +429,68 @@ class RankGroup(_ProcessGroup):  # type: ignore[misc]
         self._come_to("send")
         self._world.finish_before(self._me, self._key, tensors)
         detail = f"to rank {self._ranks[target]}{_tagged(tag)}"
-        call = Call("send", tensors, tensors, [], _message, detail=detail, group=self._key)
-        return self._work(self._world.send(self._me, self._ranks[target], (self._key, tag), call), tensors, [])
+        call = Call(
+            "send", tensors, tensors, [], _message, detail=detail, group=self._key
+        )
+        return self._work(
+            self._world.send(self._me, self._ranks[target], (self._key, tag), call),
+            tensors,
+            [],
+        )
 
     def recv(self, tensors: Values, source: int, tag: int = 0) -> RankWork:
         self._check_own("receives a message from itself", tensors, source)
-        return self._receive(tensors, self._ranks[source], tag, f"from rank {self._ranks[source]}")
+        return self._receive(
+            tensors, self._ranks[source], tag, f"from rank {self._ranks[source]}"
+        )
 
     def recv_anysource(self, tensors: Values, tag: int = 0) -> RankWork:
         return self._receive(tensors, None, tag, "from any rank")
 
-    def _receive(self, tensors: Values, source: int | None, tag: int, detail: str) -> RankWork:
+    def _receive(
+        self, tensors: Values, source: int | None, tag: int, detail: str
+    ) -> RankWork:
         self._check("recv", tensors)
         self._come_to("recv")
         self._world.finish_before(self._me, self._key, tensors)
-        call = Call("recv", tensors, [], tensors, _message, detail=detail + _tagged(tag), group=self._key)
-        return self._work(self._world.receive(self._me, source, (self._key, tag), call), [], tensors)
+        call = Call(
+            "recv",
+            tensors,
+            [],
+            tensors,
+            _message,
+            detail=detail + _tagged(tag),
+            group=self._key,
+        )
+        return self._work(
+            self._world.receive(self._me, source, (self._key, tag), call), [], tensors
+        )
 
     # Of all of them
 
-    def _meet(self, kind: str, shown: Values, gives: Values, gets: Values, settle: Settle, **options: Any) -> RankWork:
+    def _meet(
+        self,
+        kind: str,
+        shown: Values,
+        gives: Values,
+        gets: Values,
+        settle: Settle,
+        **options: Any,
+    ) -> RankWork:
         self._come_to(kind)
         self._world.finish_before(self._me, self._key, [*shown, *gives, *gets])
         self._calls += 1
         name = f"#{self._calls}{self._in_words}"
         key = (self._key, self._calls)
-        tell(Told(self._me, self._ranks, key, kind, options.get("detail", ""), gives, gets))
+        tell(
+            Told(
+                self._me, self._ranks, key, kind, options.get("detail", ""), gives, gets
+            )
+        )
         call = Call(kind, shown, gives, gets, settle, group=self._key, **options)
-        return self._work(self._world.meet(self._me, key, self._ranks, name, call), gives, gets)
+        return self._work(
+            self._world.meet(self._me, key, self._ranks, name, call), gives, gets
+        )
 
     def _check(
         self,
@@ -399,7 +523,9 @@ class RankGroup(_ProcessGroup):  # type: ignore[misc]
         """The piece of a tensor that belongs to each rank: equal ones, or `rows` of each."""
         tensor = tensor.detach()
         if len(rows):
-            return list(tensor.split([int(count) for count in rows]))  # the counts may be a tensor
+            return list(
+                tensor.split([int(count) for count in rows])
+            )  # the counts may be a tensor
         return list(tensor.reshape(len(self._ranks), -1).unbind())
 
 

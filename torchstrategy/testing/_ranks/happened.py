@@ -22,7 +22,9 @@ class Happened:
 
     def __init__(self, size: int) -> None:
         self._clocks = [[0] * size for _ in range(size)]
-        self._notes = [0] * size  # what is known to who reads the store of `torch.distributed`
+        self._notes = [
+            0
+        ] * size  # what is known to who reads the store of `torch.distributed`
 
     def now(self, rank: int) -> Moment:
         """This moment in the program of a rank."""
@@ -43,7 +45,9 @@ class Happened:
 
     def sees(self, rank: int, moment: Moment) -> None:
         """A rank sees what another one has done at a moment, and so knows of it."""
-        self._clocks[rank][moment.rank] = max(self._clocks[rank][moment.rank], moment.time)
+        self._clocks[rank][moment.rank] = max(
+            self._clocks[rank][moment.rank], moment.time
+        )
 
     def writes_note(self, rank: int) -> None:
         """A rank leaves a note in the store."""

@@ -48,14 +48,24 @@ class Imports:
             (logging.Logger, "setLevel"),
             (logging.Handler, "setLevel"),
             (logging.Handler, "setFormatter"),
-            *[(logging, name) for name in ("setLoggerClass", "setLogRecordFactory", "addLevelName")],
+            *[
+                (logging, name)
+                for name in ("setLoggerClass", "setLogRecordFactory", "addLevelName")
+            ],
             (torch.serialization, "add_safe_globals"),
             (torch.serialization, "register_package"),
-            (warnings, "_add_filter"),  # through which all functions of `warnings` add a filter
+            (
+                warnings,
+                "_add_filter",
+            ),  # through which all functions of `warnings` add a filter
         ]
         there = [(owner, name) for owner, name in places if hasattr(owner, name)]
-        noting = [(owner, name, self._noting(getattr(owner, name))) for owner, name in there]
-        return replacing([*noting, (_ModuleLock, "acquire", self._acquiring(_ModuleLock.acquire))])
+        noting = [
+            (owner, name, self._noting(getattr(owner, name))) for owner, name in there
+        ]
+        return replacing(
+            [*noting, (_ModuleLock, "acquire", self._acquiring(_ModuleLock.acquire))]
+        )
 
     def _noting(self, function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)

@@ -29,12 +29,23 @@ class Injection:
         ValueError: If a number is too low.
     """
 
-    def __init__(self, tool: str, who: str, index: int, at: str, error: Error, times: int, skip: int) -> None:
+    def __init__(
+        self,
+        tool: str,
+        who: str,
+        index: int,
+        at: str,
+        error: Error,
+        times: int,
+        skip: int,
+    ) -> None:
         self._tool, self._who = tool, who
         self.index, self.at = index, at
         self._times, self._skip = times, skip
         if not isinstance(at, str) or not at:
-            raise TypeError(f"{self!r}: `at` is the name of where the {who} fails; got {at!r}.")
+            raise TypeError(
+                f"{self!r}: `at` is the name of where the {who} fails; got {at!r}."
+            )
         for name, count, least in (("times", times, 1), ("skip", skip, 0)):
             if not isinstance(count, int) or isinstance(count, bool):
                 raise TypeError(f"{self!r}: `{name}` is an int; got {count!r}.")
@@ -52,7 +63,10 @@ class Injection:
             AssertionError: If it has not happened as often as it should.
         """
         if self._failures < self._times:
-            came_to = ", ".join(f"{where} ({n} times)" if n > 1 else where for where, n in self._passed.items())
+            came_to = ", ".join(
+                f"{where} ({n} times)" if n > 1 else where
+                for where, n in self._passed.items()
+            )
             raise AssertionError(
                 f"The block of {self!r} has ended, and the {self._who} has failed {plural(self._failures, 'time')} "
                 f"instead of {self._times}. {self._who.capitalize()} {self.index} came to: "
@@ -82,4 +96,6 @@ class Injection:
         if isinstance(error, type) and issubclass(error, BaseException):
             error()  # one that needs arguments is refused here, and not where it is raised
             return error
-        raise TypeError(f"{self!r}: `error` is an exception or a class of exceptions; got {error!r}.")
+        raise TypeError(
+            f"{self!r}: `error` is an exception or a class of exceptions; got {error!r}."
+        )

@@ -8,7 +8,15 @@ from types import FrameType
 from torchstrategy.testing._ranks.torch_internals import ENTRANCES
 from torchstrategy.testing._simulation.words import name_of_file
 
-_NOT_THE_USERS = ("torch", "torchstrategy", "contextlib", "functools", "threading", "runpy", "typing_extensions")
+_NOT_THE_USERS = (
+    "torch",
+    "torchstrategy",
+    "contextlib",
+    "functools",
+    "threading",
+    "runpy",
+    "typing_extensions",
+)
 
 
 def is_called_by_torch() -> bool:
@@ -16,7 +24,10 @@ def is_called_by_torch() -> bool:
     frame: FrameType | None = inspect.currentframe()
     while frame is not None:
         module = str(frame.f_globals.get("__name__"))
-        if module not in ENTRANCES and module.partition(".")[0] not in ("torchstrategy", "contextlib"):
+        if module not in ENTRANCES and module.partition(".")[0] not in (
+            "torchstrategy",
+            "contextlib",
+        ):
             return module.partition(".")[0] == "torch"
         frame = frame.f_back
     return True
@@ -27,7 +38,11 @@ def is_called_by_a_library() -> bool:
     frame: FrameType | None = inspect.currentframe()
     while frame is not None:
         module = str(frame.f_globals.get("__name__"))
-        is_between = module in ENTRANCES or module == "contextlib" or module.startswith("torchstrategy.testing")
+        is_between = (
+            module in ENTRANCES
+            or module == "contextlib"
+            or module.startswith("torchstrategy.testing")
+        )
         if not is_between:
             return module.partition(".")[0] in ("torch", "torchstrategy")
         frame = frame.f_back
@@ -44,7 +59,9 @@ def places_of_the_user() -> list[tuple[str, int]]:
     frame: FrameType | None = inspect.currentframe()
     while frame is not None:
         if str(frame.f_globals.get("__name__")).partition(".")[0] not in _NOT_THE_USERS:
-            (installed if is_of_a_package(frame) else own).append((frame.f_code.co_filename, frame.f_lineno))
+            (installed if is_of_a_package(frame) else own).append(
+                (frame.f_code.co_filename, frame.f_lineno)
+            )
         frame = frame.f_back
     return own + installed
 

@@ -15,7 +15,9 @@ from typing import Any, NamedTuple, final
 from torchstrategy.testing._ranks.run_ranks import run_ranks
 
 
-def in_ranks(test: Callable[..., Any], n: int, order: Any = None) -> Callable[..., None]:
+def in_ranks(
+    test: Callable[..., Any], n: int, order: Any = None
+) -> Callable[..., None]:
     """A function that calls a test in `n` ranks. Of its arguments, `rank` and `capsys` are each rank's own."""
     before = getattr(test, "__wrapped__", None)
     if inspect.iscoroutinefunction(before) and not inspect.iscoroutinefunction(test):
@@ -42,7 +44,9 @@ def _call(test: Callable[..., Any], args: Any, arguments: dict[str, Any]) -> Non
         asyncio.run(result)
 
 
-def run_test_case(found: unittest.TestCase, method: str, n: int, order: Any = None) -> None:
+def run_test_case(
+    found: unittest.TestCase, method: str, n: int, order: Any = None
+) -> None:
     """Runs a method of a test case in `n` ranks: each makes one for itself, with its `setUp` and its `tearDown`.
 
     Args:
@@ -78,7 +82,9 @@ class _Errors(unittest.TestResult):
     def addFailure(self, test: unittest.TestCase, err: Any) -> None:
         self.found.append(err[1])
 
-    def addSubTest(self, test: unittest.TestCase, subtest: unittest.TestCase, err: Any) -> None:
+    def addSubTest(
+        self, test: unittest.TestCase, subtest: unittest.TestCase, err: Any
+    ) -> None:
         if err is not None:
             self.found.append(err[1])
 

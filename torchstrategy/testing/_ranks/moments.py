@@ -8,8 +8,18 @@ from typing import Any, final
 
 import torch
 
-from torchstrategy.testing._simulation.listeners import Arrival, Listener, Meeting, Stream, listeners
-from torchstrategy.testing._simulation.ordinals import current_device, device_count, index_of
+from torchstrategy.testing._simulation.listeners import (
+    Arrival,
+    Listener,
+    Meeting,
+    Stream,
+    listeners,
+)
+from torchstrategy.testing._simulation.ordinals import (
+    current_device,
+    device_count,
+    index_of,
+)
 from torchstrategy.testing._simulation.program import watched_thread
 from torchstrategy.testing._simulation.streams import identity_of_current_stream
 
@@ -49,7 +59,10 @@ class Moments:
     def __init__(self, kind: str, device: int | None, where: str) -> None:
         self._kind, self._device = kind, device
         stream = self._stream()
-        self._came = {listener: Arrival(stream, listener.came(stream), where) for listener in listeners()}
+        self._came = {
+            listener: Arrival(stream, listener.came(stream), where)
+            for listener in listeners()
+        }
 
     def received(self, ends: Mapping[Listener, Any]) -> None:
         """Says that the rank waits for what it gets."""
@@ -58,7 +71,9 @@ class Moments:
                 listener.received(self._stream(), ends[listener], self._kind)
 
     def _stream(self) -> Stream | None:
-        return None if self._device is None else identity_of_current_stream(self._device)
+        return (
+            None if self._device is None else identity_of_current_stream(self._device)
+        )
 
     def of(self, listener: Listener) -> Arrival | None:
         """What a listener noted; None if it did not listen yet."""
@@ -69,7 +84,11 @@ def met(kind: str, size: int, ranks: Sequence[Moments]) -> dict[Listener, Any]:
     """Says that all ranks have come; returns the moment at which it is over, as each who listens notes it."""
     ends = {}
     for listener in listeners():
-        arrivals = [arrival for arrival in (moments.of(listener) for moments in ranks) if arrival is not None]
+        arrivals = [
+            arrival
+            for arrival in (moments.of(listener) for moments in ranks)
+            if arrival is not None
+        ]
         if len(arrivals) == len(ranks):
             ends[listener] = listener.met(Meeting(kind, size, arrivals))
     return ends

@@ -40,12 +40,20 @@ def _names_in(scope: Mapping[str, Any], tensor: torch.Tensor) -> Iterator[str]:
         if value is tensor:
             yield name
         elif type(value) is dict and len(value) <= _MOST_ENTRIES:
-            yield from (f"{name}[{key!r}]" for key, entry in value.items() if entry is tensor and type(key) is str)
-        elif issubclass(type(value), torch.nn.Module):  # a stand-in for one may say that it is one
+            yield from (
+                f"{name}[{key!r}]"
+                for key, entry in value.items()
+                if entry is tensor and type(key) is str
+            )
+        elif issubclass(
+            type(value), torch.nn.Module
+        ):  # a stand-in for one may say that it is one
             yield from _names_in_module(name, value, tensor)
 
 
-def _names_in_module(owner: str, module: torch.nn.Module, tensor: torch.Tensor) -> Iterator[str]:
+def _names_in_module(
+    owner: str, module: torch.nn.Module, tensor: torch.Tensor
+) -> Iterator[str]:
     for place, (name, parameter) in enumerate(module.named_parameters()):
         if place == _MOST_ENTRIES:
             return

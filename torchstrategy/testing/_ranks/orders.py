@@ -67,7 +67,9 @@ def with_a_seed(name: str) -> str:
         return name
     if kind == "random" and not colon:
         return f"random:{random.SystemRandom().randrange(10_000)}"
-    raise ValueError(f"{name!r} is no order: write 'reversed', 'random', or 'random:7' for what the seed 7 draws.")
+    raise ValueError(
+        f"{name!r} is no order: write 'reversed', 'random', or 'random:7' for what the seed 7 draws."
+    )
 
 
 def order_of_ranks(order: Sequence[int] | str | None, n: int) -> Order:
@@ -80,7 +82,9 @@ def order_of_ranks(order: Sequence[int] | str | None, n: int) -> Order:
         return Listed(range(n))
     if isinstance(order, str):
         name = with_a_seed(order)
-        return Listed(range(n)[::-1], name) if name == "reversed" else Drawn(seed_of(name))
+        return (
+            Listed(range(n)[::-1], name) if name == "reversed" else Drawn(seed_of(name))
+        )
     if sorted(order) != list(range(n)):
         raise ValueError(
             f"run_ranks: `order` lists each of the {plural(n, 'rank')}, 0 to {n - 1}, once; got {order!r}."

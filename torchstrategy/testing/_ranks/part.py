@@ -44,7 +44,10 @@ def part_of_names(names: Sequence[tuple[Any, str]]) -> Part:
             setattr(owner, name, value)
 
     def begin(values: Sequence[Any]) -> list[Any]:
-        return [copy.copy(value) if isinstance(value, (list, dict, set)) else value for value in values]
+        return [
+            copy.copy(value) if isinstance(value, (list, dict, set)) else value
+            for value in values
+        ]
 
     return Part(take, put, are_same_objects, begin)
 

@@ -26,17 +26,43 @@ from torchstrategy.testing._ranks.part import Part, part_of_names
 # Attributes of modules. Where this version of Python lacks one, nothing is kept.
 _NAMES: list[tuple[Any, str]] = [
     *[(sys, name) for name in ("argv", "stdin", "stdout", "stderr")],
-    *[(sys, name) for name in ("excepthook", "displayhook", "unraisablehook", "breakpointhook")],
+    *[
+        (sys, name)
+        for name in ("excepthook", "displayhook", "unraisablehook", "breakpointhook")
+    ],
     (threading, "excepthook"),
     # Besides the public ones, the name that `catch_warnings(record=True)` replaces.
-    *[(warnings, name) for name in ("filters", "showwarning", "formatwarning", "_showwarnmsg_impl", "defaultaction")],
+    *[
+        (warnings, name)
+        for name in (
+            "filters",
+            "showwarning",
+            "formatwarning",
+            "_showwarnmsg_impl",
+            "defaultaction",
+        )
+    ],
     # Besides the public ones, where `captureWarnings` keeps what it replaces.
-    *[(logging, name) for name in ("lastResort", "raiseExceptions", "_warnings_showwarning")],
+    *[
+        (logging, name)
+        for name in ("lastResort", "raiseExceptions", "_warnings_showwarning")
+    ],
     # What `setLoggerClass`, `setLogRecordFactory` and `addLevelName` set.
-    *[(logging, name) for name in ("_loggerClass", "_logRecordFactory", "_levelToName", "_nameToLevel")],
+    *[
+        (logging, name)
+        for name in (
+            "_loggerClass",
+            "_logRecordFactory",
+            "_levelToName",
+            "_nameToLevel",
+        )
+    ],
     *[(logging.root.manager, name) for name in ("loggerClass", "logRecordFactory")],
     (tempfile, "tempdir"),
-    (multiprocessing.context._default_context, "_actual_context"),  # what `set_start_method` sets
+    (
+        multiprocessing.context._default_context,
+        "_actual_context",
+    ),  # what `set_start_method` sets
     (asyncio.events, "_event_loop_policy"),
 ]
 _NAMES = [(owner, name) for owner, name in _NAMES if hasattr(owner, name)]
@@ -56,7 +82,9 @@ def put_back_builtins(names: dict[str, Any]) -> None:
 
 
 def _have_the_same_objects(some: dict[str, Any], others: dict[str, Any]) -> bool:
-    return some.keys() == others.keys() and all(others[name] is value for name, value in some.items())
+    return some.keys() == others.keys() and all(
+        others[name] is value for name, value in some.items()
+    )
 
 
 # What programs set on a logger: level, `propagate`, `disabled`, handlers, filters. A process has hundreds of loggers.
@@ -65,16 +93,28 @@ _NEW: _Logger = (logging.NOTSET, True, False, (), ())
 
 
 def _take_loggers() -> dict[logging.Logger, _Logger]:
-    others = [one for one in logging.root.manager.loggerDict.values() if isinstance(one, logging.Logger)]
+    others = [
+        one
+        for one in logging.root.manager.loggerDict.values()
+        if isinstance(one, logging.Logger)
+    ]
     return {
-        one: (one.level, one.propagate, one.disabled, tuple(one.handlers), tuple(one.filters))
+        one: (
+            one.level,
+            one.propagate,
+            one.disabled,
+            tuple(one.handlers),
+            tuple(one.filters),
+        )
         for one in (logging.root, *others)
     }
 
 
 def _put_loggers(loggers: dict[logging.Logger, _Logger]) -> None:
     for logger, now in _take_loggers().items():
-        wanted = loggers.get(logger, _NEW)  # a logger that another rank has made is new here
+        wanted = loggers.get(
+            logger, _NEW
+        )  # a logger that another rank has made is new here
         if now == wanted:
             continue
         level, logger.propagate, logger.disabled, handlers, filters = wanted
@@ -90,7 +130,11 @@ _Handler = tuple[int, logging.Formatter | None, tuple[Any, ...]]
 
 def _take_handlers() -> dict[logging.Handler, _Handler]:
     handlers = [reference() for reference in _logging._handlerList]
-    return {one: (one.level, one.formatter, tuple(one.filters)) for one in handlers if one is not None}
+    return {
+        one: (one.level, one.formatter, tuple(one.filters))
+        for one in handlers
+        if one is not None
+    }
 
 
 def _put_handlers(handlers: dict[logging.Handler, _Handler]) -> None:
@@ -188,9 +232,14 @@ def _begin_environment(environment: _Environment) -> _Environment:
     return add_to_environment(_Environment(_environment, {}), environment.place)
 
 
-def add_to_environment(environment: _Environment, variables: Mapping[str, str]) -> _Environment:
+def add_to_environment(
+    environment: _Environment, variables: Mapping[str, str]
+) -> _Environment:
     """What the part of the environment has if variables are added to it."""
-    added = {_environment.encodekey(name): _environment.encodevalue(value) for name, value in variables.items()}
+    added = {
+        _environment.encodekey(name): _environment.encodevalue(value)
+        for name, value in variables.items()
+    }
     return environment._replace(content=environment.content | added)
 
 
@@ -205,7 +254,9 @@ def _put_running_hydra(run: Any) -> None:
     sys.modules["hydra.core.global_hydra"].GlobalHydra.instance().hydra = run
 
 
-ENVIRONMENT = Part(_take_environment, _put_environment, _is_same_environment, _begin_environment)
+ENVIRONMENT = Part(
+    _take_environment, _put_environment, _is_same_environment, _begin_environment
+)
 PARTS = [
     ENVIRONMENT,
     Part(take_builtins, put_back_builtins, _have_the_same_objects),

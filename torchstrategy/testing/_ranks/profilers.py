@@ -31,13 +31,20 @@ class OneProfiler:
 
     def guarded(self) -> AbstractContextManager[None]:
         """A block in which a second one is refused."""
-        values = [(PROFILER, name, self._beginning(getattr(PROFILER, name))) for name in _BEGINNINGS]
-        return replacing([*values, (PROFILER, "__exit__", self._ending(PROFILER.__exit__))])
+        values = [
+            (PROFILER, name, self._beginning(getattr(PROFILER, name)))
+            for name in _BEGINNINGS
+        ]
+        return replacing(
+            [*values, (PROFILER, "__exit__", self._ending(PROFILER.__exit__))]
+        )
 
     def close(self, rank: int) -> None:
         """Ends the profiler of a rank that has ended and left it open; on that rank's thread."""
         if self._open is not None and self._open.rank == rank:
-            with suppress(RuntimeError):  # torch's, if it was prepared, and has not begun
+            with suppress(
+                RuntimeError
+            ):  # torch's, if it was prepared, and has not begun
                 self._open.profiler.__exit__(None, None, None)
             self._open = None
 
@@ -46,9 +53,15 @@ class OneProfiler:
         def begin(profiler: Any) -> Any:
             rank = current_rank()
             if self._open is None and is_profiling():
-                raise RuntimeError(_refusal(rank, "the caller of run_ranks has one open"))
+                raise RuntimeError(
+                    _refusal(rank, "the caller of run_ranks has one open")
+                )
             if self._open is not None and self._open.rank != rank:
-                raise RuntimeError(_refusal(rank, f"rank {self._open.rank} has one open ({self._open.line})"))
+                raise RuntimeError(
+                    _refusal(
+                        rank, f"rank {self._open.rank} has one open ({self._open.line})"
+                    )
+                )
             self._open = self._open or _Open(profiler, rank, line_of_the_user())
             return method(profiler)
 

@@ -38,7 +38,10 @@ class Collective:
     """Where each rank called it, such as `train.py:31`, in the order of `ranks`."""
 
     def __str__(self) -> str:
-        words = [f"{self.kind} of {self.sizes}" if self.sizes else self.kind, *filter(None, [self.detail])]
+        words = [
+            f"{self.kind} of {self.sizes}" if self.sizes else self.kind,
+            *filter(None, [self.detail]),
+        ]
         return f"{', '.join(words)}, ranks {', '.join(map(str, self.ranks))} ({', '.join(dict.fromkeys(self.lines))})"
 
 
@@ -87,6 +90,8 @@ class RankRecord:
     def __str__(self) -> str:
         moved = self.bytes
         return "\n".join(
-            f"{kind}: {count} with {moved[kind]:,} bytes" if moved[kind] else f"{kind}: {count}"
+            f"{kind}: {count} with {moved[kind]:,} bytes"
+            if moved[kind]
+            else f"{kind}: {count}"
             for kind, count in self.counts.items()
         )

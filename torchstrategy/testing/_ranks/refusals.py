@@ -23,7 +23,17 @@ _NCCL, _GLOO = "nccl", "gloo"
 _DTYPES_OF_NCCL = frozenset(
     getattr(torch, name)
     for name in (
-        *("int8", "uint8", "int32", "int64", "bool", "float16", "bfloat16", "float32", "float64"),
+        *(
+            "int8",
+            "uint8",
+            "int32",
+            "int64",
+            "bool",
+            "float16",
+            "bfloat16",
+            "float32",
+            "float64",
+        ),
         *("complex32", "complex64", "complex128"),
         *("float8_e5m2", "float8_e4m3fn", "float8_e5m2fnuz", "float8_e4m3fnuz"),
     )
@@ -57,7 +67,9 @@ def check_backend(
     if not backends or not tensors:
         return
     types = [tensor.device.type for tensor in (*tensors, *others)]
-    chosen = next((one for one in types if one != "cpu"), "cpu")  # torch chooses the backend of an accelerator first
+    chosen = next(
+        (one for one in types if one != "cpu"), "cpu"
+    )  # torch chooses the backend of an accelerator first
     if chosen not in backends:
         if chosen == "cpu" and _is_called_by("object"):
             return  # they are not moved to the device here, as torch does
@@ -72,7 +84,9 @@ def check_backend(
 
 def _check_layout(kind: str, tensor: torch.Tensor, is_coalesced: bool) -> None:
     if tensor.is_sparse and kind == "all_reduce":
-        raise RuntimeError("NCCL does not support all_reduce with sparse tensors. Please use dense tensors instead.")
+        raise RuntimeError(
+            "NCCL does not support all_reduce with sparse tensors. Please use dense tensors instead."
+        )
     if tensor.is_sparse or tensor.device.type == "cpu":
         raise ValueError("Tensors must be CUDA and dense")
     if not is_coalesced and not _is_contiguous(tensor):
@@ -88,7 +102,9 @@ def _is_contiguous(tensor: torch.Tensor) -> bool:
 
 def _check_dtype(dtype: torch.dtype, operation: Any) -> None:
     if dtype not in _DTYPES_OF_NCCL:
-        raise TypeError(f"Input tensor data type is not supported for NCCL process group: {name_in_cpp(dtype)}")
+        raise TypeError(
+            f"Input tensor data type is not supported for NCCL process group: {name_in_cpp(dtype)}"
+        )
     reduction = "" if operation is None else name_of(operation)
     if reduction == "avg" and dtype is torch.bool:
         raise TypeError("Cannot use ReduceOp.AVG with boolean inputs")
@@ -100,7 +116,10 @@ def _is_called_by(part_of_name: str) -> bool:
     """Whether a function of `torch.distributed` called the collective: one such as `all_gather_object`."""
     frame: FrameType | None = inspect.currentframe()
     while frame is not None:
-        if frame.f_globals.get("__name__") == OBJECTS_OF and part_of_name in frame.f_code.co_name:
+        if (
+            frame.f_globals.get("__name__") == OBJECTS_OF
+            and part_of_name in frame.f_code.co_name
+        ):
             return True
         frame = frame.f_back
     return False
@@ -117,7 +136,9 @@ def check_own_message(what: str, backend: str) -> None:
         RuntimeError: If the backend does not take it.
     """
     if backend in (_GLOO, "undefined"):
-        raise RuntimeError(f"{what}, and gloo has no connection of a rank to itself. Copy the tensor.")
+        raise RuntimeError(
+            f"{what}, and gloo has no connection of a rank to itself. Copy the tensor."
+        )
     if backend == _NCCL and not _is_called_by("batch_isend_irecv"):
         raise RuntimeError(
             f"{what}, and NCCL takes both ends of such a message only together. Copy the tensor, or give "
@@ -135,7 +156,9 @@ def check_gathered(output: torch.Tensor, given: torch.Tensor, count: int) -> Non
     if output.dtype != given.dtype:
         raise TypeError("output tensor must have the same type as input tensor")
     if output.numel() != given.numel() * count:
-        raise ValueError("output tensor size must be equal to world_size times input tensor size")
+        raise ValueError(
+            "output tensor size must be equal to world_size times input tensor size"
+        )
 
 
 def check_scattered(output: torch.Tensor, given: torch.Tensor, count: int) -> None:
@@ -148,7 +171,9 @@ def check_scattered(output: torch.Tensor, given: torch.Tensor, count: int) -> No
     if output.dtype != given.dtype:
         raise TypeError("input tensor must be the same type as the output tensor.")
     if given.numel() != output.numel() * count:
-        raise ValueError("input tensor must be the same size as output size times world size")
+        raise ValueError(
+            "input tensor must be the same size as output size times world size"
+        )
 
 
 def check_split(tensor: torch.Tensor, rows: Sequence[int], count: int) -> None:
@@ -159,7 +184,9 @@ def check_split(tensor: torch.Tensor, rows: Sequence[int], count: int) -> None:
     """
     if not len(rows):
         if tensor.dim() and tensor.size(0) % count:
-            raise RuntimeError("Tensor's dim 0 does not divide equally across group size")
+            raise RuntimeError(
+                "Tensor's dim 0 does not divide equally across group size"
+            )
     elif len(rows) != count:
         raise RuntimeError("Number of tensor splits not equal to group size")
     elif sum(map(int, rows)) != tensor.size(0):

@@ -13,7 +13,11 @@ import torch
 import torch.distributed as dist
 
 from torchstrategy._base.errors import add_note, described
-from torchstrategy._base.torch_internals import end_modes, keep_what_stands_in_for_gpus, unseen_by_function_modes
+from torchstrategy._base.torch_internals import (
+    end_modes,
+    keep_what_stands_in_for_gpus,
+    unseen_by_function_modes,
+)
 from torchstrategy._base.worker_threads import worker_here
 from torchstrategy.testing._ranks.belongings import Belongings
 from torchstrategy.testing._ranks.faults import Visits
@@ -34,7 +38,12 @@ from torchstrategy.testing._ranks.torch_internals import (
     outside_of_transforms,
 )
 from torchstrategy.testing._ranks.turns import RanksStopped, Turns
-from torchstrategy.testing._ranks.world import World, current_rank, current_world, settle_here
+from torchstrategy.testing._ranks.world import (
+    World,
+    current_rank,
+    current_world,
+    settle_here,
+)
 from torchstrategy.testing._simulation.ordinals import device_count, set_device
 from torchstrategy.testing._simulation.program import unwatched
 from torchstrategy.testing._simulation.torch_internals import without_dispatch_modes
@@ -43,7 +52,11 @@ T = TypeVar("T")
 
 
 def run_ranks(
-    main: Callable[..., T], n: int, *, args: Sequence[Any] = (), order: Sequence[int] | str | None = None
+    main: Callable[..., T],
+    n: int,
+    *,
+    args: Sequence[Any] = (),
+    order: Sequence[int] | str | None = None,
 ) -> tuple[list[T], RankRecord]:
     """Runs a distributed program in this process: calls `main(rank, *args)` on a thread for each of `n` ranks.
 
@@ -123,14 +136,23 @@ def run_recorded(
 
 def _check_number(n: int) -> None:
     if isinstance(n, bool) or not isinstance(n, int):
-        raise TypeError(f"run_ranks takes a number of ranks; got {n!r}, a {type(n).__name__}.")
+        raise TypeError(
+            f"run_ranks takes a number of ranks; got {n!r}, a {type(n).__name__}."
+        )
     if n < 1:
         raise ValueError(f"run_ranks({n}): a run has 1 rank or more.")
 
 
 @final
 class _Run:
-    def __init__(self, main: Callable[..., Any], n: int, args: Sequence[Any], order: Order, record: RankRecord) -> None:
+    def __init__(
+        self,
+        main: Callable[..., Any],
+        n: int,
+        args: Sequence[Any],
+        order: Order,
+        record: RankRecord,
+    ) -> None:
         self._main, self._n, self._args = main, n, args
         self._visits = Visits(n)
         self._turns, self._record = Turns(n, order, self._enter, self._leave), record
@@ -139,23 +161,36 @@ class _Run:
         self._stores = [RankStore(self.world, rank) for rank in range(n)]
         self._imports, self._profiler = Imports(self._turns), OneProfiler()
         self._mine = Belongings(self._imports)
-        self._belongings = [self._mine.begin_process(_environment(rank, n)) for rank in range(n)]
-        self._taken_off: Belongings | None = None  # what the process still has, between the turns of two ranks
-        self._marks = [next(_marks) for _ in range(n)]  # of the device meshes of each rank
+        self._belongings = [
+            self._mine.begin_process(_environment(rank, n)) for rank in range(n)
+        ]
+        self._taken_off: Belongings | None = (
+            None  # what the process still has, between the turns of two ranks
+        )
+        self._marks = [
+            next(_marks) for _ in range(n)
+        ]  # of the device meshes of each rank
         self._gone: set[int] = set()
         self._one_gone = threading.Semaphore(0)
-        self._errors: dict[int, BaseException] = {}  # in the order in which ranks failed
+        self._errors: dict[
+            int, BaseException
+        ] = {}  # in the order in which ranks failed
         self.results: list[Any] = [None] * n
 
     def go(self) -> None:
         """Runs all ranks to their ends, and raises what one of them raised."""
-        threads = [threading.Thread(target=self._run, args=(rank,), name=f"rank {rank}") for rank in range(self._n)]
+        threads = [
+            threading.Thread(target=self._run, args=(rank,), name=f"rank {rank}")
+            for rank in range(self._n)
+        ]
         isolate_threads(True)
         # A rank's thread may be the first one that traces; at its end it would free what torch needs for others.
         keep_what_stands_in_for_gpus()
         try:
             with (
-                groups_made_by(self._make_group, self._make_store, STORES, self._rank_and_size),
+                groups_made_by(
+                    self._make_group, self._make_store, STORES, self._rank_and_size
+                ),
                 meshes_marked_by(lambda: self._marks[self._turns.running]),
                 hooks_that_change(),
                 self._imports.noted(),
@@ -193,7 +228,9 @@ class _Run:
 
     def _run_here(self, rank: int) -> None:
         settle_here(self.world, rank)
-        torch.autograd.set_multithreading_enabled(False)  # backward, with its collectives, belongs to this thread
+        torch.autograd.set_multithreading_enabled(
+            False
+        )  # backward, with its collectives, belongs to this thread
         how = "has ended"
         try:
             self._turns.begin(rank)
@@ -228,7 +265,9 @@ class _Run:
             self._one_gone.acquire(timeout=0.1)
 
     def _check_waits(self, rank: int) -> None:
-        self._turns.check(rank)  # the program may have caught the error by which it was told
+        self._turns.check(
+            rank
+        )  # the program may have caught the error by which it was told
         if forgotten := self.world.never_waited_for(rank):
             raise RuntimeError(
                 f"rank {rank} has ended, and never waited for {forgotten[0]}: its tensors hold nothing of use. Call "
@@ -236,21 +275,35 @@ class _Run:
             )
 
     def _raise(self) -> None:
-        own = {rank: error for rank, error in self._errors.items() if not isinstance(error, RanksStopped)}
-        self._record.failed.update((rank, described(error)) for rank, error in own.items())
+        own = {
+            rank: error
+            for rank, error in self._errors.items()
+            if not isinstance(error, RanksStopped)
+        }
+        self._record.failed.update(
+            (rank, described(error)) for rank, error in own.items()
+        )
         self._record.waiting.update(self._turns.stuck)
         for rank, error in (own or self._errors).items():
             if own:
                 add_note(error, f"raised in rank {rank} of {self._n}")
                 self._note_who_waited(error, rank)
             if self._record.order:
-                add_note(error, f"the ranks went on in this order: {self._record.order}")
+                add_note(
+                    error, f"the ranks went on in this order: {self._record.order}"
+                )
             raise error
 
     def _note_who_waited(self, error: BaseException, failed: int) -> None:
-        rows = [f"  rank {rank} {where}" for rank, where in self._turns.stuck.items() if rank != failed]
+        rows = [
+            f"  rank {rank} {where}"
+            for rank, where in self._turns.stuck.items()
+            if rank != failed
+        ]
         if rows:
-            add_note(error, "\n".join(["Others waited then, and could not go on:", *rows]))
+            add_note(
+                error, "\n".join(["Others waited then, and could not go on:", *rows])
+            )
 
     def _enter(self, rank: int) -> None:
         over, self._taken_off = self._taken_off, None
@@ -264,7 +317,11 @@ class _Run:
 
     def _make_group(self, name: str, ranks: list[int]) -> dist.ProcessGroup:
         group: dist.ProcessGroup = RankGroup(
-            self.world, current_rank(), ranks or range(self._n), name, is_whole=not ranks
+            self.world,
+            current_rank(),
+            ranks or range(self._n),
+            name,
+            is_whole=not ranks,
         )
         return group
 
@@ -284,7 +341,12 @@ class _Run:
 @contextmanager
 def _outside_of_the_program() -> Iterator[None]:
     """A block whose operators neither the modes nor the transforms see in which the rank of this thread is."""
-    with unwatched(), unseen_by_function_modes(), without_dispatch_modes(), outside_of_transforms():
+    with (
+        unwatched(),
+        unseen_by_function_modes(),
+        without_dispatch_modes(),
+        outside_of_transforms(),
+    ):
         yield
 
 

@@ -39,7 +39,9 @@ class OwnSignals:
             values.append((owner, name, self._in_ranks(getattr(owner, name), own)))
         return replacing(values)
 
-    def _in_ranks(self, function: Callable[..., Any], own: Callable[..., Any] | None) -> Callable[..., Any]:
+    def _in_ranks(
+        self, function: Callable[..., Any], own: Callable[..., Any] | None
+    ) -> Callable[..., Any]:
         """A function for all threads: ranks call `own`, with the original before its arguments, or are refused."""
 
         def called(*args: Any, **kwargs: Any) -> Any:
@@ -54,9 +56,13 @@ class OwnSignals:
 
         return called
 
-    def _signal(self, original: Callable[..., Any], signalnum: int, handler: Any) -> Any:
+    def _signal(
+        self, original: Callable[..., Any], signalnum: int, handler: Any
+    ) -> Any:
         if not callable(handler) and handler not in (signal.SIG_DFL, signal.SIG_IGN):
-            raise TypeError("signal handler must be signal.SIG_IGN, signal.SIG_DFL, or a callable object")
+            raise TypeError(
+                "signal handler must be signal.SIG_IGN, signal.SIG_DFL, or a callable object"
+            )
         before = signal.getsignal(signalnum)
         self._handlers[current_rank(), int(signalnum)] = handler
         return before

@@ -15,7 +15,9 @@ from torchstrategy.testing._ranks.torch_internals import Store
 from torchstrategy.testing._ranks.turns import Wait
 from torchstrategy.testing._ranks.world import Notes, World, current_rank, current_world
 
-_FOR_EVER = timedelta(minutes=5)  # torch's timeout of a store. If no less is said, a wait that cannot end is a fault
+_FOR_EVER = timedelta(
+    minutes=5
+)  # torch's timeout of a store. If no less is said, a wait that cannot end is a fault
 _drawn_ports = count(49152)
 
 
@@ -114,7 +116,9 @@ class RankStore(Store):  # type: ignore[misc]
         self._world.happened.reads_note(self._rank)
         if not wait.is_over() and wait.timeout is not None:
             keys = ", ".join(f"/{key}" for key in wait.keys)
-            raise dist.DistStoreError(f"wait timeout after {1000 * wait.timeout:.0f}ms, keys: {keys}")
+            raise dist.DistStoreError(
+                f"wait timeout after {1000 * wait.timeout:.0f}ms, keys: {keys}"
+            )
 
     def _has(self, keys: Sequence[str]) -> bool:
         self._world.happened.reads_note(self._rank)
@@ -167,20 +171,27 @@ class FileStore(RankStore):
 
     def __init__(self, path: str, *args: Any, **options: Any) -> None:
         self._path = os.fspath(path)
-        super().__init__(_world_here(), current_rank(), f"file {os.path.realpath(self._path)}")
+        super().__init__(
+            _world_here(), current_rank(), f"file {os.path.realpath(self._path)}"
+        )
 
     @property
     def path(self) -> str:
         return self._path
 
 
-STORES: dict[str, type[RankStore]] = {"TCPStore": TCPStore, "FileStore": FileStore}  # by torch's names
+STORES: dict[str, type[RankStore]] = {
+    "TCPStore": TCPStore,
+    "FileStore": FileStore,
+}  # by torch's names
 
 
 def _world_here() -> World:
     world = current_world()
     if world is None:
-        raise RuntimeError("A store was made on a thread that is no rank: make it where the ranks of the program run.")
+        raise RuntimeError(
+            "A store was made on a thread that is no rank: make it where the ranks of the program run."
+        )
     return world
 
 
@@ -193,7 +204,9 @@ class _Note(Wait):
         return all(key in self._notes.values for key in self.keys)
 
     def describe(self) -> str:
-        missing = ", ".join(repr(key) for key in self.keys if key not in self._notes.values)
+        missing = ", ".join(
+            repr(key) for key in self.keys if key not in self._notes.values
+        )
         return f"waits for {missing} in the store of torch.distributed"
 
 

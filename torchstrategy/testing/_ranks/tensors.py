@@ -18,7 +18,11 @@ def _seen_here(tensor: torch.Tensor) -> torch.Tensor:
 
     A tensor whose class handles its operators may have no memory of its own: then it is `tensor` itself.
     """
-    return on_cpu(tensor.detach()) if is_simulated(tensor) and not _handles_operators(tensor) else tensor.data
+    return (
+        on_cpu(tensor.detach())
+        if is_simulated(tensor) and not _handles_operators(tensor)
+        else tensor.data
+    )
 
 
 def _handles_operators(tensor: torch.Tensor) -> bool:
@@ -46,7 +50,12 @@ def bytes_of(tensor: torch.Tensor) -> int:
 
 
 def _has_no_numbers(tensor: torch.Tensor) -> bool:
-    return shapes_only() and is_simulated(tensor) and tensor.layout is torch.strided and is_large([tensor])
+    return (
+        shapes_only()
+        and is_simulated(tensor)
+        and tensor.layout is torch.strided
+        and is_large([tensor])
+    )
 
 
 def bring(values: torch.Tensor, tensor: torch.Tensor) -> None:
@@ -54,7 +63,9 @@ def bring(values: torch.Tensor, tensor: torch.Tensor) -> None:
     if values.is_meta or _has_no_numbers(tensor):
         return
     if values.is_sparse:
-        with torch.no_grad():  # `data` of a sparse tensor gets indices and values of its own
+        with (
+            torch.no_grad()
+        ):  # `data` of a sparse tensor gets indices and values of its own
             tensor.copy_(values)
         return
     here = _seen_here(tensor)
@@ -78,18 +89,28 @@ def is_spoiled(tensor: torch.Tensor) -> bool:
         return True
     here = _seen_here(tensor)
     if tensor.is_floating_point() or tensor.is_complex():
-        return bool(torch.isnan(here.float() if here.element_size() == 1 else here).all())
+        return bool(
+            torch.isnan(here.float() if here.element_size() == 1 else here).all()
+        )
     return bool((here == torch.iinfo(tensor.dtype).min).all())
 
 
 def overlap(tensors: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:
     """Whether tensors have memory in common with others."""
     spans, other_spans = _spans(tensors), _spans(others)
-    return any(start < its_end and its_start < end for start, end in other_spans for its_start, its_end in spans)
+    return any(
+        start < its_end and its_start < end
+        for start, end in other_spans
+        for its_start, its_end in spans
+    )
 
 
 def _spans(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
-    return [span(tensor) for tensor in tensors if tensor.layout is torch.strided and tensor.numel()]
+    return [
+        span(tensor)
+        for tensor in tensors
+        if tensor.layout is torch.strided and tensor.numel()
+    ]
 
 
 def in_words(tensors: Sequence[torch.Tensor]) -> str:
@@ -123,12 +144,18 @@ def reduced(tensors: Sequence[torch.Tensor], operation: Any) -> torch.Tensor:
         tensors = [tensor * factor_of(operation) for tensor in tensors]
     pair = _PAIRS.get(name)
     if pair is None:
-        raise NotImplementedError(f"run_ranks does not reduce with {name!r}: use one of {', '.join(_PAIRS)}.")
+        raise NotImplementedError(
+            f"run_ranks does not reduce with {name!r}: use one of {', '.join(_PAIRS)}."
+        )
     total = tensors[0]
     for tensor in tensors[1:]:
         total = pair(total, tensor)
     if name == "avg":
-        total = torch.div(total, len(tensors), rounding_mode=None if _has_fractions(total) else "floor")
+        total = torch.div(
+            total,
+            len(tensors),
+            rounding_mode=None if _has_fractions(total) else "floor",
+        )
     return total.to(tensors[0].dtype)
 
 

@@ -36,7 +36,9 @@ isolate_threads: Callable[[bool], None] = _c10d._set_thread_isolation_mode
 _dist: Any = dist
 Store: Any = _dist.Store  # type checkers do not know it
 # A block outside of the transforms of `torch.func` in which this thread is: tensors there are not their wrappers.
-outside_of_transforms: Callable[[], AbstractContextManager[Any]] = pyfunctorch.temporarily_clear_interpreter_stack
+outside_of_transforms: Callable[[], AbstractContextManager[Any]] = (
+    pyfunctorch.temporarily_clear_interpreter_stack
+)
 
 _TIMEOUT = timedelta(minutes=30)  # torch asks for one; nothing here waits for a clock
 
@@ -82,7 +84,9 @@ class _Variables:
 
     def present(self) -> list[tuple[Any, str, _Variable]]:
         """The owner of each that there is, its name there, and the variable."""
-        for variable in [variable for variable in self._missing if variable.module in sys.modules]:
+        for variable in [
+            variable for variable in self._missing if variable.module in sys.modules
+        ]:
             if (owner := variable.find_owner()) is not None:
                 self._missing.remove(variable)
                 self._present.append((owner, variable.name, variable))
@@ -94,7 +98,9 @@ def _nothing() -> None:
 
 
 def _make_handlers() -> Any:
-    dispatcher: Any = sys.modules["torch.distributed.tensor._api"].DTensor._op_dispatcher
+    dispatcher: Any = sys.modules[
+        "torch.distributed.tensor._api"
+    ].DTensor._op_dispatcher
     return type(dispatcher)()._custom_op_handlers
 
 
@@ -119,45 +125,94 @@ _OF_A_PROCESS = [
     _Variable("torch.distributed._shard.api", "_CURRENT_PROCESS_GROUP", _nothing),
     # Tables by the name of a group, and the groups of ranks have the same names.
     _Variable("torch.distributed._symmetric_memory", "_group_name_to_store", dict),
-    _Variable("torch.distributed._symmetric_memory", "_group_name_to_workspace_tensor", dict),
+    _Variable(
+        "torch.distributed._symmetric_memory", "_group_name_to_workspace_tensor", dict
+    ),
     # The generator that DTensor draws from.
     _Variable("torch.distributed.tensor._random", "_rng_tracker", _nothing),
     # The operators that `loss_parallel` takes over, from its beginning to its end.
-    _Variable("torch.distributed.tensor._api", "DTensor._op_dispatcher._custom_op_handlers", _make_handlers, True),
+    _Variable(
+        "torch.distributed.tensor._api",
+        "DTensor._op_dispatcher._custom_op_handlers",
+        _make_handlers,
+        True,
+    ),
     # How DTensors change their places: plans by mesh, each with the place of its rank; and what blocks switch.
     _Variable("torch.distributed.tensor._redistribute", "_planner_cache", dict),
-    _Variable("torch.distributed.tensor._redistribute", "_FORCE_MIN_COST_REDISTRIBUTION_PLAN", _nothing),
-    _Variable("torch.distributed.tensor._redistribute", "_DISABLE_REDISTRIBUTE_TRANSFORM_OPTIMIZATION", bool),
+    _Variable(
+        "torch.distributed.tensor._redistribute",
+        "_FORCE_MIN_COST_REDISTRIBUTION_PLAN",
+        _nothing,
+    ),
+    _Variable(
+        "torch.distributed.tensor._redistribute",
+        "_DISABLE_REDISTRIBUTE_TRANSFORM_OPTIMIZATION",
+        bool,
+    ),
     _Variable("torch.distributed.tensor._redistribute", "_warned_flatten_issues", set),
     # The plans of checkpoints, by the class of the planner.
-    _Variable("torch.distributed.checkpoint.planner", "SavePlanner._cached_save_plan", dict),
-    _Variable("torch.distributed.checkpoint.planner", "SavePlanner._cached_final_save_plan", dict),
-    _Variable("torch.distributed.checkpoint.planner", "SavePlanner._cached_all_plans", dict),
-    _Variable("torch.distributed.checkpoint.planner", "SavePlanner._cached_global_plan", dict),
-    _Variable("torch.distributed.checkpoint.planner", "SavePlanner._cached_metadata", dict),
+    _Variable(
+        "torch.distributed.checkpoint.planner", "SavePlanner._cached_save_plan", dict
+    ),
+    _Variable(
+        "torch.distributed.checkpoint.planner",
+        "SavePlanner._cached_final_save_plan",
+        dict,
+    ),
+    _Variable(
+        "torch.distributed.checkpoint.planner", "SavePlanner._cached_all_plans", dict
+    ),
+    _Variable(
+        "torch.distributed.checkpoint.planner", "SavePlanner._cached_global_plan", dict
+    ),
+    _Variable(
+        "torch.distributed.checkpoint.planner", "SavePlanner._cached_metadata", dict
+    ),
     # The numbers of parameters, and whose forward runs.
-    _Variable("torch.distributed.fsdp._fully_shard._fsdp_param", "_orig_param_uid_counter", count),
-    _Variable("torch.distributed.fsdp._fully_shard._fully_shard", "_enable_fsdp_module_new_init", lambda: True),
-    _Variable("torch.nn.parallel.distributed", "DistributedDataParallel._active_ddp_module", _nothing),
+    _Variable(
+        "torch.distributed.fsdp._fully_shard._fsdp_param",
+        "_orig_param_uid_counter",
+        count,
+    ),
+    _Variable(
+        "torch.distributed.fsdp._fully_shard._fully_shard",
+        "_enable_fsdp_module_new_init",
+        lambda: True,
+    ),
+    _Variable(
+        "torch.nn.parallel.distributed",
+        "DistributedDataParallel._active_ddp_module",
+        _nothing,
+    ),
     # What `torch.compiler.set_stance` sets.
     _Variable("torch._dynamo.eval_frame", "_stance", _make_stance, True),
 ]
 _variables = _Variables(_OF_A_PROCESS)
 _FAKE_TENSORS = "torch._subclasses.fake_tensor"
-_REDISTRIBUTE, _COLLECTIVES = "torch.distributed.tensor._redistribute", "torch.distributed.tensor._collective_utils"
+_REDISTRIBUTE, _COLLECTIVES = (
+    "torch.distributed.tensor._redistribute",
+    "torch.distributed.tensor._collective_utils",
+)
 
 
 def variables_of_a_new_process() -> dict[str, Any]:
     """What `put_variables` gives `torch.distributed` for a rank that has not run yet."""
     new: dict[str, Any] = {}
     for owner, name, variable in _variables.present():
-        new[variable.path] = copy.copy(getattr(owner, name)) if variable.is_inherited else variable.make()
+        new[variable.path] = (
+            copy.copy(getattr(owner, name))
+            if variable.is_inherited
+            else variable.make()
+        )
     return new
 
 
 def take_variables() -> dict[str, Any]:
     """What the variables of `torch.distributed` hold now."""
-    return {variable.path: getattr(owner, name) for owner, name, variable in _variables.present()}
+    return {
+        variable.path: getattr(owner, name)
+        for owner, name, variable in _variables.present()
+    }
 
 
 def put_variables(values: dict[str, Any]) -> None:
@@ -166,7 +221,11 @@ def put_variables(values: dict[str, Any]) -> None:
     A variable whose module another rank has imported since then gets what a new process has.
     """
     for owner, name, variable in _variables.present():
-        setattr(owner, name, values[variable.path] if variable.path in values else variable.make())
+        setattr(
+            owner,
+            name,
+            values[variable.path] if variable.path in values else variable.make(),
+        )
 
 
 # The tables of hooks that torch calls for every module, for each part that a module gets, and for every optimizer.
@@ -238,7 +297,9 @@ class _Table(MutableMapping[int, Any]):
 
 def hooks_that_change() -> AbstractContextManager[None]:
     """A block in which a hook may let other ranks run, and `put_hooks` be called, while torch loops over the hooks."""
-    return replacing([(owner, name, _Table(getattr(owner, name))) for owner, name in _LOOPED])
+    return replacing(
+        [(owner, name, _Table(getattr(owner, name))) for owner, name in _LOOPED]
+    )
 
 
 @contextmanager
@@ -258,7 +319,10 @@ def meshes_marked_by(mark: Callable[[], int]) -> Iterator[None]:
         mesh._thread_id = mark()
 
     def setstate(mesh: Any, state: dict[str, Any]) -> None:
-        state = state | {"_thread_id": mark(), "_hash": None}  # it may come from another rank
+        state = state | {
+            "_thread_id": mark(),
+            "_hash": None,
+        }  # it may come from another rank
         if real_setstate is not None:
             real_setstate(mesh, state)
         else:  # torch before 2.11: all of its state are attributes
@@ -309,7 +373,9 @@ def counted_as(name: str) -> Callable[[Callable[..., T]], Callable[..., T]]:
             if (module := sys.modules.get(_DEBUG_MODE)) is not None:
                 for mode in dispatch_modes():
                     if isinstance(mode, module.CommDebugMode):
-                        mode.__torch_dispatch__(_Counted(getattr(torch.ops.c10d, name).default), ())
+                        mode.__torch_dispatch__(
+                            _Counted(getattr(torch.ops.c10d, name).default), ()
+                        )
             return method(*args, **options)
 
         return counted
@@ -349,12 +415,22 @@ def groups_made_by(
         ranks: Gets the rank and the number of ranks that a program names, -1 for what it does not; returns true ones.
     """
     dist.Backend.register_backend(
-        _BACKEND, lambda options, _: make(options.group_id, list(options.global_ranks_in_group)), True, ["cpu"]
+        _BACKEND,
+        lambda options, _: make(options.group_id, list(options.global_ranks_in_group)),
+        True,
+        ["cpu"],
     )
     real = c10d._new_process_group_helper
 
     def helper(
-        size: int, rank: int, members: Any, backend: Any, store: Any, name: Any, *args: Any, **options: Any
+        size: int,
+        rank: int,
+        members: Any,
+        backend: Any,
+        store: Any,
+        name: Any,
+        *args: Any,
+        **options: Any,
     ) -> Any:
         if str(backend) == _FAKE:
             return real(size, rank, members, backend, store, name, *args, **options)
@@ -365,25 +441,44 @@ def groups_made_by(
         rank, size = ranks(rank, size) if not members else (rank, size)
         group: Any
         kept: Any
-        group, kept = real(size, rank, members, dist.Backend(_BACKEND), store, name, **options)
+        group, kept = real(
+            size, rank, members, dist.Backend(_BACKEND), store, name, **options
+        )
         if group in c10d._world.pg_map:
-            c10d._world.pg_map[group] = (dist.Backend(str(backend)), kept)  # what `dist.get_backend` says
+            c10d._world.pg_map[group] = (
+                dist.Backend(str(backend)),
+                kept,
+            )  # what `dist.get_backend` says
             config = c10d._world.pg_backend_config[group] = _config_of(str(backend))
             backends = dict(part.split(":") for part in config.split(","))
-            group.serve(str(backend), {} if _find_accelerator() is None else backends, bound)
+            group.serve(
+                str(backend), {} if _find_accelerator() is None else backends, bound
+            )
         return group, kept
 
-    def rendezvous(url: str, rank: int = -1, world_size: int = -1, **options: Any) -> Iterator[Any]:
+    def rendezvous(
+        url: str, rank: int = -1, world_size: int = -1, **options: Any
+    ) -> Iterator[Any]:
         yield (store_of(), *ranks(rank, world_size))
 
     in_place = [
         (c10d, "_new_process_group_helper", helper),
         (c10d, "rendezvous", rendezvous),
-        *[(module, name, kind) for name, kind in stores.items() for module in _MAKING_STORES],
+        *[
+            (module, name, kind)
+            for name, kind in stores.items()
+            for module in _MAKING_STORES
+        ],
         *_replaced_for_ranks(),
     ]
     if dist.rpc.is_available():
-        in_place.append((dist.rpc, "init_rpc", _refuse_in_ranks(dist.rpc.init_rpc, lambda: ranks(-1, -1)[1])))
+        in_place.append(
+            (
+                dist.rpc,
+                "init_rpc",
+                _refuse_in_ranks(dist.rpc.init_rpc, lambda: ranks(-1, -1)[1]),
+            )
+        )
     try:
         with replacing(in_place):
             yield
@@ -396,11 +491,23 @@ def _replaced_for_ranks() -> list[tuple[Any, str, Any]]:
     """What else of torch would wait, ask for gloo or NCCL, or be one for all ranks: its owner, name and replacement."""
     in_place: list[tuple[Any, str, Any]] = [
         (c10d, "_store_based_barrier", lambda *args, **options: None),
-        (c10d, "_get_object_coll_device", _keep_objects_here(c10d._get_object_coll_device)),
-        (c10d, "_get_default_timeout", lambda backend: _TIMEOUT),  # torch's warns where it has no NCCL
+        (
+            c10d,
+            "_get_object_coll_device",
+            _keep_objects_here(c10d._get_object_coll_device),
+        ),
+        (
+            c10d,
+            "_get_default_timeout",
+            lambda backend: _TIMEOUT,
+        ),  # torch's warns where it has no NCCL
         (torch.cuda.nccl, "version", lambda: _NCCL),
         (_DDP, "_get_ddp_logging_data", _name_the_backend(_DDP._get_ddp_logging_data)),
-        (Join, "notify_join_context", staticmethod(_keep_works(Join.notify_join_context))),
+        (
+            Join,
+            "notify_join_context",
+            staticmethod(_keep_works(Join.notify_join_context)),
+        ),
         (_GROUPS, "WORLD", property(_read_default_group, _GROUPS.WORLD.fset)),
     ]
     if hasattr(c10d, _RECORDER):
@@ -408,7 +515,9 @@ def _replaced_for_ranks() -> list[tuple[Any, str, Any]]:
     return in_place
 
 
-def _refuse_in_ranks(init_rpc: Callable[..., Any], size: Callable[[], int]) -> Callable[..., Any]:
+def _refuse_in_ranks(
+    init_rpc: Callable[..., Any], size: Callable[[], int]
+) -> Callable[..., Any]:
     """Makes a replacement for `init_rpc`. A rank that is alone has the agent of its process for itself."""
 
     @functools.wraps(init_rpc)
@@ -428,7 +537,9 @@ _MAKING_STORES = (dist, sys.modules["torch.distributed.rendezvous"])
 _DDP: Any = torch.nn.parallel.DistributedDataParallel
 
 
-def _name_the_backend(read: Callable[[Any], dict[str, Any]]) -> Callable[[Any], dict[str, Any]]:
+def _name_the_backend(
+    read: Callable[[Any], dict[str, Any]],
+) -> Callable[[Any], dict[str, Any]]:
     """Makes a replacement for what reads the log of a `DistributedDataParallel`: C++ writes another backend there."""
 
     def read_log(model: Any) -> dict[str, Any]:
@@ -452,7 +563,9 @@ def _keep_works(notify: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return notify_and_keep
 
 
-_GROUPS: Any = c10d._WorldMeta  # the class of `group`, whose `WORLD` is the default group
+_GROUPS: Any = (
+    c10d._WorldMeta
+)  # the class of `group`, whose `WORLD` is the default group
 
 
 def _read_default_group(_: Any) -> Any:
@@ -464,8 +577,12 @@ def _read_default_group(_: Any) -> Any:
     """
     here = inspect.currentframe()
     reader = None if here is None else here.f_back
-    if reader is not None and str(reader.f_globals.get("__name__")).startswith("torch."):
-        is_in_function = reader.f_code.co_flags & inspect.CO_OPTIMIZED  # and not in the body of a module or a class
+    if reader is not None and str(reader.f_globals.get("__name__")).startswith(
+        "torch."
+    ):
+        is_in_function = (
+            reader.f_code.co_flags & inspect.CO_OPTIMIZED
+        )  # and not in the body of a module or a class
         if not is_in_function:
             return None
     return c10d._world.default_pg
@@ -475,7 +592,9 @@ def is_read_by_torch() -> bool:
     """Whether it was code of torch that read the property that asks this."""
     here = inspect.currentframe()
     reader = None if here is None or here.f_back is None else here.f_back.f_back
-    return reader is not None and str(reader.f_globals.get("__name__")).startswith("torch.")
+    return reader is not None and str(reader.f_globals.get("__name__")).startswith(
+        "torch."
+    )
 
 
 OBJECTS_OF = c10d.__name__  # the module with `all_gather_object` and its like
@@ -508,14 +627,20 @@ def _config_of(backend: str) -> str:
     if backend == dist.Backend.UNDEFINED:
         return "cpu:gloo" if kind == "cpu" else f"{kind}:nccl"
     config = str(c10d.BackendConfig(dist.Backend(backend)))
-    return config if kind == "cpu" else config.replace("cuda:", f"{kind}:")  # a simulated device stands for a GPU
+    return (
+        config if kind == "cpu" else config.replace("cuda:", f"{kind}:")
+    )  # a simulated device stands for a GPU
 
 
 _BACKEND, _FAKE = "torchstrategy_ranks", "fake"
 # Of torch 2.15: what records the last collectives of a group. It asks C++ for the name of the group, which only a group
 # with a backend of C++ has there.
 _RECORDER = "_maybe_attach_flight_recorder"
-_NCCL = (2, 27, 5)  # torch logs it with an error of a collective, and cannot find it where it has no NCCL
+_NCCL = (
+    2,
+    27,
+    5,
+)  # torch logs it with an error of a collective, and cannot find it where it has no NCCL
 
 
 # The files through which every call of a collective passes. The last three are between a program and the collective

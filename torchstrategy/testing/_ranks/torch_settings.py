@@ -28,14 +28,18 @@ def _precision_of(backend: str, operator: str) -> _Setting:
         return precision
 
     def put(precision: str) -> None:
-        _C._set_fp32_precision_setter(backend, operator, "none")  # then it has the one of all operators
+        _C._set_fp32_precision_setter(
+            backend, operator, "none"
+        )  # then it has the one of all operators
         if ask() != precision:
             _C._set_fp32_precision_setter(backend, operator, precision)
 
     return ask, put
 
 
-def _older(ask: Callable[[], Any], put: Callable[[Any], Any], parts: list[tuple[str, str]]) -> _Setting:
+def _older(
+    ask: Callable[[], Any], put: Callable[[Any], Any], parts: list[tuple[str, str]]
+) -> _Setting:
     """A setting that torch tells only where it fits to those of its parts, which a program can set apart."""
 
     def ask_in_any_case() -> Any:
@@ -64,7 +68,11 @@ _flags_frozen: Any = torch.backends.flags_frozen
 _EINSUM: Any = sys.modules["torch.backends.opt_einsum"]
 # What programs set on modules that stand for others, where torch has no property: it is an attribute then.
 _PLAIN: list[tuple[dict[str, Any], str]] = [
-    *[(vars(module), name) for module in (_EINSUM, _EINSUM.m) for name in ("enabled", "strategy")],
+    *[
+        (vars(module), name)
+        for module in (_EINSUM, _EINSUM.m)
+        for name in ("enabled", "strategy")
+    ],
     (vars(torch.backends.cudnn), "benchmark_limit"),
     # What `disable_global_flags` sets. `torch.backends` stands for another module, too.
     (_flags_frozen.__globals__, "__allow_nonbracketed_mutation_flag"),
@@ -88,9 +96,15 @@ _SETTINGS: list[_Setting] = [
     (torch.get_default_dtype, torch.set_default_dtype),
     (torch.get_num_threads, torch.set_num_threads),
     (_dist.get_debug_level, _dist.set_debug_level),
-    (lambda: dict(vars(_print_options)), lambda options: vars(_print_options).update(options)),
+    (
+        lambda: dict(vars(_print_options)),
+        lambda options: vars(_print_options).update(options),
+    ),
     (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
-    (_C._get_deterministic_fill_uninitialized_memory, _C._set_deterministic_fill_uninitialized_memory),
+    (
+        _C._get_deterministic_fill_uninitialized_memory,
+        _C._set_deterministic_fill_uninitialized_memory,
+    ),
     (torch.is_warn_always_enabled, torch.set_warn_always),
     (
         lambda: (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
@@ -108,7 +122,10 @@ _SETTINGS: list[_Setting] = [
     (_C._get_cudnn_sdp_enabled, _C._set_sdp_use_cudnn),
     (_C._get_overrideable_sdp_enabled, _C._set_sdp_use_overrideable),
     (_C._get_sdp_priority_order, _C._set_sdp_priority_order),
-    (_C._get_math_sdp_allow_fp16_bf16_reduction, _C._set_math_sdp_allow_fp16_bf16_reduction),
+    (
+        _C._get_math_sdp_allow_fp16_bf16_reduction,
+        _C._set_math_sdp_allow_fp16_bf16_reduction,
+    ),
     (_C._get_cublas_allow_fp16_accumulation, _C._set_cublas_allow_fp16_accumulation),
     (
         _C._get_cublas_allow_fp16_reduced_precision_reduction,
@@ -118,7 +135,10 @@ _SETTINGS: list[_Setting] = [
         _C._get_cublas_allow_bf16_reduced_precision_reduction,
         lambda both: _C._set_cublas_allow_bf16_reduced_precision_reduction(*both),
     ),
-    (_C._get_cpu_allow_fp16_reduced_precision_reduction, _C._set_cpu_allow_fp16_reduced_precision_reduction),
+    (
+        _C._get_cpu_allow_fp16_reduced_precision_reduction,
+        _C._set_cpu_allow_fp16_reduced_precision_reduction,
+    ),
     (_C._get_linalg_preferred_backend, _C._set_linalg_preferred_backend),
     (_C._get_blas_preferred_backend, _C._set_blas_preferred_backend),
     (_C._get_rocm_fa_preferred_backend, _C._set_rocm_fa_preferred_backend),
@@ -139,7 +159,11 @@ _SETTINGS: list[_Setting] = [
         _C._set_float32_matmul_precision,
         [("cuda", "matmul"), ("mkldnn", "matmul")],
     ),
-    _older(_C._get_cudnn_allow_tf32, _C._set_cudnn_allow_tf32, [("cuda", "conv"), ("cuda", "rnn")]),
+    _older(
+        _C._get_cudnn_allow_tf32,
+        _C._set_cudnn_allow_tf32,
+        [("cuda", "conv"), ("cuda", "rnn")],
+    ),
     *[
         _precision_of(backend, operator)
         for backend, operators in {
@@ -151,7 +175,9 @@ _SETTINGS: list[_Setting] = [
     ],
 ]
 if torch.backends.cudnn.is_available():
-    _SETTINGS.append((_C._cuda_get_cudnn_benchmark_limit, _C._cuda_set_cudnn_benchmark_limit))
+    _SETTINGS.append(
+        (_C._cuda_get_cudnn_benchmark_limit, _C._cuda_set_cudnn_benchmark_limit)
+    )
 
 
 def take_settings() -> list[Any]:
@@ -175,7 +201,10 @@ _future: Any = torch.__future__
 NAMES: list[tuple[Any, str]] = [
     # The parameters that `parametrize.cached` keeps, and how many of its blocks have begun.
     *[(torch.nn.utils.parametrize, name) for name in ("_cache", "_cache_enabled")],
-    *[(torch.utils.checkpoint, name) for name in ("_enable_checkpoint_early_stop", "_checkpoint_debug_enabled")],
+    *[
+        (torch.utils.checkpoint, name)
+        for name in ("_enable_checkpoint_early_stop", "_checkpoint_debug_enabled")
+    ],
     (torch.utils.checkpoint.DefaultDeviceType, "_default_device_type"),
     (torch.autograd.graph, "_allow_mutation_on_saved_tensors_enabled"),
     (torch.distributions.Distribution, "_validate_args"),

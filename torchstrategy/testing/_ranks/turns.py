@@ -73,7 +73,13 @@ class Turns:
         leave: Called there when it ends.
     """
 
-    def __init__(self, n: int, order: Order, enter: Callable[[int], None], leave: Callable[[int], None]) -> None:
+    def __init__(
+        self,
+        n: int,
+        order: Order,
+        enter: Callable[[int], None],
+        leave: Callable[[int], None],
+    ) -> None:
         self._order = order
         self._ranks = {rank: _Rank() for rank in range(n)}
         self._enter, self._leave = enter, leave
@@ -177,7 +183,11 @@ class Turns:
         Raises:
             RanksStopped: If this thread and the other one are ranks.
         """
-        ranks = {state.thread: rank for rank, state in self._ranks.items() if state.ended is None}
+        ranks = {
+            state.thread: rank
+            for rank, state in self._ranks.items()
+            if state.ended is None
+        }
         mine, other = ranks.get(threading.get_ident()), ranks.get(thread)
         if mine is None or other is None or mine == other:
             return
@@ -190,8 +200,16 @@ class Turns:
         """Lets all ranks that wait raise an error when their turn comes, and all others when they next wait."""
         if self._why_stopped is None:
             self._why_stopped = why
-            waits = {rank: state.wait for rank, state in self._ranks.items() if state.ended is None}
-            self.stuck = {rank: wait.describe() for rank, wait in waits.items() if wait and not wait.is_over()}
+            waits = {
+                rank: state.wait
+                for rank, state in self._ranks.items()
+                if state.ended is None
+            }
+            self.stuck = {
+                rank: wait.describe()
+                for rank, wait in waits.items()
+                if wait and not wait.is_over()
+            }
 
     def has_others(self, rank: int) -> bool:
         """Whether another rank than this one can go on."""
@@ -217,7 +235,9 @@ class Turns:
         following = self._choose()
         if following is None and self._let_time_pass():
             following = self._choose()
-        if following is None and any(state.ended is None for state in self._ranks.values()):
+        if following is None and any(
+            state.ended is None for state in self._ranks.values()
+        ):
             self.stop(f"No rank can go on:\n{self.situation()}")
             following = self._choose()
         if following is not None:
@@ -226,7 +246,11 @@ class Turns:
 
     def _let_time_pass(self) -> bool:
         """Whether the time of a wait has passed now, of which the shortest."""
-        waits = [state.wait for state in self._ranks.values() if state.ended is None and state.wait is not None]
+        waits = [
+            state.wait
+            for state in self._ranks.values()
+            if state.ended is None and state.wait is not None
+        ]
         limits = [(wait.timeout, wait) for wait in waits if wait.timeout is not None]
         if limits:
             min(limits, key=lambda limit: limit[0])[1].is_late = True
@@ -241,4 +265,9 @@ class Turns:
         state = self._ranks[rank]
         if state.ended is not None:
             return False
-        return self._why_stopped is not None or state.wait is None or state.wait.is_late or state.wait.is_over()
+        return (
+            self._why_stopped is not None
+            or state.wait is None
+            or state.wait.is_late
+            or state.wait.is_over()
+        )

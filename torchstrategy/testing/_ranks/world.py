@@ -9,7 +9,14 @@ from typing import final
 
 import torch
 
-from torchstrategy.testing._ranks.exchanges import Call, Exchange, Part, UnlikeCalls, place_of_sender, rank_at
+from torchstrategy.testing._ranks.exchanges import (
+    Call,
+    Exchange,
+    Part,
+    UnlikeCalls,
+    place_of_sender,
+    rank_at,
+)
 from torchstrategy.testing._ranks.happened import Happened
 from torchstrategy.testing._ranks.lines import line_of_the_user
 from torchstrategy.testing._ranks.record import RankRecord
@@ -43,17 +50,29 @@ class World:
         record: Gets the collectives.
     """
 
-    def __init__(self, size: int, turns: Turns, came_to: Callable[[int, str], None], record: RankRecord) -> None:
+    def __init__(
+        self,
+        size: int,
+        turns: Turns,
+        came_to: Callable[[int, str], None],
+        record: RankRecord,
+    ) -> None:
         self.size, self.turns, self.came_to = size, turns, came_to
         self.record = record
         self.happened = Happened(size)
-        self.stores: dict[str, Notes] = {}  # of `torch.distributed`, by what each is called
+        self.stores: dict[
+            str, Notes
+        ] = {}  # of `torch.distributed`, by what each is called
         self._open: dict[Hashable, Exchange] = {}
-        self._posted: dict[Hashable, deque[Exchange]] = {}  # messages without a receiver, by its address
+        self._posted: dict[
+            Hashable, deque[Exchange]
+        ] = {}  # messages without a receiver, by its address
         self._swaps = Swaps()
         self._parts: dict[int, list[Part]] = {rank: [] for rank in range(size)}
 
-    def meet(self, rank: int, key: Hashable, ranks: Sequence[int], name: str, call: Call) -> Part:
+    def meet(
+        self, rank: int, key: Hashable, ranks: Sequence[int], name: str, call: Call
+    ) -> Part:
         """A rank calls a collective, which the other ranks call with the same `key`.
 
         Raises:
@@ -75,7 +94,9 @@ class World:
                 self.turns.stop(found)
                 raise RanksStopped(found)
 
-    def send(self, rank: int, target: int, address: tuple[Hashable, int], call: Call) -> Part:
+    def send(
+        self, rank: int, target: int, address: tuple[Hashable, int], call: Call
+    ) -> Part:
         """A rank sends a message, which is under way until it is received."""
         group, tag = address
         place = place_of_sender(rank, target)
@@ -88,7 +109,9 @@ class World:
         self._posted.setdefault((group, tag, target), deque()).append(exchange)
         return self._join(exchange, place, call)
 
-    def receive(self, rank: int, source: int | None, address: tuple[Hashable, int], call: Call) -> Part:
+    def receive(
+        self, rank: int, source: int | None, address: tuple[Hashable, int], call: Call
+    ) -> Part:
         """A rank receives a message: of one rank, or, with None, of any."""
         group, tag = address
         posted = self._posted.get((group, tag, rank), deque())
@@ -96,10 +119,16 @@ class World:
             if source in (None, rank_at(exchange.ranks[0])):
                 posted.remove(exchange)
                 return self._join(exchange, rank, call)
-        senders = [source] if source is not None else [other for other in range(self.size) if other != rank] or [rank]
+        senders = (
+            [source]
+            if source is not None
+            else [other for other in range(self.size) if other != rank] or [rank]
+        )
         others = [place_of_sender(sender, rank) for sender in senders]
         exchange = Exchange((*others, rank), "")
-        self._posted.setdefault(("receivers", group, tag, source, rank), deque()).append(exchange)
+        self._posted.setdefault(
+            ("receivers", group, tag, source, rank), deque()
+        ).append(exchange)
         return self._join(exchange, rank, call)
 
     def finish(self, rank: int, part: Part, is_early: bool = False) -> None:
@@ -123,7 +152,9 @@ class World:
         self._parts[rank] = [other for other in self._parts[rank] if other is not part]
         self.turns.pause(rank)
 
-    def finish_before(self, rank: int, group: Hashable, tensors: Sequence[torch.Tensor]) -> None:
+    def finish_before(
+        self, rank: int, group: Hashable, tensors: Sequence[torch.Tensor]
+    ) -> None:
         """Brings what collectives of a group write on some tensors, which a later one of this group uses.
 
         Raises:

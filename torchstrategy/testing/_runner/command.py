@@ -32,7 +32,11 @@ from torchstrategy.testing._runner.output import Output, ends_with_a_report
 from torchstrategy.testing._runner.prediction import FILES, Prediction
 from torchstrategy.testing._runner.programs import Program, module, script
 from torchstrategy.testing._runner.report import Report
-from torchstrategy.testing._simulation import cuda_alias, record_streams, simulate_devices
+from torchstrategy.testing._simulation import (
+    cuda_alias,
+    record_streams,
+    simulate_devices,
+)
 from torchstrategy.testing._simulation import module as devices
 from torchstrategy.testing._simulation.cuda_alias import Compiling
 from torchstrategy.testing._simulation.storages import Starting
@@ -51,9 +55,14 @@ _NOT_SHARED = (
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a program as the command line says; returns its exit status."""
     options, output = _parsed(arguments), Output()
-    names, folder = take_builtins(), Path.cwd()  # which the program may replace, and leave
+    names, folder = (
+        take_builtins(),
+        Path.cwd(),
+    )  # which the program may replace, and leave
     try:
-        before = None if options.compare is None else earlier_report(Path(options.compare))
+        before = (
+            None if options.compare is None else earlier_report(Path(options.compare))
+        )
     except ValueError as error:
         print(f"torchstrategy.testing.run: {error}", file=sys.stderr)
         return 2
@@ -63,7 +72,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         find = module if options.module else script
         program = find(options.program, options.arguments)
     except (FileNotFoundError, ModuleNotFoundError, SyntaxError) as error:
-        print(f"torchstrategy.testing.run: {type(error).__name__}: {error}", file=sys.stderr)
+        print(
+            f"torchstrategy.testing.run: {type(error).__name__}: {error}",
+            file=sys.stderr,
+        )
         return 2
     run = _Run(program, options, output)
     status = run.go()
@@ -83,14 +95,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     is_written = output.write(f"\n{report}\n")
     numbers = report.as_json() if options.json or before is not None else {}
     if before is not None:
-        is_written = output.write("\n".join([*differences(before, numbers, options.compare), ""])) and is_written
+        is_written = (
+            output.write(
+                "\n".join([*differences(before, numbers, options.compare), ""])
+            )
+            and is_written
+        )
     try:
         if options.json:
-            (folder / options.json).write_text(json.dumps(numbers, indent=2) + "\n", encoding="utf-8")
+            (folder / options.json).write_text(
+                json.dumps(numbers, indent=2) + "\n", encoding="utf-8"
+            )
         if run.prediction is not None and options.trace:
             run.prediction.save(folder / options.trace)
     except OSError as error:
-        output.write(f"torchstrategy.testing.run: the report could not be written: {error}\n")
+        output.write(
+            f"torchstrategy.testing.run: the report could not be written: {error}\n"
+        )
         is_written = False
     is_bad = not is_written or (options.strict and (run.races or run.findings))
     return status or int(bool(is_bad))
@@ -102,13 +123,23 @@ def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
         description="Run a program for GPUs on simulated devices of the CPU, and report what it did. In the program, "
         '"cuda" means these devices.',
     )
-    parser.add_argument("--devices", type=_positive, metavar="N", help="how many devices; default: 2, or one a rank")
+    parser.add_argument(
+        "--devices",
+        type=_positive,
+        metavar="N",
+        help="how many devices; default: 2, or one a rank",
+    )
     parser.add_argument(
         "--as-cuda",
         action="store_true",
         help='devices and tensors also say that they are CUDA\'s: device.type == "cuda", tensor.is_cuda',
     )
-    parser.add_argument("--ranks", type=_positive, metavar="N", help="run it as torchrun does, in N ranks")
+    parser.add_argument(
+        "--ranks",
+        type=_positive,
+        metavar="N",
+        help="run it as torchrun does, in N ranks",
+    )
     parser.add_argument(
         "--order",
         type=_order,
@@ -127,7 +158,9 @@ def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="with --profile: do not compute operators on tensors of more than 64 KiB, so that large models run",
     )
     parser.add_argument(
-        "--trace", metavar="DIR", help=f"with --profile: write {' and '.join(FILES)} (for Perfetto) there"
+        "--trace",
+        metavar="DIR",
+        help=f"with --profile: write {' and '.join(FILES)} (for Perfetto) there",
     )
     parser.add_argument(
         "--compile",
@@ -135,25 +168,47 @@ def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
         default="aot_eager",
         help="what torch.compile does in place of inductor, which writes kernels for a GPU; default: aot_eager",
     )
-    parser.add_argument("--stop-after", type=_positive, metavar="N", help="end it after N steps of an optimizer")
+    parser.add_argument(
+        "--stop-after",
+        type=_positive,
+        metavar="N",
+        help="end it after N steps of an optimizer",
+    )
     _add_rest(parser)
     options = parser.parse_args(arguments)
     for option in ("shapes_only", "trace"):
         if getattr(options, option) and options.profile is None:
-            parser.error(f"--{option.replace('_', '-')} needs --profile, the GPU whose times are predicted")
+            parser.error(
+                f"--{option.replace('_', '-')} needs --profile, the GPU whose times are predicted"
+            )
     return options
 
 
 def _add_rest(parser: argparse.ArgumentParser) -> None:
     """The options about what comes of the report, and the program."""
-    parser.add_argument("--strict", action="store_true", help="exit with 1 if streams race, or lints find something")
-    parser.add_argument("--json", metavar="FILE", help="write the numbers of the report there, too")
     parser.add_argument(
-        "--compare", metavar="FILE", help="say what is different from an earlier run, whose --json has written FILE"
+        "--strict",
+        action="store_true",
+        help="exit with 1 if streams race, or lints find something",
     )
-    parser.add_argument("-m", dest="module", action="store_true", help="the program is a module, as for python -m")
+    parser.add_argument(
+        "--json", metavar="FILE", help="write the numbers of the report there, too"
+    )
+    parser.add_argument(
+        "--compare",
+        metavar="FILE",
+        help="say what is different from an earlier run, whose --json has written FILE",
+    )
+    parser.add_argument(
+        "-m",
+        dest="module",
+        action="store_true",
+        help="the program is a module, as for python -m",
+    )
     parser.add_argument("program", help="a script")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="what the program finds in sys.argv")
+    parser.add_argument(
+        "arguments", nargs=argparse.REMAINDER, help="what the program finds in sys.argv"
+    )
 
 
 def _positive(text: str) -> int:
@@ -178,7 +233,9 @@ def _profile(text: str) -> DeviceProfile:
 
 @final
 class _Run:
-    def __init__(self, program: Program, options: argparse.Namespace, output: Output) -> None:
+    def __init__(
+        self, program: Program, options: argparse.Namespace, output: Output
+    ) -> None:
         self._program, self._options, self._output = program, options, output
         self.observer = Observer(options.stop_after, _progress)
         self.record = RankRecord()
@@ -186,13 +243,17 @@ class _Run:
         self.races: list[str] = []
         self.findings: list[Finding] = []
         self.prediction: Prediction | None = None
-        self.spelling: str | None = None  # of the argument that each rank is given besides
+        self.spelling: str | None = (
+            None  # of the argument that each rank is given besides
+        )
 
     def go(self) -> int:
         """Runs the program; returns its exit status."""
         with ExitStack() as block:
             block.enter_context(self._program.at_home())
-            Compiling.backend = None if self._options.compile == "refuse" else self._options.compile
+            Compiling.backend = (
+                None if self._options.compile == "refuse" else self._options.compile
+            )
             block.enter_context(ends_with_a_report(self._output))
             self._predict(block)
             streams = block.enter_context(record_streams(check=False))
@@ -225,14 +286,27 @@ class _Run:
 
     def _predict(self, block: ExitStack) -> None:
         if self._options.profile is not None:
-            time = virtual_time(self._options.profile, self._options.shapes_only, program_clock=True)
+            time = virtual_time(
+                self._options.profile, self._options.shapes_only, program_clock=True
+            )
             self.prediction = Prediction(block.enter_context(time), DEVICE)
 
     def _ranks(self, main: Callable[..., Any], n: int, *args: Any) -> None:
-        run_recorded(partial(_with_seeds_of_its_own, main), n, self.record, args, self._options.order)
+        run_recorded(
+            partial(_with_seeds_of_its_own, main),
+            n,
+            self.record,
+            args,
+            self._options.order,
+        )
 
     def _spawn(
-        self, function: Callable[..., Any], args: Sequence[Any] = (), nprocs: int = 1, *_: Any, **options: Any
+        self,
+        function: Callable[..., Any],
+        args: Sequence[Any] = (),
+        nprocs: int = 1,
+        *_: Any,
+        **options: Any,
     ) -> None:
         self.has_ranks = True
         self._ranks(function, nprocs, *args)
@@ -242,7 +316,9 @@ class _Run:
         notes = []
         if Compiling.count:
             times = plural(Compiling.count, "time")
-            notes.append(f"torch.compile was called {times} for inductor, and ran {Compiling.backend} (--compile)")
+            notes.append(
+                f"torch.compile was called {times} for inductor, and ran {Compiling.backend} (--compile)"
+            )
         if self.spelling is not None:
             given = f"each rank was given {self.spelling}=RANK, as torch.distributed.launch does"
             notes.append(f"{given}; torchrun sets LOCAL_RANK instead")
@@ -254,11 +330,17 @@ class _Run:
         except SystemExit as error:
             if isinstance(error.code, str):
                 self._output.write(f"{error.code}\n")
-            return error.code if isinstance(error.code, int) else int(error.code is not None)
+            return (
+                error.code
+                if isinstance(error.code, int)
+                else int(error.code is not None)
+            )
         except KeyboardInterrupt:
             return 130  # as a shell says it
         except BaseException as error:
-            self._output.write(printed(error) + advice(error, self._options.ranks is not None))
+            self._output.write(
+                printed(error) + advice(error, self._options.ranks is not None)
+            )
             return 1
         return 0
 

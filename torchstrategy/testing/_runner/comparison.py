@@ -21,13 +21,21 @@ def earlier_report(file: Path) -> dict[str, Any]:
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ValueError(f"--compare {file}: {error}. Name a file that --json has written.") from None
-    if not isinstance(found, dict) or not {"program", "routes", "peak_bytes"} <= set(found):
-        raise ValueError(f"--compare {file}: this is not a report. Name a file that --json has written.")
+        raise ValueError(
+            f"--compare {file}: {error}. Name a file that --json has written."
+        ) from None
+    if not isinstance(found, dict) or not {"program", "routes", "peak_bytes"} <= set(
+        found
+    ):
+        raise ValueError(
+            f"--compare {file}: this is not a report. Name a file that --json has written."
+        )
     return found
 
 
-def differences(before: Mapping[str, Any], after: Mapping[str, Any], name: str) -> list[str]:
+def differences(
+    before: Mapping[str, Any], after: Mapping[str, Any], name: str
+) -> list[str]:
     """A line for each number that is different, and for each finding and each race that is new or gone.
 
     Args:
@@ -38,17 +46,26 @@ def differences(before: Mapping[str, Any], after: Mapping[str, Any], name: str) 
     numbers, others = _numbers(before), _numbers(after)
     lines = []
     for what, (value, said) in numbers.items():
-        if what in others and abs(others[what][0] - value) > _SAME * max(abs(value), abs(others[what][0])):
-            lines.append(f"  {what}: {said(value)} -> {said(others[what][0])}{_percent(value, others[what][0])}")
+        if what in others and abs(others[what][0] - value) > _SAME * max(
+            abs(value), abs(others[what][0])
+        ):
+            lines.append(
+                f"  {what}: {said(value)} -> {said(others[what][0])}{_percent(value, others[what][0])}"
+            )
     for kind, was, now in (
         ("finding", _findings(before), _findings(after)),
         ("race", before.get("races", []), after.get("races", [])),
     ):
         lines += [f"  a {kind} is gone: {one}" for one in was if one not in now]
         lines += [f"  a {kind} is new: {one}" for one in now if one not in was]
-    profiles = [(report.get("predicted") or {}).get("profile") for report in (before, after)]
+    profiles = [
+        (report.get("predicted") or {}).get("profile") for report in (before, after)
+    ]
     if profiles[0] != profiles[1]:
-        lines.insert(0, f"  predicted for: {profiles[0] or 'no GPU'} -> {profiles[1] or 'no GPU'}")
+        lines.insert(
+            0,
+            f"  predicted for: {profiles[0] or 'no GPU'} -> {profiles[1] or 'no GPU'}",
+        )
     head = f"Compared with {name}, {before['program']}"
     return [f"{head}: no difference"] if not lines else [head, *lines]
 
@@ -62,13 +79,22 @@ def _numbers(report: Mapping[str, Any]) -> dict[str, tuple[float, _Said]]:
         "exit status": (report["status"], _count),
         "steps": (report["steps"], _count),
     }
-    found |= {what: (value, said) for what, value, said in _times(report.get("predicted") or {})}
+    found |= {
+        what: (value, said)
+        for what, value, said in _times(report.get("predicted") or {})
+    }
     steps = max(1, report["steps"])
     waits = sum(one["times"] for one in report.get("synchronizations", []))
     found["waits a step"] = waits / steps, _count
-    found["blocking copies a step"] = sum(report.get("blocking_copies", {}).values()) / steps, _count
+    found["blocking copies a step"] = (
+        sum(report.get("blocking_copies", {}).values()) / steps,
+        _count,
+    )
     for route in report["routes"]:
-        found[f"bytes {route['from']} -> {route['to']} a step"] = route["bytes"] / steps, _bytes
+        found[f"bytes {route['from']} -> {route['to']} a step"] = (
+            route["bytes"] / steps,
+            _bytes,
+        )
     for device, size in report["peak_bytes"].items():
         found[f"peak memory of {device}"] = size, _bytes
     for kind, about in (report.get("collectives") or {}).items():
@@ -102,7 +128,10 @@ _OF_A_STEP = {
 
 
 def _findings(report: Mapping[str, Any]) -> list[str]:
-    return [f"{one['name']} ({', '.join(one['lines'])})" for one in report.get("findings", [])]
+    return [
+        f"{one['name']} ({', '.join(one['lines'])})"
+        for one in report.get("findings", [])
+    ]
 
 
 def _percent(before: float, after: float) -> str:

@@ -71,7 +71,9 @@ def _slot(offset: int) -> ctypes.c_void_p:
 
 def _dict_of(cls: type) -> dict[str, Any]:
     """The dict behind a class of C, of which Python shows a read-only view."""
-    (attributes,) = (thing for thing in gc.get_referents(cls.__dict__) if isinstance(thing, dict))
+    (attributes,) = (
+        thing for thing in gc.get_referents(cls.__dict__) if isinstance(thing, dict)
+    )
     return attributes
 
 
@@ -94,7 +96,11 @@ class _Type:
 
 def _repr(device: torch.device) -> str:
     kind = _said(device, _is_asked_by_us())
-    return f"device(type='{kind}')" if device.index is None else f"device(type='{kind}', index={device.index})"
+    return (
+        f"device(type='{kind}')"
+        if device.index is None
+        else f"device(type='{kind}', index={device.index})"
+    )
 
 
 def _str(device: torch.device) -> str:
@@ -107,7 +113,9 @@ def _is_cuda(thing: Any) -> bool:
 
 
 def _tensor_is_cuda(tensor: torch.Tensor) -> bool:
-    return _is_on_cuda(tensor) or (_true_type(tensor.device) == NAME and not _is_asked_by_us())
+    return _is_on_cuda(tensor) or (
+        _true_type(tensor.device) == NAME and not _is_asked_by_us()
+    )
 
 
 class _Kind(type):
@@ -149,24 +157,40 @@ def _exchange() -> list[tuple[Any, str, bool, Any]]:
     module = torch.get_device_module(NAME)
     get_module: Any = torch.get_device_module
 
-    @functools.wraps(get_module.__wrapped__)  # torch's compiler looks for what is wrapped here
+    @functools.wraps(
+        get_module.__wrapped__
+    )  # torch's compiler looks for what is wrapped here
     def get_device_module(device: Any = None) -> Any:
-        if device is None or (isinstance(device, str) and device.partition(":")[0] in ("cuda", NAME)):
+        if device is None or (
+            isinstance(device, str) and device.partition(":")[0] in ("cuda", NAME)
+        ):
             return module if _is_asked_by_us() else torch.cuda
         if isinstance(device, _Device) and _true_type(device) == NAME:
             return module if _is_asked_by_us() else torch.cuda
         return get_module(device)
 
     replaced: list[tuple[Any, str, Any]] = [
-        (torch, "device", _Kind("device", (), {"__module__": "torch", "__doc__": _Device.__doc__})),
+        (
+            torch,
+            "device",
+            _Kind("device", (), {"__module__": "torch", "__doc__": _Device.__doc__}),
+        ),
         (_Tensor, "is_cuda", property(_tensor_is_cuda)),
         (torch.UntypedStorage, "is_cuda", property(_is_cuda)),
         (torch, "get_device_module", get_device_module),
         (torch.backends.cuda, "is_built", lambda: True),
-        (torch.version, "cuda", torch.version.cuda or "12.8"),  # torchvision compares it with what it was built for
+        (
+            torch.version,
+            "cuda",
+            torch.version.cuda or "12.8",
+        ),  # torchvision compares it with what it was built for
         (torch.backends.cudnn, "is_available", lambda: True),
         (torch.backends.cudnn, "version", lambda: 91002),
-        (torch.backends.cudnn, "is_acceptable", lambda tensor: False),  # torch itself asks: no kernel of cuDNN runs
+        (
+            torch.backends.cudnn,
+            "is_acceptable",
+            lambda tensor: False,
+        ),  # torch itself asks: no kernel of cuDNN runs
         (module.Stream, "__repr__", _repr_of_stream),
         # What torch itself asks, with names of its own.
         (torch.cuda, "_initialized", True),
@@ -175,7 +199,10 @@ def _exchange() -> list[tuple[Any, str, bool, Any]]:
         (torch.cuda, "get_device_capability", lambda device=None: (8, 0)),
         (torch.cuda, "get_arch_list", lambda: ["sm_80"]),
     ]
-    before = [(owner, name, name in vars(owner), vars(owner).get(name)) for owner, name, _ in replaced]
+    before = [
+        (owner, name, name in vars(owner), vars(owner).get(name))
+        for owner, name, _ in replaced
+    ]
     for owner, name, value in replaced:
         setattr(owner, name, value)
     return before

@@ -11,7 +11,16 @@ from torchstrategy.testing._simulation.words import in_words_of_cuda
 
 _HERE = f"{Path(__file__).parents[2]}{os.sep}"
 # What `torchrun` sets, and a program may ask for by name.
-_OF_TORCHRUN = frozenset(("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
+_OF_TORCHRUN = frozenset(
+    (
+        "RANK",
+        "LOCAL_RANK",
+        "WORLD_SIZE",
+        "LOCAL_WORLD_SIZE",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+    )
+)
 
 
 def printed(error: BaseException) -> str:
@@ -37,6 +46,11 @@ def _leave_out_our_frames(found: traceback.TracebackException | None) -> None:
 
 def advice(error: BaseException, has_ranks: bool) -> str:
     """What to write, where an error means that the program was started in another way than it expects."""
-    if isinstance(error, KeyError) and error.args and error.args[0] in _OF_TORCHRUN and not has_ranks:
+    if (
+        isinstance(error, KeyError)
+        and error.args
+        and error.args[0] in _OF_TORCHRUN
+        and not has_ranks
+    ):
         return f"The program asks for {error.args[0]}, which torchrun sets: run it with --ranks 2.\n"
     return ""

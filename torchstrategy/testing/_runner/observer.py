@@ -11,7 +11,11 @@ from typing import Any, final
 
 import torch
 
-from torchstrategy._base.torch_internals import TorchDispatchMode, sparse_indices, sparse_values
+from torchstrategy._base.torch_internals import (
+    TorchDispatchMode,
+    sparse_indices,
+    sparse_values,
+)
 from torchstrategy.testing._ranks.lines import line_of_the_user
 from torchstrategy.testing._simulation.ordinals import NAME, is_simulated
 from torchstrategy.testing._simulation.replacing import replacing
@@ -54,22 +58,32 @@ class Observer(TorchDispatchMode):
     def __init__(self, most_steps: int | None, progress: Callable[[int], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.seen = Observations()
-        self.before: Callable[..., None] | None = None  # called with each operator and its arguments before it runs
-        self.also: Callable[..., None] | None = None  # called with each operator, its arguments and its result
+        self.before: Callable[..., None] | None = (
+            None  # called with each operator and its arguments before it runs
+        )
+        self.also: Callable[..., None] | None = (
+            None  # called with each operator, its arguments and its result
+        )
         self._most_steps, self._progress = most_steps, progress
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if self.before is not None:
             self.before(func, args)
         result = func(*args, **(kwargs or {}))
         options = kwargs or {}
         if func is _aten.copy_.default:
-            waits = not (args[2] if len(args) > 2 else options.get("non_blocking", False))
+            waits = not (
+                args[2] if len(args) > 2 else options.get("non_blocking", False)
+            )
             self._copied(args[1], args[0], waits)
         elif func is _aten._to_copy.default:
             self._copied(args[0], result, not options.get("non_blocking", False))
         elif func is _aten._foreach_copy_.default:
-            waits = not (args[2] if len(args) > 2 else options.get("non_blocking", False))
+            waits = not (
+                args[2] if len(args) > 2 else options.get("non_blocking", False)
+            )
             for target, source in zip(args[0], args[1], strict=True):
                 self._copied(source, target, waits)
         elif func in _WAITING and is_simulated(args[0]):
@@ -101,7 +115,9 @@ class Observer(TorchDispatchMode):
         if on_cpu:
             line, is_pageable = line_of_the_user(), not on_cpu[0].is_pinned()
             self.seen.pageable_copies[line] += is_pageable
-            if waits or is_pageable:  # a copy that is not to block does, without pinned memory
+            if (
+                waits or is_pageable
+            ):  # a copy that is not to block does, without pinned memory
                 self.seen.blocking_copies[line] += 1
 
 
@@ -123,13 +139,18 @@ def observing(observer: Observer) -> Iterator[None]:
         (module.Stream, "synchronize", "stream.synchronize()"),
         (module.Event, "synchronize", "event.synchronize()"),
     ]
-    values = [(owner, name, _counted(getattr(owner, name), observer, why)) for owner, name, why in places]
+    values = [
+        (owner, name, _counted(getattr(owner, name), observer, why))
+        for owner, name, why in places
+    ]
     values.append(starting_in(observer))
     with following_steps(observer.stepped, of_each_thread=True), replacing(values):
         yield
 
 
-def _counted(wait: Callable[..., Any], observer: Observer, why: str) -> Callable[..., Any]:
+def _counted(
+    wait: Callable[..., Any], observer: Observer, why: str
+) -> Callable[..., Any]:
     @functools.wraps(wait)
     def counted(*args: Any, **kwargs: Any) -> Any:
         observer.waited(why)

@@ -47,9 +47,14 @@ def ends_with_a_report(output: Output) -> Iterator[None]:
 
     def leave(status: int) -> NoReturn:
         if os.getpid() == mine:
-            if threading.current_thread() is threading.main_thread() or current_world() is not None:
+            if (
+                threading.current_thread() is threading.main_thread()
+                or current_world() is not None
+            ):
                 raise SystemExit(status)
-            output.write(f"os._exit({status}) was called on thread {threading.current_thread().name!r}: no report.\n")
+            output.write(
+                f"os._exit({status}) was called on thread {threading.current_thread().name!r}: no report.\n"
+            )
             exit_now(status or 1)
         exit_now(status)
 
@@ -65,7 +70,11 @@ def ends_with_a_report(output: Output) -> Iterator[None]:
         return refuse
 
     system: Any = os
-    system._exit, system.execv, system.execve = leave, refused(os.execv), refused(os.execve)
+    system._exit, system.execv, system.execve = (
+        leave,
+        refused(os.execv),
+        refused(os.execve),
+    )
     try:
         yield
     finally:

@@ -7,7 +7,12 @@ from typing import Any, final
 
 from torchstrategy.testing._virtual_time import VirtualTrace
 from torchstrategy.testing._virtual_time.report import HEAD
-from torchstrategy.testing._virtual_time.step_times import Steps, StepTime, mfu, steps_of
+from torchstrategy.testing._virtual_time.step_times import (
+    Steps,
+    StepTime,
+    mfu,
+    steps_of,
+)
 
 FILES = ("timeline.svg", "trace.json")
 
@@ -47,9 +52,16 @@ class Prediction:
             "set_up": None if steps is None else steps.set_up,
             "steps": [] if steps is None else [step.seconds for step in steps.times],
             "typical_step": None if steps is None else self._step(steps.typical()),
-            "each_step": [] if steps is None else [self._step(step) for step in steps.times],
-            "without_set_up": None if steps is None else self._without_set_up(steps, devices),
-            "devices": {f"{self._device}:{index}": trace.device(index)._asdict() for index in range(devices)},
+            "each_step": []
+            if steps is None
+            else [self._step(step) for step in steps.times],
+            "without_set_up": None
+            if steps is None
+            else self._without_set_up(steps, devices),
+            "devices": {
+                f"{self._device}:{index}": trace.device(index)._asdict()
+                for index in range(devices)
+            },
             "copies_while_computing": trace.overlap("copy", "compute"),
             "collectives_while_computing": trace.overlap("collective", "compute"),
             "waits": [
@@ -62,13 +74,19 @@ class Prediction:
                 }
                 for wait in timeline.waits()
             ],
-            "advice": [{"write": one.write, "before": one.before, "after": one.after} for one in trace._advice()],
+            "advice": [
+                {"write": one.write, "before": one.before, "after": one.after}
+                for one in trace._advice()
+            ],
         }
 
     def _step(self, step: StepTime) -> dict[str, Any]:
         return {
             "seconds": step.seconds,
-            "devices": {f"{self._device}:{index}": device._asdict() for index, device in step.devices.items()},
+            "devices": {
+                f"{self._device}:{index}": device._asdict()
+                for index, device in step.devices.items()
+            },
             "waits_while_idle": step.waits_while_idle,
             "waits_while_busy": step.waits_while_busy,
         }
@@ -77,8 +95,13 @@ class Prediction:
         part = steps.all
         return {
             "seconds": part.seconds,
-            "mfu": {f"{self._device}:{index}": mfu(part, index) for index in range(devices)},
-            "busy": {f"{self._device}:{index}": part.device(index).busy for index in range(devices)},
+            "mfu": {
+                f"{self._device}:{index}": mfu(part, index) for index in range(devices)
+            },
+            "busy": {
+                f"{self._device}:{index}": part.device(index).busy
+                for index in range(devices)
+            },
             "copies_while_computing": part.overlap("copy", "compute"),
             "collectives_while_computing": part.overlap("collective", "compute"),
         }

@@ -68,14 +68,23 @@ class Report:
             "blocking_copies": dict(seen.blocking_copies.most_common()),
             "pageable_copies": dict((+seen.pageable_copies).most_common()),
             "synchronizations": [
-                {"why": why, "line": line, "times": times} for (why, line), times in seen.synchronizations.most_common()
+                {"why": why, "line": line, "times": times}
+                for (why, line), times in seen.synchronizations.most_common()
             ],
-            "peak_bytes": {f"{self.device}:{index}": peak for index, peak in enumerate(self.peaks)},
+            "peak_bytes": {
+                f"{self.device}:{index}": peak for index, peak in enumerate(self.peaks)
+            },
             "races": list(self.races),
             "findings": [finding.as_json() for finding in self.findings],
-            "collectives": None if self.collectives is None else _collectives(self.collectives),
-            "ranks": None if self.collectives is None else self._ranks_as_json(self.collectives),
-            "predicted": None if self.prediction is None else self.prediction.as_json(len(self.peaks)),
+            "collectives": None
+            if self.collectives is None
+            else _collectives(self.collectives),
+            "ranks": None
+            if self.collectives is None
+            else self._ranks_as_json(self.collectives),
+            "predicted": None
+            if self.prediction is None
+            else self.prediction.as_json(len(self.peaks)),
         }
 
     def __str__(self) -> str:
@@ -94,7 +103,10 @@ class Report:
                 f"  {_places('are from or to pageable memory', +seen.pageable_copies)}",
                 *self._waits(),
                 "Peak memory",
-                *[f"  {self.device}:{index}  {_bytes(peak)}" for index, peak in enumerate(self.peaks)],
+                *[
+                    f"  {self.device}:{index}  {_bytes(peak)}"
+                    for index, peak in enumerate(self.peaks)
+                ],
                 *self._told(),
                 *([] if self.prediction is None else self.prediction.lines()),
                 *([f"Findings: {len(self.findings)}"] if self.findings else []),
@@ -118,8 +130,15 @@ class Report:
         waits = self.seen.synchronizations
         total = sum(waits.values())
         a_step = f", {total / self.seen.steps:.1f} a step" if self.seen.steps else ""
-        rows = [f"  {times:5}  {why}  {line}" for (why, line), times in waits.most_common(_LINES_SHOWN)]
-        return [f"Waits of the program for a device: {total}{a_step}", *rows, *_more(len(waits))]
+        rows = [
+            f"  {times:5}  {why}  {line}"
+            for (why, line), times in waits.most_common(_LINES_SHOWN)
+        ]
+        return [
+            f"Waits of the program for a device: {total}{a_step}",
+            *rows,
+            *_more(len(waits)),
+        ]
 
     def _told(self) -> list[str]:
         if self.collectives is None:
@@ -133,16 +152,26 @@ class Report:
     def _stopped(self, record: RankRecord) -> list[str]:
         """In which order ranks went on, and where they were when they could not any more."""
         order = [f"Order of the ranks: {record.order}"] if record.order else []
-        rows = [f"  rank {rank} failed: {_first_line(error)}" for rank, error in record.failed.items()]
+        rows = [
+            f"  rank {rank} failed: {_first_line(error)}"
+            for rank, error in record.failed.items()
+        ]
         rows = [in_words_of_cuda(row) for row in rows]
-        rows += [f"  rank {rank} {where}" for rank, where in sorted(record.waiting.items())]
+        rows += [
+            f"  rank {rank} {where}" for rank, where in sorted(record.waiting.items())
+        ]
         return [*order, *(["Ranks that could not go on", *rows] if rows else [])]
 
     def _ranks_as_json(self, record: RankRecord) -> dict[str, Any]:
         return {
             "order": record.order or None,
-            "failed": [{"rank": rank, "error": error} for rank, error in record.failed.items()],
-            "waiting": [{"rank": rank, "where": where} for rank, where in sorted(record.waiting.items())],
+            "failed": [
+                {"rank": rank, "error": error} for rank, error in record.failed.items()
+            ],
+            "waiting": [
+                {"rank": rank, "where": where}
+                for rank, where in sorted(record.waiting.items())
+            ],
         }
 
 
@@ -152,7 +181,10 @@ def _counted(record: RankRecord) -> Mapping[str, tuple[int, int]]:
 
 
 def _collectives(record: RankRecord) -> dict[str, dict[str, int]]:
-    return {kind: {"calls": count, "bytes": size} for kind, (count, size) in _counted(record).items()}
+    return {
+        kind: {"calls": count, "bytes": size}
+        for kind, (count, size) in _counted(record).items()
+    }
 
 
 def _first_line(text: str) -> str:
@@ -160,7 +192,9 @@ def _first_line(text: str) -> str:
 
 
 def _places(what: str, lines: Counter[str]) -> str:
-    places = ", ".join(f"{line} ({times})" for line, times in lines.most_common(_LINES_SHOWN))
+    places = ", ".join(
+        f"{line} ({times})" for line, times in lines.most_common(_LINES_SHOWN)
+    )
     more = _more(len(lines))
     return f"{sum(lines.values())} {what}{f': {places}' if places else ''}{f',{more[0]}' if more else ''}"
 

@@ -42,7 +42,10 @@ from torchstrategy.testing._same_as_plain.training import Problem
 
 _SHOWN = 3  # names in a list
 _CLOSE = 1e-3  # to a ratio
-_ONLY_UPDATE = frozenset({*SECTIONS, "order"}) - {"gradients", "parameters"}  # what is ignored then
+_ONLY_UPDATE = frozenset({*SECTIONS, "order"}) - {
+    "gradients",
+    "parameters",
+}  # what is ignored then
 
 
 KEEP_STATE = (
@@ -79,7 +82,10 @@ def causes(problem: Problem, mismatch: Mismatch) -> list[str]:
         found.append(cause.text)
         problem = dataclasses.replace(cause.rest, ignore=problem.ignore | {"order"})
         if agrees(problem):
-            return [*found[:-1], f"{found[-1]} Without {'it' if len(found) == 1 else 'all of this'} the two agree."]
+            return [
+                *found[:-1],
+                f"{found[-1]} Without {'it' if len(found) == 1 else 'all of this'} the two agree.",
+            ]
         mismatch = mismatch_of(problem) or mismatch
     return found or list(_coupled_rows(problem, mismatch))
 
@@ -96,7 +102,9 @@ def _without_replicas(problem: Problem, mismatch: Mismatch) -> Cause | None:
 
 
 def _rounding(problem: Problem, mismatch: Mismatch) -> Cause | None:
-    if not is_like_rounding(mismatch, words_in(problem.step)) or not agrees(in_double(problem)):
+    if not is_like_rounding(mismatch, words_in(problem.step)) or not agrees(
+        in_double(problem)
+    ):
         return None
     return Cause(
         "Rounding: in float64 the two agree. Replicas add the same numbers in another order, and a model can make more "
@@ -131,8 +139,16 @@ def _shared_writes(problem: Problem, mismatch: Mismatch) -> Cause | None:
 def _order(problem: Problem, mismatch: Mismatch) -> Cause | None:
     if not mismatch.depends_on_order:
         return None
-    drawn = [source.name for source in mismatch.drawn if not source.name.startswith("torch's")]
-    shared = f" It draws from {' and '.join(drawn)}, which is one for all replicas." if drawn else ""
+    drawn = [
+        source.name
+        for source in mismatch.drawn
+        if not source.name.startswith("torch's")
+    ]
+    shared = (
+        f" It draws from {' and '.join(drawn)}, which is one for all replicas."
+        if drawn
+        else ""
+    )
     return Cause(
         f"With the replicas in another order, {problem.step_name} gives another result: replicas share something that "
         f"it writes and reads (a list, a counter, a cache, a generator).{shared} {KEEP_STATE} "
@@ -145,7 +161,11 @@ def _random_numbers(problem: Problem, mismatch: Mismatch) -> Cause | None:
     if not mismatch.drawn or len(mismatch.replicas.seen) == 1:
         return None
     names = _names(mismatch.models, drops)
-    who = f"{_listed(names)} in training mode" if names else " and ".join(source.name for source in mismatch.drawn)
+    who = (
+        f"{_listed(names)} in training mode"
+        if names
+        else " and ".join(source.name for source in mismatch.drawn)
+    )
     return Cause(
         f"Random numbers ({who}): each replica draws its own, so they are not those that one device draws. That is as "
         "it should be, and cannot be compared. For this test switch dropout off (p=0, model.eval()), or draw before "
@@ -172,8 +192,12 @@ def _own_count(problem: Problem, mismatch: Mismatch) -> Cause | None:
     told = mismatch.replicas.losses.told()
     if told is None or problem.reduction is not ReduceOp.MEAN or problem.weighs_losses:
         return None
-    options = dataclasses.replace(problem.options or NO_OPTIONS, gradient_reduction=LOSS)
-    if not _is_of_gradients(mismatch) or not agrees(dataclasses.replace(problem, options=options, ignore=_ONLY_UPDATE)):
+    options = dataclasses.replace(
+        problem.options or NO_OPTIONS, gradient_reduction=LOSS
+    )
+    if not _is_of_gradients(mismatch) or not agrees(
+        dataclasses.replace(problem, options=options, ignore=_ONLY_UPDATE)
+    ):
         return None
     shares = mismatch.replicas.shares
     by = "rows" if shares.parts == shares.fractions else "what examples= says"
@@ -188,7 +212,9 @@ def _own_count(problem: Problem, mismatch: Mismatch) -> Cause | None:
 
 def _returned_mean(problem: Problem, mismatch: Mismatch) -> Cause | None:
     """Nothing but the losses that the step returns differs, and gradients are not weighted by rows."""
-    if not problem.weighs_losses or {d.pair.section for d in mismatch.differences} != {"losses"}:
+    if not problem.weighs_losses or {d.pair.section for d in mismatch.differences} != {
+        "losses"
+    }:
         return None
     return Cause(
         "The gradients agree. What the step returns is averaged here by rows, or as all terms of its loss are if these "
@@ -199,9 +225,15 @@ def _returned_mean(problem: Problem, mismatch: Mismatch) -> Cause | None:
 
 def _reduction(problem: Problem, mismatch: Mismatch) -> Cause | None:
     other = ReduceOp.SUM if problem.reduction is ReduceOp.MEAN else ReduceOp.MEAN
-    options = dataclasses.replace(problem.options or NO_OPTIONS, gradient_reduction=other)
+    options = dataclasses.replace(
+        problem.options or NO_OPTIONS, gradient_reduction=other
+    )
     remedied = dataclasses.replace(problem, options=options, ignore=_ONLY_UPDATE)
-    if len(mismatch.replicas.seen) == 1 or not _is_of_gradients(mismatch) or not agrees(remedied):
+    if (
+        len(mismatch.replicas.seen) == 1
+        or not _is_of_gradients(mismatch)
+        or not agrees(remedied)
+    ):
         return None
     times = _times(mismatch)
     proof = f"With RunOptions(gradient_reduction={other.value.lower()!r}) gradients and parameters agree."
@@ -229,9 +261,17 @@ def _reduction(problem: Problem, mismatch: Mismatch) -> Cause | None:
 
 def _scale(problem: Problem, mismatch: Mismatch) -> Cause | None:
     reads, times = _reads_count(problem), _times(mismatch)
-    if len(mismatch.replicas.seen) == 1 or not _is_of_gradients(mismatch) or not (reads or times):
+    if (
+        len(mismatch.replicas.seen) == 1
+        or not _is_of_gradients(mismatch)
+        or not (reads or times)
+    ):
         return None
-    what = "number of replicas" if reads or _is_of_count(problem, mismatch) else "number of rows, or on the replica"
+    what = (
+        "number of replicas"
+        if reads or _is_of_count(problem, mismatch)
+        else "number of rows, or on the replica"
+    )
     return Cause(
         f"The loss depends on the {what}{reads}{times}. Make it a mean over the rows that the replica has "
         "(losses.mean()): gradients are averaged by rows, so nothing else is to be multiplied or divided."
@@ -240,8 +280,14 @@ def _scale(problem: Problem, mismatch: Mismatch) -> Cause | None:
 
 def _written_state(problem: Problem, mismatch: Mismatch) -> Cause | None:
     # A layer that normalises by all rows keeps what it was given. If that is wrong, its statistics are a consequence.
-    passive = [f"the buffer `{name}`" for name in synchronized_statistics(mismatch.models)]
-    written = [d.pair.name for d in mismatch.differences if d.pair.section in ("attributes", "buffers")]
+    passive = [
+        f"the buffer `{name}`" for name in synchronized_statistics(mismatch.models)
+    ]
+    written = [
+        d.pair.name
+        for d in mismatch.differences
+        if d.pair.section in ("attributes", "buffers")
+    ]
     names = [name for name in written if name not in passive]
     if not names:
         return None
@@ -269,7 +315,9 @@ def _row_statistics(problem: Problem, mismatch: Mismatch) -> Cause | None:
 
 def _missing_gradients(problem: Problem, mismatch: Mismatch) -> Cause | None:
     pairs = [d.pair for d in mismatch.differences if d.pair.section == "gradients"]
-    names = [pair.name for pair in pairs if (pair.got is None) != (pair.expected is None)]
+    names = [
+        pair.name for pair in pairs if (pair.got is None) != (pair.expected is None)
+    ]
     if not names:
         return None
     return Cause(
@@ -279,8 +327,16 @@ def _missing_gradients(problem: Problem, mismatch: Mismatch) -> Cause | None:
 
 
 def _not_finite(problem: Problem, mismatch: Mismatch) -> Cause | None:
-    tables = [*mismatch.replicas.updates, mismatch.replicas.gradients, *(s.returned for s in mismatch.replicas.seen)]
-    usual = [*mismatch.plain.updates, mismatch.plain.gradients, *(s.returned for s in mismatch.plain.seen)]
+    tables = [
+        *mismatch.replicas.updates,
+        mismatch.replicas.gradients,
+        *(s.returned for s in mismatch.replicas.seen),
+    ]
+    usual = [
+        *mismatch.plain.updates,
+        mismatch.plain.gradients,
+        *(s.returned for s in mismatch.plain.seen),
+    ]
     if _finite(tables) or not _finite(usual):
         return None
     return Cause(
@@ -290,7 +346,10 @@ def _not_finite(problem: Problem, mismatch: Mismatch) -> Cause | None:
 
 
 def _update(problem: Problem, mismatch: Mismatch) -> Cause | None:
-    if not {d.pair.section for d in mismatch.differences} <= {"parameters", "optimizer"}:
+    if not {d.pair.section for d in mismatch.differences} <= {
+        "parameters",
+        "optimizer",
+    }:
         return None
     return Cause(
         "The gradients agree and the update does not: the step sets a learning rate or other settings of the optimizer "
@@ -302,10 +361,16 @@ def _update(problem: Problem, mismatch: Mismatch) -> Cause | None:
 def _coupled_rows(problem: Problem, mismatch: Mismatch) -> Iterator[str]:
     """The last cause to look for: if replicas that all have the same rows agree, rows depend on each other."""
     batches = tuple(repeated(batch, problem.num_replicas) for batch in problem.batches)
-    alike = dataclasses.replace(problem, batches=batches, ignore=problem.ignore | {"order"})
+    alike = dataclasses.replace(
+        problem, batches=batches, ignore=problem.ignore | {"order"}
+    )
     if len(mismatch.replicas.seen) > 1 and agrees(alike):
         unread = mismatch.replicas.losses.unread
-        count = "" if unread is None else f" What it is divided by cannot be read from its graph (`{unread}`)."
+        count = (
+            ""
+            if unread is None
+            else f" What it is divided by cannot be read from its graph (`{unread}`)."
+        )
         yield (
             "With the same rows in every replica the two agree: so the loss is not a mean in which each row counts the "
             "same. It leaves rows out or weighs them (ignored targets, masks, class weights), or compares rows with "
@@ -338,10 +403,14 @@ _LOOKS: tuple[Callable[[Problem, Mismatch], Cause | None], ...] = (
 
 
 def _is_of_gradients(mismatch: Mismatch) -> bool:
-    return any(difference.pair.section == "gradients" for difference in mismatch.differences)
+    return any(
+        difference.pair.section == "gradients" for difference in mismatch.differences
+    )
 
 
-def _names(models: Sequence[nn.Module], wanted: Callable[[nn.Module], bool]) -> list[str]:
+def _names(
+    models: Sequence[nn.Module], wanted: Callable[[nn.Module], bool]
+) -> list[str]:
     return [
         f"{type(module).__name__} `{name}`" if name else type(module).__name__
         for model in models
@@ -358,24 +427,40 @@ def _listed(names: Sequence[str]) -> str:
 
 def _reads_count(problem: Problem) -> str:
     words = words_in(problem.step) & {"num_replicas_in_sync", "num_replicas"}
-    return "".join(f" ({problem.step_name} reads `{word}`)" for word in sorted(words)[:1])
+    return "".join(
+        f" ({problem.step_name} reads `{word}`)" for word in sorted(words)[:1]
+    )
 
 
 def _finite(tables: Sequence[Numbers]) -> bool:
-    numbers = [number for table in tables for number in table.values() if number is not None]
+    numbers = [
+        number for table in tables for number in table.values() if number is not None
+    ]
     return all(bool(torch.isfinite(number).all()) for number in numbers)
 
 
 def _is_of_count(problem: Problem, mismatch: Mismatch) -> bool:
-    ratio = ratio_of(first_gradients(mismatch.replicas), first_gradients(mismatch.plain)) or 1.0
-    return any(abs(ratio / problem.num_replicas**power - 1) < _CLOSE for power in (-2, -1, 1, 2))
+    ratio = (
+        ratio_of(first_gradients(mismatch.replicas), first_gradients(mismatch.plain))
+        or 1.0
+    )
+    return any(
+        abs(ratio / problem.num_replicas**power - 1) < _CLOSE
+        for power in (-2, -1, 1, 2)
+    )
 
 
 def _times(mismatch: Mismatch) -> str:
     """`: every gradient is 1/4 of plain PyTorch's`, if there is such a number."""
-    ratio = ratio_of(first_gradients(mismatch.replicas), first_gradients(mismatch.plain))
+    ratio = ratio_of(
+        first_gradients(mismatch.replicas), first_gradients(mismatch.plain)
+    )
     if not ratio or abs(ratio - 1) < _CLOSE:
         return ""
     inverse = round(1 / ratio)
-    shown = f"1/{inverse} of" if inverse > 1 and abs(inverse * ratio - 1) < _CLOSE else f"{ratio:.4g} times"
+    shown = (
+        f"1/{inverse} of"
+        if inverse > 1 and abs(inverse * ratio - 1) < _CLOSE
+        else f"{ratio:.4g} times"
+    )
     return f": every gradient is {shown} plain PyTorch's"

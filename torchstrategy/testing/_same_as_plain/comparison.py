@@ -12,10 +12,20 @@ from torchstrategy._base.errors import add_note
 from torchstrategy._base.tree import tree_flatten
 from torchstrategy._base.types import Tree
 from torchstrategy.testing._same_as_plain.device_errors import is_about_devices
-from torchstrategy.testing._same_as_plain.difference import Difference, Pair, against_plain, differences, side_by_side
+from torchstrategy.testing._same_as_plain.difference import (
+    Difference,
+    Pair,
+    against_plain,
+    differences,
+    side_by_side,
+)
 from torchstrategy.testing._same_as_plain.randomness import Source, Sources, Stream
 from torchstrategy.testing._same_as_plain.record import Record
-from torchstrategy.testing._same_as_plain.training import PlainTraining, Problem, ReplicaTraining
+from torchstrategy.testing._same_as_plain.training import (
+    PlainTraining,
+    Problem,
+    ReplicaTraining,
+)
 
 
 @final
@@ -55,7 +65,12 @@ class StepFailed(Exception):
     """
 
     def __init__(
-        self, step: int, error: Exception, *, order: Sequence[int] | None = None, is_everywhere: bool = False
+        self,
+        step: int,
+        error: Exception,
+        *,
+        order: Sequence[int] | None = None,
+        is_everywhere: bool = False,
     ) -> None:
         super().__init__(step, error, order)
         self.step = step
@@ -72,20 +87,28 @@ def first_mismatch(problem: Problem) -> Mismatch | None:
         ValueError: If `model_fn` makes another model each time.
         Exception: What the step raises in plain PyTorch.
     """
-    sources = Sources((problem.step, problem.model_fn, problem.optimizer_fn), problem.devices)
+    sources = Sources(
+        (problem.step, problem.model_fn, problem.optimizer_fn), problem.devices
+    )
     with sources.kept():
         sources.seed(problem.seed)
         comparison = _Comparison(problem, sources)
-        mismatches = (comparison.take(step, batch) for step, batch in enumerate(problem.batches))
+        mismatches = (
+            comparison.take(step, batch) for step, batch in enumerate(problem.batches)
+        )
         return next(filter(None, mismatches), None)
 
 
 def first_plain_record(problem: Problem) -> Record:
     """The record of plain PyTorch after the first batch."""
-    sources = Sources((problem.step, problem.model_fn, problem.optimizer_fn), problem.devices)
+    sources = Sources(
+        (problem.step, problem.model_fn, problem.optimizer_fn), problem.devices
+    )
     with sources.kept():
         sources.seed(problem.seed)
-        return PlainTraining(problem, Stream(sources, sources.states())).take(problem.batches[0])
+        return PlainTraining(problem, Stream(sources, sources.states())).take(
+            problem.batches[0]
+        )
 
 
 @final
@@ -100,7 +123,9 @@ class _Comparison:
         self._order = list(reversed(range(problem.num_replicas)))
         self._reordered: ReplicaTraining | None = None
         if len(self._order) > 1 and "order" not in problem.ignore:
-            self._reordered = ReplicaTraining(problem, Stream(sources, start), self._order)
+            self._reordered = ReplicaTraining(
+                problem, Stream(sources, start), self._order
+            )
         self._check_alike()
 
     def take(self, step: int, batch: Tree) -> Mismatch | None:
@@ -115,7 +140,16 @@ class _Comparison:
         if not found and not by_order:
             return None
         models = tree_flatten(self._plain.models)[0]
-        return Mismatch(step, found or by_order, replicas, plain, not found, bool(by_order), models, self._plain.drawn)
+        return Mismatch(
+            step,
+            found or by_order,
+            replicas,
+            plain,
+            not found,
+            bool(by_order),
+            models,
+            self._plain.drawn,
+        )
 
     def _failure(self, step: int, batch: Tree, error: Exception) -> StepFailed:
         try:
@@ -130,29 +164,46 @@ class _Comparison:
         try:
             return self._plain.take(batch, leader)
         except Exception as error:
-            add_note(error, f"raised in plain PyTorch, at step {step + 1}: the step fails without a strategy.")
+            add_note(
+                error,
+                f"raised in plain PyTorch, at step {step + 1}: the step fails without a strategy.",
+            )
             raise
 
-    def _differences_by_order(self, step: int, batch: Tree, replicas: Record) -> list[Difference]:
+    def _differences_by_order(
+        self, step: int, batch: Tree, replicas: Record
+    ) -> list[Difference]:
         if self._reordered is None:
             return []
         try:
             reordered = self._reordered.take(batch, replicas)
         except Exception as error:
             raise StepFailed(step, error, order=self._order) from error
-        return self._differences(side_by_side(replicas, reordered), "in their own order")
+        return self._differences(
+            side_by_side(replicas, reordered), "in their own order"
+        )
 
-    def _differences(self, pairs: Sequence[Pair], reference: str = "in plain PyTorch") -> list[Difference]:
+    def _differences(
+        self, pairs: Sequence[Pair], reference: str = "in plain PyTorch"
+    ) -> list[Difference]:
         compared = [pair for pair in pairs if pair.section not in self._problem.ignore]
         return differences(compared, self._problem.tolerance, reference)
 
     def _check_alike(self) -> None:
         trainings = [self._replicas, self._plain, *filter(None, [self._reordered])]
-        modules = [id(model) for training in trainings for model in tree_flatten(training.models)[0]]
+        modules = [
+            id(model)
+            for training in trainings
+            for model in tree_flatten(training.models)[0]
+        ]
         if len(set(modules)) < len(modules):
-            raise ValueError("model_fn returned the same module twice. It has to make a new one at each call.")
+            raise ValueError(
+                "model_fn returned the same module twice. It has to make a new one at each call."
+            )
         for training in trainings[1:]:
-            found = self._differences(against_plain(self._replicas.look(), training.look()))
+            found = self._differences(
+                against_plain(self._replicas.look(), training.look())
+            )
             if found:
                 raise ValueError(
                     f"model_fn and optimizer_fn do not make the same from the same seed: {found[0]}. Draw what they "

@@ -15,7 +15,10 @@ _REPLICA = re.compile(r"raised by replica (\d+) of ")
 
 def is_about_devices(error: BaseException) -> bool:
     """Whether torch refused to work on tensors, or with a generator, of another device."""
-    return isinstance(error, (RuntimeError, ValueError)) and _WORDS.search(str(error)) is not None
+    return (
+        isinstance(error, (RuntimeError, ValueError))
+        and _WORDS.search(str(error)) is not None
+    )
 
 
 def is_about_synchronization(error: BaseException) -> bool:

@@ -11,7 +11,15 @@ import torch
 from torchstrategy._base.options import ReduceOp
 from torchstrategy.testing._same_as_plain.record import Numbers, Record
 
-SECTIONS = ("losses", "gradients", "parameters", "buffers", "attributes", "tensors", "optimizer")
+SECTIONS = (
+    "losses",
+    "gradients",
+    "parameters",
+    "buffers",
+    "attributes",
+    "tensors",
+    "optimizer",
+)
 """The sections of a record, in the order in which a difference spreads."""
 
 _RETURNED = "{} that the step returns"
@@ -44,7 +52,10 @@ class Tolerance:
         if not dtype.is_floating_point:
             return 0.0, 0.0
         rtol, atol = _TOLERANCES.get(dtype, (1e-1, 1e-2))
-        return rtol if self.rtol is None else self.rtol, atol if self.atol is None else self.atol
+        return (
+            rtol if self.rtol is None else self.rtol,
+            atol if self.atol is None else self.atol,
+        )
 
 
 class Pair(NamedTuple):
@@ -74,7 +85,9 @@ class Difference:
         return f"{self.pair.name}{self.pair.where} {self.amount}"
 
 
-def differences(pairs: Sequence[Pair], tolerance: Tolerance, reference: str = "in plain PyTorch") -> list[Difference]:
+def differences(
+    pairs: Sequence[Pair], tolerance: Tolerance, reference: str = "in plain PyTorch"
+) -> list[Difference]:
     """The pairs that differ by more than rounding, each name once, in the order of the sections.
 
     Args:
@@ -82,12 +95,17 @@ def differences(pairs: Sequence[Pair], tolerance: Tolerance, reference: str = "i
         tolerance: How much of a difference counts as rounding.
         reference: Where the expected numbers come from, in words.
     """
-    largest = max((_norm(pair.expected) for pair in pairs if pair.section == "gradients"), default=0.0)
+    largest = max(
+        (_norm(pair.expected) for pair in pairs if pair.section == "gradients"),
+        default=0.0,
+    )
     found: dict[str, Difference] = {}
     for pair in sorted(pairs, key=lambda pair: SECTIONS.index(pair.section)):
         # Where the gradients of many rows cancel, their rounding error is as large as that of other gradients in the
         # model.
-        difference = _difference(pair, tolerance, reference, largest if pair.section == "gradients" else 0.0)
+        difference = _difference(
+            pair, tolerance, reference, largest if pair.section == "gradients" else 0.0
+        )
         if difference is not None:
             found.setdefault(pair.name, difference)
     return list(found.values())
@@ -98,18 +116,28 @@ def against_plain(replicas: Record, plain: Record) -> list[Pair]:
     (alone,) = plain.seen
     pairs: list[Pair] = []
     for name in _names(*(seen.returned for seen in replicas.seen), alone.returned):
-        parts, expected = [seen.returned.get(name) for seen in replicas.seen], alone.returned.get(name)
+        parts, expected = (
+            [seen.returned.get(name) for seen in replicas.seen],
+            alone.returned.get(name),
+        )
         together = _as_one(parts, expected, replicas)
-        pairs.append(Pair("losses", _RETURNED.format(name or "the value"), together, expected))
+        pairs.append(
+            Pair("losses", _RETURNED.format(name or "the value"), together, expected)
+        )
     for name in _names(*(seen.attributes for seen in replicas.seen), alone.attributes):
-        parts, expected = [seen.attributes.get(name) for seen in replicas.seen], alone.attributes.get(name)
+        parts, expected = (
+            [seen.attributes.get(name) for seen in replicas.seen],
+            alone.attributes.get(name),
+        )
         rows = _gathered(parts, expected)
         if rows is not None:
             pairs.append(Pair("attributes", _ATTRIBUTE.format(name), rows, expected))
             continue
         for r, part in zip(replicas.shares.present, parts, strict=True):
             where = f" in replica {r}" if len(parts) > 1 else ""
-            pairs.append(Pair("attributes", _ATTRIBUTE.format(name), part, expected, where))
+            pairs.append(
+                Pair("attributes", _ATTRIBUTE.format(name), part, expected, where)
+            )
     return [*pairs, *_common(replicas, plain)]
 
 
@@ -119,19 +147,28 @@ def side_by_side(first: Record, other: Record) -> list[Pair]:
     for r, one, two in zip(first.shares.present, other.seen, first.seen, strict=True):
         where = f" in replica {r}"
         pairs += _matched("losses", _RETURNED, one.returned, two.returned, where)
-        pairs += _matched("attributes", _ATTRIBUTE, one.attributes, two.attributes, where)
+        pairs += _matched(
+            "attributes", _ATTRIBUTE, one.attributes, two.attributes, where
+        )
     return [*pairs, *_common(other, first)]
 
 
 def updates_agree(mine: Numbers, others: Numbers, tolerance: Tolerance) -> bool:
     """Whether two trainings are about to update from the same gradients."""
-    return not differences(list(_matched("gradients", _GRADIENT, mine, others)), tolerance)
+    return not differences(
+        list(_matched("gradients", _GRADIENT, mine, others)), tolerance
+    )
 
 
 def _common(record: Record, reference: Record) -> Iterator[Pair]:
-    steps, expected = torch.tensor(len(record.updates)), torch.tensor(len(reference.updates))
+    steps, expected = (
+        torch.tensor(len(record.updates)),
+        torch.tensor(len(reference.updates)),
+    )
     yield Pair("gradients", "the number of optimizer steps", steps, expected)
-    for index, (one, two) in enumerate(zip(record.updates, reference.updates, strict=False)):
+    for index, (one, two) in enumerate(
+        zip(record.updates, reference.updates, strict=False)
+    ):
         label = _GRADIENT + (f" at update {index + 1}" if index else "")
         yield from _matched("gradients", label, one, two)
     for section, label, one, two in (
@@ -144,10 +181,18 @@ def _common(record: Record, reference: Record) -> Iterator[Pair]:
         yield from _matched(section, label, one, two)
 
 
-def _matched(section: str, label: str, got: Numbers, expected: Numbers, where: str = "") -> Iterator[Pair]:
+def _matched(
+    section: str, label: str, got: Numbers, expected: Numbers, where: str = ""
+) -> Iterator[Pair]:
     """Pairs the values of two tables by name."""
     for name in _names(got, expected):
-        yield Pair(section, label.format(name or "the value"), got.get(name), expected.get(name), where)
+        yield Pair(
+            section,
+            label.format(name or "the value"),
+            got.get(name),
+            expected.get(name),
+            where,
+        )
 
 
 def _names(*tables: Numbers) -> list[str]:
@@ -155,7 +200,9 @@ def _names(*tables: Numbers) -> list[str]:
 
 
 def _as_one(
-    parts: Sequence[torch.Tensor | None], expected: torch.Tensor | None, replicas: Record
+    parts: Sequence[torch.Tensor | None],
+    expected: torch.Tensor | None,
+    replicas: Record,
 ) -> torch.Tensor | None:
     """The value for the whole batch, as plain PyTorch would return it, made of the values that replicas returned."""
     shares = replicas.shares
@@ -165,19 +212,30 @@ def _as_one(
     gathered = _gathered(tensors, expected)
     if gathered is not None:
         return gathered
-    weighed = [(t, shares.parts[r]) for r, t in zip(shares.present, tensors, strict=True) if shares.weights[r]]
+    weighed = [
+        (t, shares.parts[r])
+        for r, t in zip(shares.present, tensors, strict=True)
+        if shares.weights[r]
+    ]
     first = weighed[0][0]
-    if any(tensor.shape != first.shape for tensor, _ in weighed) or first.shape != expected.shape:
+    if (
+        any(tensor.shape != first.shape for tensor, _ in weighed)
+        or first.shape != expected.shape
+    ):
         return first
     if shares.reduction is ReduceOp.MEAN and _is_inexact(first):
         together = _weighted(*zip(*weighed, strict=True))
         # A loss is a mean over what it was divided by, and what else the step returns may be one over rows.
         if replicas.loss_parts is not None:
-            by_loss = [replicas.loss_parts[r] for r in shares.present if shares.weights[r]]
+            by_loss = [
+                replicas.loss_parts[r] for r in shares.present if shares.weights[r]
+            ]
             also = _weighted([tensor for tensor, _ in weighed], by_loss)
             together = min(together, also, key=lambda found: _error(found, expected))
     else:
-        together = torch.stack([tensor.to(_wide(tensor)) for tensor, _ in weighed]).sum(0)
+        together = torch.stack([tensor.to(_wide(tensor)) for tensor, _ in weighed]).sum(
+            0
+        )
         together = together.to(first.dtype) if _is_inexact(first) else together
     # A step may have reduced the value itself, with `all_reduce` say: then it is the same in every replica.
     is_together = all(torch.equal(tensor, first) for tensor, _ in weighed)
@@ -189,11 +247,17 @@ def _as_one(
 def _weighted(tensors: Sequence[torch.Tensor], parts: Sequence[float]) -> torch.Tensor:
     """The mean of tensors of floating-point numbers. What counts nothing may be NaN."""
     first = tensors[0]
-    terms = [tensor.to(_wide(tensor)) * part for tensor, part in zip(tensors, parts, strict=True) if part]
+    terms = [
+        tensor.to(_wide(tensor)) * part
+        for tensor, part in zip(tensors, parts, strict=True)
+        if part
+    ]
     return torch.stack(terms).sum(0).to(first.dtype)
 
 
-def _gathered(parts: Sequence[torch.Tensor | None], expected: torch.Tensor | None) -> torch.Tensor | None:
+def _gathered(
+    parts: Sequence[torch.Tensor | None], expected: torch.Tensor | None
+) -> torch.Tensor | None:
     """The rows of all replicas in one tensor, if the parts have as many rows together as is expected; else None."""
     tensors = [part for part in parts if part is not None]
     if expected is None or expected.dim() == 0 or len(tensors) < len(parts):
@@ -205,15 +269,23 @@ def _gathered(parts: Sequence[torch.Tensor | None], expected: torch.Tensor | Non
     return torch.cat(tensors)
 
 
-def _difference(pair: Pair, tolerance: Tolerance, reference: str, largest: float) -> Difference | None:
+def _difference(
+    pair: Pair, tolerance: Tolerance, reference: str, largest: float
+) -> Difference | None:
     got, expected = pair.got, pair.expected
     if got is None and expected is None:
         return None
     if got is None or expected is None:
-        return Difference(pair, f"is there {'only' if got is None else 'not'} {reference}")
+        return Difference(
+            pair, f"is there {'only' if got is None else 'not'} {reference}"
+        )
     if got.shape != expected.shape:
-        return Difference(pair, f"is of shape {tuple(got.shape)}, {reference} {tuple(expected.shape)}")
-    rtol, atol = tolerance.of(got.dtype if _eps(got) > _eps(expected) else expected.dtype)
+        return Difference(
+            pair, f"is of shape {tuple(got.shape)}, {reference} {tuple(expected.shape)}"
+        )
+    rtol, atol = tolerance.of(
+        got.dtype if _eps(got) > _eps(expected) else expected.dtype
+    )
     error, norm = _error(got, expected), _norm(expected)
     allowed = rtol * (norm + largest) + (0.0 if pair.section == "optimizer" else atol)
     if error <= allowed:
@@ -222,12 +294,21 @@ def _difference(pair: Pair, tolerance: Tolerance, reference: str, largest: float
     least = "" if pair.section == "optimizer" else f", and atol={atol:g}"
     limit = f"allowed: {allowed:.2g}, which is rtol={rtol:g} of {norms}{least}"
     if got.dim() == 0:
-        return Difference(pair, f"is {_shown(got)}, {reference} {_shown(expected)} (off by {error:.3g}; {limit})")
+        return Difference(
+            pair,
+            f"is {_shown(got)}, {reference} {_shown(expected)} (off by {error:.3g}; {limit})",
+        )
     if error == float("inf"):
         counts = [int((~torch.isfinite(tensor)).sum()) for tensor in (got, expected)]
-        return Difference(pair, f"has {counts[0]} numbers that are NaN or infinite, {reference} {counts[1]}")
+        return Difference(
+            pair,
+            f"has {counts[0]} numbers that are NaN or infinite, {reference} {counts[1]}",
+        )
     relative = f"{error / norm:.2g} times" if norm else "and not zero as"
-    return Difference(pair, f"is off by {error:.3g}, {relative} its norm {reference}, {norm:.3g} ({limit})")
+    return Difference(
+        pair,
+        f"is off by {error:.3g}, {relative} its norm {reference}, {norm:.3g} ({limit})",
+    )
 
 
 def _error(got: torch.Tensor, expected: torch.Tensor) -> float:

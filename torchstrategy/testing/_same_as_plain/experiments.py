@@ -13,13 +13,19 @@ from torchstrategy._base.tree import map_leaves, tree_flatten
 from torchstrategy._base.types import Tree
 from torchstrategy.nn import SyncBatchNorm
 from torchstrategy.strategies import OneDeviceStrategy, get_strategy
-from torchstrategy.testing._same_as_plain.comparison import Mismatch, first_mismatch, first_plain_record
+from torchstrategy.testing._same_as_plain.comparison import (
+    Mismatch,
+    first_mismatch,
+    first_plain_record,
+)
 from torchstrategy.testing._same_as_plain.difference import SECTIONS, Tolerance
 from torchstrategy.testing._same_as_plain.record import Numbers, Record, joined
 from torchstrategy.testing._same_as_plain.row_statistics import Place, RowStatistics
 from torchstrategy.testing._same_as_plain.training import Problem
 
-_DROPOUT = nn.Dropout.__mro__[1]  # the base classes of such layers, whose own names are private
+_DROPOUT = nn.Dropout.__mro__[
+    1
+]  # the base classes of such layers, whose own names are private
 _BATCH_NORMALISATION = nn.BatchNorm1d.__mro__[1]
 _CLOSE = 1e-3  # of one ratio for all gradients
 _MOST_PLACES = 6  # lines that are tried
@@ -51,7 +57,9 @@ def mismatch_of(problem: Problem) -> Mismatch | None:
 
 def in_plain(problem: Problem) -> Problem:
     """The problem with one replica, which is plain PyTorch a second time."""
-    alone = get_strategy() if problem.device is None else OneDeviceStrategy(problem.device)
+    alone = (
+        get_strategy() if problem.device is None else OneDeviceStrategy(problem.device)
+    )
     return dataclasses.replace(problem, strategy=alone, options=None)
 
 
@@ -78,7 +86,9 @@ def in_double(problem: Problem) -> Problem:
         return value.astype(np.float64) if is_floating else value
 
     batches = tuple(map_leaves(leaf, batch) for batch in problem.batches)
-    return dataclasses.replace(edited(problem, nn.Module.double), batches=batches, tolerance=Tolerance())
+    return dataclasses.replace(
+        edited(problem, nn.Module.double), batches=batches, tolerance=Tolerance()
+    )
 
 
 def drops(module: nn.Module) -> bool:
@@ -95,7 +105,9 @@ def drop_nothing(module: nn.Module) -> None:
 def uses_batch_statistics(module: nn.Module) -> bool:
     """Whether a module normalises each row by statistics of the rows of the replica."""
     # A layer of `torchstrategy.nn.SyncBatchNorm` takes them over the rows of all replicas, as one device does.
-    is_of_own_rows = isinstance(module, _BATCH_NORMALISATION) and not isinstance(module, SyncBatchNorm)
+    is_of_own_rows = isinstance(module, _BATCH_NORMALISATION) and not isinstance(
+        module, SyncBatchNorm
+    )
     return is_of_own_rows and (module.training or not module.track_running_stats)
 
 
@@ -112,7 +124,11 @@ def repeated(batch: Tree, times: int) -> Tree:
     def leaf(value: Tree) -> Tree:
         if isinstance(value, torch.Tensor) and value.dim():
             return torch.cat([value] * times)
-        return np.concatenate([value] * times) if isinstance(value, np.ndarray) and value.ndim else value
+        return (
+            np.concatenate([value] * times)
+            if isinstance(value, np.ndarray) and value.ndim
+            else value
+        )
 
     return map_leaves(leaf, batch)
 
@@ -121,7 +137,9 @@ def grows_with_rows(problem: Problem) -> bool:
     """Whether plain PyTorch's gradient is twice as large when every row is there twice."""
     twice = dataclasses.replace(problem, batches=(repeated(problem.batches[0], 2),))
     try:
-        ratio = ratio_of(*(first_gradients(first_plain_record(p)) for p in (twice, problem)))
+        ratio = ratio_of(
+            *(first_gradients(first_plain_record(p)) for p in (twice, problem))
+        )
     except Exception:
         return False
     return ratio is not None and abs(ratio - 2) < 10 * _CLOSE
@@ -134,13 +152,27 @@ def first_gradients(record: Record) -> Numbers:
 
 def ratio_of(ours: Numbers, theirs: Numbers) -> float | None:
     """The one factor by which all gradients differ; None if there is none."""
-    pairs = [(ours.get(name), their) for name, their in theirs.items() if their is not None]
-    tensors = [(our.double().flatten(), their.double().flatten()) for our, their in pairs if our is not None]
-    if not tensors or len(tensors) < len(pairs) or any(our.shape != their.shape for our, their in tensors):
+    pairs = [
+        (ours.get(name), their) for name, their in theirs.items() if their is not None
+    ]
+    tensors = [
+        (our.double().flatten(), their.double().flatten())
+        for our, their in pairs
+        if our is not None
+    ]
+    if (
+        not tensors
+        or len(tensors) < len(pairs)
+        or any(our.shape != their.shape for our, their in tensors)
+    ):
         return None
     one, two = (torch.cat(column) for column in zip(*tensors, strict=True))
     ratio = float(one @ two / (two @ two).clamp_min(torch.finfo(torch.double).tiny))
-    return ratio if float((one - ratio * two).norm()) <= _CLOSE * float(one.norm()) else None
+    return (
+        ratio
+        if float((one - ratio * two).norm()) <= _CLOSE * float(one.norm())
+        else None
+    )
 
 
 def synchronized_statistics(models: Sequence[nn.Module]) -> set[str]:
@@ -166,16 +198,28 @@ def is_like_rounding(mismatch: Mismatch, words: set[str]) -> bool:
     for difference in mismatch.differences:
         if difference.pair.expected is not None:
             norm = float(difference.pair.expected.double().norm())
-            largest[difference.pair.section] = max(largest.get(difference.pair.section, 0.0), norm)
+            largest[difference.pair.section] = max(
+                largest.get(difference.pair.section, 0.0), norm
+            )
     for difference in mismatch.differences:
         got, expected = difference.pair.got, difference.pair.expected
-        if got is None or expected is None or got.shape != expected.shape or not expected.is_floating_point():
+        if (
+            got is None
+            or expected is None
+            or got.shape != expected.shape
+            or not expected.is_floating_point()
+        ):
             return False
-        eps = max(torch.finfo(got.dtype).eps if got.is_floating_point() else 0.0, torch.finfo(expected.dtype).eps)
+        eps = max(
+            torch.finfo(got.dtype).eps if got.is_floating_point() else 0.0,
+            torch.finfo(expected.dtype).eps,
+        )
         part = min(_MANY_ROUNDINGS * eps, _MOST_ROUNDED)
         part = max(part, _ROUNDED_IN_MIXED) if is_mixed else part
         error = float((got.double() - expected.double()).norm())
-        if not error <= part * (mismatch.step + 1) * (largest[difference.pair.section] or 1.0):
+        if not error <= part * (mismatch.step + 1) * (
+            largest[difference.pair.section] or 1.0
+        ):
             return False
     return True
 
@@ -189,8 +233,12 @@ def places_that_matter(problem: Problem, mismatch: Mismatch) -> list[Place]:
     noted = RowStatistics()
     mismatch_of(_with_only(problem, noted, problem.ignore))
     differing = noted.differing()
-    without_gradient = [place for place, needs_gradient in differing.items() if not needs_gradient][:_MOST_PLACES]
-    with_gradient = [place for place, needs_gradient in differing.items() if needs_gradient][:_MOST_PLACES]
+    without_gradient = [
+        place for place, needs_gradient in differing.items() if not needs_gradient
+    ][:_MOST_PLACES]
+    with_gradient = [
+        place for place, needs_gradient in differing.items() if needs_gradient
+    ][:_MOST_PLACES]
 
     def helps(places: Sequence[Place], ignore: frozenset[str]) -> bool:
         given = RowStatistics(noted.plain, frozenset(places))
@@ -207,7 +255,11 @@ def places_that_matter(problem: Problem, mismatch: Mismatch) -> list[Place]:
     # Two lines may matter together, as those of a mean and a standard deviation. What is returned is left out: a number
     # that the step returns for its rows only is not to be that of the batch.
     ignore = problem.ignore | {"losses"}
-    if len(without_gradient) < 2 or sections == {"losses"} or not helps(without_gradient, ignore):
+    if (
+        len(without_gradient) < 2
+        or sections == {"losses"}
+        or not helps(without_gradient, ignore)
+    ):
         return []
     needed = list(without_gradient)
     for place in without_gradient:
@@ -217,5 +269,9 @@ def places_that_matter(problem: Problem, mismatch: Mismatch) -> list[Place]:
     return needed
 
 
-def _with_only(problem: Problem, statistics: RowStatistics, ignore: frozenset[str]) -> Problem:
-    return dataclasses.replace(problem, row_statistics=statistics, ignore=ignore | {"order"})
+def _with_only(
+    problem: Problem, statistics: RowStatistics, ignore: frozenset[str]
+) -> Problem:
+    return dataclasses.replace(
+        problem, row_statistics=statistics, ignore=ignore | {"order"}
+    )

@@ -21,7 +21,9 @@ from torchstrategy._base.objects.module_traversal import held_plainly
 from torchstrategy._base.tree import leaves_with_names
 
 _DEPTH = 3  # how many calls deep functions are looked into
-_LONG = 100  # a list of more items is data, and not a place where a step keeps its tensors
+_LONG = (
+    100  # a list of more items is data, and not a place where a step keeps its tensors
+)
 NOT_LOOKED_INTO = ("torch", "torchstrategy", "numpy", "builtins")
 
 
@@ -63,13 +65,27 @@ def places_on_the_way(error: BaseException) -> Iterator[str]:
 
 
 def _words_of(code: types.CodeType) -> set[str]:
-    words = {*code.co_names, *(constant for constant in code.co_consts if isinstance(constant, str))}
-    return words.union(*(_words_of(inner) for inner in code.co_consts if isinstance(inner, types.CodeType)))
+    words = {
+        *code.co_names,
+        *(constant for constant in code.co_consts if isinstance(constant, str)),
+    }
+    return words.union(
+        *(
+            _words_of(inner)
+            for inner in code.co_consts
+            if isinstance(inner, types.CodeType)
+        )
+    )
 
 
 def _functions(fn: object, depth: int, seen: set[int]) -> Iterator[Any]:
     """`fn`, the functions inside of it if it is a partial or a method, and the user's functions that it names."""
-    if id(fn) in seen or not callable(fn) or isinstance(fn, (nn.Module, type)) or is_a_stranger(fn):
+    if (
+        id(fn) in seen
+        or not callable(fn)
+        or isinstance(fn, (nn.Module, type))
+        or is_a_stranger(fn)
+    ):
         return
     seen.add(id(fn))
     yield fn
@@ -87,8 +103,14 @@ def _functions(fn: object, depth: int, seen: set[int]) -> Iterator[Any]:
 def _named(fn: Any) -> Iterator[tuple[str, str, Any]]:
     """The objects that a function, method, partial or callable object holds: the name, the kind of name, the value."""
     if isinstance(fn, functools.partial):
-        arguments = {**{str(i): value for i, value in enumerate(fn.args)}, **fn.keywords}
-        yield from ((name, "an argument of functools.partial", value) for name, value in arguments.items())
+        arguments = {
+            **{str(i): value for i, value in enumerate(fn.args)},
+            **fn.keywords,
+        }
+        yield from (
+            (name, "an argument of functools.partial", value)
+            for name, value in arguments.items()
+        )
     elif inspect.ismethod(fn):
         yield from _attributes("self", fn.__self__)
     elif not inspect.isfunction(fn):
@@ -97,15 +119,28 @@ def _named(fn: Any) -> Iterator[tuple[str, str, Any]]:
         # A closure variable may have no value yet.
         with suppress(ValueError):
             found = inspect.getclosurevars(fn)
-            yield from ((n, f"a closure variable of `{fn.__name__}`", v) for n, v in found.nonlocals.items())
-            yield from ((n, f"a global that `{fn.__name__}` uses", v) for n, v in found.globals.items())
-        yield from (("a default", f"of an argument of `{fn.__name__}`", v) for v in fn.__defaults__ or ())
+            yield from (
+                (n, f"a closure variable of `{fn.__name__}`", v)
+                for n, v in found.nonlocals.items()
+            )
+            yield from (
+                (n, f"a global that `{fn.__name__}` uses", v)
+                for n, v in found.globals.items()
+            )
+        yield from (
+            ("a default", f"of an argument of `{fn.__name__}`", v)
+            for v in fn.__defaults__ or ()
+        )
 
 
 def _attributes(name: str, owner: object) -> Iterator[tuple[str, str, Any]]:
     if not isinstance(owner, (nn.Module, type)):
         for attribute, value in getattr(owner, "__dict__", {}).items():
-            yield f"{name}.{attribute}", f"an attribute of a {type(owner).__name__}", value
+            yield (
+                f"{name}.{attribute}",
+                f"an attribute of a {type(owner).__name__}",
+                value,
+            )
 
 
 def _within(name: str, value: object) -> Iterator[tuple[str, Any]]:
@@ -113,11 +148,21 @@ def _within(name: str, value: object) -> Iterator[tuple[str, Any]]:
         yield name + path, leaf
         if isinstance(leaf, nn.Module):
             for module_path, module in leaf.named_modules(prefix=name + path):
-                yield from ((f"{module_path}.{n}", p) for n, p in module.named_parameters(recurse=False))
-                yield from ((f"{module_path}.{n}", b) for n, b in module.named_buffers(recurse=False))
-                yield from ((f"{module_path}{n}", held) for n, held in held_plainly(module))
+                yield from (
+                    (f"{module_path}.{n}", p)
+                    for n, p in module.named_parameters(recurse=False)
+                )
+                yield from (
+                    (f"{module_path}.{n}", b)
+                    for n, b in module.named_buffers(recurse=False)
+                )
+                yield from (
+                    (f"{module_path}{n}", held) for n, held in held_plainly(module)
+                )
         elif not is_a_stranger(leaf) and not callable(leaf):
-            yield from ((path, held) for path, _, held in _attributes(name + path, leaf))
+            yield from (
+                (path, held) for path, _, held in _attributes(name + path, leaf)
+            )
 
 
 def is_a_stranger(value: object) -> bool:
@@ -129,4 +174,6 @@ def is_a_stranger(value: object) -> bool:
 
 
 def _is_long(value: object) -> bool:
-    return isinstance(value, torch.Size) or (isinstance(value, (list, tuple, dict)) and len(value) > _LONG)
+    return isinstance(value, torch.Size) or (
+        isinstance(value, (list, tuple, dict)) and len(value) > _LONG
+    )

@@ -47,7 +47,9 @@ class _Global(NamedTuple):
         if value is self.read():
             return
         if not isinstance(self.owner, dict):
-            delattr(self.owner, self.name) if value is MISSING else setattr(self.owner, self.name, value)
+            delattr(self.owner, self.name) if value is MISSING else setattr(
+                self.owner, self.name, value
+            )
         elif value is MISSING:
             self.owner.pop(self.name, None)
         else:
@@ -91,7 +93,9 @@ class KeptState:
 
     def read(self) -> State:
         """What is kept now."""
-        variables = [(variable, variable.read()) for variable in self._variables.values()]
+        variables = [
+            (variable, variable.read()) for variable in self._variables.values()
+        ]
         containers: dict[int, tuple[Any, dict[tuple[str, Any], Any]]] = {}
         arrays: dict[int, tuple[Any, Any]] = {}
         waiting = [*self._roots, *(value for _, value in variables)]
@@ -99,7 +103,11 @@ class KeptState:
             value = waiting.pop()
             if id(value) in containers or id(value) in arrays:
                 continue
-            if isinstance(value, np.ndarray) and value.nbytes <= _MUCH and not value.dtype.hasobject:
+            if (
+                isinstance(value, np.ndarray)
+                and value.nbytes <= _MUCH
+                and not value.dtype.hasobject
+            ):
                 arrays[id(value)] = (value, value.copy())
             elif _is_open(value):
                 items = named_items(value)
@@ -113,7 +121,9 @@ class KeptState:
             variable.write(value)
         for container, items in state.containers:
             now = named_items(container)
-            if list(now) != list(items) or not are_same(list(now.values()), list(items.values())):
+            if list(now) != list(items) or not are_same(
+                list(now.values()), list(items.values())
+            ):
                 write_items(container, items)
         for array, numbers in state.arrays:
             if array.flags.writeable and array.tobytes() != numbers.tobytes():
@@ -148,11 +158,21 @@ class KeptState:
             for name, value in list(vars(base).items()):
                 if inspect.isfunction(value):
                     self._find(value, depth - 1, seen)
-                elif not name.startswith("__") and isinstance(value, (*PLAIN, torch.Tensor, list, dict, set, deque)):
+                elif not name.startswith("__") and isinstance(
+                    value, (*PLAIN, torch.Tensor, list, dict, set, deque)
+                ):
                     self._variables[id(base), name] = _Global(base, name)
 
-    def _find_in_function(self, fn: types.FunctionType, depth: int, seen: set[int]) -> None:
-        self._roots.extend((*(fn.__closure__ or ()), *(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).values()))
+    def _find_in_function(
+        self, fn: types.FunctionType, depth: int, seen: set[int]
+    ) -> None:
+        self._roots.extend(
+            (
+                *(fn.__closure__ or ()),
+                *(fn.__defaults__ or ()),
+                *(fn.__kwdefaults__ or {}).values(),
+            )
+        )
         self._roots.append(vars(fn))
         for name in globals_in(fn.__code__):
             self._variables[id(fn.__globals__), name] = _Global(fn.__globals__, name)

@@ -43,20 +43,40 @@ class LossNotes:
 
     def counts(self, shares: Participants, leaves: Sequence[Tree]) -> LossCounts:
         """What the notes tell of one run, whose arguments have these leaves."""
-        records = {leaf.rows for leaf in leaves if isinstance(leaf, PerReplica) and leaf.rows is not None}
+        records = {
+            leaf.rows
+            for leaf in leaves
+            if isinstance(leaf, PerReplica) and leaf.rows is not None
+        }
         rows = tuple(map(float, records.pop())) if len(records) == 1 else None
         numbers = {len(notes) for notes in self._notes.values()}
-        if len(self._notes) < 2 or len(numbers) > 1 or self._notes.keys() != set(shares.present):
-            return LossCounts((), rows)  # it is not known which backwards belong together
+        if (
+            len(self._notes) < 2
+            or len(numbers) > 1
+            or self._notes.keys() != set(shares.present)
+        ):
+            return LossCounts(
+                (), rows
+            )  # it is not known which backwards belong together
         found = []
         for k in range(numbers.pop()):
-            found.append(weigh({r: notes[k] for r, notes in self._notes.items()}, shares.parts, rows))
+            found.append(
+                weigh(
+                    {r: notes[k] for r, notes in self._notes.items()},
+                    shares.parts,
+                    rows,
+                )
+            )
         return LossCounts(tuple(found), rows)
 
 
 def _note(notes: list[LossReading], outputs: Sequence[Any]) -> None:
     loss = outputs[0] if len(outputs) == 1 else None
-    if len(notes) >= _MAX_BACKWARDS or not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+    if (
+        len(notes) >= _MAX_BACKWARDS
+        or not isinstance(loss, torch.Tensor)
+        or loss.numel() != 1
+    ):
         return
     with without_unpacking(), without_autograd():
         notes.append(LossReading.of(read_terms(loss), loss.detach()))
@@ -77,7 +97,12 @@ class LossCounts(NamedTuple):
     @property
     def unread(self) -> str | None:
         """The name of a node at which the graph of a loss could not be read further; None if there is none."""
-        names = [column.name for one in self.found for column in one.columns if column.reason == UNREADABLE]
+        names = [
+            column.name
+            for one in self.found
+            for column in one.columns
+            if column.reason == UNREADABLE
+        ]
         return names[0] if names else None
 
     def parts(self, num_replicas: int) -> tuple[float, ...] | None:
@@ -99,9 +124,14 @@ class LossCounts(NamedTuple):
         return None
 
     def _told(self, one: LossWeights, column: Column) -> str:
-        quotients = [count / weight for count, weight in zip(column.counts, self._of_rows(one), strict=True)]
+        quotients = [
+            count / weight
+            for count, weight in zip(column.counts, self._of_rows(one), strict=True)
+        ]
         two = sorted({quotients.index(max(quotients)), quotients.index(min(quotients))})
-        counts = " and ".join(f"by {column.counts[p]:g} in replica {one.replicas[p]}" for p in two)
+        counts = " and ".join(
+            f"by {column.counts[p]:g} in replica {one.replicas[p]}" for p in two
+        )
         rows = " and ".join(f"{self._of_rows(one)[p]:g}" for p in two)
         which = f", which have {rows} rows" if self.rows else ""
         return f"it was divided {counts}{which} ({HOW_COUNTED.get(column.source, HOW_SELECTED)})"

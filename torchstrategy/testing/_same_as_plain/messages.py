@@ -19,7 +19,12 @@ from torchstrategy.testing._same_as_plain.device_errors import (
     replica_of,
 )
 from torchstrategy.testing._same_as_plain.experiments import agrees, in_double
-from torchstrategy.testing._same_as_plain.held import held_by, places_on_the_way, words_in, words_on_the_way
+from torchstrategy.testing._same_as_plain.held import (
+    held_by,
+    places_on_the_way,
+    words_in,
+    words_on_the_way,
+)
 from torchstrategy.testing._same_as_plain.training import Problem
 
 _WIDTH = 100
@@ -30,7 +35,9 @@ _MOVE_TENSOR = (
     "`register_buffer(...)`, of which each replica has its own. If it is a moving average of the weights, update it "
     "after strategy.run, from your own model: in the step, each replica would update it."
 )
-_DRAW_ELSEWHERE = "Draw from torch's default generator, which gives each replica a stream of its own."
+_DRAW_ELSEWHERE = (
+    "Draw from torch's default generator, which gives each replica a stream of its own."
+)
 _NAME_NONE = "Name no device in the step: ask a tensor of the batch, `inputs.device`."
 
 
@@ -47,12 +54,19 @@ def mismatch_text(problem: Problem, mismatch: Mismatch) -> str:
         what = "the result depends on the order in which the replicas run. In the opposite order"
     lines = [f"{which(problem, mismatch.step)}, {what}:", f"  {first}"]
     if others:
-        by_section = {difference.pair.section: difference.pair.name for difference in reversed(others)}
+        by_section = {
+            difference.pair.section: difference.pair.name
+            for difference in reversed(others)
+        }
         examples = ", ".join(reversed(by_section.values()))
-        lines.append(_filled(f"  {plural(len(others), 'other')} as well, such as {examples}"))
+        lines.append(
+            _filled(f"  {plural(len(others), 'other')} as well, such as {examples}")
+        )
     shares = mismatch.replicas.shares
     counts = ", ".join(f"{fraction:.3g}" for fraction in shares.parts)
-    lines.append(f"  {plural(problem.num_replicas, 'replica')}; the share of each in the batch: {counts}")
+    lines.append(
+        f"  {plural(problem.num_replicas, 'replica')}; the share of each in the batch: {counts}"
+    )
     found = causes(problem, mismatch) or [
         "not found. Ruled out: random numbers, layers with batch statistics, sum instead of mean, mutated state. Does "
         "the step or the model take a mean or a standard deviation over rows? In a replica it is that of its own rows: "
@@ -87,7 +101,11 @@ def failure_text(problem: Problem, failure: StepFailed) -> str | None:
         )
     if is_about_synchronization(failure.error):
         return _synchronization_text(problem, where, failure)
-    return _devices_text(problem, where, failure) if is_about_devices(failure.error) else None
+    return (
+        _devices_text(problem, where, failure)
+        if is_about_devices(failure.error)
+        else None
+    )
 
 
 def _synchronization_text(problem: Problem, where: str, failure: StepFailed) -> str:
@@ -98,7 +116,11 @@ def _synchronization_text(problem: Problem, where: str, failure: StepFailed) -> 
         "get_replica_context().all_reduce('mean', loss), or a sum and a count that are added up so."
     )
     return "\n".join(
-        [f"{where}, replicas decided differently, and plain PyTorch took the step:", _filled(cause), *_raised(failure)]
+        [
+            f"{where}, replicas decided differently, and plain PyTorch took the step:",
+            _filled(cause),
+            *_raised(failure),
+        ]
     )
 
 
@@ -111,8 +133,15 @@ def _raised(failure: StepFailed) -> Iterator[str]:
 
 def _devices_text(problem: Problem, where: str, failure: StepFailed) -> str:
     replica = replica_of(failure.error)
-    device, first_device = (memory_device(problem.strategy.extended._device_of(r)) for r in (replica or 0, 0))
-    who = "the step" if replica is None else f"replica {replica} of {problem.num_replicas} on {device}"
+    device, first_device = (
+        memory_device(problem.strategy.extended._device_of(r))
+        for r in (replica or 0, 0)
+    )
+    who = (
+        "the step"
+        if replica is None
+        else f"replica {replica} of {problem.num_replicas} on {device}"
+    )
     plain = f"plain PyTorch on {first_device} {'did as well' if failure.is_everywhere else 'did not'}"
     found = (
         dict(_held_elsewhere(problem, device))
@@ -126,7 +155,9 @@ def _devices_text(problem: Problem, where: str, failure: StepFailed) -> str:
     return "\n".join(
         [
             f"{where}, {who} met another device; {plain}:",
-            _filled(f"Cause: {'; '.join(found)}. {' '.join(dict.fromkeys(found.values()))}"),
+            _filled(
+                f"Cause: {'; '.join(found)}. {' '.join(dict.fromkeys(found.values()))}"
+            ),
             *_raised(failure),
         ]
     )
@@ -136,22 +167,37 @@ def _held_elsewhere(problem: Problem, device: Device) -> Iterator[tuple[str, str
     """The tensors and generators that the step holds and that are not on `device`, each with what to do about it."""
     for fn in (problem.step, problem.model_fn):
         for name, value in held_by(fn):
-            if isinstance(value, torch.Tensor) and memory_device(value.device) != device:
+            if (
+                isinstance(value, torch.Tensor)
+                and memory_device(value.device) != device
+            ):
                 yield f"{name}, is a tensor on {value.device}", _MOVE_TENSOR
-            if isinstance(value, torch.Generator) and memory_device(value.device) != device:
+            if (
+                isinstance(value, torch.Generator)
+                and memory_device(value.device) != device
+            ):
                 yield f"{name}, is a generator of {value.device}", _DRAW_ELSEWHERE
 
 
-def _named_elsewhere(functions: Iterable[tuple[str, set[str]]], device: Device) -> Iterator[tuple[str, str]]:
+def _named_elsewhere(
+    functions: Iterable[tuple[str, set[str]]], device: Device
+) -> Iterator[tuple[str, str]]:
     """The devices other than `device` that functions name, each with what to do about it."""
     for function, words in functions:
         for match in filter(None, map(_DEVICE.fullmatch, sorted(words))):
             kind, index = match.groups()
-            if kind != device.type or int(index or device.index or 0) != (device.index or 0):
+            if kind != device.type or int(index or device.index or 0) != (
+                device.index or 0
+            ):
                 yield f"{function} names the device {match[0]!r}", _NAME_NONE
 
 
 def _filled(text: str) -> str:
     return textwrap.fill(
-        text, _WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False, drop_whitespace=True
+        text,
+        _WIDTH,
+        subsequent_indent="  ",
+        break_long_words=False,
+        break_on_hyphens=False,
+        drop_whitespace=True,
     )

@@ -56,20 +56,49 @@ class Sources:
     """
 
     def __init__(self, functions: Sequence[Any], devices: Iterable[Device]) -> None:
-        accelerators = sorted({device for device in devices if is_accelerator(device)}, key=str)
+        accelerators = sorted(
+            {device for device in devices if is_accelerator(device)}, key=str
+        )
         self.all = [
             _of_torch("torch's generator of the CPU", torch.default_generator),
             # Before CUDA is first used, torch has no object for that of a device.
-            *(_of_torch(f"torch's generator of {d}", of) for d in accelerators for of in generators_of(d, False)),
-            _pickled("Python's `random`", random.getstate, random.setstate, is_shared=False),
-            _pickled("numpy's `np.random`", np.random.get_state, np.random.set_state, is_shared=False),
+            *(
+                _of_torch(f"torch's generator of {d}", of)
+                for d in accelerators
+                for of in generators_of(d, False)
+            ),
+            _pickled(
+                "Python's `random`", random.getstate, random.setstate, is_shared=False
+            ),
+            _pickled(
+                "numpy's `np.random`",
+                np.random.get_state,
+                np.random.set_state,
+                is_shared=False,
+            ),
         ]
-        held = {id(value): (name, value) for function in functions for name, value in held_by(function)}
-        found = (_of_the_step(name, value) for name, value in held.values() if value is not torch.default_generator)
+        held = {
+            id(value): (name, value)
+            for function in functions
+            for name, value in held_by(function)
+        }
+        found = (
+            _of_the_step(name, value)
+            for name, value in held.values()
+            if value is not torch.default_generator
+        )
         self.all += [source for source in found if source is not None]
-        reached = (pair for fn in functions for pair in shared_tensors(find_references(fn), (), ()))
-        tensors = {id(tensor): (name, tensor) for name, tensor in reached if _is_plain(tensor)}
-        self.all += [_of_tensor(f"`{name}`", tensor) for name, tensor in tensors.values()]
+        reached = (
+            pair
+            for fn in functions
+            for pair in shared_tensors(find_references(fn), (), ())
+        )
+        tensors = {
+            id(tensor): (name, tensor) for name, tensor in reached if _is_plain(tensor)
+        }
+        self.all += [
+            _of_tensor(f"`{name}`", tensor) for name, tensor in tensors.values()
+        ]
         self.kept_state = KeptState(functions[0] if functions else None, functions[1:])
 
     def seed(self, seed: int) -> None:
@@ -127,25 +156,42 @@ class Stream:
             self._sources.kept_state.write(others)
             self._states = self._sources.states()
             pairs = zip(self._sources.all, before, self._states, strict=True)
-            self.drawn = [source for source, old, new in pairs if old != new and source.number is None]
+            self.drawn = [
+                source
+                for source, old, new in pairs
+                if old != new and source.number is None
+            ]
 
     def numbers(self) -> dict[str, torch.Tensor]:
         """The tensors that the step holds, as this training has left them."""
         pairs = zip(self._sources.all, self._states, strict=True)
-        return {source.name: source.number(state) for source, state in pairs if source.number is not None}
+        return {
+            source.name: source.number(state)
+            for source, state in pairs
+            if source.number is not None
+        }
 
 
 def _of_torch(name: str, generator: GeneratorLike, is_shared: bool = False) -> Source:
     return Source(
         name,
         lambda: generator.get_state().numpy().tobytes(),
-        lambda state: generator.set_state(torch.from_numpy(np.frombuffer(state, np.uint8).copy())),
+        lambda state: generator.set_state(
+            torch.from_numpy(np.frombuffer(state, np.uint8).copy())
+        ),
         is_shared,
     )
 
 
-def _pickled(name: str, read: Callable[[], Any], write: Callable[[Any], Any], is_shared: bool) -> Source:
-    return Source(name, lambda: pickle.dumps(read()), lambda state: write(pickle.loads(state)), is_shared)
+def _pickled(
+    name: str, read: Callable[[], Any], write: Callable[[Any], Any], is_shared: bool
+) -> Source:
+    return Source(
+        name,
+        lambda: pickle.dumps(read()),
+        lambda state: write(pickle.loads(state)),
+        is_shared,
+    )
 
 
 def _of_tensor(name: str, tensor: torch.Tensor) -> Source:
@@ -154,7 +200,9 @@ def _of_tensor(name: str, tensor: torch.Tensor) -> Source:
         return bits.numpy().tobytes()
 
     def number(state: bytes) -> torch.Tensor:
-        return torch.frombuffer(bytearray(state), dtype=tensor.dtype).reshape(tensor.shape)
+        return torch.frombuffer(bytearray(state), dtype=tensor.dtype).reshape(
+            tensor.shape
+        )
 
     def write(state: bytes) -> None:
         if read() != state:
@@ -166,7 +214,11 @@ def _of_tensor(name: str, tensor: torch.Tensor) -> Source:
 
 def _is_plain(tensor: torch.Tensor) -> bool:
     """Whether the numbers of a tensor are its whole state, and not so many that they are data."""
-    is_ordinary = tensor.layout is torch.strided and not tensor.is_inference() and not tensor.is_conj()
+    is_ordinary = (
+        tensor.layout is torch.strided
+        and not tensor.is_inference()
+        and not tensor.is_conj()
+    )
     return is_ordinary and tensor.device.type != "meta" and 0 < tensor.nbytes <= _MUCH
 
 
@@ -182,5 +234,10 @@ def _of_the_step(name: str, value: object) -> Source | None:
         return _pickled(name, value.get_state, value.set_state, is_shared=True)
     if isinstance(value, np.random.Generator):
         bits = value.bit_generator
-        return _pickled(name, lambda: bits.state, lambda state: setattr(bits, "state", state), is_shared=True)
+        return _pickled(
+            name,
+            lambda: bits.state,
+            lambda state: setattr(bits, "state", state),
+            is_shared=True,
+        )
     return None

@@ -94,13 +94,21 @@ def frozen(value: object) -> torch.Tensor | None:
 def named_parameters(models: Tree) -> dict[str, nn.Parameter]:
     """The parameters of all models."""
     pairs = leaves_with_names(models)
-    return {joined(prefix, name): p for prefix, model in pairs for name, p in model.named_parameters()}
+    return {
+        joined(prefix, name): p
+        for prefix, model in pairs
+        for name, p in model.named_parameters()
+    }
 
 
 def named_buffers(models: Tree) -> dict[str, torch.Tensor]:
     """The buffers of all models."""
     pairs = leaves_with_names(models)
-    return {joined(prefix, name): b for prefix, model in pairs for name, b in model.named_buffers()}
+    return {
+        joined(prefix, name): b
+        for prefix, model in pairs
+        for name, b in model.named_buffers()
+    }
 
 
 def gradients_of(parameters: Mapping[str, torch.Tensor]) -> Numbers:
@@ -119,17 +127,34 @@ def optimizer_numbers(optimizers: Tree, names: Mapping[int, str]) -> Numbers:
     for prefix, optimizer in leaves_with_names(optimizers or ()):
         for parameter, state in optimizer.state.items():
             owner = names.get(id(parameter), "a tensor that is in no module")
-            found.update(_only_numbers((f"{prefix}`{key}` of `{owner}`", value) for key, value in state.items()))
+            found.update(
+                _only_numbers(
+                    (f"{prefix}`{key}` of `{owner}`", value)
+                    for key, value in state.items()
+                )
+            )
         for index, group in enumerate(optimizer.param_groups):
-            settings = ((f"{prefix}param_groups[{index}][{key!r}]", v) for key, v in group.items() if key != "params")
+            settings = (
+                (f"{prefix}param_groups[{index}][{key!r}]", v)
+                for key, v in group.items()
+                if key != "params"
+            )
             found.update(_only_numbers(settings))
     return found
 
 
-def parameters_of(optimizer: Optimizer, names: Mapping[int, str]) -> dict[str, torch.Tensor]:
+def parameters_of(
+    optimizer: Optimizer, names: Mapping[int, str]
+) -> dict[str, torch.Tensor]:
     """The parameters that an optimizer updates, by name."""
-    pairs = [(i, j, p) for i, group in enumerate(optimizer.param_groups) for j, p in enumerate(group["params"])]
-    return {names.get(id(p), f"param_groups[{i}]['params'][{j}]"): p for i, j, p in pairs}
+    pairs = [
+        (i, j, p)
+        for i, group in enumerate(optimizer.param_groups)
+        for j, p in enumerate(group["params"])
+    ]
+    return {
+        names.get(id(p), f"param_groups[{i}]['params'][{j}]"): p for i, j, p in pairs
+    }
 
 
 def joined(prefix: str, name: str) -> str:
@@ -148,12 +173,27 @@ def _attributes_of(models: Tree) -> Numbers:
     for prefix, model in leaves_with_names(models):
         for path, module in local_object(model).named_modules():
             owner = joined(prefix, path)
-            held = {name: value for name, value in vars(module).items() if name not in TORCHS_OWN}
+            held = {
+                name: value
+                for name, value in vars(module).items()
+                if name not in TORCHS_OWN
+            }
             for name, value in held.items():
-                leaves = ((joined(owner, name) + rest, leaf) for rest, leaf in leaves_with_names(value))
-                found.update(_only_numbers((n, leaf) for n, leaf in leaves if not isinstance(leaf, nn.Parameter)))
+                leaves = (
+                    (joined(owner, name) + rest, leaf)
+                    for rest, leaf in leaves_with_names(value)
+                )
+                found.update(
+                    _only_numbers(
+                        (n, leaf)
+                        for n, leaf in leaves
+                        if not isinstance(leaf, nn.Parameter)
+                    )
+                )
     return found
 
 
 def _only_numbers(pairs: Iterable[tuple[str, Any]]) -> Numbers:
-    return {name: number for name, value in pairs if (number := frozen(value)) is not None}
+    return {
+        name: number for name, value in pairs if (number := frozen(value)) is not None
+    }

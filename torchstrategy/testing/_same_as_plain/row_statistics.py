@@ -23,7 +23,21 @@ from torchstrategy._base.torch_internals import unseen_by_function_modes
 _LIBRARIES = ("torch", "numpy")
 _LARGEST = 2**22  # elements of a tensor that is remembered
 _CLOSE = 1e-4  # the inputs of all replicas together, to those of plain PyTorch
-_OF_ROWS = frozenset({"mean", "std", "var", "sum", "norm", "amax", "amin", "nanmean", "nansum", "logsumexp", "median"})
+_OF_ROWS = frozenset(
+    {
+        "mean",
+        "std",
+        "var",
+        "sum",
+        "norm",
+        "amax",
+        "amin",
+        "nanmean",
+        "nansum",
+        "logsumexp",
+        "median",
+    }
+)
 
 
 class Place(NamedTuple):
@@ -66,7 +80,9 @@ class RowStatistics:
         places: Where they get them.
     """
 
-    def __init__(self, given: Sequence[Calls] = (), places: frozenset[Place] = frozenset()) -> None:
+    def __init__(
+        self, given: Sequence[Calls] = (), places: frozenset[Place] = frozenset()
+    ) -> None:
         self.plain: list[Calls] = []
         self.replicas: list[dict[int, Calls]] = []
         self._given = given
@@ -85,7 +101,9 @@ class RowStatistics:
         """The block of a step in a replica."""
         step = len(self.replicas) - 1
         given = self._given[step] if step < len(self._given) else {}
-        known = {key: call.result for key, call in given.items() if key.place in self._places}
+        known = {
+            key: call.result for key, call in given.items() if key.place in self._places
+        }
         return _Watch(self.replicas[-1].setdefault(replica, {}), known.get)
 
     def differing(self) -> dict[Place, bool]:
@@ -93,28 +111,46 @@ class RowStatistics:
         found: dict[Place, bool] = {}
         for plain, replicas in zip(self.plain, self.replicas, strict=False):
             for key, call in plain.items():
-                theirs = [calls[key] for _, calls in sorted(replicas.items()) if key in calls]
-                if len(theirs) != len(replicas) or not _reduces_the_same_rows(call, theirs):
+                theirs = [
+                    calls[key] for _, calls in sorted(replicas.items()) if key in calls
+                ]
+                if len(theirs) != len(replicas) or not _reduces_the_same_rows(
+                    call, theirs
+                ):
                     continue
                 # A scalar with a gradient may be the loss itself, or a part of it: there other causes are looked for.
-                if not call.needs_gradient or (call.result.dim() and key.function in _OF_ROWS):
-                    found[key.place] = found.get(key.place, False) or call.needs_gradient
+                if not call.needs_gradient or (
+                    call.result.dim() and key.function in _OF_ROWS
+                ):
+                    found[key.place] = (
+                        found.get(key.place, False) or call.needs_gradient
+                    )
         return found
 
 
 class _Watch(TorchFunctionMode):
-    def __init__(self, calls: Calls, given: Callable[[Key], torch.Tensor | None]) -> None:
+    def __init__(
+        self, calls: Calls, given: Callable[[Key], torch.Tensor | None]
+    ) -> None:
         super().__init__()
         self._calls = calls
         self._given = given
         self._counter: Counter[tuple[Place, str]] = Counter()
 
     def __torch_function__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         rows = next((arg for arg in args if isinstance(arg, torch.Tensor)), None)
-        if not isinstance(result, torch.Tensor) or rows is None or not _may_reduce(rows, result):
+        if (
+            not isinstance(result, torch.Tensor)
+            or rows is None
+            or not _may_reduce(rows, result)
+        ):
             return result
         place = _place_of(sys._getframe(1))
         if place is None:
@@ -123,7 +159,9 @@ class _Watch(TorchFunctionMode):
         key = Key(place, name, self._counter[place, name])
         self._counter[place, name] += 1
         with unseen_by_function_modes():
-            self._calls[key] = Call(_copied(rows), _copied(result), result.requires_grad)
+            self._calls[key] = Call(
+                _copied(rows), _copied(result), result.requires_grad
+            )
             given = self._given(key)
             if given is None or given.shape != result.shape:
                 return result
@@ -135,7 +173,11 @@ class _Watch(TorchFunctionMode):
 def _may_reduce(rows: torch.Tensor, result: torch.Tensor) -> bool:
     if rows is result or not rows.dim() or max(rows.numel(), result.numel()) > _LARGEST:
         return False
-    return result.shape != rows.shape and result.device.type != "meta" and result.layout is torch.strided
+    return (
+        result.shape != rows.shape
+        and result.device.type != "meta"
+        and result.layout is torch.strided
+    )
 
 
 def _copied(tensor: torch.Tensor) -> torch.Tensor:
@@ -156,7 +198,11 @@ def _place_of(frame: FrameType | None) -> Place | None:
 
 def _reduces_the_same_rows(call: Call, theirs: Sequence[Call]) -> bool:
     """Whether replicas had the rows of plain PyTorch together, and each made another result of the same shape."""
-    if any(one.result.shape != call.result.shape or one.rows.shape[1:] != call.rows.shape[1:] for one in theirs):
+    if any(
+        one.result.shape != call.result.shape
+        or one.rows.shape[1:] != call.rows.shape[1:]
+        for one in theirs
+    ):
         return False
     if sum(len(one.rows) for one in theirs) != len(call.rows):
         return False

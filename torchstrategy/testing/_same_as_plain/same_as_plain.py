@@ -15,9 +15,17 @@ from torchstrategy._base.types import Tree
 from torchstrategy._data.batch_types import rows_of
 from torchstrategy._data.steps import split_equally
 from torchstrategy.strategy import StrategyBase
-from torchstrategy.testing._same_as_plain.comparison import Mismatch, StepFailed, first_mismatch
+from torchstrategy.testing._same_as_plain.comparison import (
+    Mismatch,
+    StepFailed,
+    first_mismatch,
+)
 from torchstrategy.testing._same_as_plain.difference import SECTIONS, Tolerance
-from torchstrategy.testing._same_as_plain.messages import failure_text, mismatch_text, which
+from torchstrategy.testing._same_as_plain.messages import (
+    failure_text,
+    mismatch_text,
+    which,
+)
 from torchstrategy.testing._same_as_plain.randomness import Sources
 from torchstrategy.testing._same_as_plain.training import Problem
 
@@ -142,7 +150,15 @@ def assert_same_as_plain(
         sources.seed(seed)
         taken = _taken(batches)
     problem = Problem(
-        step, model_fn, optimizer_fn, taken, strategy, options, seed, _tolerance(rtol, atol), _ignored(ignore)
+        step,
+        model_fn,
+        optimizer_fn,
+        taken,
+        strategy,
+        options,
+        seed,
+        _tolerance(rtol, atol),
+        _ignored(ignore),
     )
     outcome = _outcome(problem)
     if isinstance(outcome, Mismatch):
@@ -152,7 +168,10 @@ def assert_same_as_plain(
         if text is not None:
             # The message has the error already, with the lines of the step that it came through.
             raise AssertionError(text) from None
-        add_note(outcome.error, f"{which(problem, outcome.step)}: plain PyTorch takes this step without an error.")
+        add_note(
+            outcome.error,
+            f"{which(problem, outcome.step)}: plain PyTorch takes this step without an error.",
+        )
         raise outcome.error
     _warn_if_all_are_even(problem)
 
@@ -162,7 +181,10 @@ def _warn_if_all_are_even(problem: Problem) -> None:
     count, given = problem.num_replicas, []
     with suppress(TypeError, ValueError):  # some rows cannot be counted like this
         given = [rows for rows in map(rows_of, problem.batches) if rows]
-    of_each = [{piece.stop - piece.start for piece in split_equally(count, rows)} - {0} for rows in given]
+    of_each = [
+        {piece.stop - piece.start for piece in split_equally(count, rows)} - {0}
+        for rows in given
+    ]
     if not given or count == 1 or any(len(different) > 1 for different in of_each):
         return
     warn(
@@ -181,20 +203,35 @@ def _outcome(problem: Problem) -> Mismatch | StepFailed | None:
 
 
 def _check_kinds(
-    step: object, model_fn: object, optimizer_fn: object, strategy: object, options: object, seed: object
+    step: object,
+    model_fn: object,
+    optimizer_fn: object,
+    strategy: object,
+    options: object,
+    seed: object,
 ) -> None:
-    for name, value in (("step", step), ("model_fn", model_fn), ("optimizer_fn", optimizer_fn)):
+    for name, value in (
+        ("step", step),
+        ("model_fn", model_fn),
+        ("optimizer_fn", optimizer_fn),
+    ):
         if not callable(value) and not (value is None and name == "optimizer_fn"):
-            raise TypeError(f"{name} is a function; got {value!r}, {an(type(value).__name__)}.")
+            raise TypeError(
+                f"{name} is a function; got {value!r}, {an(type(value).__name__)}."
+            )
     if isinstance(model_fn, nn.Module):
         raise TypeError(
             f"model_fn makes a new model at each call; got a model, {an(type(model_fn).__name__)}. Write a function "
             "that makes it, such as lambda: Net()."
         )
     if not isinstance(strategy, StrategyBase):
-        raise TypeError(f"strategy is a torchstrategy.Strategy; got {strategy!r}, {an(type(strategy).__name__)}.")
+        raise TypeError(
+            f"strategy is a torchstrategy.Strategy; got {strategy!r}, {an(type(strategy).__name__)}."
+        )
     if not isinstance(options, (RunOptions, type(None))):
-        raise TypeError(f"options is a torchstrategy.RunOptions or None; got {options!r}.")
+        raise TypeError(
+            f"options is a torchstrategy.RunOptions or None; got {options!r}."
+        )
     if not isinstance(seed, int):
         raise TypeError(f"seed is an int; got {seed!r}, {an(type(seed).__name__)}.")
 
@@ -203,18 +240,26 @@ def _taken(batches: Iterable[Tree]) -> tuple[Tree, ...]:
     try:
         taken = tuple(batches)
     except TypeError as error:
-        raise TypeError(f"batches is an iterable of batches, such as a DataLoader: {error}.") from error
+        raise TypeError(
+            f"batches is an iterable of batches, such as a DataLoader: {error}."
+        ) from error
     if not taken:
-        raise ValueError("batches is empty: without a step there is nothing to compare. Give it at least one batch.")
+        raise ValueError(
+            "batches is empty: without a step there is nothing to compare. Give it at least one batch."
+        )
     return taken
 
 
 def _tolerance(rtol: float | None, atol: float | None) -> Tolerance:
     for name, value in (("rtol", rtol), ("atol", atol)):
         if not isinstance(value, (int, float, type(None))):
-            raise TypeError(f"{name} is a number or None; got {value!r}, {an(type(value).__name__)}.")
+            raise TypeError(
+                f"{name} is a number or None; got {value!r}, {an(type(value).__name__)}."
+            )
         if value is not None and not 0 <= value < float("inf"):
-            raise ValueError(f"{name}={value} allows nothing or anything: it is a number, and not negative.")
+            raise ValueError(
+                f"{name}={value} allows nothing or anything: it is a number, and not negative."
+            )
     return Tolerance(rtol, atol)
 
 
@@ -222,7 +267,11 @@ def _ignored(ignore: Sequence[str]) -> frozenset[str]:
     names = {ignore} if isinstance(ignore, str) else set(ignore)
     unknown = sorted(map(repr, names - set(_IGNORABLE)))
     if unknown:
-        raise ValueError(f"ignore names {', '.join(unknown)}, and what is compared is {', '.join(_IGNORABLE)}.")
+        raise ValueError(
+            f"ignore names {', '.join(unknown)}, and what is compared is {', '.join(_IGNORABLE)}."
+        )
     if names.issuperset(SECTIONS):
-        raise ValueError("ignore names everything that is compared: nothing is left that could differ.")
+        raise ValueError(
+            "ignore names everything that is compared: nothing is left that could differ."
+        )
     return frozenset(names)

@@ -15,9 +15,18 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from torchstrategy._base.context import current_replica_context, is_default, using_device
+from torchstrategy._base.context import (
+    current_replica_context,
+    is_default,
+    using_device,
+)
 from torchstrategy._base.devices import memory_device
-from torchstrategy._base.errors import LossWeightWarning, ReplicaBufferWarning, SharedWriteWarning, an
+from torchstrategy._base.errors import (
+    LossWeightWarning,
+    ReplicaBufferWarning,
+    SharedWriteWarning,
+    an,
+)
 from torchstrategy._base.options import LOSS, NO_OPTIONS, ReduceOp, RunOptions
 from torchstrategy._base.tree import leaves_with_names, map_leaves, tree_flatten
 from torchstrategy._base.types import Device, Tree
@@ -28,7 +37,11 @@ from torchstrategy.strategy import StrategyBase
 from torchstrategy.testing._instruments import none_in_force
 from torchstrategy.testing._lockstep import Lockstep
 from torchstrategy.testing._same_as_plain.difference import Tolerance, updates_agree
-from torchstrategy.testing._same_as_plain.loss_counts import NOTHING_READ, LossCounts, LossNotes
+from torchstrategy.testing._same_as_plain.loss_counts import (
+    NOTHING_READ,
+    LossCounts,
+    LossNotes,
+)
 from torchstrategy.testing._same_as_plain.randomness import Source, Stream
 from torchstrategy.testing._same_as_plain.record import (
     Numbers,
@@ -58,18 +71,28 @@ class Problem:
     seed: int
     tolerance: Tolerance
     ignore: frozenset[str]
-    row_statistics: RowStatistics | None = None  # what notes where the step makes one number of its rows
+    row_statistics: RowStatistics | None = (
+        None  # what notes where the step makes one number of its rows
+    )
 
     @property
     def device(self) -> Device | None:
         """The device on which plain PyTorch trains: that of replica 0. None: the caller's default device."""
-        return None if is_default(self.strategy) else self.strategy.extended.worker_devices[0]
+        return (
+            None
+            if is_default(self.strategy)
+            else self.strategy.extended.worker_devices[0]
+        )
 
     @property
     def devices(self) -> list[Device]:
         """All devices in use."""
         extended = self.strategy.extended
-        return [] if self.device is None else [*extended.worker_devices, *extended.parameter_devices]
+        return (
+            []
+            if self.device is None
+            else [*extended.worker_devices, *extended.parameter_devices]
+        )
 
     @property
     def reduction(self) -> ReduceOp:
@@ -131,7 +154,11 @@ class Training(ABC):
 
     def look(self) -> Record:
         """A record of the training before its first step."""
-        return self._record([Sighting.of((), self.models)], Participants((0,), (1.0,), ReduceOp.MEAN), [])
+        return self._record(
+            [Sighting.of((), self.models)],
+            Participants((0,), (1.0,), ReduceOp.MEAN),
+            [],
+        )
 
     @abstractmethod
     def _build(self) -> tuple[Tree, Tree]:
@@ -155,8 +182,13 @@ class Training(ABC):
             shares=shares,
             updates=tuple(updates),
             gradients=gradients_of(parameters),
-            parameters={name: frozen(parameter) for name, parameter in parameters.items()},
-            buffers={name: frozen(buffer) for name, buffer in named_buffers(self.models).items()},
+            parameters={
+                name: frozen(parameter) for name, parameter in parameters.items()
+            },
+            buffers={
+                name: frozen(buffer)
+                for name, buffer in named_buffers(self.models).items()
+            },
             optimizer=optimizer_numbers(self.optimizers, self._names()),
             tensors=dict(self._stream.numbers()),
             losses=losses,
@@ -164,7 +196,10 @@ class Training(ABC):
         )
 
     def _names(self) -> dict[int, str]:
-        return {id(parameter): name for name, parameter in named_parameters(self.models).items()}
+        return {
+            id(parameter): name
+            for name, parameter in named_parameters(self.models).items()
+        }
 
     @contextmanager
     def _updates(self, leader: Record | None) -> Iterator[list[Numbers]]:
@@ -174,11 +209,20 @@ class Training(ABC):
         def before_update(optimizer: Optimizer, args: object, kwargs: object) -> None:
             parameters = parameters_of(optimizer, self._names())
             updates.append(gradients_of(parameters))
-            theirs = leader.updates[len(updates) - 1] if leader and len(updates) <= len(leader.updates) else None
-            if theirs is not None and updates_agree(updates[-1], theirs, self._problem.tolerance):
+            theirs = (
+                leader.updates[len(updates) - 1]
+                if leader and len(updates) <= len(leader.updates)
+                else None
+            )
+            if theirs is not None and updates_agree(
+                updates[-1], theirs, self._problem.tolerance
+            ):
                 _put_gradients(parameters, theirs)
 
-        hooks = [o.register_step_pre_hook(before_update) for o in tree_flatten(self.optimizers or ())[0]]
+        hooks = [
+            o.register_step_pre_hook(before_update)
+            for o in tree_flatten(self.optimizers or ())[0]
+        ]
         try:
             yield updates
         finally:
@@ -208,8 +252,14 @@ class PlainTraining(Training):
             batch = batch if device is None else move_to(batch, memory_device(device))
             watch = self._problem.row_statistics
             with nullcontext() if watch is None else watch.in_plain():
-                sighting = _observed(self._problem.step, self.models, self.optimizers, batch)
-        return [sighting], Participants((0,), (1.0,), self._problem.reduction), NOTHING_READ
+                sighting = _observed(
+                    self._problem.step, self.models, self.optimizers, batch
+                )
+        return (
+            [sighting],
+            Participants((0,), (1.0,), self._problem.reduction),
+            NOTHING_READ,
+        )
 
 
 @final
@@ -222,7 +272,9 @@ class ReplicaTraining(Training):
         order: The order in which the replicas run; None: their usual order.
     """
 
-    def __init__(self, problem: Problem, stream: Stream, order: Sequence[int] | None = None) -> None:
+    def __init__(
+        self, problem: Problem, stream: Stream, order: Sequence[int] | None = None
+    ) -> None:
         self._order = order
         super().__init__(problem, stream)
 
@@ -236,18 +288,34 @@ class ReplicaTraining(Training):
         (distributed,) = problem.strategy.experimental_distribute_dataset([batch])
         leaves = tree_flatten(distributed)[0]
         options, extended = problem.options or NO_OPTIONS, problem.strategy.extended
-        counts = extended._counts((distributed,), {}, options) if isinstance(extended, ReplicatedExtended) else None
-        shares = Participants.of(leaves, problem.num_replicas, options, problem.reduction, counts=counts)
+        counts = (
+            extended._counts((distributed,), {}, options)
+            if isinstance(extended, ReplicatedExtended)
+            else None
+        )
+        shares = Participants.of(
+            leaves, problem.num_replicas, options, problem.reduction, counts=counts
+        )
         watch = problem.row_statistics
         if watch is not None:
             watch.next_step()
         step = partial(_noted, notes, watch, problem.step, self.models, self.optimizers)
         # What these warn of is compared here anyway.
         with self._in_order(), warnings.catch_warnings():
-            for compared in (LossWeightWarning, SharedWriteWarning, ReplicaBufferWarning):
+            for compared in (
+                LossWeightWarning,
+                SharedWriteWarning,
+                ReplicaBufferWarning,
+            ):
                 warnings.simplefilter("ignore", compared)
-            sightings = problem.strategy.run(step, args=(distributed,), options=problem.options)
-        return problem.strategy.experimental_local_results(sightings), shares, notes.counts(shares, leaves)
+            sightings = problem.strategy.run(
+                step, args=(distributed,), options=problem.options
+            )
+        return (
+            problem.strategy.experimental_local_results(sightings),
+            shares,
+            notes.counts(shares, leaves),
+        )
 
     def _in_order(self) -> AbstractContextManager[object]:
         if self._order is None:
@@ -259,7 +327,9 @@ class ReplicaTraining(Training):
         return stack
 
 
-def _observed(step: Callable[[Any, Any, Any], Tree], models: Tree, optimizers: Tree, batch: Tree) -> Sighting:
+def _observed(
+    step: Callable[[Any, Any, Any], Tree], models: Tree, optimizers: Tree, batch: Tree
+) -> Sighting:
     """Calls the step, in plain PyTorch or in a replica, and takes the numbers that it leaves there."""
     return Sighting.of(step(models, optimizers, batch), models)
 
@@ -276,7 +346,10 @@ def _noted(
     context = current_replica_context()
     assert context is not None
     replica = context.replica_id_in_sync_group
-    with notes.noting(replica), nullcontext() if watch is None else watch.in_replica(replica):
+    with (
+        notes.noting(replica),
+        nullcontext() if watch is None else watch.in_replica(replica),
+    ):
         return _observed(step, models, optimizers, batch)
 
 
@@ -288,7 +361,9 @@ def _built(model_fn: Callable[[], Tree]) -> Tree:
 def _optimizers(optimizer_fn: Callable[[Any], Tree] | None, models: Tree) -> Tree:
     if optimizer_fn is None:
         return None
-    return _only("optimizer_fn", optimizer_fn(models), "torch.optim.Optimizer", Optimizer)
+    return _only(
+        "optimizer_fn", optimizer_fn(models), "torch.optim.Optimizer", Optimizer
+    )
 
 
 def _only(what: str, tree: Tree, name: str, kind: type) -> Tree:
@@ -302,12 +377,20 @@ def _only(what: str, tree: Tree, name: str, kind: type) -> Tree:
 
 
 def _moved(models: Tree, device: Device | None) -> Tree:
-    return models if device is None else map_leaves(lambda model: model.to(memory_device(device)), models)
+    return (
+        models
+        if device is None
+        else map_leaves(lambda model: model.to(memory_device(device)), models)
+    )
 
 
 def _put_gradients(parameters: dict[str, torch.Tensor], gradients: Numbers) -> None:
     with torch.no_grad():
         for name, parameter in parameters.items():
             gradient = gradients[name]
-            if parameter.grad is not None and gradient is not None and parameter.grad.layout is torch.strided:
+            if (
+                parameter.grad is not None
+                and gradient is not None
+                and parameter.grad.layout is torch.strided
+            ):
                 parameter.grad.detach().copy_(gradient)

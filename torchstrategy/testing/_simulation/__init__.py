@@ -52,7 +52,10 @@ from __future__ import annotations
 
 import torch
 
-from torchstrategy._base.torch_internals import keep_what_stands_in_for_gpus, privateuse1_name
+from torchstrategy._base.torch_internals import (
+    keep_what_stands_in_for_gpus,
+    privateuse1_name,
+)
 from torchstrategy.testing._simulation import (
     accelerator as _accelerator,
 )
@@ -108,14 +111,30 @@ from torchstrategy.testing._simulation.backend import Backend
 from torchstrategy.testing._simulation.cuda_alias import cuda_alias
 from torchstrategy.testing._simulation.memory import check_byte_order
 from torchstrategy.testing._simulation.module import make_module
-from torchstrategy.testing._simulation.ordinals import NAME, declare, device_count, simulated_devices
+from torchstrategy.testing._simulation.ordinals import (
+    NAME,
+    declare,
+    device_count,
+    simulated_devices,
+)
 from torchstrategy.testing._simulation.pending import answer_whatever_is_pending
 from torchstrategy.testing._simulation.recorder import record_streams
-from torchstrategy.testing._simulation.torch_internals import make_device_guard, register_python_backend
+from torchstrategy.testing._simulation.torch_internals import (
+    make_device_guard,
+    register_python_backend,
+)
 
-__all__ = ["cuda_alias", "record_streams", "simulate_devices", "simulated_devices", "why_not_simulated"]
+__all__ = [
+    "cuda_alias",
+    "record_streams",
+    "simulate_devices",
+    "simulated_devices",
+    "why_not_simulated",
+]
 
-_registered: list[Backend] = []  # torch drops the kernels of a `Library` that nobody refers to
+_registered: list[
+    Backend
+] = []  # torch drops the kernels of a `Library` that nobody refers to
 
 
 def simulate_devices(count: int) -> list[torch.device]:
@@ -173,16 +192,35 @@ def simulate_devices(count: int) -> list[torch.device]:
     check_byte_order()
     keep_what_stands_in_for_gpus()  # before `torch.cuda` may say that the simulated devices are GPUs
     register_python_backend(
-        NAME, backend_module=make_module(), device_guard=make_device_guard(answer_whatever_is_pending)
+        NAME,
+        backend_module=make_module(),
+        device_guard=make_device_guard(answer_whatever_is_pending),
     )
     declare(count)
     backend = Backend()
-    for part in (_creation, _layers, _attention, _batch_norm, _sparse, _recurrent, _autocast):
+    for part in (
+        _creation,
+        _layers,
+        _attention,
+        _batch_norm,
+        _sparse,
+        _recurrent,
+        _autocast,
+    ):
         part.register(backend)
     backend.fall_back()
     backend.run_directly()
     _registered.append(backend)
-    for mended in (_generators, _streams, _storages, _tensors, _accelerator, _parallel, _fakes, _cuda_alias):
+    for mended in (
+        _generators,
+        _streams,
+        _storages,
+        _tensors,
+        _accelerator,
+        _parallel,
+        _fakes,
+        _cuda_alias,
+    ):
         mended.install()
     _recurrent.install()
     _scripted.install()
@@ -205,7 +243,9 @@ def why_not_simulated() -> str | None:
 
 def _check_count(count: int) -> None:
     if isinstance(count, bool) or not isinstance(count, int):
-        raise TypeError(f"simulate_devices takes a number of devices; got {count!r}, a {type(count).__name__}.")
+        raise TypeError(
+            f"simulate_devices takes a number of devices; got {count!r}, a {type(count).__name__}."
+        )
     if not 1 <= count <= _MOST:
         raise ValueError(f"simulate_devices({count}): simulate 1 to {_MOST} devices.")
 

@@ -22,7 +22,9 @@ def install() -> None:
     """Replaces the functions."""
     accelerator: Any = torch.accelerator
     accelerator.device_count = _ordinals.device_count
-    accelerator.current_device_index = accelerator.current_device_idx = _ordinals.current_device
+    accelerator.current_device_index = accelerator.current_device_idx = (
+        _ordinals.current_device
+    )
     accelerator.set_device_index = accelerator.set_device_idx = _ordinals.set_device
     accelerator.device_index = _ordinals.current
     accelerator.synchronize = _module.synchronize

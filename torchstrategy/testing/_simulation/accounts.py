@@ -44,7 +44,9 @@ class Account:
     """
 
     def __init__(self) -> None:
-        self.held = self.peak = self.allocated = self.allocated_peak = self.reserved = self.reserved_peak = 0
+        self.held = self.peak = self.allocated = self.allocated_peak = self.reserved = (
+            self.reserved_peak
+        ) = 0
         self.taken = self.tensors = self.tensors_taken = self.ooms = 0
         self.limit: int | None = None
 
@@ -75,13 +77,19 @@ class Account:
     def reset_peak(self) -> None:
         """Counts the peaks from here on."""
         with _lock:
-            self.peak, self.allocated_peak, self.reserved_peak = self.held, self.allocated, self.reserved
+            self.peak, self.allocated_peak, self.reserved_peak = (
+                self.held,
+                self.allocated,
+                self.reserved,
+            )
 
 
 # Reentrant: the garbage collector may free a storage, and so change an account, while this thread holds the lock.
 _lock = threading.RLock()
 _accounts: defaultdict[int, Account] = defaultdict(Account)
-_missing: dict[int, int] = {}  # by address: how many bytes less a storage has than it was made with
+_missing: dict[
+    int, int
+] = {}  # by address: how many bytes less a storage has than it was made with
 
 
 def account(storage: torch.UntypedStorage, index: int) -> None:
@@ -97,7 +105,9 @@ def account(storage: torch.UntypedStorage, index: int) -> None:
         if found.allocated + _in_blocks(size) > most:
             raise out_of_memory(index, size)
     found.change(0, size)
-    weakref.finalize(storage, _give_back, index, size, storage.data_ptr()).atexit = False
+    weakref.finalize(
+        storage, _give_back, index, size, storage.data_ptr()
+    ).atexit = False
     try:
         made(index, storage.data_ptr())  # which raises if the device is full
     except torch.OutOfMemoryError:
@@ -157,7 +167,10 @@ def _of_machine() -> float:
         return math.inf
 
 
-_OF_THE_CPU = ("DefaultCPUAllocator", "not enough memory")  # what torch says of the CPU's memory, by the system
+_OF_THE_CPU = (
+    "DefaultCPUAllocator",
+    "not enough memory",
+)  # what torch says of the CPU's memory, by the system
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:

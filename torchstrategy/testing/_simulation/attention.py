@@ -22,9 +22,13 @@ _as_one_backward = operator(f"{_ONE_KERNEL}_backward")
 def register(backend: Backend) -> None:
     """Registers the kernels."""
     for name in (_ONE_KERNEL, f"{_ONE_KERNEL}_backward"):
-        backend.kernel(name)(written_for_cpu(operator(name), operator(name)))  # it draws nothing without dropout
+        backend.kernel(name)(
+            written_for_cpu(operator(name), operator(name))
+        )  # it draws nothing without dropout
     backend.kernel(_OF_CUDA)(written_for_cpu(_of_cuda, _flash))
-    backend.kernel(f"{_OF_CUDA}_backward")(written_for_cpu(operator(f"{_OF_CUDA}_backward"), _flash_backward))
+    backend.kernel(f"{_OF_CUDA}_backward")(
+        written_for_cpu(operator(f"{_OF_CUDA}_backward"), _flash_backward)
+    )
     # torch composes attention of other operators above autograd, so the kernel has to stand there, too.
     for key in ("PrivateUse1", "AutogradPrivateUse1"):
         backend.kernel("scaled_dot_product_attention", key)(_attention)
@@ -45,16 +49,35 @@ def _attention(
     if attn_mask is not None and is_causal:
         attn_mask, is_causal = _causal(attn_mask, query, key), False
     # Fused kernels of GPUs also know masks, dropout and groups of queries. The CPU has none that do all of it.
-    if attn_mask is None and not dropout_p and not enable_gqa and _can_be_one(query, key, value):
+    if (
+        attn_mask is None
+        and not dropout_p
+        and not enable_gqa
+        and _can_be_one(query, key, value)
+    ):
         # A subclass of tensors, such as DTensor.
         if any(hasattr(tensor, "__tensor_flatten__") for tensor in (query, key, value)):
             return _of_cuda(query, key, value, 0.0, is_causal, scale=scale)[0]
         return _as_one(query, key, value, 0.0, is_causal, scale=scale)[0]
     options = {"scale": scale, "enable_gqa": enable_gqa}
-    return _taken_apart(query, key, value, _additive(attn_mask, query), dropout_p, is_causal, None, **options)[0]
+    return _taken_apart(
+        query,
+        key,
+        value,
+        _additive(attn_mask, query),
+        dropout_p,
+        is_causal,
+        None,
+        **options,
+    )[0]
 
 
-def _check(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None) -> None:
+def _check(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+) -> None:
     """Refuses what CUDA refuses: dtypes that differ, and what no kernel computes of those that are allowed."""
     if not query.dtype == key.dtype == value.dtype:
         raise RuntimeError(
@@ -66,7 +89,9 @@ def _check(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: to
             "Expected attn_mask dtype to be bool or float or to match query dtype, but got attn_mask.dtype: "
             f"{mask.dtype} and  query.dtype: {query.dtype} instead."
         )
-    allowed: Any = torch.backends.cuda  # where `torch.nn.attention.sdpa_kernel` notes what is allowed, for all devices
+    allowed: Any = (
+        torch.backends.cuda
+    )  # where `torch.nn.attention.sdpa_kernel` notes what is allowed, for all devices
     if allowed.math_sdp_enabled():
         return
     flash, efficient, cudnn = (
@@ -91,8 +116,14 @@ def _check(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: to
 
 def _causal(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
     """A mask with which no token sees a later one."""
-    earlier = torch.ones(query.size(-2), key.size(-2), dtype=torch.bool, device=query.device).tril()
-    return mask & earlier if mask.dtype == torch.bool else mask.masked_fill(~earlier, float("-inf"))
+    earlier = torch.ones(
+        query.size(-2), key.size(-2), dtype=torch.bool, device=query.device
+    ).tril()
+    return (
+        mask & earlier
+        if mask.dtype == torch.bool
+        else mask.masked_fill(~earlier, float("-inf"))
+    )
 
 
 def _can_be_one(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
@@ -100,7 +131,10 @@ def _can_be_one(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> 
     cuda: Any = torch.backends.cuda
     return (
         (cuda.flash_sdp_enabled() or cuda.mem_efficient_sdp_enabled())
-        and all(tensor.dim() == 4 and tensor.numel() and tensor.stride(-1) == 1 for tensor in tensors)
+        and all(
+            tensor.dim() == 4 and tensor.numel() and tensor.stride(-1) == 1
+            for tensor in tensors
+        )
         and len({tensor.size()[:2] for tensor in tensors}) == 1
         and len({tensor.size(-1) for tensor in tensors}) == 1
         and key.size(2) == value.size(2)
@@ -110,12 +144,31 @@ def _can_be_one(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> 
 
 
 def _flash(
-    query: Any, key: Any, value: Any, dropout_p: float, is_causal: bool, *_: Any, scale: float | None = None
+    query: Any,
+    key: Any,
+    value: Any,
+    dropout_p: float,
+    is_causal: bool,
+    *_: Any,
+    scale: float | None = None,
 ) -> tuple[Any, ...]:
     """Returns what the kernel of CUDA returns. It draws nothing, so nothing reads the state of its random numbers."""
     output, log_sums = _as_one(query, key, value, dropout_p, is_causal, scale=scale)
-    state, unused = torch.zeros(2, dtype=torch.uint64), torch.zeros((), dtype=torch.uint64)
-    return output, log_sums, None, None, query.size(2), key.size(2), state, unused, torch.empty(0)
+    state, unused = (
+        torch.zeros(2, dtype=torch.uint64),
+        torch.zeros((), dtype=torch.uint64),
+    )
+    return (
+        output,
+        log_sums,
+        None,
+        None,
+        query.size(2),
+        key.size(2),
+        state,
+        unused,
+        torch.empty(0),
+    )
 
 
 def _flash_backward(
@@ -129,11 +182,15 @@ def _flash_backward(
     scale: float | None = None,
 ) -> Any:
     dropout_p, is_causal = others[4:6]
-    return _as_one_backward(gradient, query, key, value, output, log_sums, dropout_p, is_causal, scale=scale)
+    return _as_one_backward(
+        gradient, query, key, value, output, log_sums, dropout_p, is_causal, scale=scale
+    )
 
 
 def _additive(mask: torch.Tensor | None, query: torch.Tensor) -> torch.Tensor | None:
     """A mask that is added to the scores; a mask of bools says which of them take part."""
     if mask is None or mask.dtype is not torch.bool:
         return mask
-    return torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask.logical_not(), float("-inf"))
+    return torch.zeros_like(mask, dtype=query.dtype).masked_fill_(
+        mask.logical_not(), float("-inf")
+    )

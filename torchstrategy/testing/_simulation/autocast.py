@@ -14,7 +14,11 @@ import torch
 from torchstrategy._base.torch_internals import tree_flatten
 from torchstrategy.testing._simulation.backend import Backend, keys
 from torchstrategy.testing._simulation.ordinals import NAME, is_simulated
-from torchstrategy.testing._simulation.torch_internals import has_kernel, tree_map_only, without_keys
+from torchstrategy.testing._simulation.torch_internals import (
+    has_kernel,
+    tree_map_only,
+    without_keys,
+)
 
 _KEY = "AutocastPrivateUse1"
 
@@ -77,18 +81,28 @@ def _casting(op: Any, choice: Choice) -> Callable[..., Any]:
         with without_keys(here):
             dtype = choice(args, kwargs)
             if dtype is not None:
-                args, kwargs = tree_map_only(torch.Tensor, lambda tensor: _cast(tensor, dtype), (list(args), kwargs))
+                args, kwargs = tree_map_only(
+                    torch.Tensor,
+                    lambda tensor: _cast(tensor, dtype),
+                    (list(args), kwargs),
+                )
             return op(*args, **kwargs)
 
     return kernel
 
 
 def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return tensor.to(dtype) if _is_eligible(tensor) and tensor.dtype != dtype else tensor
+    return (
+        tensor.to(dtype) if _is_eligible(tensor) and tensor.dtype != dtype else tensor
+    )
 
 
 def _is_eligible(tensor: torch.Tensor) -> bool:
-    return is_simulated(tensor) and tensor.is_floating_point() and tensor.dtype != torch.double
+    return (
+        is_simulated(tensor)
+        and tensor.is_floating_point()
+        and tensor.dtype != torch.double
+    )
 
 
 def _lower(args: Any, kwargs: Any) -> torch.dtype | None:
@@ -115,5 +129,9 @@ def _full(args: Any, kwargs: Any) -> torch.dtype | None:
 
 def _widest(args: Any, kwargs: Any) -> torch.dtype | None:
     leaves, _ = tree_flatten((list(args), kwargs))
-    dtypes = {leaf.dtype for leaf in leaves if isinstance(leaf, torch.Tensor) and _is_eligible(leaf)}
+    dtypes = {
+        leaf.dtype
+        for leaf in leaves
+        if isinstance(leaf, torch.Tensor) and _is_eligible(leaf)
+    }
     return torch.float32 if torch.float32 in dtypes else None

@@ -49,7 +49,9 @@ class Backend:
     def redispatch(self, name: str, kernels: Any) -> None:
         """Makes another device's kernel, which touches no memory, that of an operator."""
         op = operator(name)
-        self.kernel(name)(lambda *args, **kwargs: op.redispatch(kernels, *args, **kwargs))
+        self.kernel(name)(
+            lambda *args, **kwargs: op.redispatch(kernels, *args, **kwargs)
+        )
 
     def fall_through(self, name: str, key: str) -> None:
         """Makes an operator pass over a dispatch key."""
@@ -93,13 +95,20 @@ _BOUND_TO_DEVICES = ("mode.values", "conj_physical_")
 def _taken_apart(but: set[str]) -> Iterator[str]:
     for full in operator_names():
         namespace, _, name = full.partition("::")
-        if namespace == "aten" and name not in but and _is_taken_apart(full, name) and _is_plain(name):
+        if (
+            namespace == "aten"
+            and name not in but
+            and _is_taken_apart(full, name)
+            and _is_plain(name)
+        ):
             yield name
 
 
 def _is_taken_apart(full: str, name: str) -> bool:
     """Whether torch runs an operator as `empty()` and a variant with `out=`, as a composite, or tensor by tensor."""
-    if name.startswith("_foreach_") or has_kernel(full, "CompositeExplicitAutogradNonFunctional"):
+    if name.startswith("_foreach_") or has_kernel(
+        full, "CompositeExplicitAutogradNonFunctional"
+    ):
         return True
     if name in _BOUND_TO_DEVICES:
         return True
@@ -107,15 +116,26 @@ def _is_taken_apart(full: str, name: str) -> bool:
 
 
 def _is_composite(full: str) -> bool:
-    return has_kernel(full, "CompositeExplicitAutograd") or has_kernel(full, "CompositeImplicitAutograd")
+    return has_kernel(full, "CompositeExplicitAutograd") or has_kernel(
+        full, "CompositeImplicitAutograd"
+    )
 
 
 def _taken_apart_if_sparse(but: set[str]) -> Iterator[str]:
     """The operators that torch decomposes for sparse tensors of a new device, and not for sparse tensors of the CPU."""
     for full in operator_names():
         namespace, _, name = full.partition("::")
-        is_sparse = has_kernel(full, "SparseCPU") and name not in ("clone", "copy_")  # which may cross devices
-        if namespace == "aten" and name not in but and _is_composite(full) and is_sparse and _is_plain(name):
+        is_sparse = has_kernel(full, "SparseCPU") and name not in (
+            "clone",
+            "copy_",
+        )  # which may cross devices
+        if (
+            namespace == "aten"
+            and name not in but
+            and _is_composite(full)
+            and is_sparse
+            and _is_plain(name)
+        ):
             yield name
 
 
@@ -127,5 +147,10 @@ def _is_plain(name: str) -> bool:
     if overload == "out" or overload.endswith("_out"):
         return False
     declared = schema(operator(name))
-    makes_views = any(result.alias_info and not result.alias_info.is_write for result in declared.returns)
-    return not makes_views and not any(argument.name == "device" for argument in declared.arguments)
+    makes_views = any(
+        result.alias_info and not result.alias_info.is_write
+        for result in declared.returns
+    )
+    return not makes_views and not any(
+        argument.name == "device" for argument in declared.arguments
+    )

@@ -38,12 +38,21 @@ def _per_channel(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def _stats(inputs: Any, eps: float) -> Any:
-    variance, mean = torch.var_mean(_precise(inputs), _but_channels(inputs), correction=0)
+    variance, mean = torch.var_mean(
+        _precise(inputs), _but_channels(inputs), correction=0
+    )
     return mean, (variance + eps).rsqrt()
 
 
 def _gather_stats(
-    inputs: Any, mean: Any, invstd: Any, running_mean: Any, running_var: Any, momentum: float, eps: float, counts: Any
+    inputs: Any,
+    mean: Any,
+    invstd: Any,
+    running_mean: Any,
+    running_var: Any,
+    momentum: float,
+    eps: float,
+    counts: Any,
 ) -> Any:
     weights = counts.to(mean.dtype).view(-1, 1)
     total = weights.sum()
@@ -56,8 +65,12 @@ def _gather_stats(
     return whole, (squares / total + eps).rsqrt()
 
 
-def _normalized(inputs: Any, weight: Any, bias: Any, mean: Any, invstd: Any, eps: float) -> Any:
-    outputs = (_precise(inputs) - _per_channel(mean, inputs)) * _per_channel(invstd, inputs)
+def _normalized(
+    inputs: Any, weight: Any, bias: Any, mean: Any, invstd: Any, eps: float
+) -> Any:
+    outputs = (_precise(inputs) - _per_channel(mean, inputs)) * _per_channel(
+        invstd, inputs
+    )
     if weight is not None:
         outputs = outputs * _per_channel(weight, inputs)
     if bias is not None:
@@ -66,7 +79,14 @@ def _normalized(inputs: Any, weight: Any, bias: Any, mean: Any, invstd: Any, eps
 
 
 def _backward_sums(
-    gradient: Any, inputs: Any, mean: Any, invstd: Any, weight: Any, of_input: bool, of_weight: bool, of_bias: bool
+    gradient: Any,
+    inputs: Any,
+    mean: Any,
+    invstd: Any,
+    weight: Any,
+    of_input: bool,
+    of_weight: bool,
+    of_bias: bool,
 ) -> Any:
     of_outputs, axes = _precise(gradient), _but_channels(gradient)
     total = of_outputs.sum(axes)
@@ -81,14 +101,23 @@ def _backward_sums(
 
 
 def _backward(
-    gradient: Any, inputs: Any, mean: Any, invstd: Any, weight: Any, total: Any, centered: Any, count: Any
+    gradient: Any,
+    inputs: Any,
+    mean: Any,
+    invstd: Any,
+    weight: Any,
+    total: Any,
+    centered: Any,
+    count: Any,
 ) -> Any:
     rows = count.sum()
     mean_gradient = _per_channel(total / rows, inputs)
     slope = _per_channel(centered / rows * invstd**2, inputs)
     scale = invstd if weight is None else invstd * _precise(weight)
     from_mean = (_precise(inputs) - _per_channel(mean, inputs)) * slope
-    return ((_precise(gradient) - mean_gradient - from_mean) * _per_channel(scale, inputs)).to(gradient.dtype)
+    return (
+        (_precise(gradient) - mean_gradient - from_mean) * _per_channel(scale, inputs)
+    ).to(gradient.dtype)
 
 
 _KERNELS: dict[str, Callable[..., Any]] = {

@@ -25,7 +25,9 @@ class UnderWay(NamedTuple):
 
     storage: weakref.ref[torch.UntypedStorage]  # nobody can write once it is gone
     address: int
-    where: tuple[torch.dtype, int, tuple[int, ...], tuple[int, ...]]  # dtype, offset, sizes and strides
+    where: tuple[
+        torch.dtype, int, tuple[int, ...], tuple[int, ...]
+    ]  # dtype, offset, sizes and strides
     checksum: int
     does: str  # `reads` or `writes`
     stream: Stream
@@ -39,7 +41,9 @@ class UnderWay(NamedTuple):
             return False
         dtype, offset, sizes, strides = self.where
         with unwatched():
-            tensor = torch.empty(0, dtype=dtype, device="cpu").set_(storage, offset, sizes, strides)
+            tensor = torch.empty(0, dtype=dtype, device="cpu").set_(
+                storage, offset, sizes, strides
+            )
             return _checksum(tensor) != self.checksum
 
 
@@ -64,9 +68,23 @@ class Checksums:
         with unwatched():
             checksum = _checksum(source)
         storage = here.untyped_storage()
-        where = here.dtype, int(here.storage_offset()), tuple(here.shape), tuple(here.stride())
+        where = (
+            here.dtype,
+            int(here.storage_offset()),
+            tuple(here.shape),
+            tuple(here.stride()),
+        )
         does = "writes" if here is target else "reads"
-        made = UnderWay(weakref.ref(storage), storage.data_ptr(), where, checksum, does, stream, time, line)
+        made = UnderWay(
+            weakref.ref(storage),
+            storage.data_ptr(),
+            where,
+            checksum,
+            does,
+            stream,
+            time,
+            line,
+        )
         self._copies = [other for other in self._copies if other.storage() is not None]
         self._copies.append(made)
 

@@ -12,11 +12,26 @@ from torchstrategy._base.torch_internals import has_one_tensor
 from torchstrategy.testing._simulation.accounts import is_out_of_memory, out_of_memory
 from torchstrategy.testing._simulation.backend import Backend, operator
 from torchstrategy.testing._simulation.kernels import CPU, run_on_cpu
-from torchstrategy.testing._simulation.memory import Together, on_cpu, on_device, overlap
-from torchstrategy.testing._simulation.ordinals import NAME, index_of, is_simulated, ordinal
+from torchstrategy.testing._simulation.memory import (
+    Together,
+    on_cpu,
+    on_device,
+    overlap,
+)
+from torchstrategy.testing._simulation.ordinals import (
+    NAME,
+    index_of,
+    is_simulated,
+    ordinal,
+)
 from torchstrategy.testing._simulation.pinned import is_pinned, pin
 from torchstrategy.testing._simulation.shapes import is_large, shapes_only
-from torchstrategy.testing._simulation.storages import CPU_KERNELS, adopt, new_storage, point_at
+from torchstrategy.testing._simulation.storages import (
+    CPU_KERNELS,
+    adopt,
+    new_storage,
+    point_at,
+)
 from torchstrategy.testing._simulation.streams import copied, guarded
 
 # Operators that only note sizes, strides and a storage on a tensor.
@@ -45,7 +60,14 @@ def register(backend: Backend) -> None:
 
 def _register_factories(backend: Backend) -> None:
     @backend.kernel("empty.memory_format")
-    def _empty(size: Any, *, dtype: Any = None, device: Any = None, memory_format: Any = None, **_: Any) -> Any:
+    def _empty(
+        size: Any,
+        *,
+        dtype: Any = None,
+        device: Any = None,
+        memory_format: Any = None,
+        **_: Any,
+    ) -> Any:
         layout = memory_format or torch.contiguous_format
         try:
             made = torch.empty(size, dtype=dtype, device=CPU, memory_format=layout)
@@ -54,14 +76,20 @@ def _register_factories(backend: Backend) -> None:
         return on_device(made, ordinal(device))
 
     @backend.kernel("empty_strided")
-    def _empty_strided(size: Any, stride: Any, *, dtype: Any = None, device: Any = None, **_: Any) -> Any:
+    def _empty_strided(
+        size: Any, stride: Any, *, dtype: Any = None, device: Any = None, **_: Any
+    ) -> Any:
         try:
             made = torch.empty_strided(size, stride, dtype=dtype, device=CPU)
         except RuntimeError as error:
             raise _explained(error, size, dtype, device) from None
         return on_device(made, ordinal(device))
 
-    for name in ("kaiser_window", "kaiser_window.periodic", "kaiser_window.beta"):  # written for real devices only
+    for name in (
+        "kaiser_window",
+        "kaiser_window.periodic",
+        "kaiser_window.beta",
+    ):  # written for real devices only
         backend.kernel(name)(functools.partial(run_on_cpu, operator(name)))
 
     @backend.kernel("_efficientzerotensor")  # elsewhere a tensor without memory
@@ -72,17 +100,23 @@ def _register_factories(backend: Backend) -> None:
 def _explained(error: RuntimeError, size: Any, dtype: Any, device: Any) -> RuntimeError:
     if not is_out_of_memory(error):
         return error
-    return out_of_memory(ordinal(device), math.prod(size) * (dtype or torch.get_default_dtype()).itemsize)
+    return out_of_memory(
+        ordinal(device), math.prod(size) * (dtype or torch.get_default_dtype()).itemsize
+    )
 
 
 def _register_copies(backend: Backend) -> None:
     @backend.kernel("_copy_from")
     def _copy_from(source: Any, target: Any, non_blocking: bool = False) -> Any:
-        see = Together() if is_simulated(source) and overlap([source, target]) else on_cpu
+        see = (
+            Together() if is_simulated(source) and overlap([source, target]) else on_cpu
+        )
         copied(source, target, non_blocking)
         if shapes_only() and is_large([target]):
             return target
-        (see(target) if is_simulated(target) else target).copy_(see(source) if is_simulated(source) else source)
+        (see(target) if is_simulated(target) else target).copy_(
+            see(source) if is_simulated(source) else source
+        )
         return target
 
     @backend.kernel("_copy_from_and_resize")
@@ -93,19 +127,39 @@ def _register_copies(backend: Backend) -> None:
 
     @backend.kernel("_to_copy")
     def _to_copy(tensor: Any, *, non_blocking: bool = False, **options: Any) -> Any:
-        if not (non_blocking and options.get("device") == CPU and tensor.layout is torch.strided):
-            return to_copy.redispatch(CPU_KERNELS, tensor, non_blocking=non_blocking, **options)
+        if not (
+            non_blocking
+            and options.get("device") == CPU
+            and tensor.layout is torch.strided
+        ):
+            return to_copy.redispatch(
+                CPU_KERNELS, tensor, non_blocking=non_blocking, **options
+            )
         # For a copy to the CPU that does not block, torch allocates pinned memory, which only C++ backends offer.
         layout = options.get("memory_format") or torch.preserve_format
-        target = torch.empty_like(tensor, dtype=options.get("dtype"), device=CPU, memory_format=layout)
+        target = torch.empty_like(
+            tensor, dtype=options.get("dtype"), device=CPU, memory_format=layout
+        )
         return pin(target).copy_(tensor, non_blocking=True)
 
     foreach_copy = operator("_foreach_copy_")
 
-    @backend.kernel("_foreach_copy_")  # of the operators on lists, the one whose pairs may cross devices
+    @backend.kernel(
+        "_foreach_copy_"
+    )  # of the operators on lists, the one whose pairs may cross devices
     def _foreach_copy(targets: Any, sources: Any, non_blocking: bool = False) -> None:
-        if len({(index_of(tensor), tensor.dtype, tensor.layout) for tensor in (*targets, *sources)}) == 1:
-            run_on_cpu(foreach_copy, targets, sources)  # as of the others, one kernel is many copies
+        if (
+            len(
+                {
+                    (index_of(tensor), tensor.dtype, tensor.layout)
+                    for tensor in (*targets, *sources)
+                }
+            )
+            == 1
+        ):
+            run_on_cpu(
+                foreach_copy, targets, sources
+            )  # as of the others, one kernel is many copies
             return
         for target, source in zip(targets, sources, strict=True):
             target.copy_(source, non_blocking)
@@ -114,7 +168,9 @@ def _register_copies(backend: Backend) -> None:
     backend.fall_through("_copy_from", "Conjugate")
     backend.fall_through("_copy_from", "Negative")
 
-    @backend.kernel("record_stream")  # a stream here does its work at once, so nobody is waited for
+    @backend.kernel(
+        "record_stream"
+    )  # a stream here does its work at once, so nobody is waited for
     def _record_stream(tensor: Any, stream: Any) -> None:
         guarded(tensor, stream)
 
@@ -135,15 +191,21 @@ def _register_storage_kernels(backend: Backend) -> None:
         if list(tensor.size()) != list(size):
             _resized(tensor, list(size))
         if memory_format is not None:
-            strides = torch.empty(size, device="meta", memory_format=memory_format).stride()
-            point_at(tensor, tensor.untyped_storage(), tensor.storage_offset(), size, strides)
+            strides = torch.empty(
+                size, device="meta", memory_format=memory_format
+            ).stride()
+            point_at(
+                tensor, tensor.untyped_storage(), tensor.storage_offset(), size, strides
+            )
         return tensor
 
 
 def _resized(tensor: torch.Tensor, size: list[int]) -> None:
     offset, storage = tensor.storage_offset(), tensor.untyped_storage()
     needed = math.prod(size) + offset
-    strides = [math.prod(max(1, n) for n in size[axis + 1 :]) for axis in range(len(size))]
+    strides = [
+        math.prod(max(1, n) for n in size[axis + 1 :]) for axis in range(len(size))
+    ]
     if needed <= storage.nbytes() // tensor.element_size():
         point_at(tensor, storage, offset, size, strides)
         return

@@ -16,19 +16,39 @@ from typing import Any, final
 import torch
 from torch.overrides import TorchFunctionMode
 
-from torchstrategy._base.torch_internals import dispatch_modes, function_modes, pop_function_mode, push_function_mode
+from torchstrategy._base.torch_internals import (
+    dispatch_modes,
+    function_modes,
+    pop_function_mode,
+    push_function_mode,
+)
 from torchstrategy.testing._simulation import tensors
 from torchstrategy.testing._simulation.cuda_calls import in_another_form
 from torchstrategy.testing._simulation.cuda_more import of_cpp, profilers_without_cuda
 from torchstrategy.testing._simulation.cuda_names import dtype_of_legacy, names_of_cuda
-from torchstrategy.testing._simulation.ordinals import NAME, Spoken, current_device, device_count, ordinal
+from torchstrategy.testing._simulation.ordinals import (
+    NAME,
+    Spoken,
+    current_device,
+    device_count,
+    ordinal,
+)
 from torchstrategy.testing._simulation.pinned_creation import allow_pinned_creation
 from torchstrategy.testing._simulation.registered import registering_for_cuda
-from torchstrategy.testing._simulation.torch_internals import CPP, ENGINE, tensor_cuda, without_dispatch_modes
+from torchstrategy.testing._simulation.torch_internals import (
+    CPP,
+    ENGINE,
+    tensor_cuda,
+    without_dispatch_modes,
+)
 from torchstrategy.testing._simulation.words import say_cuda
 
 # Functions that take the name of a device type, and that no `TorchFunctionMode` sees.
-_TOLD_A_NAME = ((torch.autocast, "__init__"), (torch, "is_autocast_enabled"), (torch, "get_autocast_dtype"))
+_TOLD_A_NAME = (
+    (torch.autocast, "__init__"),
+    (torch, "is_autocast_enabled"),
+    (torch, "get_autocast_dtype"),
+)
 
 
 class Compiling:
@@ -43,9 +63,13 @@ class Compiling:
     count = 0
 
 
-_DEVICE: Any = torch.device  # under another name also where something stands in for the class
+_DEVICE: Any = (
+    torch.device
+)  # under another name also where something stands in for the class
 _lock = threading.Lock()
-_before: list[tuple[Any, str, Any]] = []  # while a block is open: what is replaced, to be put back
+_before: list[
+    tuple[Any, str, Any]
+] = []  # while a block is open: what is replaced, to be put back
 _open = 0  # how many blocks are open, on all threads
 
 
@@ -98,7 +122,9 @@ class cuda_alias(TorchFunctionMode):
             _close_one()
             self._entered -= 1
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         __tracebackhide__ = True  # pytest
         if not self.is_open():
             return func(*args, **(kwargs or {}))
@@ -117,17 +143,27 @@ class cuda_alias(TorchFunctionMode):
             return _cuda(*args, **kwargs)
         if func is torch.Tensor.type and len(args) == 1 and not kwargs:
             return func(*args).replace("torch.sim.", "torch.cuda.")
-        if func is torch.Tensor.type and len(args) > 1 and (dtype := dtype_of_legacy(args[1])) is not None:
+        if (
+            func is torch.Tensor.type
+            and len(args) > 1
+            and (dtype := dtype_of_legacy(args[1])) is not None
+        ):
             return args[0].to(device=NAME, dtype=dtype)
         if kwargs.get("pin_memory"):
-            if kwargs.get("device") is not None and _DEVICE(_translated(kwargs["device"])).type == NAME:
+            if (
+                kwargs.get("device") is not None
+                and _DEVICE(_translated(kwargs["device"])).type == NAME
+            ):
                 raise RuntimeError("Only dense CPU tensors can be pinned")
             allow_pinned_creation()
         # `torch.device("cuda")` has no index: it means the device that is current when it is used.
         if func is _DEVICE:
             return _device(*args, **kwargs)
         args = in_another_form(func, args, kwargs)
-        return func(*map(_translated, args), **{name: _translated(value) for name, value in kwargs.items()})
+        return func(
+            *map(_translated, args),
+            **{name: _translated(value) for name, value in kwargs.items()},
+        )
 
 
 def _open_one() -> None:
@@ -142,11 +178,17 @@ def _open_one() -> None:
         _exchange(torch, "compile", _compiles(torch.compile))
         for owner, name, value in (*profilers_without_cuda(), *registering_for_cuda()):
             _exchange(owner, name, value)
-        _exchange(torch, "set_default_tensor_type", _sets_default_type(torch.set_default_tensor_type))
+        _exchange(
+            torch,
+            "set_default_tensor_type",
+            _sets_default_type(torch.set_default_tensor_type),
+        )
         _exchange(tensors, "with_index", _in_operators(tensors.with_index))
         _exchange(torch.jit, "trace", _without_modes(torch.jit.trace))
         _exchange(Spoken, "name", "cuda")
-        _exchange(CPP, "__getattr__", of_cpp)  # Python asks it for names that a module does not have
+        _exchange(
+            CPP, "__getattr__", of_cpp
+        )  # Python asks it for names that a module does not have
     _open += 1
 
 
@@ -205,7 +247,9 @@ def _mode_of_the_call() -> cuda_alias | None:
     return _calls.modes[-1] if _calls.modes and not _is_on() else None
 
 
-def _starts(start: Callable[[threading.Thread], None]) -> Callable[[threading.Thread], None]:
+def _starts(
+    start: Callable[[threading.Thread], None],
+) -> Callable[[threading.Thread], None]:
     """Makes a replacement for `Thread.start`: a thread that is started in a block is in it."""
 
     @functools.wraps(start)
@@ -214,7 +258,9 @@ def _starts(start: Callable[[threading.Thread], None]) -> Callable[[threading.Th
             run, alias = thread.run, _calls.modes[-1] if _calls.modes else _innermost()
 
             def aliased() -> None:
-                push_function_mode(alias)  # without entering it: the thread may go on when the block has ended
+                push_function_mode(
+                    alias
+                )  # without entering it: the thread may go on when the block has ended
                 run()
 
             thread.run = aliased  # type: ignore[method-assign]
@@ -238,13 +284,21 @@ def _compiles(compile: Callable[..., Any]) -> Callable[..., Any]:
             )
         Compiling.count += 1
         # The mode and the options are those of inductor.
-        kept = {name: value for name, value in kwargs.items() if name not in ("mode", "options")}
-        return _compiled(compile, model, *args, **{**kept, "backend": Compiling.backend})
+        kept = {
+            name: value
+            for name, value in kwargs.items()
+            if name not in ("mode", "options")
+        }
+        return _compiled(
+            compile, model, *args, **{**kept, "backend": Compiling.backend}
+        )
 
     return compiles
 
 
-def _compiled(compile: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+def _compiled(
+    compile: Callable[..., Any], model: Any, *args: Any, **kwargs: Any
+) -> Any:
     """Compiles a function or module. It runs as it is, also with `fullgraph`, while a mode watches operators.
 
     torch's compiler leaves code alone that runs in such a mode, and then `fullgraph` is an error.
@@ -259,7 +313,9 @@ def _compiled(compile: Callable[..., Any], model: Any, *args: Any, **kwargs: Any
     return _while_watched(watched, whole)
 
 
-def _while_watched(watched: Callable[..., Any], other: Callable[..., Any]) -> Callable[..., Any]:
+def _while_watched(
+    watched: Callable[..., Any], other: Callable[..., Any]
+) -> Callable[..., Any]:
     """Makes a function that calls the first of two while a mode watches operators, and else the second."""
 
     @functools.wraps(other)
@@ -313,7 +369,9 @@ def _told(call: Callable[..., Any]) -> Callable[..., Any]:
             return call(*args, **kwargs)
         if not args and not kwargs:
             return call(NAME)
-        named = {name: NAME if value == "cuda" else value for name, value in kwargs.items()}
+        named = {
+            name: NAME if value == "cuda" else value for name, value in kwargs.items()
+        }
         return call(*(NAME if value == "cuda" else value for value in args), **named)
 
     return told
@@ -325,7 +383,11 @@ def _is_on() -> bool:
 
 def _innermost() -> cuda_alias | None:
     """The block that this thread is in, and that has not ended."""
-    modes = (mode for mode in reversed(function_modes()) if isinstance(mode, cuda_alias) and mode.is_open())
+    modes = (
+        mode
+        for mode in reversed(function_modes())
+        if isinstance(mode, cuda_alias) and mode.is_open()
+    )
     return next(modes, None)
 
 
@@ -338,7 +400,11 @@ _BEFORE_CUDA = 5  # torch's own package for CUDA is asked at 20
 
 
 def _tag(storage: Any) -> str | None:
-    return f"cuda:{storage.device.index}" if storage.device.type == NAME and _is_on() else None
+    return (
+        f"cuda:{storage.device.index}"
+        if storage.device.type == NAME and _is_on()
+        else None
+    )
 
 
 def _restore(storage: Any, location: str) -> Any:
@@ -358,13 +424,21 @@ def _as_name(value: Any) -> Any:
     return f"{NAME}{colon}{index}" if kind == "cuda" else value
 
 
-def _cuda(tensor: torch.Tensor, device: Any = None, non_blocking: bool = False, **options: Any) -> torch.Tensor:
-    return tensor.to(torch.device(NAME, ordinal(_translated(device))), non_blocking=non_blocking, **options)
+def _cuda(
+    tensor: torch.Tensor, device: Any = None, non_blocking: bool = False, **options: Any
+) -> torch.Tensor:
+    return tensor.to(
+        torch.device(NAME, ordinal(_translated(device))),
+        non_blocking=non_blocking,
+        **options,
+    )
 
 
 def _translated(value: Any) -> Any:
     if type(value) is str and value.partition(":")[0] == "cuda":
         value = torch.device(value)
     if type(value) is torch.device and value.type == "cuda":
-        return torch.device(NAME, current_device() if value.index is None else value.index)
+        return torch.device(
+            NAME, current_device() if value.index is None else value.index
+        )
     return value

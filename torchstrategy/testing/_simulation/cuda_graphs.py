@@ -116,7 +116,9 @@ class CUDAGraph:
             set_capturing(False)
             self._block.close()
         if reason is not None:
-            raise DeviceError(f"CUDA error: operation failed due to a previous error during capture: {reason}")
+            raise DeviceError(
+                f"CUDA error: operation failed due to a previous error during capture: {reason}"
+            )
         if not self._calls:
             warnings.warn(
                 "The CUDA Graph is empty. This usually means that the graph was attempted to be captured on wrong "
@@ -132,7 +134,9 @@ class CUDAGraph:
             RuntimeError: If no capture has succeeded.
         """
         if not self._is_ready:
-            raise RuntimeError("Called CUDAGraph::replay without a preceding successful capture.")
+            raise RuntimeError(
+                "Called CUDAGraph::replay without a preceding successful capture."
+            )
         with torch.no_grad():
             for call in self._calls:
                 _run_again(call)
@@ -171,7 +175,13 @@ class graph:
         stream: The stream of the block; None: one of its own.
     """
 
-    def __init__(self, cuda_graph: CUDAGraph, pool: Any = None, stream: Stream | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        cuda_graph: CUDAGraph,
+        pool: Any = None,
+        stream: Stream | None = None,
+        **options: Any,
+    ) -> None:
         self._graph, self._pool, self._stream = cuda_graph, pool, stream
         self._block = ExitStack()
 
@@ -205,10 +215,14 @@ class _Recording(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._calls = calls
         self._own: set[int] = set()  # addresses of memory that was made here
-        self._before: list[tuple[torch.Tensor, torch.Tensor]] = []  # what was written, and what it was
+        self._before: list[
+            tuple[torch.Tensor, torch.Tensor]
+        ] = []  # what was written, and what it was
         self._random = [generator.get_state() for generator in default_generators()]
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         kwargs = kwargs or {}
         tensors = list(_tensors(args, kwargs))
         on_devices = [tensor for tensor in tensors if is_simulated(tensor)]
@@ -219,14 +233,21 @@ class _Recording(TorchDispatchMode):
         results = list(_tensors(result))
         # torch shows no mode the copy to a device in `torch.tensor([1], device="cuda")`, only what comes after it.
         is_lifted = func is _aten.lift_fresh.default and on_devices
-        if is_lifted or (func in (_aten.copy_.default, _aten._to_copy.default) and _crosses(tensors, results)):
+        if is_lifted or (
+            func in (_aten.copy_.default, _aten._to_copy.default)
+            and _crosses(tensors, results)
+        ):
             raise RuntimeError(
                 "Cannot copy between CPU and CUDA tensors during CUDA graph capture unless the CPU tensor is pinned. "
                 "Please use tensor.pin_memory() or allocate the tensor with pin_memory=True."
             )
         if on_devices or any(map(is_simulated, results)):
             made = _made(func, result)
-            self._own.update(tensor.untyped_storage().data_ptr() for tensor in made if tensor is not None)
+            self._own.update(
+                tensor.untyped_storage().data_ptr()
+                for tensor in made
+                if tensor is not None
+            )
             self._calls.append(_Call(func, args, kwargs, made))
         return result
 

@@ -17,19 +17,61 @@ import torch
 
 from torchstrategy.testing._simulation import accounts as _accounts
 from torchstrategy.testing._simulation import cuda_graphs
-from torchstrategy.testing._simulation.module import get_device_properties, reset_peak_memory_stats
-from torchstrategy.testing._simulation.ordinals import NAME, current_device, device_count, known, ordinal, set_device
-from torchstrategy.testing._simulation.streams import Stream, current_stream, default_stream, set_stream
-from torchstrategy.testing._simulation.sync_debug import get_sync_debug_mode, set_sync_debug_mode
-from torchstrategy.testing._simulation.torch_internals import CPP, KINETO, PRIVATEUSE1_ID
+from torchstrategy.testing._simulation.module import (
+    get_device_properties,
+    reset_peak_memory_stats,
+)
+from torchstrategy.testing._simulation.ordinals import (
+    NAME,
+    current_device,
+    device_count,
+    known,
+    ordinal,
+    set_device,
+)
+from torchstrategy.testing._simulation.streams import (
+    Stream,
+    current_stream,
+    default_stream,
+    set_stream,
+)
+from torchstrategy.testing._simulation.sync_debug import (
+    get_sync_debug_mode,
+    set_sync_debug_mode,
+)
+from torchstrategy.testing._simulation.torch_internals import (
+    CPP,
+    KINETO,
+    PRIVATEUSE1_ID,
+)
 
 Translated = Callable[[Any], Any]
 
 # What torch's own Python does without a driver: classes of errors, modules, and functions that call other names.
 AS_THEY_ARE = frozenset(
     (
-        *("CudaError", "DeferredCudaCallError", "StreamContext", "check_error", "cudaStatus", "has_half", "has_magma"),
-        *("amp", "graphs", "jiterator", "memory", "nccl", "nvtx", "profiler", "random", "sparse", "streams", "tunable"),
+        *(
+            "CudaError",
+            "DeferredCudaCallError",
+            "StreamContext",
+            "check_error",
+            "cudaStatus",
+            "has_half",
+            "has_magma",
+        ),
+        *(
+            "amp",
+            "graphs",
+            "jiterator",
+            "memory",
+            "nccl",
+            "nvtx",
+            "profiler",
+            "random",
+            "sparse",
+            "streams",
+            "tunable",
+        ),
         *("get_gencode_flags", "make_graphed_callables"),
     )
 )
@@ -41,7 +83,12 @@ def more_names(translated: Translated) -> Iterator[tuple[Any, str, Any]]:
     cuda: Any = torch.cuda
     for name, value in _functions(translated).items():
         yield cuda, name, value
-    for name in ("CUDAGraph", "graph", "graph_pool_handle", "is_current_stream_capturing"):
+    for name in (
+        "CUDAGraph",
+        "graph",
+        "graph_pool_handle",
+        "is_current_stream_capturing",
+    ):
         yield cuda, name, getattr(cuda_graphs, name)
         yield cuda.graphs, name, getattr(cuda_graphs, name)
     # What has private names, and is in many programs all the same.
@@ -70,7 +117,11 @@ def _functions(translated: Translated) -> dict[str, Any]:
         """A stream by its address, which here is a number of ours; see `Stream.cuda_stream`."""
 
         def __new__(cls, stream_ptr: int, device: Any = None, **_: Any) -> Any:
-            identity = {"stream_id": stream_ptr, "device_index": index(device), "device_type": PRIVATEUSE1_ID}
+            identity = {
+                "stream_id": stream_ptr,
+                "device_index": index(device),
+                "device_type": PRIVATEUSE1_ID,
+            }
             return super().__new__(cls, **identity)
 
     return {
@@ -179,10 +230,17 @@ def _snapshot() -> dict[str, Any]:
         for device in range(device_count())
     ]
     traces: list[list[Any]] = [[] for _ in segments]
-    return {"segments": segments, "device_traces": traces, "allocator_settings": {}, "external_annotations": []}
+    return {
+        "segments": segments,
+        "device_traces": traces,
+        "allocator_settings": {},
+        "external_annotations": [],
+    }
 
 
-def _dump_snapshot(filename: str = "dump_snapshot.pickle", *args: Any, **options: Any) -> None:
+def _dump_snapshot(
+    filename: str = "dump_snapshot.pickle", *args: Any, **options: Any
+) -> None:
     with open(filename, "wb") as file:
         pickle.dump(_snapshot(), file)
 
@@ -212,9 +270,16 @@ class _Cudart:
         return free, total
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("cudaProfilerStart", "cudaProfilerStop", "cudaHostRegister", "cudaHostUnregister"):
+        if name in (
+            "cudaProfilerStart",
+            "cudaProfilerStop",
+            "cudaHostRegister",
+            "cudaHostUnregister",
+        ):
             return lambda *args: _CudaError.success
-        raise AttributeError(_sentence(f"torch.cuda.cudart().{name}"), name=name, obj=self)
+        raise AttributeError(
+            _sentence(f"torch.cuda.cudart().{name}"), name=name, obj=self
+        )
 
 
 _CUDART = _Cudart()
@@ -225,7 +290,10 @@ _CUDART = _Cudart()
 
 def profilers_without_cuda() -> Iterator[tuple[Any, str, Any]]:
     """The constructors of torch's profilers, without CUDA: its part of them prints a stack trace for each operator."""
-    cuda, cpu = torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU
+    cuda, cpu = (
+        torch.profiler.ProfilerActivity.CUDA,
+        torch.profiler.ProfilerActivity.CPU,
+    )
     kineto: Any = KINETO
     legacy: Any = torch.autograd.profiler.profile
     init_kineto, init_legacy = kineto.__init__, legacy.__init__
@@ -265,7 +333,11 @@ def missing_names(served: set[str]) -> Iterator[tuple[Any, str, Any]]:
         if name in _OF_CPP:
             # Where torch was built with CUDA, its own function would ask the driver, which need not be there.
             yield CPP, name, _OF_CPP[name]
-        elif name.startswith("_cuda_") and isinstance(value, type) and value.__module__ == "torch._utils":
+        elif (
+            name.startswith("_cuda_")
+            and isinstance(value, type)
+            and value.__module__ == "torch._utils"
+        ):
             # Where torch was built without CUDA, it has classes in place of some functions, which nobody can use.
             yield CPP, name, _refused(f"torch._C.{name}")
 
@@ -297,9 +369,22 @@ def of_cpp(name: str) -> Any:
     """
     if name in _OF_CPP:
         return _OF_CPP[name]
-    if name.startswith(("_cuda_", "_Cuda", "_CUDA", "_nccl_", "_cudnn", "_cusparselt", "_gds_", "_nvtx")):
+    if name.startswith(
+        (
+            "_cuda_",
+            "_Cuda",
+            "_CUDA",
+            "_nccl_",
+            "_cudnn",
+            "_cusparselt",
+            "_gds_",
+            "_nvtx",
+        )
+    ):
         raise AttributeError(_sentence(f"torch._C.{name}"), name=name, obj=CPP)
-    raise AttributeError(f"module 'torch._C' has no attribute {name!r}", name=name, obj=CPP)
+    raise AttributeError(
+        f"module 'torch._C' has no attribute {name!r}", name=name, obj=CPP
+    )
 
 
 def _identity(stream: Any) -> tuple[int, int, int]:
@@ -313,8 +398,12 @@ def _exchange_device(device: int) -> int:
     return before
 
 
-def _put_stream(stream_id: int, device_index: int, device_type: int = PRIVATEUSE1_ID) -> None:
-    set_stream(Stream(stream_id=stream_id, device_index=device_index, device_type=device_type))
+def _put_stream(
+    stream_id: int, device_index: int, device_type: int = PRIVATEUSE1_ID
+) -> None:
+    set_stream(
+        Stream(stream_id=stream_id, device_index=device_index, device_type=device_type)
+    )
 
 
 # Not `_cuda_getDeviceCount`: by it torch finds out whether it was built with CUDA, and would call the driver.

@@ -14,8 +14,16 @@ import torch
 from torchstrategy.testing._simulation import accounts as _accounts
 from torchstrategy.testing._simulation.cuda_more import missing_names, more_names
 from torchstrategy.testing._simulation.generators import default_generators
-from torchstrategy.testing._simulation.module import get_device_properties, manual_seed_all
-from torchstrategy.testing._simulation.ordinals import NAME, current_device, known, ordinal
+from torchstrategy.testing._simulation.module import (
+    get_device_properties,
+    manual_seed_all,
+)
+from torchstrategy.testing._simulation.ordinals import (
+    NAME,
+    current_device,
+    known,
+    ordinal,
+)
 
 # What `torch.sim` has under the same name.
 _SAME = (
@@ -69,11 +77,19 @@ def _served(translated: Callable[[Any], Any]) -> Iterator[tuple[Any, str, Any]]:
     more = _more(translated)
     for name, function in more.items():
         yield torch.cuda, name, function
-    for name in ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"):
+    for name in (
+        "memory_allocated",
+        "max_memory_allocated",
+        "memory_reserved",
+        "max_memory_reserved",
+    ):
         if hasattr(torch.accelerator, name):
             yield torch.accelerator, name, more[name]
     # Parts of the module are modules, and have the functions, too.
-    for part, names in ((torch.cuda.memory, _OF_MEMORY), (torch.cuda.random, _OF_RANDOM)):
+    for part, names in (
+        (torch.cuda.memory, _OF_MEMORY),
+        (torch.cuda.random, _OF_RANDOM),
+    ):
         for name in names:
             yield part, name, _of_its_own(more.get(name) or getattr(module, name))
     for name in ("range_push", "range_pop", "range_start", "range_end", "mark"):
@@ -99,7 +115,11 @@ def _in_words_of_cuda(get_config: Callable[..., str]) -> Callable[..., str]:
     def get(*args: Any, **kwargs: Any) -> str:
         config = get_config(*args, **kwargs)
         asks = str(sys._getframe(1).f_globals.get("__name__"))
-        return config if asks.startswith("torchstrategy.") else config.replace(f"{NAME}:", "cuda:")
+        return (
+            config
+            if asks.startswith("torchstrategy.")
+            else config.replace(f"{NAME}:", "cuda:")
+        )
 
     return get
 
@@ -144,7 +164,9 @@ _ASK_WHO_CALLS = ("get_rng_state", "set_rng_state")
 
 def dtype_of_legacy(kind: Any) -> torch.dtype | None:
     """The dtype of `torch.cuda.FloatTensor` or its like, or of its name; None if it is something else."""
-    name = kind if isinstance(kind, str) else f"torch.cuda.{getattr(kind, '__name__', '')}"
+    name = (
+        kind if isinstance(kind, str) else f"torch.cuda.{getattr(kind, '__name__', '')}"
+    )
     module, _, name = name.rpartition(".")
     return _LEGACY.get(name) if module == "torch.cuda" else None
 
@@ -180,21 +202,43 @@ def statistics(index: int) -> dict[str, Any]:
         "inactive_split": (0, 0, 0),
         "inactive_split_bytes": (0, 0, 0),
         "requested_bytes": (account.held, account.peak, account.taken),
-        "reserved_bytes": (account.reserved, account.reserved_peak, account.reserved_peak),
+        "reserved_bytes": (
+            account.reserved,
+            account.reserved_peak,
+            account.reserved_peak,
+        ),
         "segment": (0, 0, 0),
     }
     stats: dict[str, Any] = {
-        name: {pool: _counts(*(0, 0, 0) if pool == "small_pool" else numbers) for pool in _POOLS}
+        name: {
+            pool: _counts(*(0, 0, 0) if pool == "small_pool" else numbers)
+            for pool in _POOLS
+        }
         for name, numbers in counted.items()
     }
-    stats.update({name: _counts(0, 0, 0) for name in ("oversize_allocations", "oversize_segments")})
-    for name in ("num_alloc_retries", "num_device_alloc", "num_device_free", "num_sync_all_streams"):
+    stats.update(
+        {
+            name: _counts(0, 0, 0)
+            for name in ("oversize_allocations", "oversize_segments")
+        }
+    )
+    for name in (
+        "num_alloc_retries",
+        "num_device_alloc",
+        "num_device_free",
+        "num_sync_all_streams",
+    ):
         stats[name] = 0
     return {**stats, "max_split_size": -1, "num_ooms": account.ooms}
 
 
 def _counts(current: int, peak: int, taken: int) -> dict[str, int]:
-    return {"current": current, "peak": max(peak, current), "allocated": taken, "freed": max(taken - current, 0)}
+    return {
+        "current": current,
+        "peak": max(peak, current),
+        "allocated": taken,
+        "freed": max(taken - current, 0),
+    }
 
 
 def _flat(stats: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, int]]:
@@ -212,7 +256,10 @@ def _more(translated: Callable[[Any], Any]) -> dict[str, Any]:
         return ordinal(translated(device))
 
     def can_device_access_peer(device: Any, peer_device: Any) -> bool:
-        one, other = (known(value, index, what) for value, what in ((device, "device"), (peer_device, "peer device")))
+        one, other = (
+            known(value, index, what)
+            for value, what in ((device, "device"), (peer_device, "peer device"))
+        )
         return one != other
 
     def capability(device: Any = None) -> tuple[int, int]:
@@ -232,7 +279,9 @@ def _more(translated: Callable[[Any], Any]) -> dict[str, Any]:
         "get_device_capability": capability,
         "initial_seed": lambda: default_generators()[current_device()].initial_seed(),
         "ipc_collect": _does_nothing,
-        "list_gpu_processes": lambda device=None: f"GPU:{index(device)}\nno processes are running",
+        "list_gpu_processes": lambda device=None: (
+            f"GPU:{index(device)}\nno processes are running"
+        ),
         "seed": seed_all,
         "seed_all": seed_all,
         "utilization": lambda device=None: 0,
@@ -280,7 +329,9 @@ def _more_of_memory(index: Callable[[Any], int]) -> dict[str, Any]:
         function.__name__ = name
     return {
         **numbers,
-        "get_per_process_memory_fraction": lambda device=None: fractions.get(index(device), 1.0),
+        "get_per_process_memory_fraction": lambda device=None: fractions.get(
+            index(device), 1.0
+        ),
         "max_memory_cached": numbers["max_memory_reserved"],
         "mem_get_info": mem_get_info,
         "memory_cached": numbers["memory_reserved"],
@@ -288,8 +339,12 @@ def _more_of_memory(index: Callable[[Any], int]) -> dict[str, Any]:
         "memory_stats_as_nested_dict": lambda device=None: statistics(index(device)),
         "memory_summary": summary,
         "reset_accumulated_memory_stats": _does_nothing,
-        "reset_max_memory_allocated": lambda device=None: _accounts.reset_peak(index(device)),
-        "reset_max_memory_cached": lambda device=None: _accounts.reset_peak(index(device)),
+        "reset_max_memory_allocated": lambda device=None: _accounts.reset_peak(
+            index(device)
+        ),
+        "reset_max_memory_cached": lambda device=None: _accounts.reset_peak(
+            index(device)
+        ),
         "set_per_process_memory_fraction": set_fraction,
     }
 
@@ -312,7 +367,11 @@ def _legacy(name: str, dtype: torch.dtype) -> Any:
 
     class Kind(type):
         def __instancecheck__(cls, value: object) -> bool:
-            return isinstance(value, torch.Tensor) and value.device.type == NAME and value.dtype == dtype
+            return (
+                isinstance(value, torch.Tensor)
+                and value.device.type == NAME
+                and value.dtype == dtype
+            )
 
         def __call__(cls, *args: Any) -> torch.Tensor:
             if args and not isinstance(args[0], int):

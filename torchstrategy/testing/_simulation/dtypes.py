@@ -14,7 +14,9 @@ import torch
 
 Check = Callable[[Sequence[Any], Mapping[str, Any]], None]
 
-_INTEGERS = frozenset((torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool))
+_INTEGERS = frozenset(
+    (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool)
+)
 _LOW = frozenset((torch.float16, torch.bfloat16))
 _FLOAT8 = frozenset(
     getattr(torch, name)
@@ -44,7 +46,9 @@ _REFUSED = {
     "dot": _Refused("dot", _INTEGERS),
     "igamma": _Refused("igamma_cuda", _LOW),
     "igammac": _Refused("igammac_cuda", _LOW),
-    "max_pool2d_with_indices": _Refused("max_pool2d_with_indices_out_cuda_frame", _INTEGERS),
+    "max_pool2d_with_indices": _Refused(
+        "max_pool2d_with_indices_out_cuda_frame", _INTEGERS
+    ),
     "max_pool3d_with_indices": _Refused("max_pool3d_with_indices_out_frame", _INTEGERS),
     "mm": _Refused("addmm_cuda", _INTEGERS),
     "mv": _Refused("addmv_impl_cuda", _INTEGERS),
@@ -82,10 +86,21 @@ def check_of(name: str) -> Check | None:
     return _CHECKS.get(packet)
 
 
-def in_float32(call: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def in_float32(
+    call: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
     """Computes in float32, and rounds the results to the dtype that the arguments had."""
-    dtypes = {value.dtype for value in args if isinstance(value, torch.Tensor) and value.dtype in _LOW}
-    wide = [value.float() if isinstance(value, torch.Tensor) and value.dtype in _LOW else value for value in args]
+    dtypes = {
+        value.dtype
+        for value in args
+        if isinstance(value, torch.Tensor) and value.dtype in _LOW
+    }
+    wide = [
+        value.float()
+        if isinstance(value, torch.Tensor) and value.dtype in _LOW
+        else value
+        for value in args
+    ]
     results = call(*wide, **kwargs)
     return results.to(dtypes.pop()) if dtypes else results
 
@@ -94,7 +109,11 @@ def _checking(kernel: str, dtypes: frozenset[torch.dtype]) -> Check:
     def check(args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         if args[0].dtype in dtypes and args[0].numel():
             raise _not_implemented(kernel, args[0].dtype)
-        if kernel == "addmm_cuda" and args[0].dtype in _LOW and any(_is_sparse(value) for value in args[:3]):
+        if (
+            kernel == "addmm_cuda"
+            and args[0].dtype in _LOW
+            and any(_is_sparse(value) for value in args[:3])
+        ):
             raise _not_implemented("addmm_sparse_cuda", args[0].dtype)
 
     return check
@@ -125,7 +144,12 @@ def _check_norm(args: Sequence[Any], kwargs: Mapping[str, Any], first: int) -> N
 
 def _check_dropout(args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     inputs, p, train = args
-    if train is not False and 0 < p < 1 and inputs.dtype in _INTEGERS and inputs.numel():
+    if (
+        train is not False
+        and 0 < p < 1
+        and inputs.dtype in _INTEGERS
+        and inputs.numel()
+    ):
         raise _not_implemented("fused_dropout", inputs.dtype)
 
 
@@ -148,7 +172,9 @@ def _check_histc(args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
 def _check_int_mm(args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     one, other = args[:2]
     if one.size(0) <= 16:
-        raise RuntimeError(f"self.size(0) needs to be greater than 16, but got {one.size(0)}")
+        raise RuntimeError(
+            f"self.size(0) needs to be greater than 16, but got {one.size(0)}"
+        )
     for name, tensor in (("self", one), ("mat2", other)):
         if tensor.size(1) == 0 or tensor.size(1) % 8:
             raise RuntimeError(
@@ -159,7 +185,9 @@ def _check_int_mm(args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
 def _check_scaled_mm(args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     one, other = args[:2]
     if one.stride(1) != 1 or other.stride(0) != 1:
-        raise RuntimeError("Only multiplication of row-major and column-major matrices is supported by cuBLASLt")
+        raise RuntimeError(
+            "Only multiplication of row-major and column-major matrices is supported by cuBLASLt"
+        )
     if one.dtype == other.dtype == torch.float8_e5m2:
         raise ValueError("Multiplication of two Float8_e5m2 matrices is not supported")
 
@@ -194,7 +222,9 @@ _CHECKS: dict[str, Check] = {
 
 
 def _not_implemented(kernel: str, dtype: torch.dtype) -> NotImplementedError:
-    return NotImplementedError(f"\"{kernel}\" not implemented for '{name_in_cpp(dtype)}'")
+    return NotImplementedError(
+        f"\"{kernel}\" not implemented for '{name_in_cpp(dtype)}'"
+    )
 
 
 _NAMES = {

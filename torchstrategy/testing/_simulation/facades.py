@@ -24,4 +24,8 @@ def put_in_place(name: str, make: Callable[..., Any]) -> None:
         def __call__(cls, *args: Any, **kwargs: Any) -> Any:
             return make(original, *args, **kwargs)
 
-    setattr(torch, name, Kind(name, (original,), {"__doc__": original.__doc__, "__module__": "torch"}))
+    setattr(
+        torch,
+        name,
+        Kind(name, (original,), {"__doc__": original.__doc__, "__module__": "torch"}),
+    )

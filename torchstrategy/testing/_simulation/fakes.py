@@ -9,7 +9,10 @@ from typing import Any
 import torch
 
 from torchstrategy.testing._simulation.ordinals import NAME
-from torchstrategy.testing._simulation.torch_internals import FAKE_CACHE_CHECK, NotForTheCache
+from torchstrategy.testing._simulation.torch_internals import (
+    FAKE_CACHE_CHECK,
+    NotForTheCache,
+)
 
 
 def install() -> None:
@@ -23,8 +26,13 @@ def install() -> None:
 
 def _knowing_the_current_device(check: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(check)
-    def replaced(self: Any, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        if any(device.type == NAME and device.index is None for device in _devices(args, kwargs)):
+    def replaced(
+        self: Any, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> None:
+        if any(
+            device.type == NAME and device.index is None
+            for device in _devices(args, kwargs)
+        ):
             raise NotForTheCache("a device without an index means the current one")
         check(self, func, args, kwargs)
 
@@ -32,4 +40,6 @@ def _knowing_the_current_device(check: Callable[..., None]) -> Callable[..., Non
 
 
 def _devices(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[torch.device]:
-    return (value for value in (*args, *kwargs.values()) if isinstance(value, torch.device))
+    return (
+        value for value in (*args, *kwargs.values()) if isinstance(value, torch.device)
+    )

@@ -23,7 +23,10 @@ import torch
 
 from torchstrategy.testing._simulation.facades import put_in_place
 from torchstrategy.testing._simulation.ordinals import NAME, ordinal
-from torchstrategy.testing._simulation.torch_internals import generator_id, say_it_is_simulated
+from torchstrategy.testing._simulation.torch_internals import (
+    generator_id,
+    say_it_is_simulated,
+)
 
 _default: list[SimulatedGenerator] = []  # filled once, by `make_default_generators`
 COUNTED_STATE = 16  # the bytes of a GPU's state
@@ -38,7 +41,9 @@ class _Counted(NamedTuple):
 
     def own_seed(self) -> int:
         """The seed of the generator inside: that of neighbours has nothing to do with it."""
-        digest = hashlib.blake2b(f"{self.seed},{self.offset}".encode(), digest_size=8).digest()
+        digest = hashlib.blake2b(
+            f"{self.seed},{self.offset}".encode(), digest_size=8
+        ).digest()
         return int.from_bytes(digest, "little") >> 1  # a seed is a signed 64-bit number
 
 
@@ -58,13 +63,20 @@ class _Inside:
     def counted_now(self) -> _Counted | None:
         """The seed and offset to which the generator was set; None if it was seeded since, or never set."""
         counted = self.counted  # another thread may exchange it meanwhile
-        return counted if counted is not None and counted.own_seed() == self.generator.initial_seed() else None
+        return (
+            counted
+            if counted is not None
+            and counted.own_seed() == self.generator.initial_seed()
+            else None
+        )
 
     def seed_and_offset(self) -> tuple[int, int]:
         own = self.generator.initial_seed()
         seed, offset = self.counted_now() or (own, 0)
         # By how far a GPU would have moved on does not matter.
-        return seed, offset + _WORD * (_bytes_of(self.generator.get_state()) != _fresh(own))
+        return seed, offset + _WORD * (
+            _bytes_of(self.generator.get_state()) != _fresh(own)
+        )
 
     def set_counted(self, seed: int, offset: int) -> None:
         self.counted = counted = _Counted(seed, offset)
@@ -74,11 +86,16 @@ class _Inside:
         """Sets the state of the generator inside, which says the seed and offset."""
         self.generator.set_state(state)
         own = self.generator.initial_seed()
-        known = (_Counted(seed, offset), _Counted(seed, offset - _WORD))  # the second, if it has drawn since
+        known = (
+            _Counted(seed, offset),
+            _Counted(seed, offset - _WORD),
+        )  # the second, if it has drawn since
         self.counted = next((one for one in known if one.own_seed() == own), None)
 
 
-_inside: dict[int, _Inside] = {}  # of each living generator of this file, by the generator's id
+_inside: dict[
+    int, _Inside
+] = {}  # of each living generator of this file, by the generator's id
 
 
 @functools.lru_cache(maxsize=64)
@@ -97,7 +114,9 @@ def _state_of(content: bytes) -> torch.Tensor:
 
 
 @final
-class SimulatedGenerator(torch.Generator):  # the original: `install` puts another one in its place
+class SimulatedGenerator(
+    torch.Generator
+):  # the original: `install` puts another one in its place
     """A generator of a simulated device."""
 
     @property
@@ -119,11 +138,15 @@ class SimulatedGenerator(torch.Generator):  # the original: `install` puts anoth
 
     def initial_seed(self) -> int:
         counted = self._inside.counted_now()
-        return self._inside.generator.initial_seed() if counted is None else counted.seed
+        return (
+            self._inside.generator.initial_seed() if counted is None else counted.seed
+        )
 
     def get_state(self) -> torch.Tensor:
         inside = self._inside
-        return _state_of(_packed(*inside.seed_and_offset()) + _bytes_of(inside.generator.get_state()))
+        return _state_of(
+            _packed(*inside.seed_and_offset()) + _bytes_of(inside.generator.get_state())
+        )
 
     def set_state(self, new_state: torch.Tensor) -> SimulatedGenerator:
         """Sets a state of a generator of a device, or the 16 bytes of a GPU's.
@@ -133,8 +156,14 @@ class SimulatedGenerator(torch.Generator):  # the original: `install` puts anoth
             RuntimeError: If it is the state of something else.
         """
         if not isinstance(new_state, torch.Tensor):
-            raise TypeError(f"expected a torch.ByteTensor, but got {type(new_state).__name__}")
-        if new_state.dtype is not torch.uint8 or not new_state.is_cpu or new_state.layout is not torch.strided:
+            raise TypeError(
+                f"expected a torch.ByteTensor, but got {type(new_state).__name__}"
+            )
+        if (
+            new_state.dtype is not torch.uint8
+            or not new_state.is_cpu
+            or new_state.layout is not torch.strided
+        ):
             raise TypeError("RNG state must be a torch.ByteTensor")
         inside, content = self._inside, _bytes_of(new_state.detach().contiguous())
         inner = inside.generator.get_state().numel()
@@ -207,13 +236,17 @@ def _made(device: torch.device) -> SimulatedGenerator:
 
 
 def _made_again(index: int | None, state: torch.Tensor) -> SimulatedGenerator:
-    return _made(torch.device(NAME) if index is None else torch.device(NAME, index)).set_state(state)
+    return _made(
+        torch.device(NAME) if index is None else torch.device(NAME, index)
+    ).set_state(state)
 
 
 def make_default_generators(count: int) -> None:
     """Gives each device its default generator, seeded as torch's other default generators are."""
     for index in range(count):
-        _default.append(_made(torch.device(NAME, index)).manual_seed(torch.initial_seed()))
+        _default.append(
+            _made(torch.device(NAME, index)).manual_seed(torch.initial_seed())
+        )
 
 
 def default_generators() -> list[SimulatedGenerator]:
@@ -239,13 +272,17 @@ def inside(generator: torch.Generator) -> torch.Generator:
     """
     found = _inside.get(generator_id(generator))
     if found is None:
-        raise RuntimeError(f"Expected a '{NAME}' device type for generator but found '{generator.device.type}'")
+        raise RuntimeError(
+            f"Expected a '{NAME}' device type for generator but found '{generator.device.type}'"
+        )
     return found.generator
 
 
 def refused_by_the_cpu() -> RuntimeError:
     """What an operator of the CPU raises that is given a generator of a device, in torch's words."""
-    return RuntimeError(f"Expected a 'cpu' device type for generator but found '{NAME}'")
+    return RuntimeError(
+        f"Expected a 'cpu' device type for generator but found '{NAME}'"
+    )
 
 
 def counted_state(index: int) -> torch.Tensor:

@@ -14,18 +14,47 @@ from contextlib import nullcontext
 from typing import Any, final
 
 import torch
-from torch import is_autocast_enabled  # under this name also where `cuda_alias` puts another in its place
+from torch import (
+    is_autocast_enabled,
+)  # under this name also where `cuda_alias` puts another in its place
 
 from torchstrategy.testing._simulation.accounts import is_out_of_memory, out_of_memory
-from torchstrategy.testing._simulation.deterministic import check_deterministic, not_deterministic
+from torchstrategy.testing._simulation.deterministic import (
+    check_deterministic,
+    not_deterministic,
+)
 from torchstrategy.testing._simulation.dtypes import IN_FLOAT32, check_of, in_float32
-from torchstrategy.testing._simulation.generators import inside, inside_default_generator, refused_by_the_cpu
+from torchstrategy.testing._simulation.generators import (
+    inside,
+    inside_default_generator,
+    refused_by_the_cpu,
+)
 from torchstrategy.testing._simulation.listeners import listeners, listeners_to_launches
-from torchstrategy.testing._simulation.memory import Together, on_cpu, on_cpu_to_write, on_device, overlap
-from torchstrategy.testing._simulation.ordinals import NAME, index_of, is_simulated, ordinal
-from torchstrategy.testing._simulation.shapes import NOT_KNOWN, is_large, shaped, shapes_only
+from torchstrategy.testing._simulation.memory import (
+    Together,
+    on_cpu,
+    on_cpu_to_write,
+    on_device,
+    overlap,
+)
+from torchstrategy.testing._simulation.ordinals import (
+    NAME,
+    index_of,
+    is_simulated,
+    ordinal,
+)
+from torchstrategy.testing._simulation.shapes import (
+    NOT_KNOWN,
+    is_large,
+    shaped,
+    shapes_only,
+)
 from torchstrategy.testing._simulation.storages import adopt
-from torchstrategy.testing._simulation.streams import computed, launched, read_by_the_program
+from torchstrategy.testing._simulation.streams import (
+    computed,
+    launched,
+    read_by_the_program,
+)
 from torchstrategy.testing._simulation.sync_debug import get_sync_debug_mode
 from torchstrategy.testing._simulation.torch_internals import (
     DispatchKey,
@@ -65,8 +94,26 @@ _COME_TO_THE_CPU = {
 # native_functions.yaml they lack `device_check: NoCheck`; of those that have it, `addcdiv` allows none.
 _TAKE_NO_NUMBERS = frozenset(
     (
-        *("addcdiv", "clamp", "clamp_max", "clamp_min", "equal", "gcd", "gelu_backward", "igamma", "igammac", "lcm"),
-        *("logaddexp", "logaddexp2", "logit_backward", "native_dropout_backward", "nextafter", "sigmoid_backward"),
+        *(
+            "addcdiv",
+            "clamp",
+            "clamp_max",
+            "clamp_min",
+            "equal",
+            "gcd",
+            "gelu_backward",
+            "igamma",
+            "igammac",
+            "lcm",
+        ),
+        *(
+            "logaddexp",
+            "logaddexp2",
+            "logit_backward",
+            "native_dropout_backward",
+            "nextafter",
+            "sigmoid_backward",
+        ),
         *("silu_backward", "tanh_backward", "threshold_backward"),
     )
 )
@@ -93,10 +140,15 @@ _BYTES = (torch.bool, torch.uint8)
 
 def _waits_for_indices(values: Any, indices: Sequence[Any], *_: Any) -> bool:
     """A GPU counts which elements of a mask are True, and brings an index from the CPU to where the values are."""
-    return any(index is not None and (index.dtype in _BYTES or index.is_cpu) for index in indices)
+    return any(
+        index is not None and (index.dtype in _BYTES or index.is_cpu)
+        for index in indices
+    )
 
 
-def _waits_to_put(target: Any, indices: Sequence[Any], value: Any, accumulate: bool = False, *_: Any) -> bool:
+def _waits_to_put(
+    target: Any, indices: Sequence[Any], value: Any, accumulate: bool = False, *_: Any
+) -> bool:
     """A mask needs no indices where one number is put: that is `masked_fill`.
 
     For a GPU, that is so of numbers of the CPU. But for a simulated device torch makes them there, of Python's numbers.
@@ -106,14 +158,20 @@ def _waits_to_put(target: Any, indices: Sequence[Any], value: Any, accumulate: b
     return not (is_number and is_mask) and _waits_for_indices(target, indices)
 
 
-def _waits_for_range(values: Any, bins: Any = None, least: Any = 0, most: Any = 0, *_: Any) -> bool:
+def _waits_for_range(
+    values: Any, bins: Any = None, least: Any = 0, most: Any = 0, *_: Any
+) -> bool:
     """`histc` without limits takes those of the values."""
     return (least or 0) == (most or 0)
 
 
 def _waits_to_compare(one: Any, other: Any) -> bool:
     """A tensor equals itself, and GPUs do not look at its numbers."""
-    return bool(one.data_ptr() != other.data_ptr() or one.stride() != other.stride() or one.size() != other.size())
+    return bool(
+        one.data_ptr() != other.data_ptr()
+        or one.stride() != other.stride()
+        or one.size() != other.size()
+    )
 
 
 def _waits(*_: Any) -> bool:
@@ -147,30 +205,55 @@ class _Operator:
         self._from_the_cpu = _FROM_THE_CPU.get(self.name, "").split()
         self._come_to_the_cpu = _COME_TO_THE_CPU.get(self.name)
         short = self.name[len("aten.") :]
-        is_pointwise = torch.Tag.pointwise in op.tags and short.partition(".")[0].rstrip("_") not in _TAKE_NO_NUMBERS
+        is_pointwise = (
+            torch.Tag.pointwise in op.tags
+            and short.partition(".")[0].rstrip("_") not in _TAKE_NO_NUMBERS
+        )
         self._takes_numbers = is_pointwise or short.startswith(_TAKE_NUMBERS)
-        self.tensors = [i for i, argument in enumerate(arguments) if "Tensor" in str(argument.type)]
-        self.generator = self.names.index("generator") if "generator" in self.names else None
-        self.draws_unasked = self.generator is None and torch.Tag.nondeterministic_seeded in op.tags
-        self.written = [i for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write]
+        self.tensors = [
+            i for i, argument in enumerate(arguments) if "Tensor" in str(argument.type)
+        ]
+        self.generator = (
+            self.names.index("generator") if "generator" in self.names else None
+        )
+        self.draws_unasked = (
+            self.generator is None and torch.Tag.nondeterministic_seeded in op.tags
+        )
+        self.written = [
+            i
+            for i, a in enumerate(arguments)
+            if a.alias_info is not None and a.alias_info.is_write
+        ]
         self.outs = [i for i in self.written if arguments[i].kwarg_only]
         aliases = {
-            name: i for i, a in enumerate(arguments) if a.alias_info is not None for name in a.alias_info.before_set
+            name: i
+            for i, a in enumerate(arguments)
+            if a.alias_info is not None
+            for name in a.alias_info.before_set
         }
         infos = [result.alias_info for result in declared.returns]
         self.is_view = any(info is not None and not info.is_write for info in infos)
         # A result that is no tensor is a number that the program sees, so the program waits for the device.
-        self._is_read = any("Tensor" not in str(result.type) for result in declared.returns)
+        self._is_read = any(
+            "Tensor" not in str(result.type) for result in declared.returns
+        )
         # So does it where torch needs a number to know the size of a result: `nonzero`, or an index of bools.
         self._has_unknown_size = torch.Tag.dynamic_output_shape in op.tags
         self._waits_if = _WAIT_IF.get(self.name)
         self.not_deterministic = not_deterministic(self.name)
         # For each result: the position of the argument that it is, or None if it is a new tensor.
-        self.returned = [None if info is None else aliases.get(next(iter(info.before_set), "")) for info in infos]
+        self.returned = [
+            None if info is None else aliases.get(next(iter(info.before_set), ""))
+            for info in infos
+        ]
 
-    def argument(self, position: int, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    def argument(
+        self, position: int, args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> Any:
         """The argument at a position of the schema; None if there is none."""
-        return args[position] if position < len(args) else kwargs.get(self.names[position])
+        return (
+            args[position] if position < len(args) else kwargs.get(self.names[position])
+        )
 
     def is_read_by_the_program(self, arguments: _Arguments) -> bool:
         """Whether the program waits for the device, to see a number."""
@@ -187,11 +270,19 @@ class _Operator:
         """Whether it is an operator of the CPU, to which its tensors of a device come."""
         return self._come_to_the_cpu is not None and args[0].device.type == "cpu"
 
-    def brought_to_the_cpu(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+    def brought_to_the_cpu(
+        self, args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> tuple[list[Any], dict[str, Any]]:
         """The arguments, with those on the CPU that come to it."""
         name = self._come_to_the_cpu
-        given = [_brought(value) if self.names[i] == name else value for i, value in enumerate(args)]
-        return given, {key: _brought(value) if key == name else value for key, value in kwargs.items()}
+        given = [
+            _brought(value) if self.names[i] == name else value
+            for i, value in enumerate(args)
+        ]
+        return given, {
+            key: _brought(value) if key == name else value
+            for key, value in kwargs.items()
+        }
 
     def may_be_on_the_cpu(self, tensor: torch.Tensor, position: int) -> bool:
         """Whether accelerators accept this tensor of the CPU as the argument at a position."""
@@ -213,10 +304,14 @@ _operator = functools.cache(_Operator)
 class _Arguments:
     """The arguments of one call as tensors of the CPU, and the device on which they are."""
 
-    def __init__(self, operator: _Operator, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    def __init__(
+        self, operator: _Operator, args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> None:
         self._operator = operator
         self._device: int | None = None
-        self._stranger: torch.device | None = None  # the device of a tensor that should be on a simulated one
+        self._stranger: torch.device | None = (
+            None  # the device of a tensor that should be on a simulated one
+        )
         self._given_args, self._given_kwargs = args, kwargs
         self._look(on_cpu_to_write if operator.written else on_cpu)
         if operator.written and overlap([tensor for tensor, _ in self._seen.values()]):
@@ -224,10 +319,17 @@ class _Arguments:
 
     def _look(self, see: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self._see = see
-        self._seen: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # of the device's and the CPU's, by id
-        self.args = [self._seen_by_cpu(value, i) for i, value in enumerate(self._given_args)]
+        self._seen: dict[
+            int, tuple[torch.Tensor, torch.Tensor]
+        ] = {}  # of the device's and the CPU's, by id
+        self.args = [
+            self._seen_by_cpu(value, i) for i, value in enumerate(self._given_args)
+        ]
         names, given = self._operator.names, self._given_kwargs
-        self.kwargs = {name: self._seen_by_cpu(value, names.index(name)) for name, value in given.items()}
+        self.kwargs = {
+            name: self._seen_by_cpu(value, names.index(name))
+            for name, value in given.items()
+        }
 
     @property
     def device(self) -> int:
@@ -235,7 +337,9 @@ class _Arguments:
         if self._device is None:
             return ordinal(self._given_kwargs.get("device"))
         if self._stranger is not None:
-            raise mismatch(self._operator.name, torch.device(NAME, self._device), self._stranger)
+            raise mismatch(
+                self._operator.name, torch.device(NAME, self._device), self._stranger
+            )
         return self._device
 
     @property
@@ -250,8 +354,15 @@ class _Arguments:
     def written(self) -> list[torch.Tensor]:
         """The tensors among the arguments that the operator writes."""
         given = [self.given(position) for position in self._operator.written]
-        lists = [value if isinstance(value, (list, tuple)) else [value] for value in given]
-        return [value for values in lists for value in values if isinstance(value, torch.Tensor)]
+        lists = [
+            value if isinstance(value, (list, tuple)) else [value] for value in given
+        ]
+        return [
+            value
+            for values in lists
+            for value in values
+            if isinstance(value, torch.Tensor)
+        ]
 
     def given(self, position: int) -> Any:
         """The caller's argument at a position of the schema; None if there is none."""
@@ -282,7 +393,9 @@ class _Arguments:
                 self._stranger = tensor.device
             return tensor
         if self._device is not None and index != self._device:
-            raise mismatch(self._operator.name, torch.device(NAME, self._device), tensor.device)
+            raise mismatch(
+                self._operator.name, torch.device(NAME, self._device), tensor.device
+            )
         self._device = index
         if id(tensor) not in self._seen:
             self._seen[id(tensor)] = tensor, self._see(tensor)
@@ -306,8 +419,14 @@ def run_on_cpu(op: Any, *args: Any, **kwargs: Any) -> Any:
     """
     operator = _operator(op)
     if operator.is_view or operator.draws_unasked:
-        what = "makes a view" if operator.is_view else "draws random numbers and takes no generator"
-        raise NotImplementedError(f"The operator {op} {what}, and is not simulated on '{NAME}' devices.")
+        what = (
+            "makes a view"
+            if operator.is_view
+            else "draws random numbers and takes no generator"
+        )
+        raise NotImplementedError(
+            f"The operator {op} {what}, and is not simulated on '{NAME}' devices."
+        )
     return _run(op, op, operator, args, kwargs)
 
 
@@ -322,17 +441,33 @@ def written_for_cpu(op: Any, function: Callable[..., Any]) -> Callable[..., Any]
     return kernel
 
 
-def _run(op: Any, call: Callable[..., Any], operator: _Operator, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def _run(
+    op: Any,
+    call: Callable[..., Any],
+    operator: _Operator,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+) -> Any:
     if operator.runs_on_the_cpu(args):
         args, kwargs = operator.brought_to_the_cpu(args, kwargs)
-        if not any(is_simulated(value) for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)):
+        if not any(
+            is_simulated(value)
+            for value in (*args, *kwargs.values())
+            if isinstance(value, torch.Tensor)
+        ):
             return call(*args, **kwargs)
     arguments = _Arguments(operator, args, kwargs)
     device = arguments.device
     if operator.check is not None:
         operator.check(arguments.args, arguments.kwargs)
-    if operator.not_deterministic is not None and torch.are_deterministic_algorithms_enabled():
-        check_deterministic(operator.not_deterministic, lambda name: arguments[operator.names.index(name)])
+    if (
+        operator.not_deterministic is not None
+        and torch.are_deterministic_algorithms_enabled()
+    ):
+        check_deterministic(
+            operator.not_deterministic,
+            lambda name: arguments[operator.names.index(name)],
+        )
     if operator.generator is not None:
         _give_generator(arguments, operator.generator, device)
     if listeners_to_launches():
@@ -344,11 +479,16 @@ def _run(op: Any, call: Callable[..., Any], operator: _Operator, args: Sequence[
             arguments[position] = written.clone()
     results = NOT_KNOWN
     if shapes_only() and operator.has_known_sizes and is_large(arguments.tensors()):
-        same = [None if position is None else arguments[position] for position in operator.returned]
+        same = [
+            None if position is None else arguments[position]
+            for position in operator.returned
+        ]
         results = shaped(op, call, arguments.args, arguments.kwargs, same)
     if results is NOT_KNOWN:
         # The caller's autocast of the CPU is for the caller's own tensors of the CPU, and not for these.
-        with without_keys(_AUTOCAST_CPU) if is_autocast_enabled("cpu") else nullcontext():
+        with (
+            without_keys(_AUTOCAST_CPU) if is_autocast_enabled("cpu") else nullcontext()
+        ):
             try:
                 results = _called(call, operator, arguments)
             except RuntimeError as error:
@@ -357,7 +497,9 @@ def _run(op: Any, call: Callable[..., Any], operator: _Operator, args: Sequence[
                 raise
     if listeners():
         computed(op, device, arguments.args, arguments.kwargs, results)
-    if (listeners() or get_sync_debug_mode()) and operator.is_read_by_the_program(arguments):
+    if (listeners() or get_sync_debug_mode()) and operator.is_read_by_the_program(
+        arguments
+    ):
         read_by_the_program(device, operator.name)
     for position in operator.written:
         _bring_back(arguments.given(position), arguments[position], device)
@@ -374,7 +516,9 @@ def _give_generator(arguments: _Arguments, position: int, device: int) -> None:
         arguments[position] = inside(generator)
 
 
-def _called(call: Callable[..., Any], operator: _Operator, arguments: _Arguments) -> Any:
+def _called(
+    call: Callable[..., Any], operator: _Operator, arguments: _Arguments
+) -> Any:
     try:
         return call(*arguments.args, **arguments.kwargs)
     except RuntimeError as error:
@@ -386,12 +530,16 @@ def _called(call: Callable[..., Any], operator: _Operator, arguments: _Arguments
             for position in operator.tensors:
                 value = arguments[position]
                 if isinstance(value, (bool, int, float, complex)):
-                    arguments[position] = torch.scalar_tensor(value, dtype=_dtype_of(value), device=CPU)
+                    arguments[position] = torch.scalar_tensor(
+                        value, dtype=_dtype_of(value), device=CPU
+                    )
         elif operator.outs and "not resizable" in str(error):
             for position in operator.outs:
                 if isinstance(arguments[position], torch.Tensor):
                     _check_whole(arguments.given(position), operator)
-                    arguments[position] = torch.empty(0, dtype=arguments[position].dtype, device=CPU)
+                    arguments[position] = torch.empty(
+                        0, dtype=arguments[position].dtype, device=CPU
+                    )
         else:
             raise
     return call(*arguments.args, **arguments.kwargs)
@@ -408,7 +556,9 @@ def _check_whole(out: torch.Tensor, operator: _Operator) -> None:
 def _dtype_of(value: complex) -> torch.dtype:
     if isinstance(value, bool):
         return torch.bool
-    return {int: torch.int64, float: torch.float64, complex: torch.complex128}[type(value)]
+    return {int: torch.int64, float: torch.float64, complex: torch.complex128}[
+        type(value)
+    ]
 
 
 def _bring_back(target: Any, written: Any, device: int) -> None:
@@ -431,21 +581,32 @@ def _bring_back(target: Any, written: Any, device: int) -> None:
         on_cpu(target).copy_(written)
 
 
-def _given_back(operator: _Operator, arguments: _Arguments, results: Any, device: int) -> Any:
+def _given_back(
+    operator: _Operator, arguments: _Arguments, results: Any, device: int
+) -> Any:
     if not operator.returned:
         return None
     if len(operator.returned) == 1:
         position = operator.returned[0]
-        return _as_the_devices(results, device, operator) if position is None else arguments.given(position)
+        return (
+            _as_the_devices(results, device, operator)
+            if position is None
+            else arguments.given(position)
+        )
     return tuple(
-        _as_the_devices(result, device, operator) if position is None else arguments.given(position)
+        _as_the_devices(result, device, operator)
+        if position is None
+        else arguments.given(position)
         for position, result in zip(operator.returned, results, strict=True)
     )
 
 
 def _as_the_devices(result: Any, device: int, operator: _Operator) -> Any:
     if isinstance(result, torch.Tensor):
-        if result.layout not in (torch.strided, torch.sparse_coo) or result.is_quantized:
+        if (
+            result.layout not in (torch.strided, torch.sparse_coo)
+            or result.is_quantized
+        ):
             raise NotImplementedError(
                 f"The operator {operator.name} makes a tensor of dtype {result.dtype} and layout {result.layout}, and "
                 f"that is not simulated on '{NAME}' devices."
@@ -457,36 +618,67 @@ def _as_the_devices(result: Any, device: int, operator: _Operator) -> Any:
 
 
 # Their kernels for CUDA write without counting it in the versions of the tensors, seen with torch 2.11 on an H100.
-_UNCOUNTED = ("aten._foreach_lerp_.Scalar", "aten._foreach_lerp_.ScalarList", "aten._foreach_zero_.default")
+_UNCOUNTED = (
+    "aten._foreach_lerp_.Scalar",
+    "aten._foreach_lerp_.ScalarList",
+    "aten._foreach_zero_.default",
+)
 
 
 def run_each_on_cpu(op: Any, *args: Any, **kwargs: Any) -> Any:
     """The kernel of operators on lists (`_foreach_add_`), whose lists may hold tensors of several devices."""
     operator = _operator(op)
-    lists = [v for v in (*args, *kwargs.values()) if isinstance(v, (list, tuple)) and v and _is_tensor(v[0])]
+    lists = [
+        v
+        for v in (*args, *kwargs.values())
+        if isinstance(v, (list, tuple)) and v and _is_tensor(v[0])
+    ]
     on_one_device = len({tensor.device for tensors in lists for tensor in tensors}) <= 1
-    results = run_on_cpu(op, *args, **kwargs) if on_one_device else _one_by_one(op, len(lists[0]), args, kwargs)
+    results = (
+        run_on_cpu(op, *args, **kwargs)
+        if on_one_device
+        else _one_by_one(op, len(lists[0]), args, kwargs)
+    )
     if str(op) in _UNCOUNTED:
         return results
     # Nobody else counts these writes on the device's tensors: torch leaves it to the kernels of operators on lists, and
     # the CPU's kernel has counted them on its own tensors.
-    targets = [tensor for position in operator.written for tensor in operator.argument(position, args, kwargs)]
+    targets = [
+        tensor
+        for position in operator.written
+        for tensor in operator.argument(position, args, kwargs)
+    ]
     written = [tensor for tensor in targets if not tensor.is_inference()]
     torch.autograd.graph.increment_version(written)
     return results
 
 
-def _one_by_one(op: Any, count: int, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def _one_by_one(
+    op: Any, count: int, args: Sequence[Any], kwargs: dict[str, Any]
+) -> Any:
     def one(value: Any, i: int) -> Any:
-        return [value[i]] if isinstance(value, (list, tuple)) and len(value) == count else value
+        return (
+            [value[i]]
+            if isinstance(value, (list, tuple)) and len(value) == count
+            else value
+        )
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        lists = [value for value in (*args, *kwargs.values()) if isinstance(value, list)]
-        is_the_cpus = not any(_is_tensor(value) and is_simulated(value) for values in lists for value in values)
+        lists = [
+            value for value in (*args, *kwargs.values()) if isinstance(value, list)
+        ]
+        is_the_cpus = not any(
+            _is_tensor(value) and is_simulated(value)
+            for values in lists
+            for value in values
+        )
         return op(*args, **kwargs) if is_the_cpus else run_on_cpu(op, *args, **kwargs)
 
     results = [
-        run(*(one(value, i) for value in args), **{name: one(value, i) for name, value in kwargs.items()})
+        run(
+            *(one(value, i) for value in args),
+            **{name: one(value, i) for name, value in kwargs.items()},
+        )
         for i in range(count)
     ]
     kinds = len(schema(op).returns)

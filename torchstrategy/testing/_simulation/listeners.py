@@ -43,7 +43,9 @@ class Copy(NamedTuple):
     source: Stream | None  # the current stream of the device; None: the CPU
     target: Stream | None
     tensors: tuple[torch.Tensor, torch.Tensor]  # of the source and of the target
-    is_pinned: bool  # whether the memory of the CPU is; False if the CPU has no part in it
+    is_pinned: (
+        bool  # whether the memory of the CPU is; False if the CPU has no part in it
+    )
     blocks: bool  # whether the program waits until the copy is done
 
     @property
@@ -57,7 +59,9 @@ class Copy(NamedTuple):
 class Arrival(NamedTuple):
     """A rank has come to a collective."""
 
-    stream: Stream | None  # the current stream of the device whose tensors it brings; None: they are on the CPU
+    stream: (
+        Stream | None
+    )  # the current stream of the device whose tensors it brings; None: they are on the CPU
     moment: Any  # what `Listener.came` returned
     where: str  # the line of the program
 
@@ -124,7 +128,9 @@ class Listener(ABC):
         """The program itself waits for all work that is now on any stream of a device."""
 
     @abstractmethod
-    def used_on_cpu(self, name: str, read: Sequence[torch.Tensor], written: Sequence[torch.Tensor]) -> None:
+    def used_on_cpu(
+        self, name: str, read: Sequence[torch.Tensor], written: Sequence[torch.Tensor]
+    ) -> None:
         """An operator of the CPU is about to use memory of the CPU."""
 
     @abstractmethod
@@ -176,7 +182,10 @@ def listeners_to_launches() -> tuple[Listener, ...]:
 
 def _exchange(now: tuple[Listener, ...]) -> None:
     global _at_work, _at_launches
-    _at_work, _at_launches = now, tuple(listener for listener in now if listener.looks_at_launches)
+    _at_work, _at_launches = (
+        now,
+        tuple(listener for listener in now if listener.looks_at_launches),
+    )
 
 
 @contextmanager

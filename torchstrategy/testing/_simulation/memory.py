@@ -35,7 +35,13 @@ _pointer_in.argtypes = [ctypes.py_object, ctypes.c_char_p]
 # Torch's DLPack does not know these dtypes. Tensors of them are passed as bytes.
 _AS_BYTES = frozenset(
     getattr(torch, name)
-    for name in ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu")
+    for name in (
+        "float8_e4m3fn",
+        "float8_e5m2",
+        "float8_e4m3fnuz",
+        "float8_e5m2fnuz",
+        "float8_e8m0fnu",
+    )
     if hasattr(torch, name)
 )
 
@@ -43,7 +49,11 @@ _AS_BYTES = frozenset(
 def on_device(tensor: torch.Tensor, index: int) -> torch.Tensor:
     """The memory of a tensor on the CPU, as a tensor on a simulated device."""
     if tensor.layout is torch.sparse_coo:
-        return _sparse(tensor, on_device(sparse_indices(tensor), index), on_device(sparse_values(tensor), index))
+        return _sparse(
+            tensor,
+            on_device(sparse_indices(tensor), index),
+            on_device(sparse_values(tensor), index),
+        )
     account(tensor.untyped_storage(), index)
     if tensor.is_conj() or tensor.is_neg():
         tensor = tensor.resolve_conj().resolve_neg()
@@ -55,7 +65,9 @@ def on_device(tensor: torch.Tensor, index: int) -> torch.Tensor:
 def on_cpu(tensor: torch.Tensor) -> torch.Tensor:
     """The memory of a tensor on a simulated device, as a tensor on the CPU with the same sizes and strides."""
     if tensor.layout is torch.sparse_coo:
-        return _sparse(tensor, on_cpu(sparse_indices(tensor)), on_cpu(sparse_values(tensor)))
+        return _sparse(
+            tensor, on_cpu(sparse_indices(tensor)), on_cpu(sparse_values(tensor))
+        )
     if tensor.dtype in _AS_BYTES:
         return _retagged(tensor.view(torch.uint8), _CPU, 0).view(tensor.dtype)
     return _marked_like(tensor, _retagged(tensor, _CPU, 0))
@@ -65,7 +77,9 @@ def on_cpu_to_write(tensor: torch.Tensor) -> torch.Tensor:
     """`on_cpu` for an operator that writes on the tensor."""
     # The operator may have to resize a tensor without elements, so it gets memory of its own.
     if tensor.layout is torch.strided and not tensor.numel():
-        return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cpu")
+        return torch.empty_strided(
+            tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cpu"
+        )
     return on_cpu(tensor)
 
 
@@ -77,13 +91,22 @@ def _marked_like(tensor: torch.Tensor, here: torch.Tensor) -> torch.Tensor:
 
 def overlap(tensors: Sequence[torch.Tensor]) -> bool:
     """Whether the memory of one of some tensors may reach into that of another."""
-    filled = [tensor for tensor in tensors if tensor.layout is torch.strided and tensor.numel()]
-    return any(start < end for (_, end), (start, _) in pairwise(sorted(map(span, filled))))
+    filled = [
+        tensor
+        for tensor in tensors
+        if tensor.layout is torch.strided and tensor.numel()
+    ]
+    return any(
+        start < end for (_, end), (start, _) in pairwise(sorted(map(span, filled)))
+    )
 
 
 def span(tensor: torch.Tensor) -> tuple[int, int]:
     """The addresses of the first element of a tensor, and of the end of the last."""
-    steps = sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
+    steps = sum(
+        (size - 1) * stride
+        for size, stride in zip(tensor.size(), tensor.stride(), strict=True)
+    )
     return tensor.data_ptr(), tensor.data_ptr() + (steps + 1) * tensor.element_size()
 
 
@@ -101,22 +124,33 @@ class Together:
         if tensor.layout is not torch.strided or not tensor.numel():
             return on_cpu_to_write(tensor)
         here = torch.empty(0, dtype=tensor.dtype, device="cpu")
-        here.set_(self._storage(tensor), tensor.storage_offset(), tensor.size(), tensor.stride())
+        here.set_(
+            self._storage(tensor),
+            tensor.storage_offset(),
+            tensor.size(),
+            tensor.stride(),
+        )
         return _marked_like(tensor, here)
 
     def _storage(self, tensor: torch.Tensor) -> torch.UntypedStorage:
         storage = tensor.untyped_storage()
         place = (storage.data_ptr(), storage.nbytes())
         if place not in self._storages:
-            whole = tensor.as_strided((storage.nbytes() // tensor.element_size(),), (1,), 0)
+            whole = tensor.as_strided(
+                (storage.nbytes() // tensor.element_size(),), (1,), 0
+            )
             self._storages[place] = on_cpu(whole).untyped_storage()
         return self._storages[place]
 
 
 def _retagged(tensor: torch.Tensor, kind: int, index: int) -> torch.Tensor:
     capsule = to_dlpack(tensor)
-    pair = (index << 32) | kind  # both integers at once, in a little-endian machine's order
-    ctypes.c_int64.from_address(_pointer_in(capsule, b"dltensor") + _DEVICE_OFFSET).value = pair
+    pair = (
+        index << 32
+    ) | kind  # both integers at once, in a little-endian machine's order
+    ctypes.c_int64.from_address(
+        _pointer_in(capsule, b"dltensor") + _DEVICE_OFFSET
+    ).value = pair
     return from_dlpack(capsule)
 
 
@@ -130,7 +164,9 @@ def check_byte_order() -> None:
         raise RuntimeError("Devices can be simulated on little-endian machines only.")
 
 
-def _sparse(like: torch.Tensor, indices: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+def _sparse(
+    like: torch.Tensor, indices: torch.Tensor, values: torch.Tensor
+) -> torch.Tensor:
     return make_sparse(  # type: ignore[no-any-return]
         like.sparse_dim(),
         like.dense_dim(),

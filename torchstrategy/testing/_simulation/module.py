@@ -119,10 +119,16 @@ def get_device_name(device: torch.device | str | int | None = None) -> str:
     return f"simulated device {ordinal(device)}"
 
 
-def get_device_properties(device: torch.device | str | int | None = None) -> types.SimpleNamespace:
+def get_device_properties(
+    device: torch.device | str | int | None = None,
+) -> types.SimpleNamespace:
     """The name of a device, sizes that nothing enforces (`DataParallel` compares them), and no capability of CUDA's."""
     return types.SimpleNamespace(
-        name=get_device_name(device), total_memory=_TOTAL_MEMORY, multi_processor_count=1, major=0, minor=0
+        name=get_device_name(device),
+        total_memory=_TOTAL_MEMORY,
+        multi_processor_count=1,
+        major=0,
+        minor=0,
     )
 
 
@@ -178,7 +184,9 @@ def get_rng_state(device: torch.device | str | int = NAME) -> torch.Tensor:
     return default_generator(ordinal(device)).get_state()
 
 
-def set_rng_state(new_state: torch.Tensor, device: torch.device | str | int = NAME) -> None:
+def set_rng_state(
+    new_state: torch.Tensor, device: torch.device | str | int = NAME
+) -> None:
     """Sets the state of the default generator of a device."""
     default_generator(ordinal(device)).set_state(new_state)
 

@@ -84,9 +84,15 @@ def set_device(device: torch.device | str | int | None) -> None:
     """
     if isinstance(device, str):
         device = torch.device(device)
-    if device is None or (isinstance(device, torch.device) and device.type == NAME and device.index is None):
+    if device is None or (
+        isinstance(device, torch.device)
+        and device.type == NAME
+        and device.index is None
+    ):
         said = device if device is None else Spoken.name
-        raise ValueError(f"Expected a torch.device with a specified index or an integer, but got:{said}")
+        raise ValueError(
+            f"Expected a torch.device with a specified index or an integer, but got:{said}"
+        )
     if not isinstance(device, int) or device >= 0:
         _here.current = ordinal(device)
 

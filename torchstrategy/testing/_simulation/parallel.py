@@ -53,26 +53,38 @@ def _asked_for_cuda(is_available: Callable[..., bool]) -> Callable[..., bool]:
     return answer
 
 
-def _either(copy: Callable[..., Any], real: Callable[..., Any] | None) -> Callable[..., Any]:
+def _either(
+    copy: Callable[..., Any], real: Callable[..., Any] | None
+) -> Callable[..., Any]:
     """Makes a function that calls `real` for tensors of CUDA, if torch has it, and `copy` for all others."""
 
     @functools.wraps(copy)
     def chosen(tensors: Any, *args: Any) -> Any:
         given = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
         is_cuda = any(tensor.is_cuda for tensor in given)
-        return real(tensors, *args) if is_cuda and real is not None else copy(tensors, *args)
+        return (
+            real(tensors, *args)
+            if is_cuda and real is not None
+            else copy(tensors, *args)
+        )
 
     return chosen
 
 
 def _scattered(
-    tensor: torch.Tensor, devices: Sequence[int], sizes: Any = None, dim: int = 0, streams: Any = None
+    tensor: torch.Tensor,
+    devices: Sequence[int],
+    sizes: Any = None,
+    dim: int = 0,
+    streams: Any = None,
 ) -> tuple[torch.Tensor, ...]:
     parts = tensor.split(list(sizes), dim) if sizes else tensor.chunk(len(devices), dim)
     made = []
     for i, (part, index) in enumerate(zip(parts, devices, strict=False)):
         with stream(streams[i] if streams else None):
-            made.append(part.to(_device(index), non_blocking=True))  # in the strides of the part, or the part itself
+            made.append(
+                part.to(_device(index), non_blocking=True)
+            )  # in the strides of the part, or the part itself
     return tuple(made)
 
 
@@ -80,7 +92,9 @@ def _scattered_to(
     tensor: torch.Tensor, out: Sequence[torch.Tensor], dim: int = 0, streams: Any = None
 ) -> tuple[torch.Tensor, ...]:
     if not out:
-        raise ValueError("comm.scatter(out=[]) has nowhere to write: give it one tensor for each part.")
+        raise ValueError(
+            "comm.scatter(out=[]) has nowhere to write: give it one tensor for each part."
+        )
     dim = dim % tensor.dim()
     for i, one in enumerate(out):
         _check_device(one, f"scatter(out=...), part {i},")
@@ -97,24 +111,38 @@ def _scattered_to(
     return tuple(out)
 
 
-def _gathered(tensors: Sequence[torch.Tensor], dim: int, destination: int | None = None) -> torch.Tensor:
+def _gathered(
+    tensors: Sequence[torch.Tensor], dim: int, destination: int | None = None
+) -> torch.Tensor:
     first = tensors[0]
     dim = dim % max(1, first.dim())
     size = list(first.size())
     size[dim] = sum(tensor.size(dim) for tensor in tensors)
-    device = torch.device(NAME, ordinal(None)) if destination is None else _device(destination)
+    device = (
+        torch.device(NAME, ordinal(None))
+        if destination is None
+        else _device(destination)
+    )
     is_channels_last = all(_is_channels_last(tensor) for tensor in tensors)
     layout = torch.channels_last if is_channels_last else torch.contiguous_format
-    return _gathered_to(tensors, torch.empty(size, dtype=first.dtype, device=device, memory_format=layout), dim)
+    return _gathered_to(
+        tensors,
+        torch.empty(size, dtype=first.dtype, device=device, memory_format=layout),
+        dim,
+    )
 
 
 def _is_channels_last(tensor: torch.Tensor) -> bool:
     # A tensor of one channel has both formats. torch's C++ then takes it for a plain one.
     formats = torch.channels_last, torch.contiguous_format
-    return tensor.dim() == 4 and [tensor.is_contiguous(memory_format=one) for one in formats] == [True, False]
+    return tensor.dim() == 4 and [
+        tensor.is_contiguous(memory_format=one) for one in formats
+    ] == [True, False]
 
 
-def _gathered_to(tensors: Sequence[torch.Tensor], out: torch.Tensor, dim: int) -> torch.Tensor:
+def _gathered_to(
+    tensors: Sequence[torch.Tensor], out: torch.Tensor, dim: int
+) -> torch.Tensor:
     dim = dim % max(1, out.dim())
     for i, tensor in enumerate(tensors):
         _check_size(tensor, out, dim, f"gather(...), tensor {i},")
@@ -146,9 +174,19 @@ _SENT = frozenset(
 
 
 def _check_dtype(tensor: torch.Tensor, devices: Sequence[int]) -> None:
-    is_by_nccl = tensor.layout is torch.strided and tensor.is_contiguous() and tensor.device.type == NAME
-    if is_by_nccl and tensor.dtype not in _SENT and any(index != tensor.get_device() for index in devices):
-        raise RuntimeError(f"Unconvertible NCCL type {str(tensor.dtype).removeprefix('torch.')}")
+    is_by_nccl = (
+        tensor.layout is torch.strided
+        and tensor.is_contiguous()
+        and tensor.device.type == NAME
+    )
+    if (
+        is_by_nccl
+        and tensor.dtype not in _SENT
+        and any(index != tensor.get_device() for index in devices)
+    ):
+        raise RuntimeError(
+            f"Unconvertible NCCL type {str(tensor.dtype).removeprefix('torch.')}"
+        )
 
 
 def _broadcast(tensor: torch.Tensor, devices: Sequence[int]) -> list[torch.Tensor]:
@@ -156,7 +194,9 @@ def _broadcast(tensor: torch.Tensor, devices: Sequence[int]) -> list[torch.Tenso
     return [tensor.to(_device(index), non_blocking=True) for index in devices]
 
 
-def _broadcast_to(tensor: torch.Tensor, out: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def _broadcast_to(
+    tensor: torch.Tensor, out: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
     for i, one in enumerate(out):
         _check_device(one, f"broadcast(out=...), tensor {i},")
         if one.size() != tensor.size():
@@ -175,12 +215,17 @@ def _broadcast_each(
 ) -> list[list[torch.Tensor]]:
     for tensor in tensors:
         _check_dtype(tensor, devices)
-    return [[tensor.to(_device(index), non_blocking=True) for tensor in tensors] for index in devices]
+    return [
+        [tensor.to(_device(index), non_blocking=True) for tensor in tensors]
+        for index in devices
+    ]
 
 
 def _check_device(tensor: torch.Tensor, what: str) -> None:
     if tensor.device.type != NAME:
-        raise ValueError(f"comm.{what} is on {tensor.device}: it has to be on one of the {NAME!r} devices.")
+        raise ValueError(
+            f"comm.{what} is on {tensor.device}: it has to be on one of the {NAME!r} devices."
+        )
 
 
 def _check_size(tensor: torch.Tensor, whole: torch.Tensor, dim: int, what: str) -> None:

@@ -17,7 +17,9 @@ from collections.abc import Callable
 from typing import Any
 
 _SIZE = ctypes.sizeof(ctypes.c_void_p)
-_three = ctypes.create_string_buffer(3 * _SIZE)  # Python writes the pending exception here: type, value and traceback
+_three = ctypes.create_string_buffer(
+    3 * _SIZE
+)  # Python writes the pending exception here: type, value and traceback
 _NOTHING = _three.raw
 
 # By index, which makes new function objects: the attributes of `ctypes.pythonapi` are shared by the whole process.
@@ -40,7 +42,9 @@ def answer_whatever_is_pending(answer: Any) -> Callable[[], Any]:
     written in Python, and torch's C++ code that calls this function cannot handle an exception.
     """
     _asked.default_factory = itertools.repeat(answer).__next__
-    pending = map(_fetch, *(itertools.repeat(ctypes.byref(_three, i * _SIZE)) for i in range(3)))
+    pending = map(
+        _fetch, *(itertools.repeat(ctypes.byref(_three, i * _SIZE)) for i in range(3))
+    )
     threads = itertools.starmap(threading.get_ident, itertools.repeat(()))
     return map(_asked.__getitem__, zip(pending, threads, strict=False)).__next__
 
@@ -48,7 +52,11 @@ def answer_whatever_is_pending(answer: Any) -> Callable[[], Any]:
 def raise_what_was_taken() -> None:
     """Raises on this thread the exception that was taken away last, the same object; does nothing if there is none."""
     here = threading.get_ident()
-    taken = [pending for pending, thread in list(_asked) if thread == here and pending != _NOTHING]
+    taken = [
+        pending
+        for pending, thread in list(_asked)
+        if thread == here and pending != _NOTHING
+    ]
     for pending in taken:
         del _asked[pending, here]
     if taken:

@@ -34,18 +34,27 @@ def allow_pinned_creation() -> None:
         library.impl("empty_strided", _empty_strided, "CPU")
 
 
-def _empty(size: Sequence[int], *, memory_format: Any = None, **options: Any) -> torch.Tensor:
+def _empty(
+    size: Sequence[int], *, memory_format: Any = None, **options: Any
+) -> torch.Tensor:
     if memory_format in (None, torch.contiguous_format):
         strides = [1] * len(size)
         for axis in reversed(range(len(size) - 1)):
             strides[axis] = strides[axis + 1] * max(1, size[axis + 1])
     else:
-        strides = list(torch.empty(size, device="meta", memory_format=memory_format).stride())
+        strides = list(
+            torch.empty(size, device="meta", memory_format=memory_format).stride()
+        )
     return _empty_strided(size, strides, **options)
 
 
 def _empty_strided(
-    size: Sequence[int], stride: Sequence[int], *, dtype: Any = None, pin_memory: bool | None = None, **_: Any
+    size: Sequence[int],
+    stride: Sequence[int],
+    *,
+    dtype: Any = None,
+    pin_memory: bool | None = None,
+    **_: Any,
 ) -> torch.Tensor:
     made = make_on_cpu(tuple(size), tuple(stride), dtype or torch.get_default_dtype())
     return pin(made) if pin_memory else made
@@ -59,11 +68,15 @@ def install() -> None:
     @functools.wraps(make_ddp)
     def init_ddp(model: Any, *args: Any, **kwargs: Any) -> None:
         make_ddp(model, *args, **kwargs)
-        if model.find_unused_parameters or model.static_graph:  # the map of used parameters is copied to the device
+        if (
+            model.find_unused_parameters or model.static_graph
+        ):  # the map of used parameters is copied to the device
             allow_pinned_creation()
 
     @functools.wraps(make_saving)
-    def init_saving(block: Any, pin_memory: bool = False, *args: Any, **kwargs: Any) -> None:
+    def init_saving(
+        block: Any, pin_memory: bool = False, *args: Any, **kwargs: Any
+    ) -> None:
         if pin_memory:
             allow_pinned_creation()
         make_saving(block, pin_memory, *args, **kwargs)

@@ -111,7 +111,11 @@ def _forget_methods() -> None:
 def _reading(method: Callable[..., Any], name: str) -> Callable[..., Any]:
     @functools.wraps(method)
     def replaced(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        read = [part for part in _pieces_of(tensor) if part.is_cpu and part.layout is torch.strided]
+        read = [
+            part
+            for part in _pieces_of(tensor)
+            if part.is_cpu and part.layout is torch.strided
+        ]
         for listener in listeners() if read else ():
             listener.used_on_cpu(name, read, [])
         return method(tensor, *args, **kwargs)
@@ -133,7 +137,9 @@ class _Watch(TorchDispatchMode):
         return False  # else torch wraps the method below, which costs each operator and each view two microseconds
 
     @override
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         kwargs = kwargs or {}
         uses = _uses_of(func)
         if uses is None or not (used := uses(args, kwargs)):
@@ -145,11 +151,16 @@ class _Watch(TorchDispatchMode):
         result = func(*args, **kwargs)
         if written and func.name().startswith("aten::_foreach_"):
             # Of a list, the operators within count the versions, and do not if they are called from a mode.
-            increment_version([tensor for tensor in written if not tensor.is_inference()])
+            increment_version(
+                [tensor for tensor in written if not tensor.is_inference()]
+            )
         return result
 
 
-Uses = Callable[[Sequence[Any], dict[str, Any]], tuple[list[torch.Tensor], list[torch.Tensor]] | None]
+Uses = Callable[
+    [Sequence[Any], dict[str, Any]],
+    tuple[list[torch.Tensor], list[torch.Tensor]] | None,
+]
 
 
 @functools.cache
@@ -162,21 +173,38 @@ def _uses_of(op: Any) -> Uses | None:
         return None  # one of a higher order, which calls others
     declared = schema(op)
     name = op.name().partition(".")[0]
-    views = any(result.alias_info is not None and not result.alias_info.is_write for result in declared.returns)
-    makes = name.endswith("_like") or name.startswith(("aten::new_", "aten::empty")) or name == "aten::is_pinned"
+    views = any(
+        result.alias_info is not None and not result.alias_info.is_write
+        for result in declared.returns
+    )
+    makes = (
+        name.endswith("_like")
+        or name.startswith(("aten::new_", "aten::empty"))
+        or name == "aten::is_pinned"
+    )
     if views or makes or name in ("aten::is_same_size", "aten::set_", "aten::resize_"):
         return None
     arguments = [
-        (i, argument.name, argument.alias_info is not None and argument.alias_info.is_write)
+        (
+            i,
+            argument.name,
+            argument.alias_info is not None and argument.alias_info.is_write,
+        )
         for i, argument in enumerate(declared.arguments)
         if "Tensor" in str(argument.type)
     ]
     is_copy = name in _COPIES
 
-    def find(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list[torch.Tensor], list[torch.Tensor]] | None:
+    def find(
+        args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]] | None:
         read: list[torch.Tensor] = []
         written: list[torch.Tensor] = []
-        crosses = is_copy and kwargs.get("device") is not None and torch.device(kwargs["device"]).type != "cpu"
+        crosses = (
+            is_copy
+            and kwargs.get("device") is not None
+            and torch.device(kwargs["device"]).type != "cpu"
+        )
         for i, argument, is_write in arguments:
             value = args[i] if i < len(args) else kwargs.get(argument)
             for given in value if isinstance(value, (list, tuple)) else (value,):
@@ -199,7 +227,12 @@ def _pieces_of(tensor: torch.Tensor) -> list[torch.Tensor]:
     flatten = getattr(tensor, "__tensor_flatten__", None)
     if flatten is not None:
         within = [getattr(tensor, name) for name in flatten()[0]]
-        return [piece for one in within if isinstance(one, torch.Tensor) for piece in _pieces_of(one)]
+        return [
+            piece
+            for one in within
+            if isinstance(one, torch.Tensor)
+            for piece in _pieces_of(one)
+        ]
     try:
         tensor.untyped_storage().data_ptr()
     except (RuntimeError, NotImplementedError):  # it has a size, and no memory
@@ -231,17 +264,24 @@ _PARTS = (
     ("/torch/optim/", "optimizer"),
     ("/torch/nn/utils/clip_grad.py", "optimizer"),
     ("/torch/amp/grad_scaler.py", "optimizer"),
-    ("/torch/autograd/graph.py", "engine"),  # it calls C++, from which buckets of gradients are sent
+    (
+        "/torch/autograd/graph.py",
+        "engine",
+    ),  # it calls C++, from which buckets of gradients are sent
     ("/torch/nn/", "module"),
     ("/torch/distributed/", "distributed"),
 )
-_name_of: Callable[[Any], str] = attrgetter("co_qualname" if sys.version_info >= (3, 11) else "co_name")
+_name_of: Callable[[Any], str] = attrgetter(
+    "co_qualname" if sys.version_info >= (3, 11) else "co_name"
+)
 
 
 def users_call() -> Call:
     """Who calls the operator that runs now."""
     frame, way = inspect.currentframe(), ""
-    while frame is not None:  # at each operator: a line number is computed where it is asked for
+    while (
+        frame is not None
+    ):  # at each operator: a line number is computed where it is asked for
         code = frame.f_code
         name, part = _files[code.co_filename]
         if name:

@@ -79,7 +79,9 @@ class _Memory:
 
     def all(self) -> list[_Work]:
         """All uses of any part."""
-        return [work for uses in (self.written, *self.read.values()) for work in uses.all()]
+        return [
+            work for uses in (self.written, *self.read.values()) for work in uses.all()
+        ]
 
 
 @final
@@ -97,15 +99,26 @@ class Recorder(Listener):
         self._clocks: dict[Stream, Clock] = {}
         self._host: Clock = {}  # how much of every stream's work the program has waited for
         self._memory: dict[int, _Memory] = {}
-        self._returned: dict[Stream, list[_Work]] = {}  # what may still use memory that is free, by its home
+        self._returned: dict[
+            Stream, list[_Work]
+        ] = {}  # what may still use memory that is free, by its home
         self._under_way = Checksums()
-        self._of_cpu: dict[int, _Memory] = {}  # pinned memory that copies used while the program went on
-        self._lock = threading.RLock()  # memory may be freed, and say so, while this thread holds the lock
+        self._of_cpu: dict[
+            int, _Memory
+        ] = {}  # pinned memory that copies used while the program went on
+        self._lock = (
+            threading.RLock()
+        )  # memory may be freed, and say so, while this thread holds the lock
 
     @override
     def launched(self, launch: Launch) -> None:
         with self._lock:
-            self._launch(launch.stream, launch.name, _places(launch.read), _places(launch.written))
+            self._launch(
+                launch.stream,
+                launch.name,
+                _places(launch.read),
+                _places(launch.written),
+            )
 
     @override
     def computed(self, kernel: Kernel) -> None:
@@ -113,9 +126,14 @@ class Recorder(Listener):
 
     @override
     def copied(self, copy: Copy) -> None:
-        read, written = ([_place(tensor)] if copy.is_pinned else _places([tensor]) for tensor in copy.tensors)
+        read, written = (
+            [_place(tensor)] if copy.is_pinned else _places([tensor])
+            for tensor in copy.tensors
+        )
         with self._lock:
-            if copy.target is None:  # streams may have waited for an earlier copy, and the program not
+            if (
+                copy.target is None
+            ):  # streams may have waited for an earlier copy, and the program not
                 written_at = {place.address for place in written}
                 self._check_checksums(lambda other: other.address in written_at)
             if copy.source is not None and copy.target is not None:
@@ -149,7 +167,9 @@ class Recorder(Listener):
             waited_for = (memory.home, *memory.guarded)
             for work in memory.all():
                 is_guarded = work.stream in memory.guarded
-                if not is_guarded and not any(self._is_before(work, stream) for stream in waited_for):
+                if not is_guarded and not any(
+                    self._is_before(work, stream) for stream in waited_for
+                ):
                     # The stream may still wait for that work before it uses the memory again.
                     self._returned.setdefault(memory.home, []).append(work)
 
@@ -159,7 +179,9 @@ class Recorder(Listener):
             self._check_checksums(lambda copy: True)
             for home, returned in self._returned.items():
                 for work in returned:
-                    if not self._is_before(work, home) and not self._clock(home).get(work.stream):
+                    if not self._is_before(work, home) and not self._clock(home).get(
+                        work.stream
+                    ):
                         self._reused(home, work)
 
     @override
@@ -208,7 +230,9 @@ class Recorder(Listener):
                 self.synchronized_stream(stream)
 
     @override
-    def used_on_cpu(self, name: str, read: Sequence[torch.Tensor], written: Sequence[torch.Tensor]) -> None:
+    def used_on_cpu(
+        self, name: str, read: Sequence[torch.Tensor], written: Sequence[torch.Tensor]
+    ) -> None:
         with self._lock:
             for tensor in (*read, *written):
                 place = _place(tensor)
@@ -258,7 +282,13 @@ class Recorder(Listener):
     def seconds_between(self, start: Clock, end: Clock) -> float | None:
         return None
 
-    def _launch(self, stream: Stream, name: str, read: Iterable[_Place], written: Iterable[_Place]) -> _Work:
+    def _launch(
+        self,
+        stream: Stream,
+        name: str,
+        read: Iterable[_Place],
+        written: Iterable[_Place],
+    ) -> _Work:
         work = self._next(stream, name)
         self._note(stream, "launch", name)
         for place in written:
@@ -314,7 +344,10 @@ class Recorder(Listener):
 
     def _is_before(self, work: _Work, stream: Stream) -> bool:
         """Whether a piece of work is known to be done before the next work of a stream."""
-        return max(self._clock(stream).get(work.stream, 0), self._host.get(work.stream, 0)) >= work.time
+        return (
+            max(self._clock(stream).get(work.stream, 0), self._host.get(work.stream, 0))
+            >= work.time
+        )
 
     def _at(self, address: int) -> _Memory:
         """The last uses of some memory. Work from before the record began counts as done."""
@@ -338,7 +371,9 @@ class Recorder(Listener):
         for uses in memory.read.values():
             uses.forget(place.span)
 
-    def _check_order(self, work: _Work, does: str, earlier: Iterable[_Work], did: str) -> None:
+    def _check_order(
+        self, work: _Work, does: str, earlier: Iterable[_Work], did: str
+    ) -> None:
         """Notes a race with each piece of earlier work that is not known to be done."""
         for other in earlier:
             if not self._is_before(other, work.stream):
@@ -402,7 +437,9 @@ def record_streams(check: bool = True) -> Iterator[Recorder]:
         []
     """
     if any(isinstance(listener, Recorder) for listener in listeners()):
-        raise RuntimeError("record_streams() is at work already, and records all threads: leave that block first.")
+        raise RuntimeError(
+            "record_streams() is at work already, and records all threads: leave that block first."
+        )
     made = Recorder()
     with listening(made), watching_the_cpu():
         yield made
@@ -412,7 +449,11 @@ def record_streams(check: bool = True) -> Iterator[Recorder]:
 
 def _places(tensors: Iterable[torch.Tensor]) -> list[_Place]:
     """The memory of those tensors that are on simulated devices."""
-    on_devices = (tensor for tensor in tensors if is_simulated(tensor) and tensor.layout is torch.strided)
+    on_devices = (
+        tensor
+        for tensor in tensors
+        if is_simulated(tensor) and tensor.layout is torch.strided
+    )
     return [place for place in map(_place, on_devices) if place.address]
 
 
@@ -420,7 +461,9 @@ def _place(tensor: torch.Tensor) -> _Place:
     """The memory of a tensor; if it has gaps, they count as used."""
     storage = tensor.untyped_storage()
     address, in_all = storage.data_ptr(), storage.nbytes()
-    if tensor.nbytes >= in_all and tensor.is_contiguous():  # as mostly; an expanded one has a part for many elements
+    if (
+        tensor.nbytes >= in_all and tensor.is_contiguous()
+    ):  # as mostly; an expanded one has a part for many elements
         return _Place(address, WHOLE)
     span = Span(*extent(tensor))
     return _Place(address, WHOLE if span == (0, in_all) else span)
@@ -429,7 +472,9 @@ def _place(tensor: torch.Tensor) -> _Place:
 def check_races(record: Recorder, check: bool = True) -> None:
     """Raises an AssertionError with the races of a record, if it is to `check` them."""
     if check and record.races:
-        raise AssertionError("\n- ".join(["On real devices this may go wrong:", *record.races]))
+        raise AssertionError(
+            "\n- ".join(["On real devices this may go wrong:", *record.races])
+        )
 
 
 def _is_at(address: int, copy: UnderWay) -> bool:
@@ -443,4 +488,8 @@ def _join(clock: Clock, other: Clock) -> None:
 
 def _named(stream: Stream) -> str:
     device, number = stream
-    return f"stream {number} of sim:{device}" if number else f"the default stream of sim:{device}"
+    return (
+        f"stream {number} of sim:{device}"
+        if number
+        else f"the default stream of sim:{device}"
+    )

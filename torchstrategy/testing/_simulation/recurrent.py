@@ -24,7 +24,9 @@ def install() -> None:
     layers.flatten_parameters = _also_simulated(layers.flatten_parameters)
 
 
-def _also_simulated(flatten: Callable[[nn.RNNBase], None]) -> Callable[[nn.RNNBase], None]:
+def _also_simulated(
+    flatten: Callable[[nn.RNNBase], None],
+) -> Callable[[nn.RNNBase], None]:
     @functools.wraps(flatten)
     def flatten_parameters(self: nn.RNNBase) -> None:
         weights = flat_weights(self)
@@ -39,7 +41,9 @@ def _also_simulated(flatten: Callable[[nn.RNNBase], None]) -> Callable[[nn.RNNBa
 
 def _can_be_laid(weights: Sequence[Any]) -> bool:
     """Whether torch would lay such weights in one piece if they were on CUDA."""
-    if not weights or not all(isinstance(weight, torch.Tensor) and is_simulated(weight) for weight in weights):
+    if not weights or not all(
+        isinstance(weight, torch.Tensor) and is_simulated(weight) for weight in weights
+    ):
         return False
     are_alike = len({(weight.device, weight.dtype) for weight in weights}) == 1
     return are_alike and len({weight.data_ptr() for weight in weights}) == len(weights)
@@ -58,7 +62,9 @@ def register(backend: Backend) -> None:
     for layer in ("lstm", "gru", "rnn_tanh", "rnn_relu"):
         for overload, train in (("input", 6), ("data", 7)):
             op = operator(f"{layer}.{overload}")
-            backend.kernel(f"{layer}.{overload}", "AutogradPrivateUse1")(_as_of_cudnn(op, train))
+            backend.kernel(f"{layer}.{overload}", "AutogradPrivateUse1")(
+                _as_of_cudnn(op, train)
+            )
 
 
 def _as_of_cudnn(op: Any, train: int) -> Callable[..., Any]:
@@ -69,7 +75,9 @@ def _as_of_cudnn(op: Any, train: int) -> Callable[..., Any]:
         train: The place of the argument that says whether it is in training mode.
     """
 
-    composite = keys("PrivateUse1")  # torch's kernel in C++, which calls other operators
+    composite = keys(
+        "PrivateUse1"
+    )  # torch's kernel in C++, which calls other operators
 
     def layer(*args: Any) -> Any:
         results = op.redispatch(composite, *args)

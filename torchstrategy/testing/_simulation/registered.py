@@ -24,25 +24,40 @@ from torchstrategy.testing._simulation.torch_internals import (
 
 _CUDA, _OURS = "CUDA", "PrivateUse1"
 _AUTOCAST = f"Autocast{_OURS}"
-_said: dict[tuple[str, str], str] = {}  # for which key the program has registered a kernel, by the operator and our key
+_said: dict[
+    tuple[str, str], str
+] = {}  # for which key the program has registered a kernel, by the operator and our key
 
 
 def registering_for_cuda() -> Iterator[tuple[Any, str, Any]]:
     """The attributes that are replaced: what has it, the name, and what it is in the block."""
     library: Any = torch.library.Library
-    init, impl, fallback, key_of = library.__init__, library.impl, library.fallback, CPP._dispatch_key_for_device
+    init, impl, fallback, key_of = (
+        library.__init__,
+        library.impl,
+        library.fallback,
+        CPP._dispatch_key_for_device,
+    )
 
     @functools.wraps(init)
     def begin(self: Any, ns: str, kind: str, dispatch_key: str = "") -> None:
         init(self, ns, kind, _translated(dispatch_key))
 
     @functools.wraps(impl)
-    def register(self: Any, op_name: Any, fn: Callable[..., Any], dispatch_key: str = "", **options: Any) -> None:
+    def register(
+        self: Any,
+        op_name: Any,
+        fn: Callable[..., Any],
+        dispatch_key: str = "",
+        **options: Any,
+    ) -> None:
         said = dispatch_key or self.dispatch_key
         key, name = _translated(said), _full_name(self.ns, op_name)
         if key.endswith(_OURS):
             if self.ns == "aten":
-                options["allow_override"] = True  # of a kernel of ours, where a GPU has one that is written in C++
+                options["allow_override"] = (
+                    True  # of a kernel of ours, where a GPU has one that is written in C++
+                )
             elif has_kernel(name, key) and _said.get((name, key)) != said:
                 return  # torch's own FSDP registers one kernel for both keys
             _said[name, key] = said
@@ -51,13 +66,19 @@ def registering_for_cuda() -> Iterator[tuple[Any, str, Any]]:
         impl(self, op_name, fn, key, **options)
 
     @functools.wraps(fallback)
-    def register_fallback(self: Any, fn: Callable[..., Any], dispatch_key: str = "", **options: Any) -> None:
+    def register_fallback(
+        self: Any, fn: Callable[..., Any], dispatch_key: str = "", **options: Any
+    ) -> None:
         fallback(self, fn, _translated(dispatch_key or self.dispatch_key), **options)
 
     yield library, "__init__", begin
     yield library, "impl", register
     yield library, "fallback", register_fallback
-    yield CPP, "_dispatch_key_for_device", lambda device_type: key_of(NAME if device_type == "cuda" else device_type)
+    yield (
+        CPP,
+        "_dispatch_key_for_device",
+        lambda device_type: key_of(NAME if device_type == "cuda" else device_type),
+    )
 
 
 def _translated(key: str) -> str:

@@ -31,16 +31,24 @@ def replacing(values: Sequence[tuple[Any, str, Any]]) -> Iterator[None]:
     finally:
         for (owner, name, value), (_, _, ours) in zip(before, alike, strict=True):
             is_function = isinstance(ours, (FunctionType, _Builtin))
-            if not is_function or _value_of(owner, name) is ours:  # else the program has put its own there
+            if (
+                not is_function or _value_of(owner, name) is ours
+            ):  # else the program has put its own there
                 setattr(owner, name, value)
 
 
 def _value_of(owner: Any, name: str) -> Any:
     """What an attribute is now: of a class, also the `staticmethod` around a function."""
-    return inspect.getattr_static(owner, name) if isinstance(owner, type) else getattr(owner, name)
+    return (
+        inspect.getattr_static(owner, name)
+        if isinstance(owner, type)
+        else getattr(owner, name)
+    )
 
 
-def _used_alike(owner: Any, name: str, value: Any, builtins: dict[int, _Builtin]) -> list[tuple[Any, str, Any]]:
+def _used_alike(
+    owner: Any, name: str, value: Any, builtins: dict[int, _Builtin]
+) -> list[tuple[Any, str, Any]]:
     """What has to be replaced, and by what, so that the program can use a function as it uses the one before.
 
     Args:
@@ -53,11 +61,15 @@ def _used_alike(owner: Any, name: str, value: Any, builtins: dict[int, _Builtin]
         return [(owner, name, value)]
     before = getattr(owner, name, None)
     if isinstance(before, (BuiltinFunctionType, _Builtin)):
-        own = builtins.setdefault(id(value), _Builtin(value, f"{owner.__name__}:{name}"))  # `io.open` is `open`
+        own = builtins.setdefault(
+            id(value), _Builtin(value, f"{owner.__name__}:{name}")
+        )  # `io.open` is `open`
         return [(owner, name, own)]
     # `torch.load` is pickled as `torch.serialization.load`.
     home = sys.modules.get(getattr(before, "__module__", None) or "")
-    is_elsewhere = home is not None and home is not owner and vars(home).get(name) is before
+    is_elsewhere = (
+        home is not None and home is not owner and vars(home).get(name) is before
+    )
     return [(owner, name, value), *([(home, name, value)] if is_elsewhere else [])]
 
 

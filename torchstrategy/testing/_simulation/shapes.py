@@ -16,7 +16,9 @@ import torch
 
 from torchstrategy.testing._simulation.torch_internals import tree_map_only
 
-LARGE = 64 * 1024  # bytes. What is not larger is computed: counters, indices, the scale of a loss
+LARGE = (
+    64 * 1024
+)  # bytes. What is not larger is computed: counters, indices, the scale of a loss
 
 _blocks = 0
 _sizes: dict[Any, Any] = {}  # what meta kernels said, by operator and signature
@@ -55,7 +57,11 @@ def is_large(tensors: Iterable[torch.Tensor]) -> bool:
 
 
 def shaped(
-    op: Any, call: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], same: Sequence[Any]
+    op: Any,
+    call: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    same: Sequence[Any],
 ) -> Any:
     """Results of an operator in their sizes. Small ones hold zeros, and large ones what was in the memory.
 
@@ -83,17 +89,30 @@ def shaped(
 NOT_KNOWN = object()
 
 
-def _asked(op: Any, call: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def _asked(
+    op: Any, call: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
     def to_meta(tensor: torch.Tensor) -> torch.Tensor:
-        return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
+        return torch.empty_strided(
+            tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta"
+        )
 
     args, kwargs = tree_map_only(torch.Tensor, to_meta, (list(args), dict(kwargs)))
-    args, kwargs = tree_map_only(torch.device, lambda device: torch.device("meta"), (args, kwargs))
-    args, kwargs = tree_map_only(torch.Generator, lambda generator: None, (args, kwargs))
+    args, kwargs = tree_map_only(
+        torch.device, lambda device: torch.device("meta"), (args, kwargs)
+    )
+    args, kwargs = tree_map_only(
+        torch.Generator, lambda generator: None, (args, kwargs)
+    )
     try:
         made = call(*args, **kwargs)
-        return made.contiguous(memory_format=_layout(args)) if op is _CONVOLUTION else made
-    except (NotImplementedError, RuntimeError):  # torch has no meta kernel, or one that looks at values
+        return (
+            made.contiguous(memory_format=_layout(args)) if op is _CONVOLUTION else made
+        )
+    except (
+        NotImplementedError,
+        RuntimeError,
+    ):  # torch has no meta kernel, or one that looks at values
         return NOT_KNOWN
 
 
@@ -101,7 +120,9 @@ def _layout(tensors: Sequence[Any]) -> torch.memory_format:
     """The layout of a convolution's result: channels last, if its input or its weight has them. Meta kernels forget."""
     for layout in (torch.channels_last, torch.channels_last_3d):
         for tensor in tensors[:2]:
-            fits = tensor.dim() == _DIMENSIONS[layout] and tensor.is_contiguous(memory_format=layout)
+            fits = tensor.dim() == _DIMENSIONS[layout] and tensor.is_contiguous(
+                memory_format=layout
+            )
             if fits and not tensor.is_contiguous():
                 return layout
     return torch.contiguous_format
@@ -113,10 +134,16 @@ _DIMENSIONS = {torch.channels_last: 4, torch.channels_last_3d: 5}
 
 def _made(like: Any) -> Any:
     if isinstance(like, torch.Tensor):
-        made = torch.empty_strided(like.size(), like.stride(), dtype=like.dtype, device="cpu")
+        made = torch.empty_strided(
+            like.size(), like.stride(), dtype=like.dtype, device="cpu"
+        )
         return made if is_large([like]) else made.zero_()
     if isinstance(like, (list, tuple)):
-        return tuple(map(_made, like)) if isinstance(like, tuple) else list(map(_made, like))
+        return (
+            tuple(map(_made, like))
+            if isinstance(like, tuple)
+            else list(map(_made, like))
+        )
     return like
 
 
@@ -125,7 +152,9 @@ def _signature(value: Any) -> Any:
         return value.dtype, value.size(), value.stride()
     if isinstance(value, (list, tuple)):
         return tuple(map(_signature, value))
-    return value if isinstance(value, (int, bool, str, float, torch.dtype)) else str(value)
+    return (
+        value if isinstance(value, (int, bool, str, float, torch.dtype)) else str(value)
+    )
 
 
 def _take_from_the_system(at_least: int) -> None:

@@ -42,16 +42,22 @@ def register(backend: Backend) -> None:
         if index is None:
             target.copy_(seen)
         else:
-            tensor_data.__set__(target, on_device(seen.to(target.dtype, copy=True), index))
+            tensor_data.__set__(
+                target, on_device(seen.to(target.dtype, copy=True), index)
+            )
         return target
 
 
 def _structural(op: Any, kernels: Any) -> Any:
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        devices = [value.device for value in reversed(args) if isinstance(value, torch.Tensor)]
+        devices = [
+            value.device for value in reversed(args) if isinstance(value, torch.Tensor)
+        ]
         if len(set(devices)) > 1:
             raise mismatch(str(op), devices[1], devices[0])
-        with current(devices[0] if devices else kwargs.get("device")):  # a new one is put on the current device
+        with current(
+            devices[0] if devices else kwargs.get("device")
+        ):  # a new one is put on the current device
             return op.redispatch(kernels, *args, **kwargs)
 
     return kernel

@@ -19,7 +19,10 @@ from torchstrategy.testing._simulation.ordinals import (
     is_simulated,
     ordinal,
 )
-from torchstrategy.testing._simulation.torch_internals import DispatchKey, DispatchKeySet
+from torchstrategy.testing._simulation.torch_internals import (
+    DispatchKey,
+    DispatchKeySet,
+)
 
 # Some kernels of the CPU only note sizes, strides and a storage on a tensor. They work for tensors of any device.
 CPU_KERNELS = DispatchKeySet(DispatchKey.CPU)
@@ -39,14 +42,18 @@ class Starting:
     refused: str | None = None
 
 
-def point_at(tensor: torch.Tensor, storage: Any, offset: Any, size: Any, stride: Any) -> None:
+def point_at(
+    tensor: torch.Tensor, storage: Any, offset: Any, size: Any, stride: Any
+) -> None:
     """Makes a tensor a view of a storage."""
     _set_storage.redispatch(CPU_KERNELS, tensor, storage, offset, size, stride)
 
 
 def new_storage(size: int, index: int) -> torch.UntypedStorage:
     """A storage of `size` bytes on a simulated device."""
-    return on_device(torch.empty(size, dtype=torch.uint8, device="cpu"), index).untyped_storage()
+    return on_device(
+        torch.empty(size, dtype=torch.uint8, device="cpu"), index
+    ).untyped_storage()
 
 
 def adopt(tensor: torch.Tensor, made: torch.Tensor) -> None:
@@ -57,16 +64,28 @@ def adopt(tensor: torch.Tensor, made: torch.Tensor) -> None:
     behind = made.data_ptr() - own.data_ptr()
     # The memory is the same, and only sizes and strides have changed.
     if made.numel() and 0 <= behind < own.nbytes():
-        point_at(tensor, own, behind // tensor.element_size(), made.size(), made.stride())
+        point_at(
+            tensor, own, behind // tensor.element_size(), made.size(), made.stride()
+        )
         return
-    if made.is_contiguous() and tensor.storage_offset() * tensor.element_size() + made.nbytes <= own.nbytes():
+    if (
+        made.is_contiguous()
+        and tensor.storage_offset() * tensor.element_size() + made.nbytes
+        <= own.nbytes()
+    ):
         point_at(tensor, own, tensor.storage_offset(), made.size(), made.stride())
         on_cpu(tensor).copy_(made)
         return
     index = ordinal(tensor.device)
     whole = torch.empty(0, dtype=torch.uint8, device="cpu")
     whole.set_(made.untyped_storage(), 0, (made.untyped_storage().nbytes(),), (1,))
-    point_at(tensor, on_device(whole, index).untyped_storage(), made.storage_offset(), made.size(), made.stride())
+    point_at(
+        tensor,
+        on_device(whole, index).untyped_storage(),
+        made.storage_offset(),
+        made.size(),
+        made.stride(),
+    )
 
 
 def install() -> None:
@@ -86,7 +105,11 @@ def _maker(make: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def new(cls: type, *args: Any, device: Any = None, **kwargs: Any) -> Any:
-        if device is not None and torch.device(device).type == NAME and isinstance(args[0] if args else 0, int):
+        if (
+            device is not None
+            and torch.device(device).type == NAME
+            and isinstance(args[0] if args else 0, int)
+        ):
             return new_storage(args[0] if args else 0, ordinal(device))
         if device is not None:
             kwargs["device"] = device
@@ -95,7 +118,9 @@ def _maker(make: Callable[..., Any]) -> Callable[..., Any]:
     return new
 
 
-def _resizer(resize: Callable[..., Any], nbytes: Callable[..., int]) -> Callable[..., Any]:
+def _resizer(
+    resize: Callable[..., Any], nbytes: Callable[..., int]
+) -> Callable[..., Any]:
     """Makes a replacement for `storage.resize_`, by which FSDP frees memory and takes it again.
 
     The memory stays, and only the size is noted, here and in the account of the device.
@@ -126,7 +151,9 @@ def _size_reader(nbytes: Callable[..., int]) -> Callable[..., int]:
 def _reduced(tensor: torch.Tensor) -> Any:
     if not is_simulated(tensor):
         return reductions.reduce_tensor(tensor)
-    starting = get_spawning_popen()  # the process that is being started, if the tensor is an argument of it
+    starting = (
+        get_spawning_popen()
+    )  # the process that is being started, if the tensor is an argument of it
     if starting is not None and Starting.refused is not None:
         raise RuntimeError(Starting.refused.format(device=tensor.device))
     copy = tensor.detach().cpu()
@@ -137,7 +164,9 @@ def _reduced(tensor: torch.Tensor) -> Any:
     return _rebuilt, (type(tensor), copy, tensor.device.index, tensor.requires_grad)
 
 
-def _rebuilt(kind: type[torch.Tensor], tensor: torch.Tensor, index: int, requires_grad: bool) -> torch.Tensor:
+def _rebuilt(
+    kind: type[torch.Tensor], tensor: torch.Tensor, index: int, requires_grad: bool
+) -> torch.Tensor:
     if index >= device_count():
         raise RuntimeError(
             f"This process was sent a tensor on {NAME}:{index} and simulates {device_count()} devices. Call "
@@ -145,5 +174,7 @@ def _rebuilt(kind: type[torch.Tensor], tensor: torch.Tensor, index: int, require
         )
     here = tensor.to(torch.device(NAME, index))
     return (
-        make_parameter(kind, here, requires_grad) if kind is torch.nn.Parameter else here.requires_grad_(requires_grad)
+        make_parameter(kind, here, requires_grad)
+        if kind is torch.nn.Parameter
+        else here.requires_grad_(requires_grad)
     )

@@ -70,7 +70,9 @@ class Stream(_Plain):
         index = identity.get("device_index")
         made: Stream = super().__new__(
             cls,
-            stream_id=next(_ids) if identity.get("stream_id") is None else identity["stream_id"],
+            stream_id=next(_ids)
+            if identity.get("stream_id") is None
+            else identity["stream_id"],
             device_index=ordinal(device) if index is None else index,
             device_type=PRIVATEUSE1_ID,
         )
@@ -156,12 +158,18 @@ class Event(torch.Event):
         return made
 
     def __init__(
-        self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False, external: bool = False
+        self,
+        enable_timing: bool = False,
+        blocking: bool = False,
+        interprocess: bool = False,
+        external: bool = False,
     ) -> None:
         self._enable_timing = enable_timing
         self._device: torch.device | None = None
         self._at: float | None = None  # seconds
-        self._moments: dict[Listener, Any] = {}  # for those that listened when it was recorded
+        self._moments: dict[
+            Listener, Any
+        ] = {}  # for those that listened when it was recorded
 
     @property
     def device(self) -> torch.device | None:  # type: ignore[override]
@@ -183,10 +191,16 @@ class Event(torch.Event):
             RuntimeError: If it is given something else than a stream.
         """
         if stream is not None and not isinstance(stream, _Plain):
-            raise RuntimeError("expected stream to be a torch.Stream or torch.cuda.Stream object")
-        self._device = torch.device(NAME, current_device() if stream is None else stream.device_index)
+            raise RuntimeError(
+                "expected stream to be a torch.Stream or torch.cuda.Stream object"
+            )
+        self._device = torch.device(
+            NAME, current_device() if stream is None else stream.device_index
+        )
         self._at = time.perf_counter()
-        self._moments = {listener: listener.moment(_key(stream)) for listener in listeners()}
+        self._moments = {
+            listener: listener.moment(_key(stream)) for listener in listeners()
+        }
 
     def wait(self, stream: torch.Stream | None = None) -> None:
         """Returns at once: what was recorded has happened."""
@@ -211,9 +225,13 @@ class Event(torch.Event):
             ValueError: If one of them was made without `enable_timing=True`, or was not recorded.
         """
         if not (self._enable_timing and end._enable_timing):
-            raise ValueError("Both events must be created with argument 'enable_timing=True'.")
+            raise ValueError(
+                "Both events must be created with argument 'enable_timing=True'."
+            )
         if self._at is None or end._at is None:
-            raise ValueError("Both events must be recorded before calculating elapsed time.")
+            raise ValueError(
+                "Both events must be recorded before calculating elapsed time."
+            )
         for listener, moment in self._moments.items():
             if listener in end._moments:
                 seconds = listener.seconds_between(moment, end._moments[listener])
@@ -223,7 +241,11 @@ class Event(torch.Event):
 
     def _noted(self) -> list[tuple[Listener, Any]]:
         """What the listeners that are at work noted when it was recorded."""
-        return [(listener, self._moments[listener]) for listener in listeners() if listener in self._moments]
+        return [
+            (listener, self._moments[listener])
+            for listener in listeners()
+            if listener in self._moments
+        ]
 
 
 @final
@@ -237,7 +259,9 @@ class stream:
 
     def __enter__(self) -> None:
         if self.stream is not None:
-            self._before.append((current_device(), current_stream(self.stream.device_index)))
+            self._before.append(
+                (current_device(), current_stream(self.stream.device_index))
+            )
             set_stream(self.stream)
 
     def __exit__(self, *error: object) -> None:
@@ -290,20 +314,35 @@ def set_stream(stream: Stream | None) -> None:
 
 
 def _key(stream: torch.Stream | None) -> tuple[int, int]:
-    return identity_of_current_stream() if stream is None else (stream.device_index, stream.stream_id)
+    return (
+        identity_of_current_stream()
+        if stream is None
+        else (stream.device_index, stream.stream_id)
+    )
 
 
 # What listeners are told besides. These functions do nothing while nobody listens.
 
 
-def launched(name: str, device: int, read: Sequence[torch.Tensor], written: Sequence[torch.Tensor]) -> None:
+def launched(
+    name: str,
+    device: int,
+    read: Sequence[torch.Tensor],
+    written: Sequence[torch.Tensor],
+) -> None:
     """Says that an operator is about to run on the current stream of a device."""
     launch = Launch(identity_of_current_stream(device), name, read, written)
     for listener in listeners_to_launches():
         listener.launched(launch)
 
 
-def computed(operator: Any, device: int, args: Sequence[Any], kwargs: Mapping[str, Any], results: Any) -> None:
+def computed(
+    operator: Any,
+    device: int,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    results: Any,
+) -> None:
     """Says that an operator has run on the current stream of a device; its tensors are as the CPU sees them."""
     kernel = Kernel(identity_of_current_stream(device), operator, args, kwargs, results)
     for listener in listeners():
@@ -324,7 +363,11 @@ def copied(source: torch.Tensor, target: torch.Tensor, non_blocking: bool) -> No
     `non_blocking` and the memory of the CPU is pinned: CUDA's copies from and to other memory return when that is read
     or written.
     """
-    if not non_blocking and get_sync_debug_mode() and (index_of(source) is None) != (index_of(target) is None):
+    if (
+        not non_blocking
+        and get_sync_debug_mode()
+        and (index_of(source) is None) != (index_of(target) is None)
+    ):
         check_wait()
     if not listeners():
         return
@@ -382,9 +425,15 @@ def _stream(original: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _event(original: Any, device: Any = None, **kwargs: Any) -> Any:
-    return Event(**kwargs) if device is None or _is_simulated(device) else original(device, **kwargs)
+    return (
+        Event(**kwargs)
+        if device is None or _is_simulated(device)
+        else original(device, **kwargs)
+    )
 
 
 def _is_simulated(device: Any) -> bool:
     """Whether `device` means a simulated device. An int is an index of the accelerator, which is simulated."""
-    return isinstance(device, int) or (device is not None and torch.device(device).type == NAME)
+    return isinstance(device, int) or (
+        device is not None and torch.device(device).type == NAME
+    )

@@ -29,7 +29,9 @@ def set_sync_debug_mode(debug_mode: int | str) -> None:
     if isinstance(debug_mode, str) and debug_mode in _MODES:
         debug_mode = _MODES.index(debug_mode)
     if debug_mode not in range(len(_MODES)):
-        raise RuntimeError(f"invalid value of debug_mode {debug_mode!r}: expected one of `default`, `warn`, `error`")
+        raise RuntimeError(
+            f"invalid value of debug_mode {debug_mode!r}: expected one of `default`, `warn`, `error`"
+        )
     _mode.level = int(debug_mode)
 
 
@@ -53,6 +55,9 @@ def check_wait() -> None:
 def levels_to_the_user() -> int:
     """How far above the caller of this function the innermost line is that is neither torch's nor this package's."""
     level, frame = 0, inspect.currentframe()
-    while frame is not None and str(frame.f_globals.get("__name__")).partition(".")[0] in _NOT_THE_USERS:
+    while (
+        frame is not None
+        and str(frame.f_globals.get("__name__")).partition(".")[0] in _NOT_THE_USERS
+    ):
         level, frame = level + 1, frame.f_back
     return level

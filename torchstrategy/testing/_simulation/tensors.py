@@ -11,7 +11,12 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from torchstrategy._base.torch_internals import swap_tensors
-from torchstrategy.testing._simulation.ordinals import NAME, current, current_device, is_simulated
+from torchstrategy.testing._simulation.ordinals import (
+    NAME,
+    current,
+    current_device,
+    is_simulated,
+)
 from torchstrategy.testing._simulation.torch_internals import (
     ALLOWED_BEFORE_SIZES_ARE_KNOWN,
     MAY_SHARE_IMPLEMENTATION,
@@ -33,16 +38,24 @@ def install() -> None:
     cls.new, cls.type = _following_the_tensor(cls.new), _following_the_tensor(cls.type)
     for name in ("tensor", "as_tensor", "asarray", "sparse_coo_tensor"):
         original = getattr(torch, name)
-        setattr(torch, name, _shown_to_modes(_knowing_the_current_device(_reading_items(original))))
+        setattr(
+            torch,
+            name,
+            _shown_to_modes(_knowing_the_current_device(_reading_items(original))),
+        )
         if (scripted := scripted_as(original)) is not None:
             register_scripted(getattr(torch, name), scripted)
     # A default device acts on the functions in this list, which has to be made again with the new ones.
     list_device_constructors.cache_clear()
     cls.data = property(tensor_data.__get__, _set_data, doc=tensor_data.__doc__)
-    MAY_SHARE_IMPLEMENTATION.replace(_may_share_implementation(MAY_SHARE_IMPLEMENTATION.now()))
+    MAY_SHARE_IMPLEMENTATION.replace(
+        _may_share_implementation(MAY_SHARE_IMPLEMENTATION.now())
+    )
 
 
-def _knowing_the_current_device(call: Callable[..., Any], position: int | None = None) -> Callable[..., Any]:
+def _knowing_the_current_device(
+    call: Callable[..., Any], position: int | None = None
+) -> Callable[..., Any]:
     """Makes a replacement for a function in which `"sim"` means the current device. C++ would take the first device."""
 
     @functools.wraps(call)
@@ -67,10 +80,17 @@ def _reading_items(call: Callable[..., Any], position: int = 0) -> Callable[...,
         try:
             return call(*args, **kwargs)
         except RuntimeError as error:
-            has_list = len(args) > position and isinstance(args[position], (list, tuple))
+            has_list = len(args) > position and isinstance(
+                args[position], (list, tuple)
+            )
             if not has_list or "func != nullptr" not in str(error):
                 raise
-        return call(*args[:position], _with_items_here(args[position]), *args[position + 1 :], **kwargs)
+        return call(
+            *args[:position],
+            _with_items_here(args[position]),
+            *args[position + 1 :],
+            **kwargs,
+        )
 
     return replaced
 
@@ -80,7 +100,9 @@ def _with_items_here(value: Any) -> Any:
         return [_with_items_here(inner) for inner in value]
     if isinstance(value, torch.Tensor) and is_simulated(value):
         if value.numel() != 1:
-            raise ValueError("only one element tensors can be converted to Python scalars")
+            raise ValueError(
+                "only one element tensors can be converted to Python scalars"
+            )
         return torch.full(value.shape, value.item(), dtype=value.dtype, device="cpu")
     return value
 
@@ -122,10 +144,18 @@ def _following_the_tensor(call: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(call)
     def replaced(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        device = tensor.device if is_simulated(tensor) else torch.device(NAME, current_device())
+        device = (
+            tensor.device
+            if is_simulated(tensor)
+            else torch.device(NAME, current_device())
+        )
         with current(kwargs.get("device", device)):
             made = call(tensor, *args, **kwargs)
-        is_elsewhere = isinstance(made, torch.Tensor) and is_simulated(made) and "device" not in kwargs
+        is_elsewhere = (
+            isinstance(made, torch.Tensor)
+            and is_simulated(made)
+            and "device" not in kwargs
+        )
         return made.to(device) if is_elsewhere else made
 
     return replaced
@@ -135,7 +165,11 @@ def with_index(device: Any) -> Any:
     """The device that is meant by a device, its name or its index."""
     if device == NAME:
         return torch.device(NAME, current_device())
-    if isinstance(device, torch.device) and device.type == NAME and device.index is None:
+    if (
+        isinstance(device, torch.device)
+        and device.type == NAME
+        and device.index is None
+    ):
         return torch.device(NAME, current_device())
     return device
 
@@ -159,7 +193,9 @@ def _set_data(tensor: torch.Tensor, new: torch.Tensor) -> None:
     tensor.grad = None
     if requires_grad and not is_lazy(tensor) and not tensor.is_inference():
         with torch.inference_mode(False):
-            torch.autograd.graph.get_gradient_edge(tensor).node.register_prehook(_refuse_to_lose)
+            torch.autograd.graph.get_gradient_edge(tensor).node.register_prehook(
+                _refuse_to_lose
+            )
     swap_tensors(tensor, tensor_data.__get__(new))
     tensor.requires_grad = requires_grad
     register_hooks_again(tensor)

@@ -6,7 +6,11 @@ import functools
 import threading
 from typing import Any
 
-from torchstrategy._base.torch_internals import TorchDispatchMode, end_modes, push_dispatch_mode
+from torchstrategy._base.torch_internals import (
+    TorchDispatchMode,
+    end_modes,
+    push_dispatch_mode,
+)
 
 
 def starting_in(mode: TorchDispatchMode) -> tuple[type[threading.Thread], str, Any]:

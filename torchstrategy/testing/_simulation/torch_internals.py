@@ -41,7 +41,9 @@ has_kernel: Callable[[str, str], bool] = torch._C._dispatch_has_kernel_for_dispa
 operator_names: Callable[[], list[str]] = torch._C._dispatch_get_all_op_names
 # Makes memory of the CPU without the dispatcher: what a kernel calls that stands in for `empty_strided` there.
 _guards: Any = torch._C._dynamo.guards
-make_on_cpu: Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], torch.Tensor] = _guards._empty_strided_cpu
+make_on_cpu: Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], torch.Tensor] = (
+    _guards._empty_strided_cpu
+)
 # A sparse tensor made of its indices and values.
 make_sparse: Any = torch.ops.aten._sparse_coo_tensor_with_dims_and_tensors
 # Methods of tensors, without what a subclass makes of them.
@@ -51,7 +53,9 @@ tensor_cuda: Any = torch._C.TensorBase.cuda
 _privateuse1: Any = torch._C._autograd.DeviceType.PrivateUse1
 PRIVATEUSE1_ID = int(_privateuse1)
 # Lets Python code be a backend. torch has it since 2.10, and says that it "might change without notice".
-register_python_backend: Any = getattr(backend_registration, "_setup_privateuseone_for_python_backend", None)
+register_python_backend: Any = getattr(
+    backend_registration, "_setup_privateuseone_for_python_backend", None
+)
 # The methods that a parameter of a lazy module allows before its shape is known.
 _uninitialized: Any = torch.nn.UninitializedParameter
 ALLOWED_BEFORE_SIZES_ARE_KNOWN: list[Any] = _uninitialized._allowed_methods
@@ -92,9 +96,15 @@ class Replaced(NamedTuple):
 # C++ functions of torch, and the object that runs backward.
 ENGINE = Replaced(torch.autograd.Variable, "_execution_engine")
 MAY_SHARE_IMPLEMENTATION = Replaced(torch, "_has_compatible_shallow_copy_type")
-SCATTER, SCATTER_OUT = Replaced(torch._C, "_scatter"), Replaced(torch._C, "_scatter_out")
+SCATTER, SCATTER_OUT = (
+    Replaced(torch._C, "_scatter"),
+    Replaced(torch._C, "_scatter_out"),
+)
 GATHER, GATHER_OUT = Replaced(torch._C, "_gather"), Replaced(torch._C, "_gather_out")
-BROADCAST, BROADCAST_OUT = Replaced(torch._C, "_broadcast"), Replaced(torch._C, "_broadcast_out")
+BROADCAST, BROADCAST_OUT = (
+    Replaced(torch._C, "_broadcast"),
+    Replaced(torch._C, "_broadcast_out"),
+)
 BROADCAST_COALESCED = Replaced(torch._C, "_broadcast_coalesced")
 # TorchScript knows the functions that it can compile by their ids, and what they are to it.
 scripted_as: Callable[[Any], str | None] = torch.jit._builtins._find_builtin
@@ -117,7 +127,9 @@ def make_device_guard(answering: Callable[[Any], Callable[[], Any]]) -> Any:
 
     An exception in its method would end the process: `answering` makes, of the answer, a function that cannot raise.
     """
-    return type("DeviceGuard", (torch._C._acc.DeviceGuard,), {"type_": answering(_privateuse1)})()
+    return type(
+        "DeviceGuard", (torch._C._acc.DeviceGuard,), {"type_": answering(_privateuse1)}
+    )()
 
 
 def schema(operator: Any) -> Any:
@@ -146,7 +158,9 @@ def say_it_is_simulated(generator: Any, device: torch.device) -> None:
     torch has no way to make such a generator but in C++. Where a later torch has another struct, nothing is written,
     and operators of the CPU take the generator as one of theirs.
     """
-    kind = (ctypes.c_int8 * 2).from_address(generator_id(generator) + _DEVICE_OF_GENERATOR)
+    kind = (ctypes.c_int8 * 2).from_address(
+        generator_id(generator) + _DEVICE_OF_GENERATOR
+    )
     keys = ctypes.c_uint64.from_address(generator_id(generator) + _KEYS_OF_GENERATOR)
     if list(kind) == [0, -1] and keys.value == _bits("CPU"):
         kind[0], kind[1] = PRIVATEUSE1_ID, -1 if device.index is None else device.index

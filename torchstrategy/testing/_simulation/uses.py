@@ -32,7 +32,9 @@ class Uses(Generic[T]):
     __slots__ = ("_begins", "_of_whole", "_parts")
 
     def __init__(self) -> None:
-        self._of_whole: tuple[T, ...] = ()  # the use of all bytes, where no part has one of its own
+        self._of_whole: tuple[
+            T, ...
+        ] = ()  # the use of all bytes, where no part has one of its own
         self._begins: list[int] = []
         self._parts: list[tuple[Span, T]] = []
 

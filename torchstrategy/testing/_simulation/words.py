@@ -8,8 +8,12 @@ from pathlib import Path, PurePath
 
 from torchstrategy.testing._simulation.ordinals import NAME
 
-_DEVICE = re.compile(rf"\b{NAME}(?=:)|(?<=['\"]){NAME}(?=['\"])|(?<=\btorch\.){NAME}\b|(?<=device type ){NAME}\b")
-_TYPE = re.compile(rf"\b{NAME}([A-Z]\w*)Type\b")  # C++ has no other name for a tensor's type: `simFloatType`
+_DEVICE = re.compile(
+    rf"\b{NAME}(?=:)|(?<=['\"]){NAME}(?=['\"])|(?<=\btorch\.){NAME}\b|(?<=device type ){NAME}\b"
+)
+_TYPE = re.compile(
+    rf"\b{NAME}([A-Z]\w*)Type\b"
+)  # C++ has no other name for a tensor's type: `simFloatType`
 _OF_PACKAGES = ("site-packages", "dist-packages")
 
 

@@ -92,7 +92,21 @@ class Optimizes(NamedTuple):
 
     host: str
     begins: bool
-    fused: tuple[float, int] | None = None  # the seconds and the launches of the same step, if it were fused
+    fused: tuple[float, int] | None = (
+        None  # the seconds and the launches of the same step, if it were fused
+    )
 
 
-Act = Span | Pauses | Awaits | Notes | Follows | Joins | Meets | Begins | Ends | StepEnds | Optimizes
+Act = (
+    Span
+    | Pauses
+    | Awaits
+    | Notes
+    | Follows
+    | Joins
+    | Meets
+    | Begins
+    | Ends
+    | StepEnds
+    | Optimizes
+)

@@ -16,7 +16,16 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple, final
 
-from torchstrategy.testing._virtual_time.acts import Act, Awaits, Begins, Follows, Meets, Notes, Optimizes, StepEnds
+from torchstrategy.testing._virtual_time.acts import (
+    Act,
+    Awaits,
+    Begins,
+    Follows,
+    Meets,
+    Notes,
+    Optimizes,
+    StepEnds,
+)
 from torchstrategy.testing._virtual_time.profiles import DeviceProfile
 from torchstrategy.testing._virtual_time.replay import played
 from torchstrategy.testing._virtual_time.spans import Span
@@ -53,9 +62,14 @@ def advice(acts: Sequence[Act], profile: DeviceProfile) -> list[Advice]:
     if len(ends) < _LEAST_STEPS:
         return []
     # The first steps say it as well as all of them, and are played in a moment.
-    acts = acts[: max(ends[_LEAST_STEPS - 1], *(end for end in ends if end < _MOST_ACTS), 0) + 1]
+    acts = acts[
+        : max(ends[_LEAST_STEPS - 1], *(end for end in ends if end < _MOST_ACTS), 0) + 1
+    ]
     before = _step(acts, profile)
-    found = [Advice(change.write, before, _step(change.acts, profile)) for change in _changes(acts, profile)]
+    found = [
+        Advice(change.write, before, _step(change.acts, profile))
+        for change in _changes(acts, profile)
+    ]
     found = [one for one in found if one.after < before * (1 - _LEAST_GAIN)]
     best: dict[str, Advice] = {}
     for one in sorted(found, key=lambda one: one.after):
@@ -72,7 +86,13 @@ def _step(acts: Iterable[Act], profile: DeviceProfile) -> float:
 def _changes(acts: Sequence[Act], profile: DeviceProfile) -> Iterator[_Change]:
     first = next(i for i, act in enumerate(acts) if isinstance(act, StepEnds))
     set_up, steps = acts[:first], acts[first:]
-    kinds = (_pinned(steps, profile), _unread(steps), _fused(steps), _channels_last(steps, profile), _graphed(steps))
+    kinds = (
+        _pinned(steps, profile),
+        _unread(steps),
+        _fused(steps),
+        _channels_last(steps, profile),
+        _graphed(steps),
+    )
     for change in kinds:
         if change is not None:
             yield _Change(change.write, [*set_up, *change.acts])
@@ -88,33 +108,53 @@ def _pinned(acts: Sequence[Act], profile: DeviceProfile) -> _Change | None:
     for i, act in enumerate(acts):
         if isinstance(act, Awaits) and act.why.startswith("a copy to") and not act.way:
             lines.append(act.where)
-        elif isinstance(act, Span) and act.lane == "copies in" and _is_waited_for(acts, i):
+        elif (
+            isinstance(act, Span)
+            and act.lane == "copies in"
+            and _is_waited_for(acts, i)
+        ):
             seconds = profile.copy + act.bytes / (profile.pinned * 1e9)
             were_pinned = were_pinned and act.seconds <= seconds * 1.001
             changed.append(act._replace(end=act.start + min(seconds, act.seconds)))
         else:
             changed.append(act)
-    what = "non_blocking=True for copies from pinned memory" if were_pinned else "pinned memory and non_blocking=True"
+    what = (
+        "non_blocking=True for copies from pinned memory"
+        if were_pinned
+        else "pinned memory and non_blocking=True"
+    )
     return _Change(f"{what} ({_some(lines)})", changed) if lines else None
 
 
 def _is_waited_for(acts: Sequence[Act], i: int) -> bool:
     """Whether the program waits for what it puts on a stream at this place."""
     after = acts[i + 1] if i + 1 < len(acts) else None
-    return isinstance(after, Awaits) and after.why.startswith("a copy to") and not after.way
+    return (
+        isinstance(after, Awaits)
+        and after.why.startswith("a copy to")
+        and not after.way
+    )
 
 
 def _unread(acts: Sequence[Act]) -> _Change | None:
     """The program reads no numbers: they are not copied, and it does not wait for them."""
     reads = [i for i, act in enumerate(acts) if _is_read(act)]
-    gone = {place for i in reads for place in (i - 1, i)}  # the copy, and the wait for it
+    gone = {
+        place for i in reads for place in (i - 1, i)
+    }  # the copy, and the wait for it
     lines = [act.where for act in acts if isinstance(act, Awaits) and _is_read(act)]
-    kept = [act for i, act in enumerate(acts) if i not in gone or not (_is_read(act) or _is_copy_of_a_number(act))]
+    kept = [
+        act
+        for i, act in enumerate(acts)
+        if i not in gone or not (_is_read(act) or _is_copy_of_a_number(act))
+    ]
     return _Change(f"no .item() each step ({_some(lines)})", kept) if lines else None
 
 
 def _is_copy_of_a_number(act: Act) -> bool:
-    return isinstance(act, Span) and act.lane == "copies out" and _READ.endswith(act.name)
+    return (
+        isinstance(act, Span) and act.lane == "copies out" and _READ.endswith(act.name)
+    )
 
 
 def _is_read(act: Act) -> bool:
@@ -123,7 +163,9 @@ def _is_read(act: Act) -> bool:
 
 def _fused(acts: Sequence[Act]) -> _Change | None:
     """What an optimizer computes in a step is one operator on all of its tensors."""
-    mine: dict[str, list[int]] = {}  # by host: the places of what it computes, since its optimizer began a step
+    mine: dict[
+        str, list[int]
+    ] = {}  # by host: the places of what it computes, since its optimizer began a step
     gone: set[int] = set()
     fused: dict[int, Span] = {}  # by place
     for i, act in enumerate(acts):
@@ -131,14 +173,28 @@ def _fused(acts: Sequence[Act]) -> _Change | None:
             mine[act.host].append(i)
         elif isinstance(act, Optimizes) and act.begins:
             mine[act.host] = []
-        elif isinstance(act, Optimizes) and (places := mine.pop(act.host, [])) and act.fused is not None:
-            spans = [span for span in (acts[place] for place in places) if isinstance(span, Span)]
-            if len({span.stream for span in spans}) == 1:  # else it works on several devices
+        elif (
+            isinstance(act, Optimizes)
+            and (places := mine.pop(act.host, []))
+            and act.fused is not None
+        ):
+            spans = [
+                span
+                for span in (acts[place] for place in places)
+                if isinstance(span, Span)
+            ]
+            if (
+                len({span.stream for span in spans}) == 1
+            ):  # else it works on several devices
                 seconds, launches = act.fused
                 launch = min(span.launch for span in spans) * (1 + (launches - 1) / 2)
                 gone.update(places)
-                fused[places[0]] = spans[0]._replace(end=spans[0].start + seconds, launch=launch)
-    changed = [fused.get(i, act) for i, act in enumerate(acts) if i in fused or i not in gone]
+                fused[places[0]] = spans[0]._replace(
+                    end=spans[0].start + seconds, launch=launch
+                )
+    changed = [
+        fused.get(i, act) for i, act in enumerate(acts) if i in fused or i not in gone
+    ]
     return _Change("a fused optimizer (fused=True)", changed) if fused else None
 
 
@@ -153,7 +209,9 @@ def _channels_last(acts: Sequence[Act], profile: DeviceProfile) -> _Change | Non
             if is_first:
                 # What the layout of the first convolution costs is to bring its images there and back.
                 seconds = act.layout / 2 / _STRIDED + profile.kernel
-                changed.append(act._replace(end=act.start + seconds, name="copy_", layout=0.0))
+                changed.append(
+                    act._replace(end=act.start + seconds, name="copy_", layout=0.0)
+                )
                 is_first = False
             changed.append(act._replace(end=act.end - act.layout, layout=0.0))
         else:
@@ -179,7 +237,11 @@ def _graphed(acts: Sequence[Act]) -> _Change | None:
             changed.append(act if act.phase != phase else act._replace(launch=0.0))
             phase = act.phase
             continue
-        if isinstance(act, Awaits) and phase == "forward" and not act.why.startswith("a copy to"):
+        if (
+            isinstance(act, Awaits)
+            and phase == "forward"
+            and not act.why.startswith("a copy to")
+        ):
             return None
         if isinstance(act, (StepEnds, Optimizes)):
             phase = None
@@ -195,12 +257,20 @@ def _larger_buckets(acts: Sequence[Act]) -> Iterator[_Change]:
     for act in acts:
         if isinstance(act, StepEnds):
             sent.append([])
-        elif isinstance(act, Meets) and act.kind == "all_reduce" and set(act.arrivals) <= buckets:
+        elif (
+            isinstance(act, Meets)
+            and act.kind == "all_reduce"
+            and set(act.arrivals) <= buckets
+        ):
             sent[-1].append(act)
     most = max(map(len, sent))
     for factor in (2, 4, most):
         if 1 < factor <= most:
-            together = [step[i : i + factor] for step in sent for i in range(0, len(step), factor)]
+            together = [
+                step[i : i + factor]
+                for step in sent
+                for i in range(0, len(step), factor)
+            ]
             largest = max(sum(one.bytes for one in some) for some in together)
             size = _BUCKET * factor if factor < most else math.ceil(largest / _MIB)
             changed = _sent_together(acts, together)
@@ -208,25 +278,37 @@ def _larger_buckets(acts: Sequence[Act]) -> Iterator[_Change]:
                 yield _Change(f"DistributedDataParallel(bucket_cap_mb={size})", changed)
 
 
-def _sent_together(acts: Sequence[Act], together: Sequence[Sequence[Meets]]) -> list[Act] | None:
+def _sent_together(
+    acts: Sequence[Act], together: Sequence[Sequence[Meets]]
+) -> list[Act] | None:
     """The acts in which only the last of each some collectives is there, with the bytes of all of them.
 
     None if somebody waits for one of them before the last is sent.
     """
     last = {one.number: some[-1] for some in together for one in some}
-    sizes = {some[-1].number: sum(one.bytes for one in some) for some in together if some}
+    sizes = {
+        some[-1].number: sum(one.bytes for one in some) for some in together if some
+    }
     gone = {one.number for some in together for one in some[:-1]}
-    left_out = {number for some in together for one in some[:-1] for number in one.arrivals}
+    left_out = {
+        number for some in together for one in some[:-1] for number in one.arrivals
+    }
     changed: list[Act] = []
     seen: set[int] = set()
     for act in acts:
         if isinstance(act, Meets):
             seen.add(act.number)
-        if (isinstance(act, Meets) and act.number in gone) or (isinstance(act, Notes) and act.number in left_out):
+        if (isinstance(act, Meets) and act.number in gone) or (
+            isinstance(act, Notes) and act.number in left_out
+        ):
             continue
         if isinstance(act, Meets) and act.number in sizes:
             changed.append(act._replace(bytes=sizes[act.number]))
-        elif isinstance(act, (Follows, Awaits)) and act.moment is not None and act.moment in gone:
+        elif (
+            isinstance(act, (Follows, Awaits))
+            and act.moment is not None
+            and act.moment in gone
+        ):
             if last[act.moment].number not in seen:
                 return None
             changed.append(act._replace(moment=last[act.moment].number))

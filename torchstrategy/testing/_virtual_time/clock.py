@@ -34,7 +34,14 @@ from typing_extensions import override
 
 from torchstrategy.testing._simulation.accelerator import depth_of_backward
 from torchstrategy.testing._simulation.accounts import held
-from torchstrategy.testing._simulation.listeners import Copy, Kernel, Launch, Listener, Meeting, Stream
+from torchstrategy.testing._simulation.listeners import (
+    Copy,
+    Kernel,
+    Launch,
+    Listener,
+    Meeting,
+    Stream,
+)
 from torchstrategy.testing._simulation.ordinals import Spoken
 from torchstrategy.testing._simulation.program import Call, users_call, users_place
 from torchstrategy.testing._virtual_time.acts import (
@@ -55,7 +62,14 @@ from torchstrategy.testing._virtual_time.collectives import collective_seconds
 from torchstrategy.testing._virtual_time.costs import CostModel, name_of, size_of
 from torchstrategy.testing._virtual_time.hosts import Hosts
 from torchstrategy.testing._virtual_time.profiles import GIB, DeviceProfile
-from torchstrategy.testing._virtual_time.spans import CpuWork, Kind, Phase, Span, Synchronization, TimedCopy
+from torchstrategy.testing._virtual_time.spans import (
+    CpuWork,
+    Kind,
+    Phase,
+    Span,
+    Synchronization,
+    TimedCopy,
+)
 
 _READ = "_local_scalar_dense"
 _ROUNDING = 1e-12  # seconds; sums of the same durations in another order differ by less
@@ -76,7 +90,9 @@ class _Task(NamedTuple):
 
 @final
 class _Here(threading.local):
-    depth: int | None = None  # of backward, where this thread's optimizer began its step; None: it makes none
+    depth: int | None = (
+        None  # of backward, where this thread's optimizer began its step; None: it makes none
+    )
 
 
 @final
@@ -91,21 +107,31 @@ class Clock(Listener):
         self.copies: list[TimedCopy] = []
         self.synchronizations: list[Synchronization] = []
         self.cpu_work: list[CpuWork] = []
-        self.ends: list[float] = []  # of the steps of the program, or of its first rank: when all is done
+        self.ends: list[
+            float
+        ] = []  # of the steps of the program, or of its first rank: when all is done
         self.acts: list[Act] = []
         self.costs = CostModel(profile)
-        self._peaks = [{device: held(device) for device in range(devices)}]  # between two marks each: by device
+        self._peaks = [
+            {device: held(device) for device in range(devices)}
+        ]  # between two marks each: by device
         self._ready: dict[Stream, float] = defaultdict(float)
         self._free: dict[_Engine, float] = defaultdict(float)
-        self._numbers: dict[int, int] = defaultdict(int)  # by device: how many streams it has but for the default one
+        self._numbers: dict[int, int] = defaultdict(
+            int
+        )  # by device: how many streams it has but for the default one
         self._lanes: dict[Stream, str] = {}
         self._here = _Here()
-        self._lock = threading.RLock()  # memory may be freed, and say so, while this thread holds the lock
+        self._lock = (
+            threading.RLock()
+        )  # memory may be freed, and say so, while this thread holds the lock
 
     @property
     def end(self) -> float:
         """When the program and all streams are done."""
-        return max([self.hosts.program.now, self.hosts.here().now, *self._ready.values()])
+        return max(
+            [self.hosts.program.now, self.hosts.here().now, *self._ready.values()]
+        )
 
     @property
     def end_here(self) -> float:
@@ -119,7 +145,10 @@ class Clock(Listener):
 
     def peaks(self, first: int, last: int | None) -> dict[int, int]:
         """The most bytes that each device held, from a call of `begin_peaks` to before another one."""
-        return {device: max(peaks[device] for peaks in self._peaks[first:last]) for device in self._peaks[0]}
+        return {
+            device: max(peaks[device] for peaks in self._peaks[first:last])
+            for device in self._peaks[0]
+        }
 
     def step_ends(self, rank: int, count: int) -> None:
         """Notes that a step of the program, or of one of its ranks, has ended."""
@@ -151,13 +180,25 @@ class Clock(Listener):
         if name == _READ:
             engine = kernel.stream[0], "copies out"
             size = kernel.args[0].element_size()
-            self._put(kernel.stream, _Task("copy", name, self.profile.copy, size), engine)
+            self._put(
+                kernel.stream, _Task("copy", name, self.profile.copy, size), engine
+            )
             return
-        cost = self.costs.of(kernel.operator, kernel.args, kernel.kwargs, kernel.results)
+        cost = self.costs.of(
+            kernel.operator, kernel.args, kernel.kwargs, kernel.results
+        )
         if cost is not None:
             # An operator on lists launches kernel after kernel in one call: what is Python's is spent once.
             launch = self.profile.launch * (1 + (cost.launches - 1) / 2)
-            task = _Task("compute", name, cost.seconds, cost.bytes, cost.flops, cost.at_peak, cost.layout)
+            task = _Task(
+                "compute",
+                name,
+                cost.seconds,
+                cost.bytes,
+                cost.flops,
+                cost.at_peak,
+                cost.layout,
+            )
             self._put(kernel.stream, task, launch=launch)
 
     @override
@@ -166,19 +207,25 @@ class Clock(Listener):
         if copy.source is not None and copy.target is not None:
             if copy.source[0] == copy.target[0]:
                 cost = self.costs.copy_within(source, target)
-                self._put(copy.stream, _Task("compute", "copy_", cost.seconds, cost.bytes))
+                self._put(
+                    copy.stream, _Task("compute", "copy_", cost.seconds, cost.bytes)
+                )
             else:
                 self._copy_between(copy, copy.source, copy.target)
             return
         device, comes = copy.stream[0], copy.source is None
         bandwidth = self.profile.pinned if copy.is_pinned else self.profile.pageable
         task = _Task("copy", "copy_", self._copying(copy, bandwidth), _bytes(copy))
-        span = self._put(copy.stream, task, (device, "copies in" if comes else "copies out"))
+        span = self._put(
+            copy.stream, task, (device, "copies in" if comes else "copies out")
+        )
         route = f"cpu->sim:{device}" if comes else f"sim:{device}->cpu"
         self._note(copy, span, route)
         if copy.blocks:
             memory = "pinned memory" if copy.is_pinned else "memory that is not pinned"
-            here = "its device" if self.hosts.here().is_rank else f"sim:{device}"  # ranks do the same, each on its own
+            here = (
+                "its device" if self.hosts.here().is_rank else f"sim:{device}"
+            )  # ranks do the same, each on its own
             way = f"to {here} from {memory}" if comes else f"from {here} to {memory}"
             self._wait(span.end, f"a copy {way}", users_call())
 
@@ -186,7 +233,9 @@ class Clock(Listener):
         with self._lock:
             self._ready[source] = max(self._ready[source], self._ready[target])
             self.acts.append(Joins(source, target))
-            task = _Task("copy", "copy_", self._copying(copy, self.profile.peer), _bytes(copy))
+            task = _Task(
+                "copy", "copy_", self._copying(copy, self.profile.peer), _bytes(copy)
+            )
             span = self._put(source, task, (source[0], f"copies to sim:{target[0]}"))
             self._ready[target] = self._ready[source]
             self.acts.append(Joins(target, source))
@@ -196,7 +245,15 @@ class Clock(Listener):
         return self.profile.copy + _bytes(copy) / (bandwidth * 1e9)
 
     def _note(self, copy: Copy, span: Span, route: str) -> None:
-        made = TimedCopy(route, span.bytes, copy.is_pinned, copy.blocks, span.start, span.seconds, span.where)
+        made = TimedCopy(
+            route,
+            span.bytes,
+            copy.is_pinned,
+            copy.blocks,
+            span.start,
+            span.seconds,
+            span.where,
+        )
         self.copies.append(made)
 
     @override
@@ -235,7 +292,9 @@ class Clock(Listener):
 
     @override
     def waits_for_stream(self, stream: Stream, other: Stream) -> None:
-        self.waits(stream, self.moment(other))  # which is what torch does, with an event
+        self.waits(
+            stream, self.moment(other)
+        )  # which is what torch does, with an event
 
     @override
     def synchronized(self, moment: Moment) -> None:
@@ -247,19 +306,31 @@ class Clock(Listener):
 
     @override
     def synchronized_device(self, device: int) -> None:
-        ready = [moment for stream, moment in list(self._ready.items()) if stream[0] == device]
-        self._wait(max(ready, default=0.0), "synchronize()", users_call(), device=device)
+        ready = [
+            moment
+            for stream, moment in list(self._ready.items())
+            if stream[0] == device
+        ]
+        self._wait(
+            max(ready, default=0.0), "synchronize()", users_call(), device=device
+        )
 
     @override
-    def used_on_cpu(self, name: str, read: Sequence[torch.Tensor], written: Sequence[torch.Tensor]) -> None:
+    def used_on_cpu(
+        self, name: str, read: Sequence[torch.Tensor], written: Sequence[torch.Tensor]
+    ) -> None:
         if name.startswith("tensor."):
             return  # another name for the memory; what reads it is no operator
         size = sum(map(size_of, read)) + 2 * sum(map(size_of, written))
         with self._lock:
             host = self.hosts.here()
             start = host.now
-            self._pause(self.profile.cpu_operator + size / (self.profile.cpu_bandwidth * 1e9))
-            self.cpu_work.append(CpuWork(host.name, name, start, host.now, size, users_place()))
+            self._pause(
+                self.profile.cpu_operator + size / (self.profile.cpu_bandwidth * 1e9)
+            )
+            self.cpu_work.append(
+                CpuWork(host.name, name, start, host.now, size, users_place())
+            )
 
     @override
     def rank_begins(self, rank: int) -> None:
@@ -281,7 +352,11 @@ class Clock(Listener):
     def met(self, meeting: Meeting) -> Moment:
         kind, size, arrivals = meeting
         # A link carries messages in both directions at once.
-        lanes = ["messages out", "messages in"] if kind == "send" else ["collectives"] * len(arrivals)
+        lanes = (
+            ["messages out", "messages in"]
+            if kind == "send"
+            else ["collectives"] * len(arrivals)
+        )
         links = [
             (arrival.stream[0], lane, arrival.where)
             for arrival, lane in zip(arrivals, lanes, strict=True)
@@ -289,17 +364,41 @@ class Clock(Listener):
         ]
         with self._lock:
             start: float = max(arrival.moment for arrival in arrivals)
-            start = max([start, *(self._free[device, lane] for device, lane, _ in links)])
-            end = start + collective_seconds(kind, size, len(arrivals), bool(links), self.profile)
+            start = max(
+                [start, *(self._free[device, lane] for device, lane, _ in links)]
+            )
+            end = start + collective_seconds(
+                kind, size, len(arrivals), bool(links), self.profile
+            )
             for device, lane, where in links:
                 self._free[device, lane] = end
                 self.spans.append(
-                    Span(device, lane, "collective", kind, start, end, size, 0, 0.0, where, "", "forward", "")
+                    Span(
+                        device,
+                        lane,
+                        "collective",
+                        kind,
+                        start,
+                        end,
+                        size,
+                        0,
+                        0.0,
+                        where,
+                        "",
+                        "forward",
+                        "",
+                    )
                 )
             over = self._moment(end)
             numbers = tuple(arrival.moment.number for arrival in arrivals)
             self.acts.append(
-                Meets(kind, size, numbers, tuple((device, lane) for device, lane, _ in links), over.number)
+                Meets(
+                    kind,
+                    size,
+                    numbers,
+                    tuple((device, lane) for device, lane, _ in links),
+                    over.number,
+                )
             )
         return over
 
@@ -323,10 +422,19 @@ class Clock(Listener):
     def seconds_between(self, start: float, end: float) -> float | None:
         return end - start
 
-    def _put(self, stream: Stream, task: _Task, engine: _Engine | None = None, launch: float | None = None) -> Span:
+    def _put(
+        self,
+        stream: Stream,
+        task: _Task,
+        engine: _Engine | None = None,
+        launch: float | None = None,
+    ) -> Span:
         """Puts work on a stream, and on an engine if it is a copy."""
         with self._lock:
-            host, launch = self.hosts.here(), self.profile.launch if launch is None else launch
+            host, launch = (
+                self.hosts.here(),
+                self.profile.launch if launch is None else launch,
+            )
             host.spend(launch)
             start = max(host.now, self._ready[stream])
             if engine is not None:
@@ -336,7 +444,11 @@ class Clock(Listener):
             host.done = max(host.done, end)
             if engine is not None:
                 self._free[engine] = end
-            lane = engine[1] if engine is not None else self._lanes.get(stream) or self._lane(stream)
+            lane = (
+                engine[1]
+                if engine is not None
+                else self._lanes.get(stream) or self._lane(stream)
+            )
             line, function, way = users_call()
             span = Span(
                 stream[0],
@@ -363,7 +475,11 @@ class Clock(Listener):
     def _phase(self, way: str) -> Phase:
         if way == "optimizer" or self._here.depth is not None:
             # An optimizer may call backward, as LBFGS does, and backward an optimizer.
-            return "backward" if depth_of_backward() > (self._here.depth or 0) else "optimizer"
+            return (
+                "backward"
+                if depth_of_backward() > (self._here.depth or 0)
+                else "optimizer"
+            )
         return "backward" if depth_of_backward() else "forward"
 
     def _pause(self, seconds: float) -> None:
@@ -375,7 +491,9 @@ class Clock(Listener):
     def _noted(self, stream: Stream | None, is_bucket: bool = False) -> Moment:
         """The moment at which a stream is ready and the program is here; the acts have it, too."""
         host = self.hosts.here()
-        moment = self._moment(host.now if stream is None else max(host.now, self._ready[stream]))
+        moment = self._moment(
+            host.now if stream is None else max(host.now, self._ready[stream])
+        )
         self.acts.append(Notes(host.name, stream, moment.number, is_bucket))
         return moment
 
@@ -398,7 +516,9 @@ class Clock(Listener):
             host = self.hosts.here()
             start = host.now
             waited = host.wait_until(until)
-            self.synchronizations.append(Synchronization(why, call.line, start, waited, host.name))
+            self.synchronizations.append(
+                Synchronization(why, call.line, start, waited, host.name)
+            )
             self.acts.append(Awaits(host.name, why, call.line, call.way, *on, **known))
 
 

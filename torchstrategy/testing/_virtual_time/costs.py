@@ -29,15 +29,21 @@ class Cost(NamedTuple):
     seconds: float
     flops: int
     bytes: int  # that go between the device and its memory
-    at_peak: float  # the seconds that its arithmetic would take at the peak of its dtype
-    launches: int = 1  # how many kernels it is
-    layout: float = (
-        0.0  # the part of the seconds that transposes images, which those in channels-last order do not need
+    at_peak: (
+        float  # the seconds that its arithmetic would take at the peak of its dtype
     )
+    launches: int = 1  # how many kernels it is
+    layout: float = 0.0  # the part of the seconds that transposes images, which those in channels-last order do not need
 
 
 # How a matrix product is divided: rows and columns of a tile, and how well a multiprocessor is used by such tiles.
-_TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.93), (128, 64, 0.75), (64, 64, 0.55))
+_TILES = (
+    (256, 128, 1.0),
+    (128, 256, 1.0),
+    (128, 128, 0.93),
+    (128, 64, 0.75),
+    (64, 64, 0.55),
+)
 _LEAST_SPLIT = 512  # of the inner dimension of a product with few tiles, if it is split
 _ALIGNMENT = 16  # bytes of a row of which tensor cores want multiples
 _UNALIGNED = {2: 0.35}  # by the bytes of an element: the part of the speed that is left
@@ -67,12 +73,29 @@ _SLOWER = dict.fromkeys(
     0.8,
 )
 _STRIDED_COPY = 0.75  # the part of the bandwidth of a copy that changes the order of elements or the dtype
-_WRITES_ONLY = ("fill_", "zero_", "uniform_", "normal_", "bernoulli_", "random_", "exponential_")
+_WRITES_ONLY = (
+    "fill_",
+    "zero_",
+    "uniform_",
+    "normal_",
+    "bernoulli_",
+    "random_",
+    "exponential_",
+)
 _GATHERS = ("embedding", "index_select", "gather", "index")
-_PRODUCTS = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1, "addbmm": 1}  # by name: the position of the first factor
+_PRODUCTS = {
+    "mm": 0,
+    "bmm": 0,
+    "addmm": 1,
+    "baddbmm": 1,
+    "addbmm": 1,
+}  # by name: the position of the first factor
 _MAY_USE_TF32 = {*_PRODUCTS, "convolution", "convolution_backward"}
 _ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
-_FEW_CHANNELS, _OF_FEW_CHANNELS = 8, 0.35  # a convolution of an image's three channels, and the part of its speed
+_FEW_CHANNELS, _OF_FEW_CHANNELS = (
+    8,
+    0.35,
+)  # a convolution of an image's three channels, and the part of its speed
 _TENSORS_IN_A_LAUNCH = 60  # of an operator on lists
 _NOT_A_KERNEL = ("is_set_to",)
 
@@ -85,9 +108,15 @@ class CostModel:
         self._profile = profile
         self._known: dict[Any, Cost | None] = {}
 
-    def of(self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], results: Any) -> Cost | None:
+    def of(
+        self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], results: Any
+    ) -> Cost | None:
         """The cost of an operator; None if it is no kernel. Only sizes, strides and dtypes are looked at."""
-        key: tuple[Any, ...] = (op, _signature(args), _signature(tuple(kwargs.items())) if kwargs else ())
+        key: tuple[Any, ...] = (
+            op,
+            _signature(args),
+            _signature(tuple(kwargs.items())) if kwargs else (),
+        )
         if (name := name_of(op)) in _MAY_USE_TF32:
             key = (*key, _uses_tf32(name not in _PRODUCTS))
         if key not in self._known:
@@ -96,34 +125,51 @@ class CostModel:
 
     def copy_within(self, source: torch.Tensor, target: torch.Tensor) -> Cost:
         """The cost of a copy within one device."""
-        is_straight = source.dtype == target.dtype and source.stride() == target.stride()
+        is_straight = (
+            source.dtype == target.dtype and source.stride() == target.stride()
+        )
         moved = size_of(source) + size_of(target)
-        seconds = self._memory(moved) / (1 if is_straight else _STRIDED_COPY) + self._profile.kernel
+        seconds = (
+            self._memory(moved) / (1 if is_straight else _STRIDED_COPY)
+            + self._profile.kernel
+        )
         return Cost(seconds, 0, moved, 0.0)
 
-    def _computed(self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], results: Any) -> Cost | None:
+    def _computed(
+        self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], results: Any
+    ) -> Cost | None:
         name = name_of(op)
         if name in _NOT_A_KERNEL:
             return None
         moved = _traffic(op, name, args, kwargs, results)
-        memory = self._memory(moved) / (1.0 if _is_known_norm(name, args) else _SLOWER.get(name, 1.0))
+        memory = self._memory(moved) / (
+            1.0 if _is_known_norm(name, args) else _SLOWER.get(name, 1.0)
+        )
         flops, compute, dtype, layout, images = 0, 0.0, torch.float32, 0.0, 0.0
         uses_tensor_cores = False
         if name in _PRODUCTS:
             first, second = args[_PRODUCTS[name] : _PRODUCTS[name] + 2]
             batch = first.shape[0] if first.dim() == 3 else 1
             m, k, n = first.shape[-2], first.shape[-1], second.shape[-1]
-            flops, dtype, uses_tensor_cores = 2 * batch * m * n * k, first.dtype, _uses_tf32(False)
+            flops, dtype, uses_tensor_cores = (
+                2 * batch * m * n * k,
+                first.dtype,
+                _uses_tf32(False),
+            )
             compute = self._matmul(batch, m, n, k, dtype)
         elif name in ("convolution", "convolution_backward"):
-            flops = int(flop_registry[op.overloadpacket](*args, **kwargs, out_val=results))
+            flops = int(
+                flop_registry[op.overloadpacket](*args, **kwargs, out_val=results)
+            )
             inputs, weight = args[:2] if name == "convolution" else args[1:3]
             dtype, uses_tensor_cores = inputs.dtype, _uses_tf32(True)
             compute, layout = self._convolution(flops, inputs, weight, results)
             images = layout if inputs.dim() == 4 else 0.0
         elif name.startswith(_ATTENTION):
             flops, dtype = _attention_flops(name, args, kwargs), args[0].dtype
-            part = self._profile.attention * (0.8 if name.endswith("_backward") else 1.0)
+            part = self._profile.attention * (
+                0.8 if name.endswith("_backward") else 1.0
+            )
             compute = flops / (self._profile.peak(dtype) * part)
         at_peak = flops / self._profile.peak(dtype, uses_tensor_cores)
         launches = _launches(name, args)
@@ -154,19 +200,34 @@ class CostModel:
         else:
             aligned = _UNALIGNED.get(size, _UNALIGNED_ELSE)
         part = self._profile.simple_matmul if is_simple else self._profile.matmul
-        return 2 * batch * m * n * k / (self._profile.peak(dtype, tf32) * part * used * _ramp(k) * aligned)
+        return (
+            2
+            * batch
+            * m
+            * n
+            * k
+            / (self._profile.peak(dtype, tf32) * part * used * _ramp(k) * aligned)
+        )
 
-    def _convolution(self, flops: int, inputs: torch.Tensor, weight: torch.Tensor, results: Any) -> tuple[float, float]:
+    def _convolution(
+        self, flops: int, inputs: torch.Tensor, weight: torch.Tensor, results: Any
+    ) -> tuple[float, float]:
         tf32 = _uses_tf32(True)
         is_simple = self._has_no_tensor_cores(inputs.dtype, tf32)
-        part = self._profile.simple_convolution if is_simple else self._profile.convolution
+        part = (
+            self._profile.simple_convolution if is_simple else self._profile.convolution
+        )
         if inputs.shape[1] == weight.shape[1] < _FEW_CHANNELS:
             part *= _OF_FEW_CHANNELS
         layout = 0.0
-        is_last = inputs.dim() == 4 and inputs.is_contiguous(memory_format=torch.channels_last)
+        is_last = inputs.dim() == 4 and inputs.is_contiguous(
+            memory_format=torch.channels_last
+        )
         if not is_simple and not is_last:
             # Tensor cores want channels last, so the inputs and the outputs are transposed.
-            layout = self._memory(2 * (size_of(inputs) + sum(map(size_of, list(tensors_in(results))[:1]))))
+            layout = self._memory(
+                2 * (size_of(inputs) + sum(map(size_of, list(tensors_in(results))[:1])))
+            )
         return flops / (self._profile.peak(inputs.dtype, tf32) * part), layout
 
 
@@ -192,14 +253,25 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
             yield from tensors_in(inner)
 
 
-def _traffic(op: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], results: Any) -> int:
+def _traffic(
+    op: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], results: Any
+) -> int:
     """The bytes that an operator reads and writes."""
-    inputs, outputs = list(tensors_in([*args, *kwargs.values()])), list(tensors_in(results))
-    made = sum(size_of(tensor) for tensor in outputs if not any(tensor is other for other in inputs))
+    inputs, outputs = (
+        list(tensors_in([*args, *kwargs.values()])),
+        list(tensors_in(results)),
+    )
+    made = sum(
+        size_of(tensor)
+        for tensor in outputs
+        if not any(tensor is other for other in inputs)
+    )
     if name in _GATHERS:
         return 2 * made
     if name == "nll_loss_forward":
-        return int(64 * args[1].numel())  # one number of each row, from a line of memory of its own
+        return int(
+            64 * args[1].numel()
+        )  # one number of each row, from a line of memory of its own
     if name == "nll_loss_backward":
         return 2 * made  # set to zero, then written here and there
     if name == "embedding_dense_backward":
@@ -208,7 +280,9 @@ def _traffic(op: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any],
         size_of(tensor)
         for i, argument in enumerate(op._schema.arguments)
         if argument.alias_info is not None and argument.alias_info.is_write
-        for tensor in tensors_in(args[i] if i < len(args) else kwargs.get(argument.name))
+        for tensor in tensors_in(
+            args[i] if i < len(args) else kwargs.get(argument.name)
+        )
     )
     if name in _WRITES_ONLY:
         return rewritten
@@ -227,7 +301,9 @@ def _attention_flops(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) 
     is_backward = name.endswith("_backward")
     query, key, value = args[1:4] if is_backward else args[:3]
     position = 7 if is_backward else 4
-    is_causal = args[position] if len(args) > position else kwargs.get("is_causal", False)
+    is_causal = (
+        args[position] if len(args) > position else kwargs.get("is_causal", False)
+    )
     batch, heads, rows, width = query.shape
     columns, value_width = key.shape[2], value.shape[3]
     products = batch * heads * rows * columns * (width + value_width)

@@ -7,7 +7,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from torchstrategy.testing._simulation.ordinals import is_simulated
 from torchstrategy.testing._virtual_time.clock import Clock
@@ -27,7 +31,10 @@ def watching_optimizers(clock: Clock) -> Iterator[None]:
     def ends(optimizer: Optimizer, *_: Any) -> None:
         clock.optimizer_ends(fused_step(optimizer, clock.costs))
 
-    hooks = [register_optimizer_step_pre_hook(begins), register_optimizer_step_post_hook(ends)]
+    hooks = [
+        register_optimizer_step_pre_hook(begins),
+        register_optimizer_step_post_hook(ends),
+    ]
     try:
         yield
     finally:
@@ -51,7 +58,9 @@ def fused_step(optimizer: Optimizer, costs: CostModel) -> tuple[float, int] | No
         states = [optimizer.state.get(parameter, {}) for parameter in parameters]
         gradients = [parameter.grad for parameter in parameters]
         try:
-            cost = costs.of(operator, (parameters, gradients, *lists(group, states)), {}, ())
+            cost = costs.of(
+                operator, (parameters, gradients, *lists(group, states)), {}, ()
+            )
         except KeyError:  # a state that somebody has changed
             return None
         assert cost is not None
@@ -71,7 +80,9 @@ def _of_adam(group: dict[str, Any], states: list[Any]) -> tuple[Any, ...]:
 
 
 def _of_sgd(group: dict[str, Any], states: list[Any]) -> tuple[Any, ...]:
-    return ([state["momentum_buffer"] for state in states] if group["momentum"] else [],)
+    return (
+        [state["momentum_buffer"] for state in states] if group["momentum"] else [],
+    )
 
 
 _FUSED: dict[type, tuple[Any, _Lists]] = {

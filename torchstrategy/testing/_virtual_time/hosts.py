@@ -19,7 +19,13 @@ from typing import final
 class Host:
     """A clock, in seconds, of the program, of one replica or of one rank."""
 
-    def __init__(self, now: float = 0.0, share: int = 1, name: str = "host", rank: int | None = None) -> None:
+    def __init__(
+        self,
+        now: float = 0.0,
+        share: int = 1,
+        name: str = "host",
+        rank: int | None = None,
+    ) -> None:
         self.now = now
         self.done = now  # when all work is done that it has put on streams
         self.name = name
@@ -46,7 +52,9 @@ class Host:
 class _Here(threading.local):
     def __init__(self) -> None:
         self.rank: Host | None = None  # whose thread this is
-        self.given: Host | None = None  # the clock that somebody has given to this thread
+        self.given: Host | None = (
+            None  # the clock that somebody has given to this thread
+        )
 
 
 @final
@@ -55,7 +63,9 @@ class Hosts:
 
     def __init__(self) -> None:
         self.program = Host()
-        self.were_given = False  # whether others have given clocks, which they may set as they like
+        self.were_given = (
+            False  # whether others have given clocks, which they may set as they like
+        )
         self._here = _Here()
         self._ranks: list[Host] = []  # of a run that has not ended
 

@@ -43,7 +43,9 @@ class Limits:
                 f"The program waits for a device {plural(len(waits), 'time')}, and may wait "
                 f"{plural(self.max_syncs, 'time')} (max_syncs):"
             )
-            for place, count in _counted([f"{wait.where}: {wait.why}" for wait in waits]):
+            for place, count in _counted(
+                [f"{wait.where}: {wait.why}" for wait in waits]
+            ):
                 yield f"  {plural(count, 'time')} at {place}"
         if self.min_overlap is not None and trace.overlap() < self.min_overlap:
             yield (

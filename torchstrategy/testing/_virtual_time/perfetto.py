@@ -20,21 +20,45 @@ def perfetto(timeline: Timeline) -> str:
         place = {"pid": number, "tid": thread}
         events += [
             {"ph": "M", "name": "process_name", **place, "args": {"name": process}},
-            {"ph": "M", "name": "thread_name", **place, "args": {"name": name or "program"}},
+            {
+                "ph": "M",
+                "name": "thread_name",
+                **place,
+                "args": {"name": name or "program"},
+            },
         ]
         events += [{**_event(thing), **place} for thing in things]
     about = {"profile": timeline.profile.name, "note": HEAD}
-    return json.dumps({"displayTimeUnit": "ms", "otherData": about, "traceEvents": events}, indent=0)
+    return json.dumps(
+        {"displayTimeUnit": "ms", "otherData": about, "traceEvents": events}, indent=0
+    )
 
 
 def _event(thing: Span | Synchronization | CpuWork) -> dict[str, Any]:
     if isinstance(thing, Synchronization):
-        name, kind, end, about = thing.why, "wait", thing.start + thing.seconds, {"line": thing.where}
+        name, kind, end, about = (
+            thing.why,
+            "wait",
+            thing.start + thing.seconds,
+            {"line": thing.where},
+        )
     elif isinstance(thing, CpuWork):
-        name, kind, end, about = thing.name, "cpu", thing.end, {"line": thing.where, "bytes": str(thing.bytes)}
+        name, kind, end, about = (
+            thing.name,
+            "cpu",
+            thing.end,
+            {"line": thing.where, "bytes": str(thing.bytes)},
+        )
     else:
         name, kind, end = thing.name, thing.kind, thing.end
-        about = {"line": thing.where, "function": thing.users_function, "phase": thing.phase}
+        about = {
+            "line": thing.where,
+            "function": thing.users_function,
+            "phase": thing.phase,
+        }
         about |= {"bytes": str(thing.bytes), "flops": str(thing.flops)}
-    times = {"ts": round(thing.start * 1e6, 3), "dur": round((end - thing.start) * 1e6, 3)}
+    times = {
+        "ts": round(thing.start * 1e6, 3),
+        "dur": round((end - thing.start) * 1e6, 3),
+    }
     return {"ph": "X", "name": name, "cat": kind, **times, "args": about}

@@ -13,14 +13,25 @@ from itertools import pairwise
 from typing import final
 
 from torchstrategy.testing._virtual_time.report import HEAD, in_words
-from torchstrategy.testing._virtual_time.spans import CpuWork, Interval, Span, Synchronization, during, without
+from torchstrategy.testing._virtual_time.spans import (
+    CpuWork,
+    Interval,
+    Span,
+    Synchronization,
+    during,
+    without,
+)
 from torchstrategy.testing._virtual_time.timeline import Timeline
 
 # Coordinates are those of an SVG: x goes to the right, and y down.
 _WIDTH, _MARGIN = 960, 16
 _LEGEND_TOP, _LEGEND_ROW = 80, 32
 _AXIS, _STEPS = 40, 30  # heights: of the axis, and of the names of the steps
-_LABEL, _BAR, _SPACE = 34, 26, 8  # heights: of a lane's name, of its bars, and of the space below
+_LABEL, _BAR, _SPACE = (
+    34,
+    26,
+    8,
+)  # heights: of a lane's name, of its bars, and of the space below
 _LEAST = 0.6  # the width of the narrowest bar; closer ones become one
 _TICKS = 6  # about so many
 _LETTER = 6.6  # the width of a letter in a bar
@@ -106,7 +117,9 @@ class _Bar:
     name: str = ""
     function: str = ""  # of the program
     count: int = 1
-    names: dict[str, float] = field(default_factory=dict)  # the seconds of each, if it is several
+    names: dict[str, float] = field(
+        default_factory=dict
+    )  # the seconds of each, if it is several
     functions: dict[str, float] = field(default_factory=dict)
 
     def take(self, other: _Bar) -> None:
@@ -134,7 +147,11 @@ class _Bar:
         """What is written on it, if there is room."""
         if self.kind == "idle":
             return f"idle {in_words(self.seconds())}"
-        return self.name if self.count == 1 else self._users_function() or _longest_first(self.names)[0]
+        return (
+            self.name
+            if self.count == 1
+            else self._users_function() or _longest_first(self.names)[0]
+        )
 
     def seconds(self) -> float:
         return self.end - self.start if self.count == 1 else sum(self.names.values())
@@ -151,7 +168,11 @@ def _longest_first(seconds: dict[str, float]) -> list[str]:
 def picture(timeline: Timeline) -> str:
     """The file."""
     lanes = list(_lanes(timeline))
-    kinds = [kind for kind in _LEGEND if any(bar.kind == kind for _, bars in lanes for bar in bars)]
+    kinds = [
+        kind
+        for kind in _LEGEND
+        if any(bar.kind == kind for _, bars in lanes for bar in bars)
+    ]
     top = _LEGEND_TOP + _LEGEND_ROW * math.ceil(len(kinds) / _IN_A_ROW) + _AXIS
     names = list(_names_of_steps(timeline))
     first = top + (_STEPS if names else 0)
@@ -169,9 +190,13 @@ def picture(timeline: Timeline) -> str:
     ]
     for row, (name, bars) in enumerate(lanes):
         y = first + row * (_LABEL + _BAR + _SPACE)
-        parts.append(f'  <text x="{_MARGIN}" y="{y + _LABEL - 8}">{escape(name)}</text>')
+        parts.append(
+            f'  <text x="{_MARGIN}" y="{y + _LABEL - 8}">{escape(name)}</text>'
+        )
         inner = _WIDTH - 2 * _MARGIN
-        parts.append(f'  <rect class="ground" x="{_MARGIN}" y="{y + _LABEL}" width="{inner}" height="{_BAR}"/>')
+        parts.append(
+            f'  <rect class="ground" x="{_MARGIN}" y="{y + _LABEL}" width="{inner}" height="{_BAR}"/>'
+        )
         parts += [_drawn(bar, timeline, y + _LABEL) for bar in _joined(bars, timeline)]
     return "\n".join([*parts, "</svg>", ""])
 
@@ -182,19 +207,37 @@ def _lanes(timeline: Timeline) -> Iterator[tuple[str, list[_Bar]]]:
         idle = timeline.idle(device)
         share = sum(end - start for start, end in idle) / max(timeline.seconds, 1e-12)
         name = f"sim:{device} is idle for {share:.0%} of the time"
-        yield name, [_Bar(start, end, "idle", f"idle, {in_words(end - start)}", "idle") for start, end in idle]
+        yield (
+            name,
+            [
+                _Bar(start, end, "idle", f"idle, {in_words(end - start)}", "idle")
+                for start, end in idle
+            ],
+        )
     idle_by_host = timeline.idle_by_host()
     is_training = timeline.is_training
     for name, things in timeline.lanes():
-        yield name, [bar for thing in things for bar in _bars(thing, idle_by_host, is_training)]
+        yield (
+            name,
+            [
+                bar
+                for thing in things
+                for bar in _bars(thing, idle_by_host, is_training)
+            ],
+        )
 
 
 def _bars(
-    thing: Span | Synchronization | CpuWork, idle: dict[str, list[Interval]], is_training: bool
+    thing: Span | Synchronization | CpuWork,
+    idle: dict[str, list[Interval]],
+    is_training: bool,
 ) -> Iterator[_Bar]:
     if isinstance(thing, Synchronization):
         end = thing.start + thing.seconds
-        whole, lost = [(thing.start, end)], during(thing.start, end, idle.get(thing.host, []))
+        whole, lost = (
+            [(thing.start, end)],
+            during(thing.start, end, idle.get(thing.host, [])),
+        )
         text = _hover(f"waits: {thing.why}", thing.seconds, thing.where)
         for kind, parts in (("wait", lost), ("calm", without(whole, lost))):
             yield from (_Bar(start, end, kind, text, thing.why) for start, end in parts)
@@ -217,8 +260,15 @@ def _joined(bars: Sequence[_Bar], timeline: Timeline) -> Iterator[_Bar]:
     least = _LEAST * timeline.seconds / (_WIDTH - 2 * _MARGIN)
     for kind in _LEGEND:
         before: _Bar | None = None
-        for bar in sorted((bar for bar in bars if bar.kind == kind), key=lambda bar: (bar.start, bar.end)):
-            if before is not None and bar.start - before.end < least and bar.end - bar.start < least:
+        for bar in sorted(
+            (bar for bar in bars if bar.kind == kind),
+            key=lambda bar: (bar.start, bar.end),
+        ):
+            if (
+                before is not None
+                and bar.start - before.end < least
+                and bar.end - bar.start < least
+            ):
                 before.take(bar)
                 continue
             if before is not None:
@@ -245,7 +295,10 @@ def _drawn(bar: _Bar, timeline: Timeline, y: int) -> str:
 
 def _legend(kinds: Sequence[str]) -> Iterator[str]:
     for i, kind in enumerate(kinds):
-        x, y = _MARGIN + 190 * (i % _IN_A_ROW), _LEGEND_TOP + _LEGEND_ROW * (i // _IN_A_ROW)
+        x, y = (
+            _MARGIN + 190 * (i % _IN_A_ROW),
+            _LEGEND_TOP + _LEGEND_ROW * (i // _IN_A_ROW),
+        )
         yield f'  <rect class="{kind}" x="{x}" y="{y}" width="18" height="18"/>'
         yield f'  <text x="{x + 26}" y="{y + 16}">{_LEGEND[kind]}</text>'
 
@@ -262,7 +315,9 @@ def _names_of_steps(timeline: Timeline) -> Iterator[tuple[str, float, float]]:
         yield f"step {number}", start, end
 
 
-def _edges(names: Sequence[tuple[str, float, float]], timeline: Timeline, top: int, height: int) -> Iterator[str]:
+def _edges(
+    names: Sequence[tuple[str, float, float]], timeline: Timeline, top: int, height: int
+) -> Iterator[str]:
     for name, start, end in names:
         x, until = _x(start, timeline), _x(end, timeline)
         yield f'  <line class="edge" x1="{until:.1f}" x2="{until:.1f}" y1="{top}" y2="{height - _MARGIN}"/>'
@@ -279,7 +334,9 @@ def _axis(timeline: Timeline, top: int, height: int) -> Iterator[str]:
         optional = " optional" if i % 2 else ""
         anchor = "start" if i == 0 else "end" if x > _WIDTH - 100 else "middle"
         yield f'  <line class="tick" x1="{x:.1f}" x2="{x:.1f}" y1="{top - 4}" y2="{height - _MARGIN}"/>'
-        label = f'class="dim{optional}" x="{x:.1f}" y="{top - 10}" text-anchor="{anchor}"'
+        label = (
+            f'class="dim{optional}" x="{x:.1f}" y="{top - 10}" text-anchor="{anchor}"'
+        )
         yield f"  <text {label}>{_label(i * step, step)}</text>"
 
 
@@ -288,7 +345,9 @@ def _step(rough: float) -> float:
     if rough <= 0:
         return 0.0
     power: float = 10.0 ** math.floor(math.log10(rough))
-    return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough * 0.999)
+    return next(
+        factor * power for factor in (1, 2, 5, 10) if factor * power >= rough * 0.999
+    )
 
 
 def _label(seconds: float, step: float) -> str:

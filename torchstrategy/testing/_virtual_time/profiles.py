@@ -90,7 +90,11 @@ class DeviceProfile:
 
     def peak(self, dtype: torch.dtype, tensor_cores: bool = False) -> float:
         """Floating-point operations a second: of float32 in `tensor_cores`, if asked, where the device has TF32."""
-        key: torch.dtype | str = "tf32" if dtype is torch.float32 and tensor_cores and "tf32" in self.tflops else dtype
+        key: torch.dtype | str = (
+            "tf32"
+            if dtype is torch.float32 and tensor_cores and "tf32" in self.tflops
+            else dtype
+        )
         return self.tflops.get(key, self.tflops[torch.float32]) * 1e12
 
     def __repr__(self) -> str:
@@ -98,7 +102,11 @@ class DeviceProfile:
 
 
 def _tflops(
-    float32: float, half: float, float64: float, tf32: float | None = None, bfloat16: float | None = None
+    float32: float,
+    half: float,
+    float64: float,
+    tf32: float | None = None,
+    bfloat16: float | None = None,
 ) -> Mapping[torch.dtype | str, float]:
     peaks: dict[torch.dtype | str, float] = {
         torch.float32: float32,
@@ -117,7 +125,14 @@ def _tflops(
 # (11 us if no gradient is asked for), and the 20 us or so of such steps on faster hosts.
 # https://images.nvidia.com/aem-dam/en-zz/Solutions/data-center/nvidia-ampere-architecture-whitepaper.pdf
 _A100 = DeviceProfile(
-    "A100-SXM-80GB", _tflops(19.5, 312, 19.5, tf32=156), 2039, 80 * GIB, 108, pinned=25, pageable=8, peer=250
+    "A100-SXM-80GB",
+    _tflops(19.5, 312, 19.5, tf32=156),
+    2039,
+    80 * GIB,
+    108,
+    pinned=25,
+    pageable=8,
+    peer=250,
 )
 # https://resources.nvidia.com/en-us-tensor-core/gtc22-whitepaper-hopper
 _H100 = DeviceProfile(
@@ -170,5 +185,14 @@ _PROFILES = (
         streaming=0.93,
     ),
     # https://www.nvidia.com/en-us/data-center/l4/
-    DeviceProfile("L4", _tflops(30.3, 121, 0.47, tf32=60), 300, 24 * GIB, 58, pinned=25, pageable=8, peer=12),
+    DeviceProfile(
+        "L4",
+        _tflops(30.3, 121, 0.47, tf32=60),
+        300,
+        24 * GIB,
+        58,
+        pinned=25,
+        pageable=8,
+        peer=12,
+    ),
 )

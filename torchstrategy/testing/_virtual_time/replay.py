@@ -45,7 +45,9 @@ class _Replay:
         self._ready: dict[Stream, float] = defaultdict(float)
         self._free: dict[tuple[int, str], float] = defaultdict(float)
         self._moments: dict[int, float] = {}
-        self._last: dict[str, float] = {}  # by host: the end of what it put on a stream last
+        self._last: dict[
+            str, float
+        ] = {}  # by host: the end of what it put on a stream last
         self.play: dict[type, Callable[[Any], None]] = {
             Span: self._put,
             Pauses: lambda act: self._hosts[act.host].spend(act.seconds),
@@ -80,17 +82,28 @@ class _Replay:
         elif act.stream is not None:
             moment = self._ready[act.stream]
         elif act.device is not None:
-            moment = max((ready for (device, _), ready in self._ready.items() if device == act.device), default=0.0)
+            moment = max(
+                (
+                    ready
+                    for (device, _), ready in self._ready.items()
+                    if device == act.device
+                ),
+                default=0.0,
+            )
         else:
             moment = self._last[act.host]
         self._hosts[act.host].wait_until(moment)
 
     def _note(self, act: Notes) -> None:
         now = self._hosts[act.host].now
-        self._moments[act.number] = now if act.stream is None else max(now, self._ready[act.stream])
+        self._moments[act.number] = (
+            now if act.stream is None else max(now, self._ready[act.stream])
+        )
 
     def _follow(self, act: Follows) -> None:
-        self._ready[act.stream] = max(self._ready[act.stream], self._moments[act.moment])
+        self._ready[act.stream] = max(
+            self._ready[act.stream], self._moments[act.moment]
+        )
 
     def _join(self, act: Joins) -> None:
         self._ready[act.stream] = max(self._ready[act.stream], self._ready[act.other])
@@ -98,7 +111,9 @@ class _Replay:
     def _meet(self, act: Meets) -> None:
         start = max(self._moments[number] for number in act.arrivals)
         start = max([start, *(self._free[link] for link in act.links)])
-        end = start + collective_seconds(act.kind, act.bytes, len(act.arrivals), bool(act.links), self._profile)
+        end = start + collective_seconds(
+            act.kind, act.bytes, len(act.arrivals), bool(act.links), self._profile
+        )
         self._free.update(dict.fromkeys(act.links, end))
         self._moments[act.number] = end
 

@@ -13,12 +13,18 @@ from torchstrategy.testing._virtual_time.timeline import MATTERS, Timeline, Wait
 
 HEAD = "Figures of a model, +-30 %; not measured."
 _WAITS = 5
-_ALL, _NONE = 0.995, 5e-8  # from which part on it is said to be all, and until which seconds to be none
+_ALL, _NONE = (
+    0.995,
+    5e-8,
+)  # from which part on it is said to be all, and until which seconds to be none
 
 
 def report(timeline: Timeline) -> str:
     """The steps, the devices, the copies by their routes, and the waits that matter most with their lines."""
-    lines = [HEAD, f"{timeline.profile.name}: {in_words(timeline.seconds)}, {plural(len(timeline.spans), 'operator')}"]
+    lines = [
+        HEAD,
+        f"{timeline.profile.name}: {in_words(timeline.seconds)}, {plural(len(timeline.spans), 'operator')}",
+    ]
     steps = steps_of(timeline)
     if steps is not None:
         lines += _steps(steps)
@@ -33,11 +39,16 @@ def _waits(timeline: Timeline) -> list[str]:
     total, idle = sum(wait.seconds for wait in waits), sum(wait.idle for wait in waits)
     if not total:
         return ["  the program never waits"]
-    lines = [f"  the program waits {in_words(total)}{_together(timeline)}, {_of_it(total, idle)}:"]
+    lines = [
+        f"  the program waits {in_words(total)}{_together(timeline)}, {_of_it(total, idle)}:"
+    ]
     for wait in waits[:_WAITS]:
         if wait.seconds:
             matters = wait.idle > MATTERS * timeline.seconds
-            lines += [f"    {_described(wait)}", *(f"      {words}" for words in _advice(wait.why) if matters)]
+            lines += [
+                f"    {_described(wait)}",
+                *(f"      {words}" for words in _advice(wait.why) if matters),
+            ]
     if more := len([wait for wait in waits[_WAITS:] if wait.seconds]):
         lines.append(f"    and in {plural(more, 'other place')}")
     return lines
@@ -46,21 +57,37 @@ def _waits(timeline: Timeline) -> list[str]:
 def _of_it(seconds: float, idle: float) -> str:
     """How much of a wait matters, since nothing computes meanwhile."""
     if idle < _ALL * seconds:
-        return f"{in_words(idle)} of it while its device is idle" if idle > _NONE else "while its device computes"
+        return (
+            f"{in_words(idle)} of it while its device is idle"
+            if idle > _NONE
+            else "while its device computes"
+        )
     return "while its device is idle"
 
 
 def _steps(steps: Steps) -> Iterator[str]:
     with_first = ", with the first step" if steps.has_first else ""
-    after = f", and {in_words(steps.after)} after the last step" if steps.after > _NONE else ""
+    after = (
+        f", and {in_words(steps.after)} after the last step"
+        if steps.after > _NONE
+        else ""
+    )
     yield f"  set-up{with_first}: {in_words(steps.set_up)}{after}"
     seconds = [time.seconds for time in steps.times]
-    spread = f", {in_words(min(seconds))} to {in_words(max(seconds))}" if max(seconds) > 1.01 * min(seconds) else ""
+    spread = (
+        f", {in_words(min(seconds))} to {in_words(max(seconds))}"
+        if max(seconds) > 1.01 * min(seconds)
+        else ""
+    )
     typical = steps.typical()
     yield f"  a step takes {in_words(typical.seconds)} (the middle one of {len(seconds)}{spread})"
     rows: dict[str, list[int]] = {}
     for index, device in typical.devices.items():
-        exposed = f", {in_words(device.exposed)} collectives that nothing hides" if device.exposed else ""
+        exposed = (
+            f", {in_words(device.exposed)} collectives that nothing hides"
+            if device.exposed
+            else ""
+        )
         words = (
             f"{in_words(device.computes)} computing{exposed}, {in_words(device.idle)} idle; "
             f"{in_words(device.copies)} copying"
@@ -91,7 +118,10 @@ def _device(timeline: Timeline, steps: Steps | None, device: int) -> Iterator[st
 
 def advice_in_words(advice: Sequence[Advice]) -> list[str]:
     """A line for each piece of advice, with what a step takes without it and with it."""
-    lines = [f"  {one.write}: {in_words(one.before)} -> {in_words(one.after)} a step" for one in advice]
+    lines = [
+        f"  {one.write}: {in_words(one.before)} -> {in_words(one.after)} a step"
+        for one in advice
+    ]
     return ["Predicted to be faster", *lines] if lines else []
 
 
@@ -106,14 +136,22 @@ def _copies(timeline: Timeline) -> list[str]:
     lines = []
     for route in sorted(sizes):
         copies = "1 copy" if counts[route] == 1 else f"{counts[route]} copies"
-        blocks = f", {blocking[route]} of which the program waits for" if blocking[route] else ""
+        blocks = (
+            f", {blocking[route]} of which the program waits for"
+            if blocking[route]
+            else ""
+        )
         lines.append(f"  {route}: {sizes[route] / 1e6:,.1f} MB in {copies}{blocks}")
     return lines
 
 
 def _together(timeline: Timeline) -> str:
     hosts = {one.host for one in timeline.synchronizations if one.seconds}
-    return f", {plural(len(hosts), min(hosts).partition(' ')[0])} together" if len(hosts) > 1 else ""
+    return (
+        f", {plural(len(hosts), min(hosts).partition(' ')[0])} together"
+        if len(hosts) > 1
+        else ""
+    )
 
 
 def _described(wait: Wait) -> str:

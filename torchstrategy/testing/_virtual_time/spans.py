@@ -25,14 +25,18 @@ class Span(NamedTuple):
     end: float
     bytes: int
     flops: int
-    at_peak: float  # the seconds that its arithmetic would take at the peak of its dtype
+    at_peak: (
+        float  # the seconds that its arithmetic would take at the peak of its dtype
+    )
     where: str  # the line of the program
     function: str  # of the program, in which that line is, as Python names it
     phase: Phase  # forward is whatever is neither backward nor the optimizer's
     host: str  # who asked for it: `"host"`, `"rank 1"`; nothing if several did
     stream: Stream | None = None  # on which it was put; None: on none
     launch: float = 0.0  # the seconds that it took the program to put it there
-    layout: float = 0.0  # the part of the seconds that would not be there in channels-last order
+    layout: float = (
+        0.0  # the part of the seconds that would not be there in channels-last order
+    )
 
     @property
     def seconds(self) -> float:

@@ -97,11 +97,16 @@ def steps_of(timeline: Timeline) -> Steps | None:
 def _step_time(part: Timeline) -> StepTime:
     waits: dict[str, list[Interval]] = {}
     for one in part.synchronizations:
-        start, end = max(one.start, part.since), min(one.start + one.seconds, part.until)
+        start, end = (
+            max(one.start, part.since),
+            min(one.start + one.seconds, part.until),
+        )
         if start < end:
             waits.setdefault(one.host, []).append((start, end))
     idle = part.idle_by_host() if waits else {}
-    lost = [length(common(united(some), idle.get(host, []))) for host, some in waits.items()]
+    lost = [
+        length(common(united(some), idle.get(host, []))) for host, some in waits.items()
+    ]
     whole = [length(united(some)) for some in waits.values()]
     hosts = max(1, len(waits))
     return StepTime(
@@ -126,7 +131,11 @@ def _device_step(part: Timeline, device: int) -> DeviceStep:
 
 def mfu(part: Timeline, device: int) -> float:
     """Model flops utilization of what begins in a stretch."""
-    mine = (span for span in part.spans if span.device == device and part.since <= span.start < part.until)
+    mine = (
+        span
+        for span in part.spans
+        if span.device == device and part.since <= span.start < part.until
+    )
     return sum(span.at_peak for span in mine) / part.seconds if part.seconds else 0.0
 
 
@@ -138,8 +147,14 @@ def _between(timeline: Timeline, since: float, until: float) -> Timeline:
 def _divided(timeline: Timeline, bounds: Sequence[float]) -> list[Timeline]:
     """The stretches from each bound to the next one: each thing is in all that it is in for a while."""
     spans = _sorted_into(bounds, timeline.spans, lambda span: (span.start, span.end))
-    waits = _sorted_into(bounds, timeline.synchronizations, lambda one: (one.start, one.start + one.seconds))
-    copies = _sorted_into(bounds, timeline.copies, lambda copy: (copy.start, copy.start))
+    waits = _sorted_into(
+        bounds,
+        timeline.synchronizations,
+        lambda one: (one.start, one.start + one.seconds),
+    )
+    copies = _sorted_into(
+        bounds, timeline.copies, lambda copy: (copy.start, copy.start)
+    )
     work = _sorted_into(bounds, timeline.cpu_work, lambda one: (one.start, one.start))
     return [
         replace(
@@ -158,7 +173,9 @@ def _divided(timeline: Timeline, bounds: Sequence[float]) -> list[Timeline]:
 
 
 def _sorted_into(
-    bounds: Sequence[float], things: Sequence[_Thing], times: Callable[[_Thing], Interval]
+    bounds: Sequence[float],
+    things: Sequence[_Thing],
+    times: Callable[[_Thing], Interval],
 ) -> list[list[_Thing]]:
     parts: list[list[_Thing]] = [[] for _ in bounds[1:]]
     for thing in things:

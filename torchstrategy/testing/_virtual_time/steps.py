@@ -12,7 +12,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from torchstrategy.testing._ranks.world import current_rank
 
-Ended = Callable[[int, int], None]  # called with the rank, 0 where there are none, and how many steps it has made
+Ended = Callable[
+    [int, int], None
+]  # called with the rank, 0 where there are none, and how many steps it has made
 
 _SAID = 0  # stands for the program among the ids of its optimizers
 
@@ -26,7 +28,9 @@ class _Steps:
 
     def __init__(self, ended: Ended, of_each_thread: bool) -> None:
         self._ended, self._of_each_thread = ended, of_each_thread
-        self._counts: Counter[tuple[int, int]] = Counter()  # by rank or thread, and optimizer
+        self._counts: Counter[tuple[int, int]] = (
+            Counter()
+        )  # by rank or thread, and optimizer
         self._most: Counter[int] = Counter()  # by rank or thread
 
     def end(self, who: int) -> None:
@@ -50,7 +54,9 @@ def following_steps(ended: Ended, of_each_thread: bool = False) -> Iterator[None
         of_each_thread: Whether each thread makes steps of its own, as ranks do in any case.
     """
     steps = _Steps(ended, of_each_thread)
-    hook = register_optimizer_step_post_hook(lambda optimizer, *_: steps.end(id(optimizer)))
+    hook = register_optimizer_step_post_hook(
+        lambda optimizer, *_: steps.end(id(optimizer))
+    )
     _following.append(steps)
     try:
         yield

@@ -89,14 +89,19 @@ class Timeline:
 
     def device(self, index: int) -> DeviceTime:
         """What one device does."""
-        busy, mine = length(self.times(index, "compute")), [span for span in self.spans if span.device == index]
+        busy, mine = (
+            length(self.times(index, "compute")),
+            [span for span in self.spans if span.device == index],
+        )
         return DeviceTime(
             busy=busy,
             idle=max(0.0, self.seconds - busy),
             copying=length(self.times(index, "copy")),
             peak_bytes=self.peaks.get(index, 0),
             flops=sum(span.flops for span in mine),
-            mfu=sum(span.at_peak for span in mine) / self.seconds if self.seconds else 0.0,
+            mfu=sum(span.at_peak for span in mine) / self.seconds
+            if self.seconds
+            else 0.0,
             communicating=length(self.times(index, "collective")),
         )
 
@@ -114,11 +119,18 @@ class Timeline:
         found: dict[tuple[str, str], Wait] = {}
         idle = self.idle_by_host()
         for one in self.synchronizations:
-            why, where, seconds, times, lost = found.get((one.why, one.where), Wait(one.why, one.where, 0.0, 0, 0.0))
-            lost += length(during(one.start, one.start + one.seconds, idle.get(one.host, [])))
+            why, where, seconds, times, lost = found.get(
+                (one.why, one.where), Wait(one.why, one.where, 0.0, 0, 0.0)
+            )
+            lost += length(
+                during(one.start, one.start + one.seconds, idle.get(one.host, []))
+            )
             found[why, where] = Wait(why, where, seconds + one.seconds, times + 1, lost)
         least = MATTERS * self.seconds
-        return sorted(found.values(), key=lambda wait: (-wait.idle if wait.idle > least else 0.0, -wait.seconds))
+        return sorted(
+            found.values(),
+            key=lambda wait: (-wait.idle if wait.idle > least else 0.0, -wait.seconds),
+        )
 
     def idle_by_host(self) -> dict[str, list[Interval]]:
         """When no device computes that one program, or one rank, puts work on; nor takes part in a collective."""
@@ -133,7 +145,11 @@ class Timeline:
             host: list(
                 without(
                     [(self.since, self.until)],
-                    united(interval for device in mine or everywhere for interval in busy[device]),
+                    united(
+                        interval
+                        for device in mine or everywhere
+                        for interval in busy[device]
+                    ),
                 )
             )
             for host, mine in devices.items()
@@ -141,7 +157,9 @@ class Timeline:
 
     def busy(self, device: int) -> list[Interval]:
         """When a device computes or takes part in a collective."""
-        return united([*self.times(device, "compute"), *self.times(device, "collective")])
+        return united(
+            [*self.times(device, "compute"), *self.times(device, "collective")]
+        )
 
     def idle(self, device: int) -> list[Interval]:
         """When it does neither."""
@@ -154,22 +172,35 @@ class Timeline:
 
     def lanes(self) -> Iterator[tuple[str, Sequence[Span | Synchronization | CpuWork]]]:
         """What to draw in one line each: the program, and of each device its streams and its engines."""
-        for host in sorted({one.host for one in self.synchronizations} | {one.host for one in self.cpu_work}):
-            waits = [one for one in self.synchronizations if one.host == host and one.seconds]
+        for host in sorted(
+            {one.host for one in self.synchronizations}
+            | {one.host for one in self.cpu_work}
+        ):
+            waits = [
+                one for one in self.synchronizations if one.host == host and one.seconds
+            ]
             yield host, [*waits, *(work for work in self.cpu_work if work.host == host)]
         is_training = self.is_training
         for device in self.devices:
             lanes: dict[str, list[Span]] = {}
             for span in self.spans:
                 if span.device == device:
-                    is_phase = is_training and span.kind == "compute" and span.lane == DEFAULT_LANE
-                    lanes.setdefault(span.phase if is_phase else span.lane, []).append(span)
+                    is_phase = (
+                        is_training
+                        and span.kind == "compute"
+                        and span.lane == DEFAULT_LANE
+                    )
+                    lanes.setdefault(span.phase if is_phase else span.lane, []).append(
+                        span
+                    )
             for lane in sorted(lanes, key=_order_of_lane):
                 yield f"sim:{device}, {lane}", lanes[lane]
 
 
 DEFAULT_LANE = "stream 0"
-MATTERS = 0.005  # the part of the time that a device has to be idle, so that a wait matters
+MATTERS = (
+    0.005  # the part of the time that a device has to be idle, so that a wait matters
+)
 _PHASES = ("forward", "backward", "optimizer")
 
 

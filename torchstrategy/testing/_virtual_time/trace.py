@@ -100,7 +100,9 @@ class VirtualTrace:
         Returns:
             The part; 1 if there is no work of the first kind.
         """
-        return self._timeline().overlap(one, other, None if device is None else ordinal(device))
+        return self._timeline().overlap(
+            one, other, None if device is None else ordinal(device)
+        )
 
     def mark(self, name: str = _STEP) -> None:
         """Marks this moment of the program, and so the beginning of a step. Of ranks, the marks of the first one count.
@@ -135,7 +137,10 @@ class VirtualTrace:
         number %= len(marks)
         part = self.__class__(self._clock)
         part._marks = self._marks
-        part._part = marks[number], marks[number + 1] if number + 1 < len(marks) else None
+        part._part = (
+            marks[number],
+            marks[number + 1] if number + 1 < len(marks) else None,
+        )
         return part
 
     def _from_first_mark(self) -> Self:
@@ -172,7 +177,9 @@ class VirtualTrace:
         path = Path(path)
         kinds = {".svg": picture, ".json": perfetto}
         if path.suffix not in kinds:
-            raise ValueError(f"trace.save({str(path)!r}): the name has to end in .svg, for a picture, or in .json.")
+            raise ValueError(
+                f"trace.save({str(path)!r}): the name has to end in .svg, for a picture, or in .json."
+            )
         path.write_text(kinds[path.suffix](self._timeline()), encoding="utf-8")
 
     def __repr__(self) -> str:
@@ -195,11 +202,17 @@ class VirtualTrace:
             profile=clock.profile,
             since=since,
             until=until,
-            spans=[span for span in clock.spans if span.end > since and span.start < until],
+            spans=[
+                span for span in clock.spans if span.end > since and span.start < until
+            ],
             copies=[copy for copy in clock.copies if is_in(copy.start)],
-            synchronizations=[one for one in clock.synchronizations if is_in(one.start)],
+            synchronizations=[
+                one for one in clock.synchronizations if is_in(one.start)
+            ],
             cpu_work=[work for work in clock.cpu_work if is_in(work.start)],
-            peaks=clock.peaks(0 if first is None else first + 1, None if last is None else last + 1),
+            peaks=clock.peaks(
+                0 if first is None else first + 1, None if last is None else last + 1
+            ),
             ends=[end for end in clock.ends if is_in(end)],
             begin=since if first is not None else self._first_step(),
         )
@@ -207,4 +220,8 @@ class VirtualTrace:
     def _first_step(self) -> float | None:
         """When the first step begins, if the program has marked that."""
         moment = next((moment for name, moment in self._marks if name == _STEP), None)
-        return moment if moment is not None and moment < next(iter(self._clock.ends), moment) else None
+        return (
+            moment
+            if moment is not None and moment < next(iter(self._clock.ends), moment)
+            else None
+        )

@@ -24,7 +24,10 @@ _FUNCTIONS = ("time", "perf_counter", "monotonic")
 
 @contextmanager
 def virtual_time(
-    profile: str | DeviceProfile, shapes_only: bool = False, *, program_clock: bool = False
+    profile: str | DeviceProfile,
+    shapes_only: bool = False,
+    *,
+    program_clock: bool = False,
 ) -> Iterator[VirtualTrace]:
     """A block whose work on simulated devices takes the time that it would take on real ones, on a clock of its own.
 
@@ -67,7 +70,9 @@ def virtual_time(
             block.enter_context(clocks_of_others(hosts))
         known = _profile_named(profile)
         if any(isinstance(listener, Clock) for listener in listeners()):
-            raise RuntimeError("virtual_time() is at work already, and times all threads: leave that block first.")
+            raise RuntimeError(
+                "virtual_time() is at work already, and times all threads: leave that block first."
+            )
         clock = Clock(known, hosts, device_count())
         if shapes_only:
             block.enter_context(computing_shapes_only())
@@ -84,12 +89,16 @@ def _profile_named(profile: object) -> DeviceProfile:
     if isinstance(profile, str):
         return DeviceProfile.named(profile)
     if not isinstance(profile, DeviceProfile):
-        raise TypeError(f"virtual_time takes the name of a GPU or a DeviceProfile; got {profile!r}.")
+        raise TypeError(
+            f"virtual_time takes the name of a GPU or a DeviceProfile; got {profile!r}."
+        )
     return profile
 
 
 def _answering_for(hosts: Hosts) -> AbstractContextManager[None]:
-    return replacing([(time, name, _after(getattr(time, name)(), hosts)) for name in _FUNCTIONS])
+    return replacing(
+        [(time, name, _after(getattr(time, name)(), hosts)) for name in _FUNCTIONS]
+    )
 
 
 def _after(began: float, hosts: Hosts) -> Any:

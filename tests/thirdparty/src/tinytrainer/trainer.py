@@ -13,11 +13,15 @@ Batch = tuple[Tensor, Tensor]
 class Trainer:
     """Fits a model to batches of inputs and targets, under a strategy."""
 
-    def __init__(self, build_model: Callable[[], nn.Module], strategy: Strategy, lr: float = 0.1) -> None:
+    def __init__(
+        self, build_model: Callable[[], nn.Module], strategy: Strategy, lr: float = 0.1
+    ) -> None:
         self.strategy = strategy
         with strategy.scope():
             self.model = build_model()
-            self.optimizer = torch.optim.SGD(self.model.parameters(), lr=lr, momentum=0.9)
+            self.optimizer = torch.optim.SGD(
+                self.model.parameters(), lr=lr, momentum=0.9
+            )
 
     def losses(self, batch: Batch) -> Tensor:
         """The loss of each row."""

@@ -22,4 +22,11 @@ from torchstrategy.testing._lints.lint import Lint
 def make_lints() -> list[Lint]:
     """One of each lint of this room."""
     loaded = Checkpoints()
-    return [loaded, Resumes(loaded), RepeatedEpochs(loaded), MovedMoments(), KeptStates(), UnmatchedNames()]
+    return [
+        loaded,
+        Resumes(loaded),
+        RepeatedEpochs(loaded),
+        MovedMoments(),
+        KeptStates(),
+        UnmatchedNames(),
+    ]

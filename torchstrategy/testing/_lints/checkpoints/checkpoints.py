@@ -18,7 +18,10 @@ from torchstrategy.testing._lints.evidence.places import Place, here
 from torchstrategy.testing._lints.lint import Lint
 
 _MOST_VALUES, _DEEPEST, _DEEPEST_NUMBER = 100_000, 6, 2
-_OF_SCHEDULES = {"_step_count", "num_bad_epochs"}  # the state of a schedule counts its own calls
+_OF_SCHEDULES = {
+    "_step_count",
+    "num_bad_epochs",
+}  # the state of a schedule counts its own calls
 
 
 @final
@@ -77,30 +80,45 @@ class Checkpoints(Lint):
 
 def _look_into(value: dict[Any, Any], checkpoint: Checkpoint) -> Iterator[torch.Tensor]:
     """Notes what there is in a checkpoint, and gives its tensors."""
-    waiting: deque[tuple[Any, Any, int]] = deque([(None, value, 0)])  # what is not deep has the names that count
+    waiting: deque[tuple[Any, Any, int]] = deque(
+        [(None, value, 0)]
+    )  # what is not deep has the names that count
     for _ in range(_MOST_VALUES):
         if not waiting:
             break
         name, one, depth = waiting.popleft()
         if isinstance(one, torch.Tensor):
             yield one
-        elif isinstance(one, int) and not isinstance(one, bool) and isinstance(name, str):
+        elif (
+            isinstance(one, int) and not isinstance(one, bool) and isinstance(name, str)
+        ):
             checkpoint.numbers.setdefault(name, one)
         elif isinstance(one, dict) and _is_of_optimizer(one):
             checkpoint.groups.append(entry_of(one, "param_groups"))
             for known in dict.values(entry_of(one, "state")):
-                for kind, moment in dict.items(known) if isinstance(known, dict) else ():
+                for kind, moment in (
+                    dict.items(known) if isinstance(known, dict) else ()
+                ):
                     if is_moment(moment):
                         checkpoint.moments.add(kind)
                         yield moment
-        elif depth < _DEEPEST and isinstance(one, dict) and not _OF_SCHEDULES & dict.keys(one):
-            waiting += [(key if depth < _DEEPEST_NUMBER else None, inner, depth + 1) for key, inner in dict.items(one)]
+        elif (
+            depth < _DEEPEST
+            and isinstance(one, dict)
+            and not _OF_SCHEDULES & dict.keys(one)
+        ):
+            waiting += [
+                (key if depth < _DEEPEST_NUMBER else None, inner, depth + 1)
+                for key, inner in dict.items(one)
+            ]
         elif depth < _DEEPEST and isinstance(one, (list, tuple)):
             waiting += [(None, inner, _DEEPEST_NUMBER + 1) for inner in one]
 
 
 def _is_of_optimizer(value: dict[Any, Any]) -> bool:
-    return isinstance(entry_of(value, "param_groups"), list) and isinstance(entry_of(value, "state"), dict)
+    return isinstance(entry_of(value, "param_groups"), list) and isinstance(
+        entry_of(value, "state"), dict
+    )
 
 
 def is_moment(value: Any) -> bool:
@@ -120,10 +138,16 @@ def replaced(tell: Tell) -> list[tuple[Any, str, Any]]:
         tell("unpickled", value)
 
     def gave(state: Any, module: Any, *args: Any, **kwargs: Any) -> None:
-        if not args and kwargs.get("destination") is None and not torch.compiler.is_compiling():  # the whole of it
+        if (
+            not args
+            and kwargs.get("destination") is None
+            and not torch.compiler.is_compiling()
+        ):  # the whole of it
             tell("gave_state", module, state)
 
-    def restored(misfits: Any, module: Any, state_dict: Any, *_: Any, **__: Any) -> None:
+    def restored(
+        misfits: Any, module: Any, state_dict: Any, *_: Any, **__: Any
+    ) -> None:
         if isinstance(state_dict, dict):
             tell("restored", module, state_dict, misfits)
 
@@ -139,12 +163,22 @@ def replaced(tell: Tell) -> list[tuple[Any, str, Any]]:
         (torch, "load", _followed_by(torch.load, loaded)),
         (module, "state_dict", _followed_by(module.state_dict, gave)),
         (module, "load_state_dict", _followed_by(module.load_state_dict, restored)),
-        (optimizer, "state_dict", _followed_by(optimizer.state_dict, gave_of_optimizer)),
-        (optimizer, "load_state_dict", _followed_by(optimizer.load_state_dict, restored_optimizer)),
+        (
+            optimizer,
+            "state_dict",
+            _followed_by(optimizer.state_dict, gave_of_optimizer),
+        ),
+        (
+            optimizer,
+            "load_state_dict",
+            _followed_by(optimizer.load_state_dict, restored_optimizer),
+        ),
     ]
 
 
-def _followed_by(function: Callable[..., Any], say: Callable[..., None]) -> Callable[..., Any]:
+def _followed_by(
+    function: Callable[..., Any], say: Callable[..., None]
+) -> Callable[..., Any]:
     """A function, after which another one is called with its result and its arguments."""
 
     @functools.wraps(function)

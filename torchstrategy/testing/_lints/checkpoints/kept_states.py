@@ -46,15 +46,21 @@ class KeptStates(Lint):
     def __init__(self) -> None:
         self._given = WeakIdKeyDictionary()  # by tensor
         self._last_steps: dict[int, _LastSteps] = defaultdict(Objects)  # by rank
-        self._versions: dict[int, dict[int, int]] = defaultdict(dict)  # by rank and id, after the last step
-        self._exchanged: dict[int, set[int]] = defaultdict(set)  # by rank, by collectives since then
+        self._versions: dict[int, dict[int, int]] = defaultdict(
+            dict
+        )  # by rank and id, after the last step
+        self._exchanged: dict[int, set[int]] = defaultdict(
+            set
+        )  # by rank, by collectives since then
         self._found: dict[Place, _Found] = {}
 
     @override
     def operators(self) -> dict[Any, Seen]:
         return {torch.ops.aten.detach.default: self._detaches}
 
-    def _detaches(self, facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
+    def _detaches(
+        self, facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], result: Any
+    ) -> None:
         """`value.detach()` has the memory of the value."""
         given = self._given.get(args[0]) if self._given else None
         if given is not None:
@@ -68,37 +74,60 @@ class KeptStates(Lint):
     def stepped(self, facts: Facts, optimizer: torch.optim.Optimizer) -> None:
         self._exchanged.pop(facts.rank, None)
         if self._given:
-            self._versions[facts.rank] |= {id(one): version_of(one) for one in parameters_of(optimizer)}
+            self._versions[facts.rank] |= {
+                id(one): version_of(one) for one in parameters_of(optimizer)
+            }
 
     @override
     def told(self, facts: Facts, told: Told, is_of_torch: bool) -> None:
         if self._given and not is_of_torch:
-            self._exchanged[facts.rank] |= set(map(address_of, [*told.gives, *told.gets])) - {0}
+            self._exchanged[facts.rank] |= set(
+                map(address_of, [*told.gives, *told.gets])
+            ) - {0}
 
     @override
-    def gave_state(self, facts: Facts, module: torch.nn.Module, state: dict[str, Any]) -> None:
+    def gave_state(
+        self, facts: Facts, module: torch.nn.Module, state: dict[str, Any]
+    ) -> None:
         given = _Given(here(), facts.steps)
         for value in state.values():
             if type(value) is torch.Tensor:
                 self._given[value] = given
 
     @override
-    def restored(self, facts: Facts, module: torch.nn.Module, state: dict[str, Any], misfits: Any) -> None:
+    def restored(
+        self, facts: Facts, module: torch.nn.Module, state: dict[str, Any], misfits: Any
+    ) -> None:
         steps = self._last_steps[facts.rank]
-        trained = {id(one): steps[optimizer] for optimizer in list(steps) for one in parameters_of(optimizer)}
-        named = [(name, one) for name, one in named_parameters(module) if id(one) in trained and one.numel()]
+        trained = {
+            id(one): steps[optimizer]
+            for optimizer in list(steps)
+            for one in parameters_of(optimizer)
+        }
+        named = [
+            (name, one)
+            for name, one in named_parameters(module)
+            if id(one) in trained and one.numel()
+        ]
         versions = self._versions[facts.rank]
         # Loading has written once. Who has written besides, as an average, has made something else of the weights.
-        if any(version_of(one) > versions.get(id(one), version_of(one)) + 1 for _, one in named):
+        if any(
+            version_of(one) > versions.get(id(one), version_of(one)) + 1
+            for _, one in named
+        ):
             return
         if any(address_of(one) in self._exchanged[facts.rank] for _, one in named):
             return
-        given = [self._given_of(state.get(name), parameter) for name, parameter in named]
+        given = [
+            self._given_of(state.get(name), parameter) for name, parameter in named
+        ]
         if not given or None in given:
             return
         last = max((one for one in given if one is not None), key=lambda one: one.steps)
         if any(trained[id(parameter)] >= last.steps for _, parameter in named):
-            self._found.setdefault(here(), _Found(last.place, len(given), facts.steps - last.steps))
+            self._found.setdefault(
+                here(), _Found(last.place, len(given), facts.steps - last.steps)
+            )
 
     @override
     def findings(self) -> list[Finding | None]:
@@ -116,7 +145,11 @@ class KeptStates(Lint):
 
     def _given_of(self, value: Any, parameter: torch.Tensor) -> _Given | None:
         """When `state_dict()` has given a tensor that has the memory of a parameter; None if it is another tensor."""
-        if type(value) is not torch.Tensor or not address_of(value) or address_of(value) != address_of(parameter):
+        if (
+            type(value) is not torch.Tensor
+            or not address_of(value)
+            or address_of(value) != address_of(parameter)
+        ):
             return None
         given: _Given | None = self._given.get(value)
         return given

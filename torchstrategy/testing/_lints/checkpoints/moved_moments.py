@@ -10,7 +10,11 @@ from typing_extensions import override
 from torchstrategy.testing._lints.checkpoints.checkpoints import is_moment
 from torchstrategy.testing._lints.evidence.asking import entry_of
 from torchstrategy.testing._lints.evidence.facts import Facts, members_of, parameters_of
-from torchstrategy.testing._lints.evidence.fingerprints import can_be_read, checksum, numbers_of
+from torchstrategy.testing._lints.evidence.fingerprints import (
+    can_be_read,
+    checksum,
+    numbers_of,
+)
 from torchstrategy.testing._lints.evidence.modules import WRAPPER, longest_names
 from torchstrategy.testing._lints.evidence.places import Place, here
 from torchstrategy.testing._lints.findings import Finding, finding
@@ -48,23 +52,32 @@ class MovedMoments(Lint):
         self._found: dict[Place, _Found] = {}
 
     @override
-    def gave_optimizer_state(self, facts: Facts, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    def gave_optimizer_state(
+        self, facts: Facts, optimizer: torch.optim.Optimizer, state: dict[str, Any]
+    ) -> None:
         place = here()
         for name, moment in _named_moments(optimizer, state):
             self._saved[moment] = _Saved(name, place)
 
     @override
-    def restored_optimizer(self, facts: Facts, optimizer: torch.optim.Optimizer, state: Any) -> None:
+    def restored_optimizer(
+        self, facts: Facts, optimizer: torch.optim.Optimizer, state: Any
+    ) -> None:
         if not self._saved:
             return
-        pairs = [(self._saved.get(moment), name) for name, moment in _named_moments(optimizer, state)]
+        pairs = [
+            (self._saved.get(moment), name)
+            for name, moment in _named_moments(optimizer, state)
+        ]
         known = [(saved, name) for saved, name in pairs if saved is not None]
         if {saved.name for saved, _ in known} != {name for _, name in known}:
             return  # parameters were renamed, or are those of another model
         moved = [(saved, name) for saved, name in known if saved.name != name]
         if len(moved) >= _ENOUGH:
             saved, name = moved[0]
-            self._found.setdefault(here(), _Found(saved.place, len(moved), saved.name, name))
+            self._found.setdefault(
+                here(), _Found(saved.place, len(moved), saved.name, name)
+            )
 
     @override
     def findings(self) -> list[Finding | None]:
@@ -81,7 +94,9 @@ class MovedMoments(Lint):
         ]
 
 
-def _named_moments(optimizer: torch.optim.Optimizer, state: Any) -> list[tuple[str, int]]:
+def _named_moments(
+    optimizer: torch.optim.Optimizer, state: Any
+) -> list[tuple[str, int]]:
     """For each parameter that a module has: its name, and a checksum of the first of what a state knows of it."""
     known, groups = entry_of(state, "state"), entry_of(state, "param_groups")
     if not isinstance(known, dict) or not isinstance(groups, list):
@@ -92,12 +107,18 @@ def _named_moments(optimizer: torch.optim.Optimizer, state: Any) -> list[tuple[s
     found = []
     for position, parameter in zip(positions, parameters, strict=False):
         moments = entry_of(known, position)
-        first = next(filter(is_moment, dict.values(moments)), None) if isinstance(moments, dict) else None
+        first = (
+            next(filter(is_moment, dict.values(moments)), None)
+            if isinstance(moments, dict)
+            else None
+        )
         name = names.get(id(parameter), "").removeprefix(WRAPPER)
         if first is not None and name and first.numel() and can_be_read(first):
             numbers = numbers_of(first)
             with torch.no_grad(), unwatched(), without_modes():
-                is_drawn = bool((numbers != numbers.view(-1)[0]).any())  # those that are all zero are alike
+                is_drawn = bool(
+                    (numbers != numbers.view(-1)[0]).any()
+                )  # those that are all zero are alike
             if is_drawn:
                 found.append((name, checksum(numbers)))
     return found

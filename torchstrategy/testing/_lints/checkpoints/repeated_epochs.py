@@ -51,20 +51,30 @@ class RepeatedEpochs(Lint):
 
     def __init__(self, checkpoints: Checkpoints) -> None:
         self._checkpoints = checkpoints
-        self._restored: dict[int, set[Checkpoint]] = defaultdict(set)  # from which models have their weights
-        self._resumed: dict[int, Checkpoint] = {}  # the one that a rank goes on from, until it has made a step
+        self._restored: dict[int, set[Checkpoint]] = defaultdict(
+            set
+        )  # from which models have their weights
+        self._resumed: dict[
+            int, Checkpoint
+        ] = {}  # the one that a rank goes on from, until it has made a step
         self._epochs: Objects[Any, tuple[int, Place]] = Objects()
-        self._open: dict[int, tuple[int, Place]] = {}  # what was set for the rows that a rank has now
+        self._open: dict[
+            int, tuple[int, Place]
+        ] = {}  # what was set for the rows that a rank has now
         self._found: dict[Place, _Case] = {}
 
     @override
-    def restored(self, facts: Facts, module: torch.nn.Module, state: dict[str, Any], misfits: Any) -> None:
+    def restored(
+        self, facts: Facts, module: torch.nn.Module, state: dict[str, Any], misfits: Any
+    ) -> None:
         checkpoint = self._checkpoints.of_tensors(facts, state.values())
         if checkpoint is not None:
             self._restored[facts.rank].add(checkpoint)
 
     @override
-    def restored_optimizer(self, facts: Facts, optimizer: torch.optim.Optimizer, state: Any) -> None:
+    def restored_optimizer(
+        self, facts: Facts, optimizer: torch.optim.Optimizer, state: Any
+    ) -> None:
         checkpoint = self._checkpoints.of_optimizer(facts, state)
         if checkpoint is not None:
             self._resumed[facts.rank] = checkpoint
@@ -72,7 +82,11 @@ class RepeatedEpochs(Lint):
 
     @override
     def sets_epoch(self, facts: Facts, sampler: Any) -> None:
-        if facts.rank in self._resumed and isinstance(sampler, DistributedSampler) and is_set(sampler, "shuffle"):
+        if (
+            facts.rank in self._resumed
+            and isinstance(sampler, DistributedSampler)
+            and is_set(sampler, "shuffle")
+        ):
             epoch = number_in(sampler, "epoch")
             if epoch is not None:
                 self._epochs[sampler] = epoch, here()
@@ -81,14 +95,22 @@ class RepeatedEpochs(Lint):
     def opened(self, facts: Facts, loader: Any) -> None:
         self._open.pop(facts.rank, None)
         sampler = attribute(loader, "sampler")
-        if facts.rank in self._resumed and isinstance(sampler, DistributedSampler) and sampler in self._epochs:
+        if (
+            facts.rank in self._resumed
+            and isinstance(sampler, DistributedSampler)
+            and sampler in self._epochs
+        ):
             self._open[facts.rank] = self._epochs[sampler]
 
     @override
     def stepped(self, facts: Facts, optimizer: torch.optim.Optimizer) -> None:
         opened = self._open.pop(facts.rank, None)
         checkpoint = None if opened is None else self._resumed.pop(facts.rank, None)
-        if opened is None or checkpoint is None or checkpoint not in self._restored[facts.rank]:
+        if (
+            opened is None
+            or checkpoint is None
+            or checkpoint not in self._restored[facts.rank]
+        ):
             return
         epoch, place = opened
         name = next((name for name in _NAMES if name in checkpoint.numbers), None)
@@ -103,7 +125,11 @@ class RepeatedEpochs(Lint):
 def _finding(case: _Case) -> Finding | None:
     number = case.checkpoint.numbers[case.name]
     first, last = case.epoch, number - 1
-    which = f"order of epoch {first} comes" if first == last else f"orders of epochs {first} to {last} come"
+    which = (
+        f"order of epoch {first} comes"
+        if first == last
+        else f"orders of epochs {first} to {last} come"
+    )
     return finding(
         "epoch-again",
         f"Weights and optimizer go on from a checkpoint with `{case.name}` {number} ({case.checkpoint.place}), and the "

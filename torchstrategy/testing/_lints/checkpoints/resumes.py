@@ -13,7 +13,11 @@ from typing import Any, NamedTuple, final
 import torch
 from typing_extensions import override
 
-from torchstrategy.testing._lints.checkpoints.checkpoints import Checkpoint, Checkpoints, is_moment
+from torchstrategy.testing._lints.checkpoints.checkpoints import (
+    Checkpoint,
+    Checkpoints,
+    is_moment,
+)
 from torchstrategy.testing._lints.evidence.asking import asked, named_in
 from torchstrategy.testing._lints.evidence.facts import Facts, parameters_of
 from torchstrategy.testing._lints.evidence.modules import parameters_in
@@ -25,7 +29,9 @@ from torchstrategy.testing._lints.lint import Lint
 _LEAST = 2  # loops of training that begins anew start at 0 or 1
 _MOST = 0.9  # of the parameters of an optimizer: a new head has values of its own
 _POSITION = re.compile(r"(^|_)(epochs?|steps?|iters?|iterations?|it|updates?)(_|$)")
-_LENGTH = re.compile(r"(^|_)(max|total|warmup|best|every|per|interval|accum\w*|patience)(_|$)")
+_LENGTH = re.compile(
+    r"(^|_)(max|total|warmup|best|every|per|interval|accum\w*|patience)(_|$)"
+)
 
 
 class _Counter(NamedTuple):
@@ -66,14 +72,20 @@ class Resumes(Lint):
 
     def __init__(self, checkpoints: Checkpoints) -> None:
         self._checkpoints = checkpoints
-        self._trained: dict[int, dict[int, weakref.ref[Any]]] = defaultdict(dict)  # parameters, by id
-        self._loaded: dict[int, dict[int, tuple[weakref.ref[Any], Checkpoint, Place]]] = defaultdict(dict)
+        self._trained: dict[int, dict[int, weakref.ref[Any]]] = defaultdict(
+            dict
+        )  # parameters, by id
+        self._loaded: dict[
+            int, dict[int, tuple[weakref.ref[Any], Checkpoint, Place]]
+        ] = defaultdict(dict)
         self._sizes: Objects[Any, int] = Objects()
         self._resumes: Objects[Any, _Resume] = Objects()
         self._all: list[_Resume] = []
 
     @override
-    def restored(self, facts: Facts, module: torch.nn.Module, state: dict[str, Any], misfits: Any) -> None:
+    def restored(
+        self, facts: Facts, module: torch.nn.Module, state: dict[str, Any], misfits: Any
+    ) -> None:
         checkpoint = self._checkpoints.of_tensors(facts, state.values())
         if checkpoint is None or not _positions(checkpoint):
             return
@@ -94,13 +106,23 @@ class Resumes(Lint):
         if not loaded or optimizer in self._sizes:
             return
         parameters = parameters_of(optimizer)
-        there = [loaded[id(one)] for one in parameters if id(one) in loaded and loaded[id(one)][0]() is one]
+        there = [
+            loaded[id(one)]
+            for one in parameters
+            if id(one) in loaded and loaded[id(one)][0]() is one
+        ]
         if not there or len(there) < _MOST * len(parameters) or _moments_of(optimizer):
             return
         _, checkpoint, restored = there[0]
-        counters = {counter: value for counter, value in _counters() if _goes_on(value, checkpoint)}
+        counters = {
+            counter: value
+            for counter, value in _counters()
+            if _goes_on(value, checkpoint)
+        }
         if counters:
-            resume = _Resume(checkpoint, restored, type(optimizer).__name__, here(), counters)
+            resume = _Resume(
+                checkpoint, restored, type(optimizer).__name__, here(), counters
+            )
             self._resumes[optimizer] = resume
             self._all.append(resume)
 
@@ -115,20 +137,34 @@ class Resumes(Lint):
         if resume is None:
             return
         moments, before = _moments_of(optimizer), resume.checkpoint.moments
-        if not moments or (before and not before & moments):  # it needs none, or is one of another kind, on purpose
+        if not moments or (
+            before and not before & moments
+        ):  # it needs none, or is one of another kind, on purpose
             self._all.remove(resume)
             del self._resumes[optimizer]
 
     @override
     def findings(self) -> list[Finding | None]:
-        return [_finding(resume, *resume.began) for resume in self._all if resume.began is not None]
+        return [
+            _finding(resume, *resume.began)
+            for resume in self._all
+            if resume.began is not None
+        ]
 
 
 def _finding(resume: _Resume, name: str, number: int) -> Finding | None:
     checkpoint = resume.checkpoint
-    save = "" if checkpoint.groups else "save `optimizer.state_dict()` in the checkpoint, and "
+    save = (
+        ""
+        if checkpoint.groups
+        else "save `optimizer.state_dict()` in the checkpoint, and "
+    )
     write = f"{save}call `optimizer.load_state_dict(...)` before you train."
-    key = next(key for key, value in _positions(checkpoint).items() if number in (value, value + 1))
+    key = next(
+        key
+        for key, value in _positions(checkpoint).items()
+        if number in (value, value + 1)
+    )
     return finding(
         "optimizer-not-restored",
         f"The weights come from a checkpoint (loaded at {checkpoint.place}, used at {resume.restored}), and training "
@@ -151,7 +187,9 @@ def _positions(checkpoint: Checkpoint) -> dict[str, int]:
 
 
 def _goes_on(number: int, checkpoint: Checkpoint) -> bool:
-    return any(number in (value, value + 1) for value in _positions(checkpoint).values())
+    return any(
+        number in (value, value + 1) for value in _positions(checkpoint).values()
+    )
 
 
 def _follow(resume: _Resume) -> None:

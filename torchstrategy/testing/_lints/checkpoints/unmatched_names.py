@@ -33,11 +33,15 @@ class UnmatchedNames(Lint):
         self._found: dict[Place, _Loaded] = {}
 
     @override
-    def restored(self, facts: Facts, module: torch.nn.Module, state: dict[str, Any], misfits: Any) -> None:
+    def restored(
+        self, facts: Facts, module: torch.nn.Module, state: dict[str, Any], misfits: Any
+    ) -> None:
         # torch counts these after hooks of the module have given the state other names.
         given, wanted = misfits.unexpected_keys, misfits.missing_keys
         if wanted and 0 < len(state) <= len(given):
-            self._found.setdefault(here(), _Loaded(type(module).__name__, len(given), given[0], wanted[0]))
+            self._found.setdefault(
+                here(), _Loaded(type(module).__name__, len(given), given[0], wanted[0])
+            )
 
     @override
     def findings(self) -> list[Finding | None]:
@@ -45,7 +49,14 @@ class UnmatchedNames(Lint):
 
 
 def _finding(place: Place, loaded: _Loaded) -> Finding | None:
-    prefix = next((p for p in _PREFIXES if loaded.given.startswith(p) != loaded.wanted.startswith(p)), "")
+    prefix = next(
+        (
+            p
+            for p in _PREFIXES
+            if loaded.given.startswith(p) != loaded.wanted.startswith(p)
+        ),
+        "",
+    )
     mend = "Give the state the names of the model, and leave `strict=False` out."
     if prefix:
         mend = f"Save the state of the model itself, whose names have no {prefix!r}, and leave `strict=False` out."

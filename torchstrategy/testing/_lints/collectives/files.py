@@ -27,7 +27,9 @@ from torchstrategy.testing._lints.lint import Lint
 from torchstrategy.testing._ranks.happened import Happened, Moment
 
 _MOST_FILES = 10_000
-_FCNTL: Any = importlib.import_module("fcntl") if importlib.util.find_spec("fcntl") else None  # None on Windows
+_FCNTL: Any = (
+    importlib.import_module("fcntl") if importlib.util.find_spec("fcntl") else None
+)  # None on Windows
 _STANDARD = sysconfig.get_paths()["stdlib"]
 # Through these a program opens files of its own; others have files that no other rank's program reads, such as caches.
 _BETWEEN = (
@@ -69,7 +71,9 @@ class Files(Lint):
 
     @override
     def uses_file(self, facts: Facts, happened: Happened, what: str, file: Any) -> None:
-        if what == "locks":  # who has it first, and what that rank does then, is not seen
+        if (
+            what == "locks"
+        ):  # who has it first, and what that rank does then, is not seen
             self._has_locks = True
         elif what == "looks":
             self._looks(happened, facts.rank, file)
@@ -80,15 +84,23 @@ class Files(Lint):
         path, place = _path_of(file), None if self._has_locks else _place()
         if path is None or place is None:
             return
-        mine, theirs = (self._written, self._read) if is_write else (self._read, self._written)
+        mine, theirs = (
+            (self._written, self._read) if is_write else (self._read, self._written)
+        )
         if path not in mine and len(mine) >= _MOST_FILES:
             return
         use = mine[path][rank] = _Use(happened.now(rank), place)
         for other, their in theirs.get(path, {}).items():
             reader = other if is_write else rank
-            if other == rank or reader in self._written.get(path, ()) or happened.knows(rank, their.moment):
+            if (
+                other == rank
+                or reader in self._written.get(path, ())
+                or happened.knows(rank, their.moment)
+            ):
                 continue
-            read, written, writer = (their, use, rank) if is_write else (use, their, other)
+            read, written, writer = (
+                (their, use, rank) if is_write else (use, their, other)
+            )
             self._found.setdefault(
                 (written.place, read.place),
                 f"Rank {reader} reads {Path(path).name} ({read.place}), and rank {writer} writes it ({written.place}), "
@@ -99,7 +111,9 @@ class Files(Lint):
         """A rank asks whether a file is there, or, with None, which ones: it may wait for what another one writes."""
         path = None if file is None else _path_of(file)
         for known in self._written if file is None else [path]:
-            for use in self._written.get(known, {}).values() if known is not None else ():
+            for use in (
+                self._written.get(known, {}).values() if known is not None else ()
+            ):
                 happened.sees(rank, use.moment)
 
     @override
@@ -107,7 +121,12 @@ class Files(Lint):
         if self._has_locks:
             return []
         return [
-            finding("file-not-awaited", says, "Call `dist.barrier()` on all ranks between the two.", list(places))
+            finding(
+                "file-not-awaited",
+                says,
+                "Call `dist.barrier()` on all ranks between the two.",
+                list(places),
+            )
             for places, says in self._found.items()
         ]
 
@@ -121,7 +140,10 @@ Does = tuple[str, Any] | None
 def replaced(tell: Tell) -> list[tuple[Any, str, Any]]:
     """What tells of files, in place of functions of Python and torch."""
     serialization: Any = torch.serialization
-    opening, saving = _telling(builtins.open, _opens, tell), _telling(serialization.save, _saves, tell)
+    opening, saving = (
+        _telling(builtins.open, _opens, tell),
+        _telling(serialization.save, _saves, tell),
+    )
     values: list[tuple[Any, str, Any]] = [
         (builtins, "open", opening),
         (io, "open", opening),
@@ -138,11 +160,15 @@ def replaced(tell: Tell) -> list[tuple[Any, str, Any]]:
     if _FCNTL is not None:
         calls.append((_locks, _FCNTL, ["flock", "lockf"]))
     for does, owner, names in calls:
-        values += [(owner, name, _telling(getattr(owner, name), does, tell)) for name in names]
+        values += [
+            (owner, name, _telling(getattr(owner, name), does, tell)) for name in names
+        ]
     return values
 
 
-def _telling(method: Callable[..., Any], does: Callable[..., Does], tell: Tell) -> Callable[..., Any]:
+def _telling(
+    method: Callable[..., Any], does: Callable[..., Does], tell: Tell
+) -> Callable[..., Any]:
     """The method, which tells before it is called what it does."""
 
     @functools.wraps(method)
@@ -164,7 +190,9 @@ def _telling(method: Callable[..., Any], does: Callable[..., Does], tell: Tell) 
 def _opens(file: Any, mode: Any = "r", *_: Any, **__: Any) -> Does:
     if not isinstance(mode, str) or isinstance(file, int):
         return None
-    return "locks" if "x" in mode else "reads" if set(mode) <= set("rbtU") else "writes", file
+    return "locks" if "x" in mode else "reads" if set(mode) <= set(
+        "rbtU"
+    ) else "writes", file
 
 
 def _saves(obj: Any, f: Any, *_: Any, **__: Any) -> Does:
@@ -205,8 +233,15 @@ def _place() -> Place | None:
         name, file = str(frame.f_globals.get("__name__")), frame.f_code.co_filename
         is_between = name.partition(".")[0] in _BETWEEN or name.startswith(_TORCHS)
         if not is_between:
-            is_library = "site-packages" in file or "dist-packages" in file or file.startswith((_STANDARD, "<frozen"))
-            is_library = is_library or name.partition(".")[0] in ("torch", "torchstrategy")
+            is_library = (
+                "site-packages" in file
+                or "dist-packages" in file
+                or file.startswith((_STANDARD, "<frozen"))
+            )
+            is_library = is_library or name.partition(".")[0] in (
+                "torch",
+                "torchstrategy",
+            )
             return None if is_library else Place(file, frame.f_lineno)
         frame = frame.f_back
     return None

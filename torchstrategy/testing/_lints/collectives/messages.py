@@ -60,7 +60,9 @@ class Messages(Lint):
         self._count = itertools.count(1)
         self._sent: dict[int, deque[_Message]] = defaultdict(_kept)
         self._received: dict[int, deque[_Message]] = defaultdict(_kept)
-        self._outputs: dict[int, _Message] = {}  # by the number of a gradient: what it is the gradient of
+        self._outputs: dict[
+            int, _Message
+        ] = {}  # by the number of a gradient: what it is the gradient of
         self._times: Counter[_Found] = Counter()
 
     @override
@@ -73,7 +75,9 @@ class Messages(Lint):
             output = self._output_of(facts, tensor)
             if output is not None:
                 self._outputs[number] = output
-                if len(self._outputs) > _MOST_GRADIENTS:  # of which the receiver has made no use
+                if (
+                    len(self._outputs) > _MOST_GRADIENTS
+                ):  # of which the receiver has made no use
                     del self._outputs[next(iter(self._outputs))]
             else:
                 _keep(self._sent[facts.rank], number, tensor)
@@ -81,25 +85,40 @@ class Messages(Lint):
             _keep(self._received[facts.rank], number, tensor)
 
     @override
-    def continues(self, facts: Facts, outputs: Sequence[torch.Tensor], gradients: Sequence[Any]) -> None:
+    def continues(
+        self, facts: Facts, outputs: Sequence[torch.Tensor], gradients: Sequence[Any]
+    ) -> None:
         for output, gradient in zip(outputs, gradients, strict=False):
             sent = _find(self._sent[facts.rank], output)
             got = _find(self._received[facts.rank], gradient)
             right = self._outputs.pop(got[0].number, None) if got else None
             # One output may go to several ranks.
-            if sent and right is not None and all(one.number != right.number for one in sent):
+            if (
+                sent
+                and right is not None
+                and all(one.number != right.number for one in sent)
+            ):
                 self._times[_Found(here(), sent[0].place, right.place)] += 1
 
     @override
     def findings(self) -> list[Finding | None]:
-        return [_finding(found, times) for found, times in self._times.items() if times >= _ENOUGH]
+        return [
+            _finding(found, times)
+            for found, times in self._times.items()
+            if times >= _ENOUGH
+        ]
 
     def _output_of(self, facts: Facts, gradient: torch.Tensor) -> _Message | None:
         """What was received in a tensor with this gradient."""
         address = address_of(gradient)
         for message in self._received[facts.rank] if address else ():
             tensor = message.tensor()
-            if tensor is not None and tensor.is_leaf and tensor.grad is not None and address_of(tensor.grad) == address:
+            if (
+                tensor is not None
+                and tensor.is_leaf
+                and tensor.grad is not None
+                and address_of(tensor.grad) == address
+            ):
                 return message
         return None
 
@@ -112,7 +131,13 @@ def _kept() -> deque[_Message]:
 def _keep(messages: deque[_Message], number: int, tensor: torch.Tensor) -> None:
     if is_plain(tensor):
         storage: Any = tensor.untyped_storage()
-        made = _Message(number, weakref.ref(tensor), weakref.ref(storage), address_of(tensor), here())
+        made = _Message(
+            number,
+            weakref.ref(tensor),
+            weakref.ref(storage),
+            address_of(tensor),
+            here(),
+        )
         messages.appendleft(made)
 
 
@@ -120,7 +145,11 @@ def _find(messages: deque[_Message], tensor: Any) -> list[_Message]:
     """The messages in whose memory the numbers of a tensor are, the last one first."""
     address = address_of(tensor)
     there = messages if address else ()
-    return [message for message in there if message.address == address and message.storage() is not None]
+    return [
+        message
+        for message in there
+        if message.address == address and message.storage() is not None
+    ]
 
 
 def _finding(found: _Found, times: int) -> Finding | None:

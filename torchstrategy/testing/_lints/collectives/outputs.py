@@ -29,8 +29,12 @@ class Outputs(Lint):
     def told(self, facts: Facts, told: Told, is_of_torch: bool) -> None:
         if is_of_torch or told.kind not in _KINDS or len(told.gets) < 2:
             return
-        written = [tensor for tensor in told.gets if is_plain(tensor) and tensor.numel()]
-        places = Counter((span(tensor), tensor.stride(), tensor.dtype) for tensor in written)
+        written = [
+            tensor for tensor in told.gets if is_plain(tensor) and tensor.numel()
+        ]
+        places = Counter(
+            (span(tensor), tensor.stride(), tensor.dtype) for tensor in written
+        )
         most = max(places.values(), default=1)
         if most > 1:
             self._found.setdefault(here(), (told.kind, most))

@@ -35,13 +35,17 @@ class ProcessGroups(Lint):
     def findings(self) -> list[Finding | None]:
         first, *others = sorted(self._made) or [-1]
         for rank in others:
-            for number, (own, other) in enumerate(zip(self._made[first], self._made[rank], strict=False), 1):
+            for number, (own, other) in enumerate(
+                zip(self._made[first], self._made[rank], strict=False), 1
+            ):
                 if own.ranks != other.ranks:
                     return [_finding(number, first, own, rank, other)]
         return []
 
 
-def _finding(number: int, first: int, own: _Made, rank: int, other: _Made) -> Finding | None:
+def _finding(
+    number: int, first: int, own: _Made, rank: int, other: _Made
+) -> Finding | None:
     return finding(
         "groups-differ",
         f"Call {number} of `dist.new_group` has the ranks {list(own.ranks)} on rank {first} ({own.place}) and "

@@ -23,14 +23,22 @@ from torchstrategy.testing._simulation.torch_internals import Operator, schema
 
 _OF_COLLECTIVES = ("c10d::", "_c10d_functional::")
 # Operators that look into no memory, besides those that make a tensor or a view.
-_WITHOUT_MEMORY = ("aten::is_pinned", "aten::is_same_size", "aten::record_stream", "aten::resize_", "aten::set_")
+_WITHOUT_MEMORY = (
+    "aten::is_pinned",
+    "aten::is_same_size",
+    "aten::record_stream",
+    "aten::resize_",
+    "aten::set_",
+)
 _MOST_ELEMENTS = 1_000_000
 
 
 class _Piece(NamedTuple):
     """Memory that is in use until the program waits."""
 
-    storage: weakref.ref[Any]  # a backend keeps it; here other tensors may get the memory when it is gone
+    storage: weakref.ref[
+        Any
+    ]  # a backend keeps it; here other tensors may get the memory when it is gone
     start: int
     end: int
     is_written: bool
@@ -52,11 +60,22 @@ class Waits(Follower):
     def begins(self, facts: Facts, under_way: UnderWay) -> None:
         pieces, place = [], here()
         written = [_span(tensor) for tensor in under_way.writes]
-        for tensor, is_written in [(t, True) for t in under_way.writes] + [(t, False) for t in under_way.reads]:
+        for tensor, is_written in [(t, True) for t in under_way.writes] + [
+            (t, False) for t in under_way.reads
+        ]:
             there = _span(tensor)
             if there is not None and (is_written or there not in written):
                 storage = weakref.ref(tensor.untyped_storage())
-                pieces.append(_Piece(storage, *there, is_written, under_way.part, place, in_words([tensor])))
+                pieces.append(
+                    _Piece(
+                        storage,
+                        *there,
+                        is_written,
+                        under_way.part,
+                        place,
+                        in_words([tensor]),
+                    )
+                )
         if pieces:
             self._pieces.setdefault(under_way.rank, []).extend(pieces)
 
@@ -70,7 +89,8 @@ class Waits(Follower):
         left = [
             piece
             for index, piece in enumerate(pieces)
-            if piece.part is not part and not (index < last and piece.part.queue == part.queue)
+            if piece.part is not part
+            and not (index < last and piece.part.queue == part.queue)
         ]
         self._keep(facts.rank, left)
 
@@ -79,7 +99,14 @@ class Waits(Follower):
         self._pieces.pop(facts.rank, None)
 
     @override
-    def operator(self, facts: Facts, func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
+    def operator(
+        self,
+        facts: Facts,
+        func: Any,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        result: Any,
+    ) -> None:
         uses = _uses_of(func)
         if uses is None:
             return
@@ -88,21 +115,38 @@ class Waits(Follower):
             if there is None:
                 continue
             for piece in self._pieces.get(facts.rank, ()):
-                is_used = (is_write or piece.is_written) and piece.start < there[1] and there[0] < piece.end
+                is_used = (
+                    (is_write or piece.is_written)
+                    and piece.start < there[1]
+                    and there[0] < piece.end
+                )
                 if is_used and piece.storage() is not None:
                     self._uses(facts, func, tensor, is_write, piece)
                     return
 
-    def _uses(self, facts: Facts, func: Any, tensor: torch.Tensor, is_write: bool, piece: _Piece) -> None:
+    def _uses(
+        self,
+        facts: Facts,
+        func: Any,
+        tensor: torch.Tensor,
+        is_write: bool,
+        piece: _Piece,
+    ) -> None:
         rank, world = facts.rank, current_world()
         if world is None or not _has_elements_in(tensor, piece.start, piece.end):
             return
         if not piece.is_written and piece.part.is_known_to_be_read(world.happened):
-            self._keep(rank, [other for other in self._pieces[rank] if other is not piece])
+            self._keep(
+                rank, [other for other in self._pieces[rank] if other is not piece]
+            )
             return
         place, does = here(), "writes" if is_write else "reads"
         optimizer = facts.stepping
-        if piece.is_written and optimizer is not None and _is_gradient(tensor, optimizer):
+        if (
+            piece.is_written
+            and optimizer is not None
+            and _is_gradient(tensor, optimizer)
+        ):
             facts.was_awaited = False
             self._steps_early.setdefault(
                 (place, piece.place),
@@ -121,12 +165,13 @@ class Waits(Follower):
     @override
     def findings(self) -> list[Finding | None]:
         of_steps = "Call `wait()` on what each call for a gradient returned before `optimizer.step()`."
-        of_others = (
-            "Call `wait()` on what that call returned before you use its tensor, or use another tensor meanwhile."
-        )
+        of_others = "Call `wait()` on what that call returned before you use its tensor, or use another tensor meanwhile."
         found = [(key, says, of_steps) for key, says in self._steps_early.items()]
         found += [(key, says, of_others) for key, says in self._found.items()]
-        return [finding("used-before-wait", says, write, list(places)) for places, says, write in found]
+        return [
+            finding("used-before-wait", says, write, list(places))
+            for places, says, write in found
+        ]
 
     def _keep(self, rank: int, pieces: list[_Piece]) -> None:
         if pieces:
@@ -139,7 +184,9 @@ def _is_gradient(tensor: torch.Tensor, optimizer: torch.optim.Optimizer) -> bool
     """Whether the numbers of a tensor are, or are among, a gradient of an optimizer."""
     there = _span(tensor)
     gradients = (_span(parameter.grad) for parameter in parameters_of(optimizer))
-    return there is not None and any(its is not None and its[0] < there[1] and there[0] < its[1] for its in gradients)
+    return there is not None and any(
+        its is not None and its[0] < there[1] and there[0] < its[1] for its in gradients
+    )
 
 
 def _span(tensor: Any) -> tuple[int, int] | None:
@@ -158,7 +205,10 @@ def _has_elements_in(tensor: torch.Tensor, start: int, end: int) -> bool:
     for count, stride in zip(tensor.shape, tensor.stride(), strict=True):
         if stride:
             steps = [step + index * stride for step in steps for index in range(count)]
-    return any(first + step * size < end and start < first + (step + 1) * size for step in steps)
+    return any(
+        first + step * size < end and start < first + (step + 1) * size
+        for step in steps
+    )
 
 
 Uses = Callable[[Sequence[Any], dict[str, Any]], Iterator[tuple[torch.Tensor, bool]]]
@@ -171,17 +221,26 @@ def _uses_of(op: Any) -> Uses | None:
         return None
     declared = schema(op)
     name = op.name().partition(".")[0]
-    views = any(result.alias_info is not None and not result.alias_info.is_write for result in declared.returns)
+    views = any(
+        result.alias_info is not None and not result.alias_info.is_write
+        for result in declared.returns
+    )
     makes = name.endswith("_like") or name.startswith(("aten::new_", "aten::empty"))
     if views or makes or name in _WITHOUT_MEMORY:
         return None
     arguments = [
-        (place, argument.name, argument.alias_info is not None and argument.alias_info.is_write)
+        (
+            place,
+            argument.name,
+            argument.alias_info is not None and argument.alias_info.is_write,
+        )
         for place, argument in enumerate(declared.arguments)
         if "Tensor" in str(argument.type)
     ]
 
-    def find(args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[tuple[torch.Tensor, bool]]:
+    def find(
+        args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> Iterator[tuple[torch.Tensor, bool]]:
         for place, argument, is_write in arguments:
             value = args[place] if place < len(args) else kwargs.get(argument)
             for tensor in value if isinstance(value, (list, tuple)) else (value,):

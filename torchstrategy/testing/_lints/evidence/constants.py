@@ -27,18 +27,33 @@ def constants_of(function: Any) -> dict[str, int]:
 
 def mentions(function: Any, *words: str) -> bool:
     """Whether a function, or one that it calls, uses one of some names or strings."""
-    return any(word in (*code.co_names, *code.co_consts) for code in _codes(function, _DEEPEST) for word in words)
+    return any(
+        word in (*code.co_names, *code.co_consts)
+        for code in _codes(function, _DEEPEST)
+        for word in words
+    )
 
 
 def multiplies(function: Any) -> bool:
     """Whether a function, or one that it calls, multiplies and has a whole number above 2, as in `10 * epochs`."""
-    return any(_multiplies(list(dis.get_instructions(code))) for code in _codes(function, _DEEPEST))
+    return any(
+        _multiplies(list(dis.get_instructions(code)))
+        for code in _codes(function, _DEEPEST)
+    )
 
 
 def _multiplies(instructions: list[dis.Instruction]) -> bool:
-    numbers = [one.argval for one in instructions if one.opname in ("LOAD_CONST", "LOAD_SMALL_INT")]
-    is_product = any(one.opname == "BINARY_MULTIPLY" or one.argrepr == "*" for one in instructions)
-    return is_product and any(isinstance(number, int) and number > 2 for number in numbers)
+    numbers = [
+        one.argval
+        for one in instructions
+        if one.opname in ("LOAD_CONST", "LOAD_SMALL_INT")
+    ]
+    is_product = any(
+        one.opname == "BINARY_MULTIPLY" or one.argrepr == "*" for one in instructions
+    )
+    return is_product and any(
+        isinstance(number, int) and number > 2 for number in numbers
+    )
 
 
 def _numbers(function: Any, depth: int) -> Iterator[tuple[str, int]]:
@@ -48,8 +63,16 @@ def _numbers(function: Any, depth: int) -> Iterator[tuple[str, int]]:
             yield name, value
         elif code is not None and not isinstance(value, types.ModuleType):
             named = named_in(value)
-            numbers = {attribute: named[attribute] for attribute in code.co_names if attribute in named}
-            yield from ((one, it) for one, it in numbers.items() if isinstance(it, int) and not isinstance(it, bool))
+            numbers = {
+                attribute: named[attribute]
+                for attribute in code.co_names
+                if attribute in named
+            }
+            yield from (
+                (one, it)
+                for one, it in numbers.items()
+                if isinstance(it, int) and not isinstance(it, bool)
+            )
     if depth:
         for inner in _called_by(function):
             yield from _numbers(inner, depth - 1)
@@ -90,9 +113,15 @@ def _known_to(function: Any) -> Iterator[tuple[str, Any]]:
             yield name, cell.cell_contents
     defaults = plain.__defaults__ or ()
     arguments = code.co_varnames[: code.co_argcount]
-    yield from zip(reversed(arguments), reversed(defaults), strict=False)  # the program may have given it more of them
+    yield from zip(
+        reversed(arguments), reversed(defaults), strict=False
+    )  # the program may have given it more of them
     yield from (plain.__kwdefaults__ or {}).items()
-    yield from ((name, plain.__globals__[name]) for name in code.co_names if name in plain.__globals__)
+    yield from (
+        (name, plain.__globals__[name])
+        for name in code.co_names
+        if name in plain.__globals__
+    )
 
 
 def _plain(function: Any) -> types.FunctionType | None:

@@ -14,7 +14,11 @@ import torch
 from torch import nn
 
 from torchstrategy.testing._lints.evidence.asking import named_in
-from torchstrategy.testing._lints.evidence.fingerprints import checksum, has_ordinary_numbers, numbers_of
+from torchstrategy.testing._lints.evidence.fingerprints import (
+    checksum,
+    has_ordinary_numbers,
+    numbers_of,
+)
 from torchstrategy.testing._lints.torch_internals import without_modes
 from torchstrategy.testing._simulation.program import unwatched
 
@@ -24,7 +28,11 @@ _NUMBERS = (float, complex, bool, type(None), range, slice, np.generic)
 
 def content_of(dataset: Any) -> int:
     """A checksum of what a data set holds: of its tensors, arrays, paths and settings. Some of many are looked at."""
-    return zlib.crc32("\n".join(islice(_words_of(dataset, _DEEPEST), _MOST_WORDS)).encode(errors="replace"))
+    return zlib.crc32(
+        "\n".join(islice(_words_of(dataset, _DEEPEST), _MOST_WORDS)).encode(
+            errors="replace"
+        )
+    )
 
 
 def _words_of(value: Any, depth: int) -> Iterator[str]:

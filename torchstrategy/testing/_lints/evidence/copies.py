@@ -11,7 +11,11 @@ from typing import Any, NamedTuple, final
 import torch
 
 from torchstrategy.testing._lints.evidence.facts import Factor, Facts
-from torchstrategy.testing._lints.evidence.fingerprints import Fingerprint, fingerprint, of_sparse
+from torchstrategy.testing._lints.evidence.fingerprints import (
+    Fingerprint,
+    fingerprint,
+    of_sparse,
+)
 from torchstrategy.testing._lints.evidence.places import Place, here
 
 Named = Mapping[str, torch.Tensor]
@@ -85,10 +89,18 @@ class Used(NamedTuple):
 def gradient_used(facts: Facts, parameter: torch.Tensor) -> Used:
     """What is kept of the gradient of a parameter, as it is now."""
     gradient = facts.gradient_of(parameter)
-    if gradient is not None and type(gradient) is torch.Tensor and gradient.layout is torch.sparse_coo:
+    if (
+        gradient is not None
+        and type(gradient) is torch.Tensor
+        and gradient.layout is torch.sparse_coo
+    ):
         return Used(*of_sparse(gradient), None)
     # The step is made with what is in the flat tensor.
-    numbers = None if facts.address_of_gradient(parameter) in facts.apart else fingerprint(gradient)
+    numbers = (
+        None
+        if facts.address_of_gradient(parameter) in facts.apart
+        else fingerprint(gradient)
+    )
     return Used(numbers, None, facts.multiplied(gradient))
 
 
@@ -174,10 +186,16 @@ class Copies:
     began_alike: bool = False
     began_apart: bool = False
     was_compared: bool = False  # at the beginning
-    late: Parted | None = None  # of a guess that began alike: since some step, by gradients that differ
-    last_alike: int = -1  # the steps before the last one in which gradients were alike, and no constants
+    late: Parted | None = (
+        None  # of a guess that began alike: since some step, by gradients that differ
+    )
+    last_alike: int = (
+        -1
+    )  # the steps before the last one in which gradients were alike, and no constants
     _waiting: dict[float, dict[int, Snapshot]] = field(default_factory=dict)
-    _kept: dict[str, list[torch.Tensor]] = field(default_factory=dict)  # those that differ, until the end
+    _kept: dict[str, list[torch.Tensor]] = field(
+        default_factory=dict
+    )  # those that differ, until the end
     _is_rounded: bool = False
     _beginning: dict[int, Snapshot] = field(default_factory=dict)
 
@@ -186,7 +204,9 @@ class Copies:
 
         `step` is a half more before the next step, and 0 before the first.
         """
-        if self.is_over or (step not in self._waiting and len(self._waiting) >= _MOST_WAITING):
+        if self.is_over or (
+            step not in self._waiting and len(self._waiting) >= _MOST_WAITING
+        ):
             return
         there = self._waiting.setdefault(step, {})
         there[rank] = snapshot
@@ -202,19 +222,31 @@ class Copies:
             prints = {fingerprint(tensor) for tensor in tensors}
             if len(tensors) == len(self.ranks) and len(prints) > 1:
                 return True
-        return not any(len(tensors) == len(self.ranks) for tensors in self._kept.values())
+        return not any(
+            len(tensors) == len(self.ranks) for tensors in self._kept.values()
+        )
 
     def _compare(self, step: float, there: dict[int, Snapshot]) -> None:
         first = there[self.ranks[0]]
         self.was_compared = self.was_compared or step == 0
         others = {rank: there[rank] for rank in self.ranks[1:]}
-        names = [name for name in first.values if any(_are_unlike(first, other, name) for other in others.values())]
-        if first.way.is_own and not any(_are_far(first, other, names) for other in others.values()):
+        names = [
+            name
+            for name in first.values
+            if any(_are_unlike(first, other, name) for other in others.values())
+        ]
+        if first.way.is_own and not any(
+            _are_far(first, other, names) for other in others.values()
+        ):
             names = []
         if not names:
             # Copies that come together again are trained apart on purpose, as by averaging each few steps.
-            self.is_over = self.parted is not None and self.parted.names[0] in first.values
-            self.began_alike = self.began_alike or (step == 0 and all(map(_is_drawn, first.values.values())))
+            self.is_over = (
+                self.parted is not None and self.parted.names[0] in first.values
+            )
+            self.began_alike = self.began_alike or (
+                step == 0 and all(map(_is_drawn, first.values.values()))
+            )
             if step >= 1 and _have_one_gradient(first, others):
                 self.last_alike = first.steps
             return
@@ -226,12 +258,25 @@ class Copies:
             return
         if self.parted is not None:
             return
-        apart = [name for name in names if any(_have_other_gradients(first, other, name) for other in others.values())]
-        if not apart and (self._is_rounded or any(_are_rounded(first, other, names) for other in others.values())):
+        apart = [
+            name
+            for name in names
+            if any(
+                _have_other_gradients(first, other, name) for other in others.values()
+            )
+        ]
+        if not apart and (
+            self._is_rounded
+            or any(_are_rounded(first, other, names) for other in others.values())
+        ):
             self._is_rounded = True  # each rank adds in an order of its own
             return
         apart_or_all = apart or names
-        ranks = [rank for rank, other in others.items() if any(_are_unlike(first, other, name) for name in names)]
+        ranks = [
+            rank
+            for rank, other in others.items()
+            if any(_are_unlike(first, other, name) for name in names)
+        ]
         self._part(Parted(int(step), apart_or_all, ranks, bool(apart), there), there)
 
     def _guess(self, step: float, there: dict[int, Snapshot], names: list[str]) -> None:
@@ -241,19 +286,36 @@ class Copies:
             self.began_apart = any(map(_is_drawn, there[self.ranks[0]].values.values()))
         elif self.began_alike and self.late is None:
             mine = there[self.ranks[0]]
-            others = [rank for rank in self.ranks[1:] if _have_other_gradients(mine, there[rank], names[0])]
-            if others and all(one.gradients.get(names[0]) is not None for one in there.values()):
+            others = [
+                rank
+                for rank in self.ranks[1:]
+                if _have_other_gradients(mine, there[rank], names[0])
+            ]
+            if others and all(
+                one.gradients.get(names[0]) is not None for one in there.values()
+            ):
                 self.late = Parted(int(step), names, others, True, there)
         elif self._beginning and self.parted is None:
-            prints = [there[rank].gradients.get(name) for rank in self.ranks for name in names]
+            prints = [
+                there[rank].gradients.get(name) for rank in self.ranks for name in names
+            ]
             first = prints[0]
-            if first is not None and any(first.sample) and all(one == first for one in prints):
-                self._part(Parted(0, names, list(self.ranks[1:]), False, self._beginning), there)
+            if (
+                first is not None
+                and any(first.sample)
+                and all(one == first for one in prints)
+            ):
+                self._part(
+                    Parted(0, names, list(self.ranks[1:]), False, self._beginning),
+                    there,
+                )
 
     def _part(self, parted: Parted, there: dict[int, Snapshot]) -> None:
         self.parted = parted
         for name in parted.names[:_MOST_KEPT]:
-            held = [there[rank].tensors.get(name) for rank in self.ranks]  # a buffer may be on some ranks alone
+            held = [
+                there[rank].tensors.get(name) for rank in self.ranks
+            ]  # a buffer may be on some ranks alone
             found = [tensor() for tensor in held if tensor is not None]
             self._kept[name] = [tensor for tensor in found if tensor is not None]
 
@@ -273,7 +335,10 @@ def _are_unlike(first: Snapshot, other: Snapshot, name: str) -> bool:
 def _are_far(first: Snapshot, other: Snapshot, names: list[str]) -> bool:
     """Whether numbers differ by more than rounding."""
     pairs = [(first.values[name], other.values.get(name)) for name in names]
-    return any(mine is None or theirs is None or not mine.is_close_to(theirs) for mine, theirs in pairs)
+    return any(
+        mine is None or theirs is None or not mine.is_close_to(theirs)
+        for mine, theirs in pairs
+    )
 
 
 def _have_other_gradients(first: Snapshot, other: Snapshot, name: str) -> bool:
@@ -288,7 +353,9 @@ def _have_one_gradient(first: Snapshot, others: Mapping[int, Snapshot]) -> bool:
     if not first.gradients or not all(map(_is_drawn, first.gradients.values())):
         return False
     names, there = list(first.gradients), list(others.values())
-    return not any(_have_other_gradients(first, other, name) for other in there for name in names)
+    return not any(
+        _have_other_gradients(first, other, name) for other in there for name in names
+    )
 
 
 def _are_rounded(first: Snapshot, other: Snapshot, names: list[str]) -> bool:
@@ -298,6 +365,11 @@ def _are_rounded(first: Snapshot, other: Snapshot, names: list[str]) -> bool:
         if mine != theirs:
             return True
         value, others = first.values[name], other.values.get(name)
-        if mine is None and value is not None and others is not None and not value.is_close_to(others):
+        if (
+            mine is None
+            and value is not None
+            and others is not None
+            and not value.is_close_to(others)
+        ):
             return False
     return all(first.gradients.get(name) is None for name in names)

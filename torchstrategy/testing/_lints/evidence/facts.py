@@ -84,7 +84,9 @@ class Flat:
 
     def multiplies(self, number: float | None, place: Place) -> None:
         """The program multiplies it; by None: nobody knows by what."""
-        self.factor = Factor(_product(1.0 if self.factor is None else self.factor.number, number), place)
+        self.factor = Factor(
+            _product(1.0 if self.factor is None else self.factor.number, number), place
+        )
 
 
 @final
@@ -163,7 +165,11 @@ class Facts:
         """
         there = {own: leaf for own, leaf in self.leaves.items() if leaf() is not None}
         there |= {id(leaf): weakref.ref(leaf) for leaf in leaves}
-        parameters = {own: leaf for own, leaf in there.items() if isinstance(leaf(), torch.nn.Parameter)}
+        parameters = {
+            own: leaf
+            for own, leaf in there.items()
+            if isinstance(leaf(), torch.nn.Parameter)
+        }
         self.leaves = parameters or there
 
     def gradient_of(self, parameter: torch.Tensor) -> torch.Tensor | None:
@@ -189,10 +195,19 @@ class Facts:
 
     def puts_together(self, flat: torch.Tensor, parts: Sequence[Any]) -> None:
         """Notes which gradients a tensor has copies of: some parts were written beside each other."""
-        gradients = [address for address in addresses_of(parts) if address in self.addresses and address]
+        gradients = [
+            address
+            for address in addresses_of(parts)
+            if address in self.addresses and address
+        ]
         if gradients and self.stepping is None:
             before = self.flats.get(flat)
-            self.flats.put(flat, Flat(({} if before is None else before.parts) | dict.fromkeys(gradients)))
+            self.flats.put(
+                flat,
+                Flat(
+                    ({} if before is None else before.parts) | dict.fromkeys(gradients)
+                ),
+            )
 
     def reduces(self, tensor: torch.Tensor, detail: str, ranks: Sequence[int]) -> None:
         """A collective of the program reduces a tensor: gradients, maybe."""
@@ -218,10 +233,14 @@ class Facts:
             if flat.is_reduced and flat.factor is not None:
                 self.multiplies(self.apart & flat.parts.keys(), *flat.factor)
 
-    def multiplies(self, gradients: Iterable[int], number: float | None, place: Place) -> None:
+    def multiplies(
+        self, gradients: Iterable[int], number: float | None, place: Place
+    ) -> None:
         """The program multiplies gradients, given by their addresses; by None: nobody knows by what."""
         for address in gradients:
-            self.factors[address] = Factor(_product(self.factor_at(address), number), place)
+            self.factors[address] = Factor(
+                _product(self.factor_at(address), number), place
+            )
 
     def factor_at(self, address: int) -> float | None:
         """By what number the program has multiplied a gradient, apart from clipping; None if nobody knows."""
@@ -262,7 +281,9 @@ def _product(one: float | None, other: float | None) -> float | None:
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     """The parameters of an optimizer, in order."""
-    return [parameter for group in optimizer.param_groups for parameter in members_of(group)]
+    return [
+        parameter for group in optimizer.param_groups for parameter in members_of(group)
+    ]
 
 
 def members_of(group: Any) -> list[Any]:
@@ -293,4 +314,6 @@ def address_of(tensor: Any) -> int:
 
 def addresses_of(written: Any) -> list[int]:
     """Where the numbers of a tensor are, or of each of several: what an operator gets as its first argument."""
-    return list(map(address_of, written if isinstance(written, (list, tuple)) else [written]))
+    return list(
+        map(address_of, written if isinstance(written, (list, tuple)) else [written])
+    )

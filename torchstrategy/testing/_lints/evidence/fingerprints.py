@@ -44,19 +44,41 @@ class Fingerprint(NamedTuple):
         """Whether two tensors differ by rounding only, as far as some of their numbers say."""
         if self.shape != other.shape:
             return False
-        size = max((abs(one) for one in (*self.sample, *other.sample) if math.isfinite(one)), default=0.0)
+        size = max(
+            (abs(one) for one in (*self.sample, *other.sample) if math.isfinite(one)),
+            default=0.0,
+        )
         pairs = zip(self.sample, other.sample, strict=True)
         return all(a is b or a == b or abs(a - b) <= _CLOSE * size for a, b in pairs)
 
 
 _ORDINARY = frozenset(
-    {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.bool, torch.uint8}
+    {
+        torch.float16,
+        torch.bfloat16,
+        torch.float32,
+        torch.float64,
+        torch.bool,
+        torch.uint8,
+    }
     | {torch.int8, torch.int16, torch.int32, torch.int64}
 )
 # With others, such as quantized or packed ones, torch cannot compute.
 _READABLE = _ORDINARY | {
-    *(torch.complex32, torch.complex64, torch.complex128, torch.uint16, torch.uint32, torch.uint64),
-    *(torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz),
+    *(
+        torch.complex32,
+        torch.complex64,
+        torch.complex128,
+        torch.uint16,
+        torch.uint32,
+        torch.uint64,
+    ),
+    *(
+        torch.float8_e4m3fn,
+        torch.float8_e4m3fnuz,
+        torch.float8_e5m2,
+        torch.float8_e5m2fnuz,
+    ),
     torch.float8_e8m0fnu,
 }
 
@@ -110,8 +132,13 @@ def fingerprint(tensor: torch.Tensor | None) -> Fingerprint | None:
 def of_sparse(tensor: torch.Tensor) -> tuple[Fingerprint | None, tuple[int, int]]:
     """What is kept of a sparse tensor: of its numbers, whatever their order is, and checksums of indices and values."""
     with torch.no_grad(), unwatched(), without_modes():
-        here = on_cpu(tensor.detach()) if is_simulated(tensor) else tensor.detach().cpu()
-        parts = checksum(here._indices().contiguous()), checksum(here._values().contiguous())
+        here = (
+            on_cpu(tensor.detach()) if is_simulated(tensor) else tensor.detach().cpu()
+        )
+        parts = (
+            checksum(here._indices().contiguous()),
+            checksum(here._values().contiguous()),
+        )
         whole = here.coalesce()
         values = fingerprint(whole.values())
         if values is None:
@@ -119,7 +146,9 @@ def of_sparse(tensor: torch.Tensor) -> tuple[Fingerprint | None, tuple[int, int]
         indices = checksum(whole.indices().contiguous())
         both = zlib.crc32(f"{indices} {values.checksum}".encode())
     # Other indices are another tensor, however close the values are.
-    return Fingerprint((*tensor.shape, indices), tensor.dtype, both, values.sample), parts
+    return Fingerprint(
+        (*tensor.shape, indices), tensor.dtype, both, values.sample
+    ), parts
 
 
 def checksum(here: torch.Tensor) -> int:
@@ -134,7 +163,9 @@ def hashes_of_rows(tensor: torch.Tensor) -> list[int]:
     numbers = numbers_of(tensor)
     with torch.no_grad(), unwatched(), without_modes():
         flat = numbers.reshape(len(numbers), -1)
-        if flat.shape[1] > _SAMPLED:  # with equal steps it could be one of several features each time
+        if (
+            flat.shape[1] > _SAMPLED
+        ):  # with equal steps it could be one of several features each time
             flat = flat[:, torch.arange(_SAMPLED) * _PRIME % flat.shape[1]]
         return [hash(tuple(row)) for row in flat.tolist()]
 
@@ -152,7 +183,11 @@ def number_of(value: Any) -> float | None:
     """The number that a value is, or that a tensor has; None if there is none, or it cannot be read."""
     if not isinstance(value, torch.Tensor):
         # A whole number may be too large.
-        return asked(lambda: float(value), None) if isinstance(value, (int, float)) else None
+        return (
+            asked(lambda: float(value), None)
+            if isinstance(value, (int, float))
+            else None
+        )
     if value.numel() != 1 or not can_be_read(value) or value.is_complex():
         return None
     here = numbers_of(value)

@@ -14,7 +14,10 @@ T = TypeVar("T")
 
 def is_plain(tensor: Any) -> bool:
     """Whether something is a tensor with memory of its own, and not one that stands for others."""
-    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided:
+    if (
+        type(tensor) not in (torch.Tensor, torch.nn.Parameter)
+        or tensor.layout is not torch.strided
+    ):
         return False
     return not (tensor.is_meta or tensor.is_nested or stands_for_others(tensor))
 
@@ -44,12 +47,18 @@ class Known(Generic[T]):
         """What is known of a tensor."""
         if not self._by_address or not is_plain(tensor):
             return None
-        storage, fact = self._by_address.get(tensor.untyped_storage().data_ptr(), (None, None))
+        storage, fact = self._by_address.get(
+            tensor.untyped_storage().data_ptr(), (None, None)
+        )
         return fact if storage is not None and storage() is not None else None
 
     def facts(self) -> list[T]:
         """What is known of tensors that are there."""
-        return [fact for storage, fact in list(self._by_address.values()) if storage() is not None]
+        return [
+            fact
+            for storage, fact in list(self._by_address.values())
+            if storage() is not None
+        ]
 
     def drop(self, tensor: Any) -> None:
         """Forgets what is known of a tensor."""

@@ -70,19 +70,32 @@ def terms_of(loss: torch.Tensor, scale: float | None = None) -> list[Term]:
             break
         node, divisors, multipliers = waiting.pop()
         name = name_of(node)
-        followers = [] if node is None else [following for following, _ in node.next_functions]
+        followers = (
+            [] if node is None else [following for following, _ in node.next_functions]
+        )
         if name.startswith(_PASSED):
             waiting.append((followers[0], divisors, multipliers))
         elif name.startswith("NegBackward"):
             waiting.append((followers[0], divisors, (*multipliers, -1.0)))
         elif name.startswith(("AddBackward", "SubBackward")):
             # `alpha` multiplies the second one.
-            waiting += [(following, divisors, multipliers) for following in followers if following is not None]
-        elif name.startswith(("DivBackward", "MulBackward")) and (number := _number_at(node)) is not None:
-            following = next(following for following in followers if following is not None)
+            waiting += [
+                (following, divisors, multipliers)
+                for following in followers
+                if following is not None
+            ]
+        elif (
+            name.startswith(("DivBackward", "MulBackward"))
+            and (number := _number_at(node)) is not None
+        ):
+            following = next(
+                following for following in followers if following is not None
+            )
             is_division = name.startswith("Div")
             if is_division and followers[0] is None:
-                found.append(_end(None, "", divisors, multipliers))  # a number divided by the loss
+                found.append(
+                    _end(None, "", divisors, multipliers)
+                )  # a number divided by the loss
             elif not is_division and scale is not None and number == scale:
                 waiting.append((following, divisors, multipliers))
             elif is_division:
@@ -97,7 +110,12 @@ def terms_of(loss: torch.Tensor, scale: float | None = None) -> list[Term]:
 def is_scaled(loss: torch.Tensor, scale: float | None) -> bool:
     """Whether the last thing that was done to a loss is to multiply it by the scale of mixed precision."""
     node = loss.grad_fn
-    if scale is None or scale == 1 or node is None or not name_of(node).startswith("MulBackward"):
+    if (
+        scale is None
+        or scale == 1
+        or node is None
+        or not name_of(node).startswith("MulBackward")
+    ):
         return False
     return _number_at(node) == scale
 
@@ -121,7 +139,9 @@ def leaves_of(loss: torch.Tensor) -> list[torch.Tensor]:
 
 def _number_at(node: Any) -> float | None:
     """The number that a node multiplies or divides by; None if both of its operands have gradients."""
-    with_gradient = [following for following, _ in node.next_functions if following is not None]
+    with_gradient = [
+        following for following, _ in node.next_functions if following is not None
+    ]
     if len(with_gradient) != 1:
         return None
     which = "_saved_other" if node.next_functions[0][0] is not None else "_saved_self"
@@ -138,10 +158,14 @@ def _end(node: Any, name: str, divisors: Numbers, multipliers: Numbers) -> Term:
     factor = math.prod(multipliers) / divisor if divisor else 0.0
     term = Term(factor, None, False, divisors, multipliers)
     if name.startswith("MeanBackward"):
-        return term._replace(over=_numbers_in(getattr(node, "_saved_self_sym_sizes", None)), is_mean=True)
+        return term._replace(
+            over=_numbers_in(getattr(node, "_saved_self_sym_sizes", None)), is_mean=True
+        )
     if name.startswith("SumBackward"):
         summed = _numbers_in(getattr(node, "_saved_self_sym_sizes", None))
-        return term._replace(summed=summed, multipliers=(*multipliers, *_multipliers_before(node)))
+        return term._replace(
+            summed=summed, multipliers=(*multipliers, *_multipliers_before(node))
+        )
     reduction = getattr(node, "_saved_reduction", None) if name else None
     if reduction == _SUM:
         return term._replace(summed=_size_of_target(node))
@@ -149,19 +173,26 @@ def _end(node: Any, name: str, divisors: Numbers, multipliers: Numbers) -> Term:
         return term
     mean = term._replace(is_mean=True)
     try:
-        weight, total = getattr(node, "_saved_weight", None), getattr(node, "_saved_total_weight", None)
+        weight, total = (
+            getattr(node, "_saved_weight", None),
+            getattr(node, "_saved_total_weight", None),
+        )
         target = getattr(node, "_saved_self", None)
     except RuntimeError:  # it is freed
         return mean
     if name.startswith("NllLoss"):
-        return mean._replace(over=number_of(total) if weight is None and total is not None else None)
+        return mean._replace(
+            over=number_of(total) if weight is None and total is not None else None
+        )
     return mean._replace(over=None if target is None else float(target.numel()))
 
 
 def _multipliers_before(node: Any) -> Iterator[float]:
     """The numbers by which all that is added up was multiplied, right before that. A mask may be between them."""
     for _ in range(_MOST_NODES_BEFORE):
-        followers = [following for following, _ in node.next_functions if following is not None]
+        followers = [
+            following for following, _ in node.next_functions if following is not None
+        ]
         if len(followers) != 1:
             return
         (node,) = followers

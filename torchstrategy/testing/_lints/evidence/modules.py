@@ -47,7 +47,9 @@ def named_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 def own_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """The parameters of a module itself, by name."""
-    return [(name, one) for name, one in held_by(module, "parameters") if one is not None]
+    return [
+        (name, one) for name, one in held_by(module, "parameters") if one is not None
+    ]
 
 
 def own_buffers(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
@@ -62,17 +64,26 @@ def joined(prefix: str, name: str) -> str:
 
 def has_statistics(module: nn.Module) -> bool:
     """Whether a module is a norm with statistics of several rows. One that was scripted has another class."""
-    return isinstance(module, NormBase) or any(name == _STATISTICS for name, _ in own_buffers(module))
+    return isinstance(module, NormBase) or any(
+        name == _STATISTICS for name, _ in own_buffers(module)
+    )
 
 
 def rate_of_dropout(layer: nn.Module) -> float:
     """How much a layer drops; 0 if the program has put something else there than a number, as a layer of its own."""
-    return number_of(attribute(layer, "p" if isinstance(layer, Dropout) else "dropout")) or 0.0
+    return (
+        number_of(attribute(layer, "p" if isinstance(layer, Dropout) else "dropout"))
+        or 0.0
+    )
 
 
 def owners_of(parameter: torch.Tensor) -> list[nn.Module]:
     """The modules that have a parameter, also in a module of theirs."""
-    return [module for module in living_modules() if any(own is parameter for own in parameters_in(module))]
+    return [
+        module
+        for module in living_modules()
+        if any(own is parameter for own in parameters_in(module))
+    ]
 
 
 def longest_names(parameters: Sequence[torch.Tensor]) -> dict[int, str]:
@@ -89,7 +100,10 @@ def longest_names(parameters: Sequence[torch.Tensor]) -> dict[int, str]:
 def names_of(parameters: Sequence[torch.Tensor]) -> list[str]:
     """The name of each in what the program has wrapped; its shape if no module has it."""
     names = longest_names(parameters)
-    return [names.get(id(one), "").removeprefix(WRAPPER) or nameless(one.shape) for one in parameters]
+    return [
+        names.get(id(one), "").removeprefix(WRAPPER) or nameless(one.shape)
+        for one in parameters
+    ]
 
 
 def nameless(shape: Sequence[int]) -> str:
@@ -97,7 +111,9 @@ def nameless(shape: Sequence[int]) -> str:
     return f"a parameter of {'x'.join(map(str, shape)) or '1'}"
 
 
-def _walked(module: nn.Module, prefix: str, passed: set[int]) -> Iterator[tuple[str, nn.Module]]:
+def _walked(
+    module: nn.Module, prefix: str, passed: set[int]
+) -> Iterator[tuple[str, nn.Module]]:
     if id(module) in passed:
         return
     passed.add(id(module))

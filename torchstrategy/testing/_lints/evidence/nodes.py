@@ -15,7 +15,9 @@ from torch.autograd.function import BackwardCFunction
 
 def name_of(node: Any) -> str:
     """The name of a node of torch's own, such as `MmBackward0`; nothing of a function of the program's."""
-    return "" if node is None or isinstance(node, BackwardCFunction) else str(node.name())
+    return (
+        "" if node is None or isinstance(node, BackwardCFunction) else str(node.name())
+    )
 
 
 def name_of_any(node: Any) -> str:
@@ -32,5 +34,7 @@ def node_behind(node: Any, passed: tuple[str, ...]) -> Any:
 
 def leaf_of(node: Any) -> torch.Tensor | None:
     """The tensor whose gradient a node writes; None of any other node."""
-    variable = None if isinstance(node, BackwardCFunction) else getattr(node, "variable", None)
+    variable = (
+        None if isinstance(node, BackwardCFunction) else getattr(node, "variable", None)
+    )
     return variable if isinstance(variable, torch.Tensor) else None

@@ -39,7 +39,9 @@ WRITES = frozenset(
 class OwnOptimizer(torch.optim.Optimizer):
     """Stands for the optimizer that a rank does not have. Its parameters are those of the rank's losses."""
 
-    def __init__(self, facts: Facts) -> None:  # not torch's, which would be told to lints
+    def __init__(
+        self, facts: Facts
+    ) -> None:  # not torch's, which would be told to lints
         self._facts = facts
         self.defaults = {}
         self.state = defaultdict(dict)
@@ -71,7 +73,9 @@ class OwnStep:
     def __init__(self, facts: Facts) -> None:
         self.optimizer = OwnOptimizer(facts)
         self.place: Place | None = None
-        self._waiting: dict[int, weakref.ref[torch.Tensor]] = {}  # parameters with a gradient, by their address
+        self._waiting: dict[
+            int, weakref.ref[torch.Tensor]
+        ] = {}  # parameters with a gradient, by their address
 
     @property
     def is_complete(self) -> bool:
@@ -80,7 +84,9 @@ class OwnStep:
 
     def waits_for(self, parameters: Sequence[torch.Tensor]) -> None:
         """These have got gradients."""
-        self._waiting |= {address_of(parameter): weakref.ref(parameter) for parameter in parameters}
+        self._waiting |= {
+            address_of(parameter): weakref.ref(parameter) for parameter in parameters
+        }
         self._waiting.pop(0, None)
 
     def written(self, target: Any) -> list[torch.Tensor]:
@@ -90,7 +96,9 @@ class OwnStep:
         found = []
         for address in addresses_of(target):
             parameter = self._waiting[address]() if address in self._waiting else None
-            if parameter is not None and address_of(parameter) == address:  # it may have got other memory
+            if (
+                parameter is not None and address_of(parameter) == address
+            ):  # it may have got other memory
                 del self._waiting[address]
                 found.append(parameter)
         return found

@@ -39,8 +39,15 @@ class Pieces(Generic[Fact]):
         """Notes a fact of the numbers of a tensor."""
         storage: Any = tensor.untyped_storage()
         start, end = span(tensor)
-        there = [piece for piece in self._pieces.get(storage.data_ptr(), ()) if piece.storage() is not None]
-        self._pieces[storage.data_ptr()] = [*there, _Piece(weakref.ref(storage), start, end, fact)]
+        there = [
+            piece
+            for piece in self._pieces.get(storage.data_ptr(), ())
+            if piece.storage() is not None
+        ]
+        self._pieces[storage.data_ptr()] = [
+            *there,
+            _Piece(weakref.ref(storage), start, end, fact),
+        ]
 
     def find(self, tensor: Any) -> Fact | None:
         """What is known of the numbers of a tensor, or of some of them."""
@@ -53,7 +60,9 @@ class Pieces(Generic[Fact]):
                 return fact
         return None
 
-    def follow(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
+    def follow(
+        self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any
+    ) -> None:
         """An operator has run: what it has made of a piece is a piece, and what it has written over is none."""
         if func is _COPY and self.find(args[1]) is None:
             self.drop(args[0])
@@ -63,9 +72,15 @@ class Pieces(Generic[Fact]):
             fact = self.find(tensor) if fact is None else fact
         if fact is None:
             return
-        sources = {tensor.untyped_storage().data_ptr() for tensor in tensors_in(args) if is_plain(tensor)}
+        sources = {
+            tensor.untyped_storage().data_ptr()
+            for tensor in tensors_in(args)
+            if is_plain(tensor)
+        }
         for made in tensors_in((result,)):
-            if is_plain(made) and (made.untyped_storage().data_ptr() not in sources or func is _COPY):
+            if is_plain(made) and (
+                made.untyped_storage().data_ptr() not in sources or func is _COPY
+            ):
                 self.add(made, fact)
 
     def drop(self, tensor: torch.Tensor) -> None:
@@ -73,5 +88,9 @@ class Pieces(Generic[Fact]):
         address = tensor.untyped_storage().data_ptr() if is_plain(tensor) else 0
         if address in self._pieces and tensor.numel():
             start, end = span(tensor)
-            left = [piece for piece in self._pieces[address] if not (start <= piece.start and piece.end <= end)]
+            left = [
+                piece
+                for piece in self._pieces[address]
+                if not (start <= piece.start and piece.end <= end)
+            ]
             self._pieces[address] = left

@@ -19,8 +19,13 @@ from torchstrategy.testing._lints.torch_internals import replaced_functions
 from torchstrategy.testing._ranks.lines import is_the_users, places_of_the_user
 
 CHECKPOINTS = "torch.utils.checkpoint"
-_AGAIN = ("unpack_hook", "backward")  # its functions that backward calls, without and with `use_reentrant`
-CLIPPING = "torch.nn.utils.clip_grad"  # it multiplies gradients by what keeps their norm small
+_AGAIN = (
+    "unpack_hook",
+    "backward",
+)  # its functions that backward calls, without and with `use_reentrant`
+CLIPPING = (
+    "torch.nn.utils.clip_grad"  # it multiplies gradients by what keeps their norm small
+)
 # In whose frames a function with a backward of its own runs.
 FUNCTIONS = ("torch.autograd.function", replaced_functions.__module__)
 _COLLECTIVES = "torch.distributed.nn"  # whose collectives are such functions
@@ -35,7 +40,11 @@ class Place(NamedTuple):
     line: int
 
     def __str__(self) -> str:
-        return f"{Path(self.file).name}:{self.line}" if self.file else "a line that cannot be found"
+        return (
+            f"{Path(self.file).name}:{self.line}"
+            if self.file
+            else "a line that cannot be found"
+        )
 
     def silences(self, name: str) -> bool:
         """Whether the statement on this line has a comment `# torchstrategy: ignore[name]`."""
@@ -44,7 +53,10 @@ class Place(NamedTuple):
     def mentions(self, name: str, what: str) -> bool:
         """Whether a line of the file has a name and matches an expression, as where the name gets its value."""
         expression = re.compile(what)
-        return any(expression.search(line) and re.search(rf"\b{name}\b", line) for line in _lines(self.file))
+        return any(
+            expression.search(line) and re.search(rf"\b{name}\b", line)
+            for line in _lines(self.file)
+        )
 
     def text(self) -> str:
         """The statement on this line."""
@@ -82,7 +94,9 @@ def way_here() -> tuple[Place, ...]:
     return tuple(Place(*place) for place in places_of_the_user()) or (Place("", 0),)
 
 
-def frames_of(module: str | tuple[str, ...], most: int | None = _NEAR) -> Iterator[FrameType]:
+def frames_of(
+    module: str | tuple[str, ...], most: int | None = _NEAR
+) -> Iterator[FrameType]:
     """The calls of functions of a module that an operator comes from, among the innermost ones; `most` None: of all."""
     modules = (module,) if isinstance(module, str) else module
     for frame in islice(_frames(), most):
@@ -144,9 +158,17 @@ def exchanging_function_here() -> Any:
     for frame in frames_of(FUNCTIONS, None):
         if frame.f_code.co_name == "apply":
             there = frame.f_locals.get("cls")  # of its forward
-            function = there if there is not None else getattr(frame.f_locals.get("self"), "_forward_cls", None)
+            function = (
+                there
+                if there is not None
+                else getattr(frame.f_locals.get("self"), "_forward_cls", None)
+            )
             module = getattr(function, "__module__", "torch.")
-            return None if module.startswith("torch.") and not module.startswith(_COLLECTIVES) else function
+            return (
+                None
+                if module.startswith("torch.") and not module.startswith(_COLLECTIVES)
+                else function
+            )
     return None
 
 
@@ -175,7 +197,11 @@ def _statements(file: str) -> list[tuple[int, int]]:
     for node in ast.walk(tree):
         if isinstance(node, ast.stmt):
             body = getattr(node, "body", None)
-            end = body[0].lineno - 1 if isinstance(body, list) and body else node.end_lineno
+            end = (
+                body[0].lineno - 1
+                if isinstance(body, list) and body
+                else node.end_lineno
+            )
             found.append((node.lineno, max(end or 0, node.lineno)))
     return found
 

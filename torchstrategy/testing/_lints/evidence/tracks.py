@@ -12,7 +12,12 @@ import torch
 
 from torchstrategy.testing._lints.evidence.copies import Copies, Parted, Way, snapshot
 from torchstrategy.testing._lints.evidence.facts import Facts
-from torchstrategy.testing._lints.evidence.modules import living_modules, named_parameters, nameless, own_parameters
+from torchstrategy.testing._lints.evidence.modules import (
+    living_modules,
+    named_parameters,
+    nameless,
+    own_parameters,
+)
 from torchstrategy.testing._lints.evidence.objects import Objects
 from torchstrategy.testing._lints.evidence.places import Place
 
@@ -54,7 +59,11 @@ class Track:
     def parted(self) -> Parted | None:
         """Since when it differs between ranks, by gradients that differed; None if it does not, or has another name."""
         found, owners = self.copies.parted, self.owners or []
-        if found is None or not found.has_other_gradients or len({owner.name for owner in owners}) != 1:
+        if (
+            found is None
+            or not found.has_other_gradients
+            or len({owner.name for owner in owners}) != 1
+        ):
             return None
         was_awaited = all(taken.way.was_awaited for taken in found.snapshots.values())
         return found if was_awaited and self.copies.differ_at_last() else None
@@ -65,9 +74,15 @@ class Tracks:
     """Follows the parameters of optimizers. A caller says which, and among what ranks."""
 
     def __init__(self) -> None:
-        self._tracks: dict[tuple[tuple[int, ...], int, int], Track] = {}  # by ranks, optimizer and position
-        self._of: dict[tuple[int, int], tuple[weakref.ref[torch.Tensor], Track]] = {}  # by rank and id
-        self._numbers: dict[int, Objects[torch.optim.Optimizer, int]] = defaultdict(Objects)
+        self._tracks: dict[
+            tuple[tuple[int, ...], int, int], Track
+        ] = {}  # by ranks, optimizer and position
+        self._of: dict[
+            tuple[int, int], tuple[weakref.ref[torch.Tensor], Track]
+        ] = {}  # by rank and id
+        self._numbers: dict[int, Objects[torch.optim.Optimizer, int]] = defaultdict(
+            Objects
+        )
 
     def begins(
         self,
@@ -79,7 +94,10 @@ class Tracks:
         """Parameters of an optimizer that is going to make a step, each with its position."""
         known = self._numbers[facts.rank]
         number = known.setdefault(optimizer, len(known))
-        tracks = [self._track(facts, parameter, (ranks, number, position)) for position, parameter in parameters]
+        tracks = [
+            self._track(facts, parameter, (ranks, number, position))
+            for position, parameter in parameters
+        ]
         for track in tracks:
             copies = track.copies
             made = copies.steps[facts.rank]
@@ -88,7 +106,9 @@ class Tracks:
                 copies.add(
                     facts.rank,
                     made + 0.5 if made else 0,
-                    snapshot(facts, copies.named[facts.rank](), False, Way(skips=facts.skips)),
+                    snapshot(
+                        facts, copies.named[facts.rank](), False, Way(skips=facts.skips)
+                    ),
                 )
         return tracks
 
@@ -97,25 +117,48 @@ class Tracks:
         for track in tracks:
             copies = track.copies
             copies.steps[facts.rank] += 1
-            if copies.is_over or (copies.parted is None and copies.steps[facts.rank] > _ENOUGH_STEPS):
+            if copies.is_over or (
+                copies.parted is None and copies.steps[facts.rank] > _ENOUGH_STEPS
+            ):
                 continue
             way = Way(was_awaited=facts.was_awaited, skips=facts.skips)
-            copies.add(facts.rank, copies.steps[facts.rank], snapshot(facts, copies.named[facts.rank](), True, way))
-        _name([track for track in tracks if track.copies.parted is not None and track.owners is None])
+            copies.add(
+                facts.rank,
+                copies.steps[facts.rank],
+                snapshot(facts, copies.named[facts.rank](), True, way),
+            )
+        _name(
+            [
+                track
+                for track in tracks
+                if track.copies.parted is not None and track.owners is None
+            ]
+        )
 
-    def _track(self, facts: Facts, parameter: torch.Tensor, key: tuple[tuple[int, ...], int, int]) -> Track:
+    def _track(
+        self,
+        facts: Facts,
+        parameter: torch.Tensor,
+        key: tuple[tuple[int, ...], int, int],
+    ) -> Track:
         there, track = self._of.get((facts.rank, id(parameter)), (None, None))
         if track is None or there is None or there() is not parameter:
-            track = self._tracks.setdefault(key, Track(Copies(("track", *key), key[0], False, may_differ=True)))
+            track = self._tracks.setdefault(
+                key, Track(Copies(("track", *key), key[0], False, may_differ=True))
+            )
             made = weakref.ref(parameter)
-            track.copies.named[facts.rank] = lambda: {"": tensor} if (tensor := made()) is not None else {}
+            track.copies.named[facts.rank] = lambda: (
+                {"": tensor} if (tensor := made()) is not None else {}
+            )
             self._of[facts.rank, id(parameter)] = made, track
         return track
 
 
 def places_of(parted: Sequence[Parted]) -> list[Place]:
     """Where ranks made the steps after which something differed."""
-    return list(dict.fromkeys(taken.place for one in parted for taken in one.snapshots.values()))
+    return list(
+        dict.fromkeys(taken.place for one in parted for taken in one.snapshots.values())
+    )
 
 
 def _name(tracks: Sequence[Track]) -> None:
@@ -128,10 +171,18 @@ def _name(tracks: Sequence[Track]) -> None:
         own = {id(parameter): kind for _, parameter in own_parameters(module)}
         for name, parameter in named_parameters(module):
             known = owners.get(id(parameter), Owner("", ""))
-            owners[id(parameter)] = Owner(max(known.name, name, key=len), own.get(id(parameter), known.kind))
+            owners[id(parameter)] = Owner(
+                max(known.name, name, key=len), own.get(id(parameter), known.kind)
+            )
     for track in tracks:
         parted = track.copies.parted
-        there = [] if parted is None else [taken.tensors[""]() for taken in parted.snapshots.values()]
+        there = (
+            []
+            if parted is None
+            else [taken.tensors[""]() for taken in parted.snapshots.values()]
+        )
         track.owners = [
-            owners.get(id(tensor), Owner(nameless(tensor.shape), "")) for tensor in there if tensor is not None
+            owners.get(id(tensor), Owner(nameless(tensor.shape), ""))
+            for tensor in there
+            if tensor is not None
         ]

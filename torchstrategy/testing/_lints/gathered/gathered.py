@@ -34,9 +34,18 @@ class Gathered(Follower):
 
     @override
     def told(self, facts: Facts, told: Told, is_of_torch: bool) -> None:
-        if is_of_torch or told.kind != "all_gather" or len(told.gives) != 1 or not told.gives[0].requires_grad:
+        if (
+            is_of_torch
+            or told.kind != "all_gather"
+            or len(told.gives) != 1
+            or not told.gives[0].requires_grad
+        ):
             return
-        if len(told.ranks) < 2 or len(told.gets) != len(told.ranks) or is_in_a_function():
+        if (
+            len(told.ranks) < 2
+            or len(told.gets) != len(told.ranks)
+            or is_in_a_function()
+        ):
             return
         own = told.gets[list(told.ranks).index(told.rank)]
         if can_be_read(own) and own.numel():
@@ -44,7 +53,14 @@ class Gathered(Follower):
             self._pieces.setdefault(facts.rank, Pieces()).add(own, _Own(here(), shape))
 
     @override
-    def operator(self, facts: Facts, func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
+    def operator(
+        self,
+        facts: Facts,
+        func: Any,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        result: Any,
+    ) -> None:
         # What is written over is gone, such as by the rank's own tensor, which has its gradient.
         self._pieces[facts.rank].follow(func, args, kwargs, result)
 

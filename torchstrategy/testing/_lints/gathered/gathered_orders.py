@@ -13,7 +13,12 @@ from typing_extensions import override
 
 from torchstrategy.testing._lints.evidence.asking import attribute, length_of, named_in
 from torchstrategy.testing._lints.evidence.facts import Facts, tensors_in
-from torchstrategy.testing._lints.evidence.fingerprints import Fingerprint, can_be_read, fingerprint, numbers_of
+from torchstrategy.testing._lints.evidence.fingerprints import (
+    Fingerprint,
+    can_be_read,
+    fingerprint,
+    numbers_of,
+)
 from torchstrategy.testing._lints.evidence.known import Known
 from torchstrategy.testing._lints.evidence.places import Place, here
 from torchstrategy.testing._lints.findings import Finding, finding
@@ -27,13 +32,28 @@ _COLLECTIVES = ("all_gather", "gather")
 _aten = torch.ops.aten
 # What leaves each row at its place. Views are known by their memory.
 _PASSING = (
-    *(_aten.clone.default, _aten._to_copy.default, _aten.sigmoid.default, _aten.exp.default, _aten.gt.Scalar),
-    *(_aten._softmax.default, _aten._log_softmax.default, _aten.argmax.default, _aten.max.dim, _aten.ge.Scalar),
+    *(
+        _aten.clone.default,
+        _aten._to_copy.default,
+        _aten.sigmoid.default,
+        _aten.exp.default,
+        _aten.gt.Scalar,
+    ),
+    *(
+        _aten._softmax.default,
+        _aten._log_softmax.default,
+        _aten.argmax.default,
+        _aten.max.dim,
+        _aten.ge.Scalar,
+    ),
 )
 # What compares the rows of its first two arguments, each with the one at the same place.
 _COMPARING = (
     *(_aten.mse_loss.default, _aten.smooth_l1_loss.default, _aten.huber_loss.default),
-    *(_aten.binary_cross_entropy.default, _aten.binary_cross_entropy_with_logits.default),
+    *(
+        _aten.binary_cross_entropy.default,
+        _aten.binary_cross_entropy_with_logits.default,
+    ),
     *(_aten.nll_loss_forward.default, _aten.nll_loss.default),
     *(_aten.eq.Tensor, _aten.ne.Tensor, _aten.sub.Tensor),
 )
@@ -86,8 +106,12 @@ class GatheredOrders(Lint):
 
     @override
     def operators(self) -> dict[Any, Seen]:
-        seen: dict[Any, Seen] = dict.fromkeys(_PASSING, self._passes) | dict.fromkeys(_COMPARING, self._compares)
-        seen |= dict.fromkeys((_aten.copy_.default, _aten.index_put_.default), self._overwrites)
+        seen: dict[Any, Seen] = dict.fromkeys(_PASSING, self._passes) | dict.fromkeys(
+            _COMPARING, self._compares
+        )
+        seen |= dict.fromkeys(
+            (_aten.copy_.default, _aten.index_put_.default), self._overwrites
+        )
         return seen | {_aten.cat.default: self._joins, _aten.stack.default: self._joins}
 
     @override
@@ -110,14 +134,21 @@ class GatheredOrders(Lint):
         read, ranks = self._read.get(facts.rank), len(told.ranks)
         for one in told.gets:
             self._pieces[facts.rank].drop(one)
-        if read is None or told.kind not in _COLLECTIVES or len(told.gets) != ranks or ranks < 2:
+        if (
+            read is None
+            or told.kind not in _COLLECTIVES
+            or len(told.gets) != ranks
+            or ranks < 2
+        ):
             return
         if not all(map(can_be_read, told.gets)):
             return
         columns = _columns(read, ranks, list(told.ranks).index(facts.rank))
         if not columns:
             return
-        gathered = _Gathered(read.place, here(), len(read.rows), ranks, frozenset(columns))
+        gathered = _Gathered(
+            read.place, here(), len(read.rows), ranks, frozenset(columns)
+        )
         pieces = self._pieces[facts.rank]
         is_one = len({one.untyped_storage().data_ptr() for one in told.gets}) == 1
         for index, one in enumerate(told.gets):
@@ -139,18 +170,24 @@ class GatheredOrders(Lint):
             for place, one in self._found.items()
         ]
 
-    def _joins(self, facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
+    def _joins(
+        self, facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], result: Any
+    ) -> None:
         pieces = self._pieces.get(facts.rank)
         if not pieces or (args[1] if len(args) > 1 else kwargs.get("dim", 0)) != 0:
             return
         joined = [pieces.get(one) for one in args[0]]
         first = joined[0] if joined else None
-        if first is None or [one and one.number for one in joined] != list(range(first.gathered.ranks)):
+        if first is None or [one and one.number for one in joined] != list(
+            range(first.gathered.ranks)
+        ):
             return
         if all(one is not None and one.gathered is first.gathered for one in joined):
             pieces.put(result, _Piece(first.gathered, None))
 
-    def _passes(self, facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
+    def _passes(
+        self, facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], result: Any
+    ) -> None:
         pieces = self._pieces.get(facts.rank)
         piece = pieces.get(args[0]) if pieces else None
         if pieces is None or piece is None or not _is_from_the_first(args[0]):
@@ -159,11 +196,15 @@ class GatheredOrders(Lint):
             if _rows_of(made) == _rows_of(args[0]):
                 pieces.put(made, piece)
 
-    def _overwrites(self, facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
+    def _overwrites(
+        self, facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], result: Any
+    ) -> None:
         if facts.rank in self._pieces:
             self._pieces[facts.rank].drop(args[0])
 
-    def _compares(self, facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
+    def _compares(
+        self, facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], result: Any
+    ) -> None:
         pieces = self._pieces.get(facts.rank)
         if not pieces or not all(isinstance(one, torch.Tensor) for one in args[:2]):
             return
@@ -200,10 +241,16 @@ def _columns(read: _Read, ranks: int, rank: int) -> set[Fingerprint]:
     if size is None or not all(isinstance(row, (int, np.integer)) for row in read.rows):
         return set()
     own = range(rank, size, ranks)
-    if len(read.rows) < len(own) or any(row != other for row, other in zip(read.rows, own, strict=False)):
+    if len(read.rows) < len(own) or any(
+        row != other for row, other in zip(read.rows, own, strict=False)
+    ):
         return set()  # the last rows of some ranks are padding
     tensors = attribute(dataset, "tensors")
-    held = tensors if isinstance(tensors, (tuple, list)) else tuple(named_in(dataset).values())
+    held = (
+        tensors
+        if isinstance(tensors, (tuple, list))
+        else tuple(named_in(dataset).values())
+    )
     found: set[Fingerprint] = set()
     for value in held:
         column = _tensor_of(value, size)
@@ -220,7 +267,11 @@ def _columns(read: _Read, ranks: int, rank: int) -> set[Fingerprint]:
 def _tensor_of(value: Any, size: int) -> torch.Tensor | None:
     """A column of a data set as a tensor; None of what is none."""
     if not isinstance(value, torch.Tensor):
-        is_list = isinstance(value, list) and len(value) == size and all(type(one) in (int, float) for one in value)
+        is_list = (
+            isinstance(value, list)
+            and len(value) == size
+            and all(type(one) in (int, float) for one in value)
+        )
         if not is_list and type(value) is not np.ndarray:
             return None
         with unwatched(), without_modes():
@@ -228,5 +279,10 @@ def _tensor_of(value: Any, size: int) -> torch.Tensor | None:
                 value = torch.as_tensor(value)
             except (TypeError, ValueError):  # an array of words
                 return None
-    is_column = can_be_read(value) and value.dim() > 0 and len(value) == size and value.numel() <= _MOST_NUMBERS
+    is_column = (
+        can_be_read(value)
+        and value.dim() > 0
+        and len(value) == size
+        and value.numel() <= _MOST_NUMBERS
+    )
     return numbers_of(value) if is_column else None

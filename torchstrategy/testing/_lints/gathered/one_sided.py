@@ -13,17 +13,29 @@ from torchstrategy.testing._lints.evidence.facts import Facts, address_of, tenso
 from torchstrategy.testing._lints.evidence.fingerprints import can_be_read
 from torchstrategy.testing._lints.evidence.nodes import leaf_of, name_of, node_behind
 from torchstrategy.testing._lints.evidence.pieces import Pieces
-from torchstrategy.testing._lints.evidence.places import Place, exchanging_function_here, here
+from torchstrategy.testing._lints.evidence.places import (
+    Place,
+    exchanging_function_here,
+    here,
+)
 from torchstrategy.testing._lints.findings import Finding, finding
 from torchstrategy.testing._lints.lint import Follower
 from torchstrategy.testing._ranks.witnesses import Told
 
 _ENOUGH = 2  # backward passes
 _aten = torch.ops.aten
-_PUTTING = (_aten.cat.default, _aten.stack.default, _aten.copy_.default)  # which put rows beside others
+_PUTTING = (
+    _aten.cat.default,
+    _aten.stack.default,
+    _aten.copy_.default,
+)  # which put rows beside others
 _TURNING = ("TBackward", "TransposeBackward")
 # Each with the positions of the two factors.
-_PRODUCTS = {_aten.mm.default: (0, 1), _aten.bmm.default: (0, 1), _aten.addmm.default: (1, 2)}
+_PRODUCTS = {
+    _aten.mm.default: (0, 1),
+    _aten.bmm.default: (0, 1),
+    _aten.addmm.default: (1, 2),
+}
 
 
 class _Gathered(NamedTuple):
@@ -55,10 +67,16 @@ class OneSided(Follower):
 
     def __init__(self) -> None:
         self._pieces: dict[int, Pieces[_Gathered]] = {}
-        self._compared: dict[int, dict[_Compared, Any]] = defaultdict(dict)  # by rank, each with its function
-        self._has_own: dict[int, set[Place]] = defaultdict(set)  # by rank: where it has gathered the others
+        self._compared: dict[int, dict[_Compared, Any]] = defaultdict(
+            dict
+        )  # by rank, each with its function
+        self._has_own: dict[int, set[Place]] = defaultdict(
+            set
+        )  # by rank: where it has gathered the others
         self._is_back: set[int] = set()
-        self._sends_back: set[Any] = set()  # the functions that exchange something in their backward
+        self._sends_back: set[Any] = (
+            set()
+        )  # the functions that exchange something in their backward
         self._times: Counter[tuple[_Compared, Any]] = Counter()
 
     @override
@@ -68,17 +86,33 @@ class OneSided(Follower):
             if function is not None:
                 self._sends_back.add(function)
             return
-        if is_of_torch or told.kind != "all_gather" or len(told.gives) != 1 or len(told.ranks) < 2:
+        if (
+            is_of_torch
+            or told.kind != "all_gather"
+            or len(told.gives) != 1
+            or len(told.ranks) < 2
+        ):
             return
-        if len(told.gets) != len(told.ranks) or not (function is None or told.gives[0].requires_grad):
+        if len(told.gets) != len(told.ranks) or not (
+            function is None or told.gives[0].requires_grad
+        ):
             return
         for rows in told.gets:
             if can_be_read(rows) and rows.numel():
-                gathered = _Gathered(here(), len(told.ranks), function, tuple(told.gives[0].shape))
+                gathered = _Gathered(
+                    here(), len(told.ranks), function, tuple(told.gives[0].shape)
+                )
                 self._pieces.setdefault(facts.rank, Pieces()).add(rows, gathered)
 
     @override
-    def operator(self, facts: Facts, func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
+    def operator(
+        self,
+        facts: Facts,
+        func: Any,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        result: Any,
+    ) -> None:
         pieces = self._pieces[facts.rank]
         if func in _PUTTING:
             self._puts_own(facts, args)
@@ -87,22 +121,40 @@ class OneSided(Follower):
             factors = [args[at] for at in positions]
             found = [pieces.find(factor) for factor in factors]
             gathered = found[0] or found[1]
-            if gathered is not None and None in found and all(one.requires_grad for one in factors):
+            if (
+                gathered is not None
+                and None in found
+                and all(one.requires_grad for one in factors)
+            ):
                 rows, columns = sorted(result.shape[-2:])
                 other = factors[0] if found[0] is None else factors[1]
                 # The rows of all ranks may be of several views, beside each other, and so may those of the rank.
                 is_of_all = columns % (rows * gathered.ranks) == 0 and rows > 1
-                is_one_sided = is_of_all and _is_of_rows(other, gathered.shape) and not _is_weight(facts, other)
-                if is_one_sided and (gathered.function or gathered.place in self._has_own[facts.rank]):
-                    self._compared[facts.rank][_Compared(gathered.place, here())] = gathered.function
+                is_one_sided = (
+                    is_of_all
+                    and _is_of_rows(other, gathered.shape)
+                    and not _is_weight(facts, other)
+                )
+                if is_one_sided and (
+                    gathered.function or gathered.place in self._has_own[facts.rank]
+                ):
+                    self._compared[facts.rank][_Compared(gathered.place, here())] = (
+                        gathered.function
+                    )
         pieces.follow(func, args, kwargs, result)
 
     def _puts_own(self, facts: Facts, args: Sequence[Any]) -> None:
         """Notes that a rank puts rows with a gradient among those that it has gathered."""
         pieces, together = self._pieces[facts.rank], list(tensors_in(args))
-        gathered = next((found for one in together if (found := pieces.find(one)) is not None), None)
-        others = [one for one in together if one.requires_grad and pieces.find(one) is None]
-        if gathered is not None and any(tuple(one.shape) == gathered.shape for one in others):
+        gathered = next(
+            (found for one in together if (found := pieces.find(one)) is not None), None
+        )
+        others = [
+            one for one in together if one.requires_grad and pieces.find(one) is None
+        ]
+        if gathered is not None and any(
+            tuple(one.shape) == gathered.shape for one in others
+        ):
             self._has_own[facts.rank].add(gathered.place)
 
     @override
@@ -126,7 +178,9 @@ class OneSided(Follower):
     def findings(self) -> list[Finding | None]:
         found: dict[Place, Finding | None] = {}
         for (compared, function), times in self._times.items():
-            if times >= _ENOUGH and (function is None or function not in self._sends_back):
+            if times >= _ENOUGH and (
+                function is None or function not in self._sends_back
+            ):
                 found.setdefault(compared.gathered_at, _finding(compared))
         return list(found.values())
 
@@ -144,8 +198,12 @@ def _is_of_rows(factor: torch.Tensor, shape: tuple[int, ...]) -> bool:
 
 def _is_weight(facts: Facts, factor: torch.Tensor) -> bool:
     """Whether a factor is a parameter, or one in another dtype, which may have as many rows as a rank has."""
-    of_leaf = leaf_of(node_behind(factor.grad_fn, (*_TURNING, "ToCopyBackward"))) is not None
-    return of_leaf or any(address_of(one) == address_of(factor) for one in facts.parameters())
+    of_leaf = (
+        leaf_of(node_behind(factor.grad_fn, (*_TURNING, "ToCopyBackward"))) is not None
+    )
+    return of_leaf or any(
+        address_of(one) == address_of(factor) for one in facts.parameters()
+    )
 
 
 def _finding(compared: _Compared) -> Finding | None:

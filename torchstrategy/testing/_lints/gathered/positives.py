@@ -52,14 +52,20 @@ class Positives(Lint):
     def __init__(self) -> None:
         self._kept: dict[Hashable, _Kept] = {}
         self._right: dict[tuple[int, Place], int] = {}
-        self._found: dict[Place, tuple[str, Place]] = {}  # of a loss, once, however many terms it has
+        self._found: dict[
+            Place, tuple[str, Place]
+        ] = {}  # of a loss, once, however many terms it has
 
     @override
     def told(self, facts: Facts, told: Told, is_of_torch: bool) -> None:
         if told.kind != "all_gather" or len(told.gives) != 1 or len(told.ranks) < 2:
             return
         mine = told.gives[0]
-        is_of_rows = mine.dim() == 2 and mine.is_floating_point() and 0 < mine.numel() <= _MOST_ELEMENTS
+        is_of_rows = (
+            mine.dim() == 2
+            and mine.is_floating_point()
+            and 0 < mine.numel() <= _MOST_ELEMENTS
+        )
         if not is_of_rows or not can_be_read(mine):
             return
         if told.key not in self._kept and len(self._kept) >= _MOST_KEPT:
@@ -69,7 +75,11 @@ class Positives(Lint):
 
     @override
     def goes_back(self, facts: Facts, losses: Sequence[torch.Tensor]) -> None:
-        kept = [one for one in self._kept.values() if facts.rank in one.given and len(one.given) == len(one.ranks)]
+        kept = [
+            one
+            for one in self._kept.values()
+            if facts.rank in one.given and len(one.given) == len(one.ranks)
+        ]
         if not kept:
             return
         place = here()
@@ -83,7 +93,9 @@ class Positives(Lint):
                 right += fault == ""
                 wrong += [(fault, one.place)] if fault else []
         if right:  # then the other terms of the loss may be for the rows of each rank
-            self._right[facts.rank, place] = self._right.get((facts.rank, place), 0) + right
+            self._right[facts.rank, place] = (
+                self._right.get((facts.rank, place), 0) + right
+            )
         elif wrong:
             self._found.setdefault(place, wrong[0])
 
@@ -107,11 +119,17 @@ class Positives(Lint):
         ]
 
 
-def _fault(rank: int, kept: _Kept, targets: _Targets, rows: Any, place: Place) -> str | None:
+def _fault(
+    rank: int, kept: _Kept, targets: _Targets, rows: Any, place: Place
+) -> str | None:
     """What is wrong with the targets of a rank; nothing if they are its own rows; None if nobody can say."""
     first, count, mine = targets.first, targets.size, kept.given[rank]
     size = len(mine)
-    starts = [start for start in range(0, len(rows) - size + 1, size) if _are_alike(rows, start, mine)]
+    starts = [
+        start
+        for start in range(0, len(rows) - size + 1, size)
+        if _are_alike(rows, start, mine)
+    ]
     if not starts or count > size:
         return None
     if any(start <= first < start + size for start in starts):
@@ -157,7 +175,11 @@ def _targets_of(losses: Sequence[torch.Tensor]) -> Iterator[_Targets]:
             sizes = node._saved_self_sym_sizes
             offset = node._saved_offset  # an unsigned number
             if len(sizes) == 2 and offset < sizes[1]:
-                targets = _Targets(int(offset), int(min(sizes[0], sizes[1] - offset)), node.next_functions[0][0])
+                targets = _Targets(
+                    int(offset),
+                    int(min(sizes[0], sizes[1] - offset)),
+                    node.next_functions[0][0],
+                )
         if targets is not None:
             yield targets
         waiting += [following for following, _ in node.next_functions]
@@ -174,7 +196,11 @@ def _of_cross_entropy(node: Any) -> _Targets | None:
     with unwatched(), without_modes():
         first = int(numbers[0])
         are_in_order = numbers.tolist() == list(range(first, first + len(numbers)))
-    return _Targets(first, len(numbers), node.next_functions[0][0]) if are_in_order else None
+    return (
+        _Targets(first, len(numbers), node.next_functions[0][0])
+        if are_in_order
+        else None
+    )
 
 
 def _compared_with(node: Any, kept: Sequence[_Kept]) -> torch.Tensor | None:
@@ -192,7 +218,9 @@ def _compared_with(node: Any, kept: Sequence[_Kept]) -> torch.Tensor | None:
             except RuntimeError:  # it is freed
                 return None
             is_of_gathered = isinstance(other, torch.Tensor) and can_be_read(other)
-            if not is_of_gathered or all(other.shape[0] != one.given[one.ranks[0]].shape[1] for one in kept):
+            if not is_of_gathered or all(
+                other.shape[0] != one.given[one.ranks[0]].shape[1] for one in kept
+            ):
                 return None
             return _directions(other.detach().t())
         if is_passed(node) or name_of(node).startswith(_BETWEEN):

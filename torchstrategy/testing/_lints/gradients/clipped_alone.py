@@ -11,7 +11,12 @@ from typing_extensions import override
 
 from torchstrategy.testing._lints.evidence.facts import Factor, Facts, address_of
 from torchstrategy.testing._lints.evidence.fingerprints import number_of
-from torchstrategy.testing._lints.evidence.places import CLIPPING, Place, here, is_within
+from torchstrategy.testing._lints.evidence.places import (
+    CLIPPING,
+    Place,
+    here,
+    is_within,
+)
 from torchstrategy.testing._lints.findings import Finding, finding
 from torchstrategy.testing._lints.lint import Lint, Seen
 from torchstrategy.testing._ranks.witnesses import Told
@@ -30,7 +35,9 @@ class ClippedAlone(Lint):
     """Looks for `clip_grad_norm_` before the collective that reduces gradients, with another factor on each rank."""
 
     def __init__(self) -> None:
-        self._steps: dict[tuple[int, tuple[int, ...]], dict[int, _Reduced]] = defaultdict(dict)  # by step and ranks
+        self._steps: dict[tuple[int, tuple[int, ...]], dict[int, _Reduced]] = (
+            defaultdict(dict)
+        )  # by step and ranks
 
     @override
     def operators(self) -> dict[Any, Seen]:
@@ -40,28 +47,55 @@ class ClippedAlone(Lint):
     @override
     def told(self, facts: Facts, told: Told, is_of_torch: bool) -> None:
         clipped = facts.clipped
-        if not clipped or is_of_torch or told.kind not in ("all_reduce", "reduce_scatter"):
+        if (
+            not clipped
+            or is_of_torch
+            or told.kind not in ("all_reduce", "reduce_scatter")
+        ):
             return
         for tensor in told.gives:
             flat = facts.flats.get(tensor)
             parts = [address_of(tensor)] if flat is None else list(flat.parts)
-            found = next((clipped[address] for address in parts if address in clipped), None)
+            found = next(
+                (clipped[address] for address in parts if address in clipped), None
+            )
             if found is not None and facts.steps < _MOST_STEPS:
                 reduced = _Reduced(found, here())
-                self._steps[facts.steps, tuple(told.ranks)].setdefault(facts.rank, reduced)
+                self._steps[facts.steps, tuple(told.ranks)].setdefault(
+                    facts.rank, reduced
+                )
 
     @override
     def findings(self) -> list[Finding | None]:
         apart: dict[Place, list[tuple[int, dict[int, _Reduced]]]] = defaultdict(list)
         for (step, ranks), by_rank in self._steps.items():
-            factors = [one.clipped.number for one in by_rank.values() if one.clipped.number is not None]
-            if len(factors) == len(ranks) > 1 and max(factors) - min(factors) > _CLOSE * max(factors):
+            factors = [
+                one.clipped.number
+                for one in by_rank.values()
+                if one.clipped.number is not None
+            ]
+            if len(factors) == len(ranks) > 1 and max(factors) - min(
+                factors
+            ) > _CLOSE * max(factors):
                 first = by_rank[min(by_rank)]
-                apart[first.clipped.place].append((step + 1, dict(sorted(by_rank.items()))))
-        return [_finding(*those[0]) for those in apart.values() if len(those) >= _ENOUGH_STEPS]
+                apart[first.clipped.place].append(
+                    (step + 1, dict(sorted(by_rank.items())))
+                )
+        return [
+            _finding(*those[0])
+            for those in apart.values()
+            if len(those) >= _ENOUGH_STEPS
+        ]
 
-    def _multiplies(self, facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
-        if facts.size < 2 or facts.stepping is not None or not facts.addresses or not is_within(CLIPPING):
+    def _multiplies(
+        self, facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], result: Any
+    ) -> None:
+        if (
+            facts.size < 2
+            or facts.stepping is not None
+            or not facts.addresses
+            or not is_within(CLIPPING)
+        ):
             return
         number = number_of(args[1])
         gradients = facts.gradients_in(args[0])

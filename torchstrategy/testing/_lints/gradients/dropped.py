@@ -20,14 +20,30 @@ from torchstrategy.testing._ranks.lines import is_of_a_package
 from torchstrategy.testing._ranks.witnesses import Told
 from torchstrategy.testing._simulation.ordinals import is_simulated
 
-_ENOUGH, _ENOUGH_STEPS = 4, 2  # results, and steps of the optimizer between which they were thrown away
+_ENOUGH, _ENOUGH_STEPS = (
+    4,
+    2,
+)  # results, and steps of the optimizer between which they were thrown away
 _LONGEST = 8  # operators: a result that is there for longer is kept for something
 _KEPT = 2  # results of a call that are there at once: one may be in a variable, until the next one is assigned to it
 _IN_PLACE = ("all_reduce", "broadcast")
 _aten = torch.ops.aten
 _ARITHMETIC = (
-    *(_aten.mul.Tensor, _aten.mul.Scalar, _aten.div.Tensor, _aten.div.Scalar, _aten.add.Tensor, _aten.sub.Tensor),
-    *(_aten.lerp.Scalar, _aten.lerp.Tensor, _aten.clamp.default, _aten.clamp_min.default, _aten.clamp_max.default),
+    *(
+        _aten.mul.Tensor,
+        _aten.mul.Scalar,
+        _aten.div.Tensor,
+        _aten.div.Scalar,
+        _aten.add.Tensor,
+        _aten.sub.Tensor,
+    ),
+    *(
+        _aten.lerp.Scalar,
+        _aten.lerp.Tensor,
+        _aten.clamp.default,
+        _aten.clamp_min.default,
+        _aten.clamp_max.default,
+    ),
 )
 _COPIES = (_aten.clone.default, _aten.cat.default)
 
@@ -86,27 +102,44 @@ class Dropped(Follower):
     """
 
     def __init__(self) -> None:
-        self._pieces: dict[int, list[_Result]] = {}  # by rank, those that nothing has read
+        self._pieces: dict[
+            int, list[_Result]
+        ] = {}  # by rank, those that nothing has read
         self._parameters: dict[int, set[int]] = {}  # by rank, where they are
         self._copies: dict[int, Known[_Spot]] = defaultdict(Known)  # of gradients
         self._calls: dict[_Spot, _Seen] = defaultdict(_Seen)
 
     @override
     def operators(self) -> dict[Any, Seen]:
-        return {op: self._computes for op in _ARITHMETIC} | {op: self._copies_gradients for op in _COPIES}
+        return {op: self._computes for op in _ARITHMETIC} | {
+            op: self._copies_gradients for op in _COPIES
+        }
 
     @override
-    def operator(self, facts: Facts, func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
+    def operator(
+        self,
+        facts: Facts,
+        func: Any,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        result: Any,
+    ) -> None:
         read = {address_of(one) for one in tensors_in((*args, *kwargs.values()))}
         made = {address_of(one) for one in tensors_in([result])}
         there = self._those_left(facts.rank, facts.steps)
-        is_continued = any(one.address in made and one.address not in read for one in there)
+        is_continued = any(
+            one.address in made and one.address not in read for one in there
+        )
         left = []
         for one in there:
             one.age += 1
-            if one.address not in read or one.address in made:  # it is another one, or it is written in place
+            if (
+                one.address not in read or one.address in made
+            ):  # it is another one, or it is written in place
                 left.append(one)
-            elif not is_continued:  # otherwise what becomes of the new one says what both are for
+            elif (
+                not is_continued
+            ):  # otherwise what becomes of the new one says what both are for
                 self._calls[one.spot].is_used = True
         self._keep(facts.rank, left)
 
@@ -147,10 +180,14 @@ class Dropped(Follower):
         return [
             _finding(spot.place, seen)
             for spot, seen in self._calls.items()
-            if not seen.is_used and seen.dropped >= _ENOUGH and len(seen.steps) >= _ENOUGH_STEPS
+            if not seen.is_used
+            and seen.dropped >= _ENOUGH
+            and len(seen.steps) >= _ENOUGH_STEPS
         ]
 
-    def _computes(self, facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
+    def _computes(
+        self, facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], result: Any
+    ) -> None:
         tensors = [one for one in args if isinstance(one, torch.Tensor)]
         if torch.is_grad_enabled() and any(one.requires_grad for one in tensors):
             return  # a part of a loss
@@ -162,13 +199,22 @@ class Dropped(Follower):
     def _is_watched(self, facts: Facts, address: int) -> bool:
         """Whether a parameter, a gradient, or a result that nothing has read is there."""
         if facts.rank not in self._parameters:
-            self._parameters[facts.rank] = {address_of(one) for one in facts.parameters()}
+            self._parameters[facts.rank] = {
+                address_of(one) for one in facts.parameters()
+            }
         if address in self._parameters[facts.rank] or address in facts.addresses:
             return True
         return any(one.address == address for one in self._pieces.get(facts.rank, ()))
 
-    def _copies_gradients(self, facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
-        if facts.stepping is not None or facts.size < 2 or not facts.addresses or not is_simulated(result):
+    def _copies_gradients(
+        self, facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], result: Any
+    ) -> None:
+        if (
+            facts.stepping is not None
+            or facts.size < 2
+            or not facts.addresses
+            or not is_simulated(result)
+        ):
             return
         if any(address_of(one) in facts.addresses for one in tensors_in(args[:1])):
             self._copies[facts.rank].put(result, _spot_here())
@@ -214,7 +260,11 @@ def _spot_here() -> _Spot:
 
 
 def _finding(place: Place, seen: _Seen) -> Finding | None:
-    exchange = "" if seen.exchanged_at is None else f", which ranks have exchanged ({seen.exchanged_at}),"
+    exchange = (
+        ""
+        if seen.exchanged_at is None
+        else f", which ranks have exchanged ({seen.exchanged_at}),"
+    )
     return finding(
         "result-thrown-away",
         f"The result of a call at {place}{exchange} is thrown away each time, {seen.dropped} times in this run. It is "

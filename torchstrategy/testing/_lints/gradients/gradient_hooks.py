@@ -19,7 +19,11 @@ from torchstrategy.testing._lints.evidence.fingerprints import can_be_read, numb
 from torchstrategy.testing._lints.evidence.places import Place, here
 from torchstrategy.testing._lints.findings import Finding, finding
 from torchstrategy.testing._lints.lint import Lint
-from torchstrategy.testing._lints.means.scales import accumulated, factor_of, factor_of_gradients
+from torchstrategy.testing._lints.means.scales import (
+    accumulated,
+    factor_of,
+    factor_of_gradients,
+)
 from torchstrategy.testing._lints.torch_internals import without_modes
 from torchstrategy.testing._simulation.program import unwatched
 
@@ -67,18 +71,27 @@ class GradientHooks(Lint):
         self._hooks: dict[Any, _Hook] = {}
 
     @override
-    def hooked(self, facts: Facts, model: Any, place: Place, given: torch.Tensor, future: Any) -> None:
+    def hooked(
+        self, facts: Facts, model: Any, place: Place, given: torch.Tensor, future: Any
+    ) -> None:
         known = next((one for one in facts.models if one.model() is model), None)
         if known is None or len(known.ranks) < 2:
             return
-        hook = self._hooks.setdefault((known.key, place), _Hook(place, known.ranks, defaultdict(list)))
+        hook = self._hooks.setdefault(
+            (known.key, place), _Hook(place, known.ranks, defaultdict(list))
+        )
         call = _Call(facts.steps, given)
         hook.calls[facts.rank].append(call)
         future.add_done_callback(functools.partial(_done, call))
 
     @override
     def steps(self, facts: Facts, optimizer: torch.optim.Optimizer) -> None:
-        of_step = [call for hook in self._hooks.values() for call in hook.calls[facts.rank] if call.step == facts.steps]
+        of_step = [
+            call
+            for hook in self._hooks.values()
+            for call in hook.calls[facts.rank]
+            if call.step == facts.steps
+        ]
         if not of_step:
             return
         calls = [call for call in facts.backwards if call.is_plain]
@@ -86,22 +99,36 @@ class GradientHooks(Lint):
         if several or len(calls) == 1:
             together = several or calls
             loss, gradient = factor_of(together), factor_of_gradients(facts, together)
-            is_of_means = loss is not None and gradient is not None and _is(loss * gradient * len(together), 1, 1e-6)
+            is_of_means = (
+                loss is not None
+                and gradient is not None
+                and _is(loss * gradient * len(together), 1, 1e-6)
+            )
             for call in of_step:
                 call.is_of_means = is_of_means
 
     @override
     def findings(self) -> list[Finding | None]:
-        return [_finding(hook, factor) for hook in self._hooks.values() if (factor := _factor(hook)) is not None]
+        return [
+            _finding(hook, factor)
+            for hook in self._hooks.values()
+            if (factor := _factor(hook)) is not None
+        ]
 
 
 def _finding(hook: _Hook, factor: float) -> Finding | None:
     ranks = len(hook.ranks)
     of = f"{ranks} ranks have given it"
     if _is(factor, ranks, _SAME):
-        what, write = f"the sum of what {of}, and not the mean", "Divide by the number of ranks, before the all_reduce"
+        what, write = (
+            f"the sum of what {of}, and not the mean",
+            "Divide by the number of ranks, before the all_reduce",
+        )
     elif _is(factor, 1 / ranks, _SAME):
-        what, write = f"the mean of what {of}, divided by {ranks} once more", "Leave one of the two divisions away"
+        what, write = (
+            f"the mean of what {of}, divided by {ranks} once more",
+            "Leave one of the two divisions away",
+        )
     else:
         times = f"{factor:.1f}" if abs(factor) >= 1 else f"{factor:.3g}"
         what, write = f"about {times} times the mean of what {of}", "Return the mean"
@@ -109,7 +136,9 @@ def _finding(hook: _Hook, factor: float) -> Finding | None:
         "hook-is-no-mean",
         f"The hook that `register_comm_hook` was given ({hook.place}) returns {what}. DistributedDataParallel does not "
         "divide what a hook returns.",
-        f"{write}: `buffer.div_(dist.get_world_size())`." if "Divide" in write else f"{write}.",
+        f"{write}: `buffer.div_(dist.get_world_size())`."
+        if "Divide" in write
+        else f"{write}.",
         [hook.place],
     )
 
@@ -126,7 +155,9 @@ def _factor(hook: _Hook) -> float | None:
         if factor:
             factors.append(factor)
             steps.add(calls[0].step)
-    if len(steps) < _ENOUGH_STEPS or not all(_is(factor, factors[0], _SAME) for factor in factors):
+    if len(steps) < _ENOUGH_STEPS or not all(
+        _is(factor, factors[0], _SAME) for factor in factors
+    ):
         return None
     return None if _is(factors[0], 1, _OTHER) else factors[0]
 

@@ -11,7 +11,10 @@ import torch
 from typing_extensions import override
 
 from torchstrategy.testing._lints.evidence.facts import Backward, Facts, parameters_of
-from torchstrategy.testing._lints.evidence.fingerprints import has_ordinary_numbers, numbers_of
+from torchstrategy.testing._lints.evidence.fingerprints import (
+    has_ordinary_numbers,
+    numbers_of,
+)
 from torchstrategy.testing._lints.evidence.objects import Objects
 from torchstrategy.testing._lints.evidence.places import Place, here
 from torchstrategy.testing._lints.findings import Finding, finding
@@ -25,7 +28,9 @@ _PARAMETERS, _NUMBERS = 32, 256  # how many are compared, and how many numbers o
 _MOST_CALLS = 1000  # without a step
 _MOST_SAMPLES = 50  # of an optimizer that makes no such step
 
-Sample = dict[int, torch.Tensor]  # some numbers of gradients, by the position of the parameter in its optimizer
+Sample = dict[
+    int, torch.Tensor
+]  # some numbers of gradients, by the position of the parameter in its optimizer
 
 
 @final
@@ -79,8 +84,12 @@ class Opponents(Lint):
     """
 
     def __init__(self) -> None:
-        self._calls: dict[int, list[Backward]] = defaultdict(list)  # by rank, since the last step
-        self._left: dict[int, Objects[torch.optim.Optimizer, _Left]] = defaultdict(Objects)
+        self._calls: dict[int, list[Backward]] = defaultdict(
+            list
+        )  # by rank, since the last step
+        self._left: dict[int, Objects[torch.optim.Optimizer, _Left]] = defaultdict(
+            Objects
+        )
         self._seen: Objects[torch.optim.Optimizer, _Seen] = Objects()
         self._found: dict[Place, _Found] = {}
 
@@ -90,11 +99,17 @@ class Opponents(Lint):
             return
         for optimizer, left in list(self._left[facts.rank].items()):
             if left.after is None and not _are_equal(left.before, _sample(optimizer)):
-                del self._left[facts.rank][optimizer]  # they were zeroed, as they should be
+                del self._left[facts.rank][
+                    optimizer
+                ]  # they were zeroed, as they should be
 
     @override
     def went_back(self, facts: Facts) -> None:
-        if facts.stepping is not None or len(facts.optimizers) < 2 or not facts.backwards:
+        if (
+            facts.stepping is not None
+            or len(facts.optimizers) < 2
+            or not facts.backwards
+        ):
             return
         if len(self._calls[facts.rank]) >= _MOST_CALLS:
             return
@@ -115,7 +130,9 @@ class Opponents(Lint):
             return
         for other in list(facts.optimizers):
             seen = self._seen.setdefault(other, _Seen())
-            is_other = other is not optimizer and any(id(parameter) in changed for parameter in parameters_of(other))
+            is_other = other is not optimizer and any(
+                id(parameter) in changed for parameter in parameters_of(other)
+            )
             if not is_other or seen.is_over:
                 continue
             seen.samples += 1
@@ -160,15 +177,23 @@ def _sample(optimizer: torch.optim.Optimizer) -> Sample:
 def _are_equal(before: Sample, after: Sample) -> bool:
     with unwatched(), without_modes():
         return bool(before) and all(
-            position in after and torch.equal(numbers, after[position]) for position, numbers in before.items()
+            position in after and torch.equal(numbers, after[position])
+            for position, numbers in before.items()
         )
 
 
 def _cosine(left: _Left | None) -> float | None:
     """Of the angle between what was left and what was added; None if it is not known, or one loop made both."""
-    if left is None or left.after is None or not left.before.keys() <= left.after.keys():
+    if (
+        left is None
+        or left.after is None
+        or not left.before.keys() <= left.after.keys()
+    ):
         return None
-    if any(left.after[position].shape != numbers.shape for position, numbers in left.before.items()):
+    if any(
+        left.after[position].shape != numbers.shape
+        for position, numbers in left.before.items()
+    ):
         return None  # the program has made other parameters of them
     if {call.way for call in left.calls} & {call.way for call in left.added}:
         return None

@@ -17,7 +17,12 @@ from torchstrategy.testing._lints.evidence.facts import Facts, address_of, tenso
 from torchstrategy.testing._lints.evidence.fingerprints import is_zero
 from torchstrategy.testing._lints.evidence.known import version_of
 from torchstrategy.testing._lints.evidence.losses import leaves_of
-from torchstrategy.testing._lints.evidence.places import CLIPPING, Place, here, is_within
+from torchstrategy.testing._lints.evidence.places import (
+    CLIPPING,
+    Place,
+    here,
+    is_within,
+)
 from torchstrategy.testing._lints.findings import Finding, finding
 from torchstrategy.testing._lints.lint import Follower
 from torchstrategy.testing._lints.torch_internals import held_here
@@ -114,7 +119,9 @@ class Zeroed(Follower):
             return
         seen.is_back = True
         self._end_of_call(facts, seen)
-        if seen.is_suspicious and any(_has_other_leaves(facts, loss) for loss in losses):
+        if seen.is_suspicious and any(
+            _has_other_leaves(facts, loss) for loss in losses
+        ):
             seen.is_over = True
 
     @override
@@ -125,14 +132,27 @@ class Zeroed(Follower):
         if facts.stepping is not None or seen.is_over or not facts.backwards:
             return
         changed = facts.backwards[-1].changed
-        first = next((one for one in facts.parameters() if id(one) in changed and one.grad is not None), None)
+        first = next(
+            (
+                one
+                for one in facts.parameters()
+                if id(one) in changed and one.grad is not None
+            ),
+            None,
+        )
         if first is None or first.grad is None:
             return
-        call = _Call(facts.backwards[-1].way, changed, (weakref.ref(first), version_of(first.grad)))
+        call = _Call(
+            facts.backwards[-1].way,
+            changed,
+            (weakref.ref(first), version_of(first.grad)),
+        )
         if seen.is_suspicious:
             for parameter in facts.parameters():
                 if id(parameter) in changed and parameter.grad is not None:
-                    call.gradients[address_of(held_here(parameter.grad))] = weakref.ref(parameter.grad)
+                    call.gradients[address_of(held_here(parameter.grad))] = weakref.ref(
+                        parameter.grad
+                    )
                     call.is_read |= have_gradient_hooks([parameter])
             self._pieces[facts.rank] = call
         seen.calls.append(call)
@@ -143,7 +163,14 @@ class Zeroed(Follower):
             self._seen[facts.rank].zeroed_at = here()
 
     @override
-    def operator(self, facts: Facts, func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
+    def operator(
+        self,
+        facts: Facts,
+        func: Any,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        result: Any,
+    ) -> None:
         call: _Call = self._pieces[facts.rank]
         if call.is_read or func in _ZEROES:
             return
@@ -167,12 +194,18 @@ class Zeroed(Follower):
         calls, was_suspicious = seen.calls, seen.is_suspicious
         seen.calls = []
         kind = _kind_of(calls)
-        seen.count = seen.count + 1 if kind is not None and kind == seen.kind else int(kind is not None)
+        seen.count = (
+            seen.count + 1
+            if kind is not None and kind == seen.kind
+            else int(kind is not None)
+        )
         seen.kind = kind
         if kind is None or not was_suspicious:
             return
         seen.is_over = True
-        is_used = calls[-1].is_written or any(call.is_read for call in calls if call.is_lost)
+        is_used = calls[-1].is_written or any(
+            call.is_read for call in calls if call.is_lost
+        )
         if seen.count >= _ENOUGH_STEPS and not is_used:
             self._found.setdefault(kind, _Found(kind, here(), seen.zeroed_at))
 
@@ -191,9 +224,13 @@ class Zeroed(Follower):
             if id(parameter) not in call.changed:
                 continue
             own = call.gradients.pop(address_of(held_here(parameter.grad)), None)
-            call.is_written |= parameter.grad is not None and (own is None or own() is not parameter.grad)
+            call.is_written |= parameter.grad is not None and (
+                own is None or own() is not parameter.grad
+            )
         # Those that are left are in no parameter any more.
-        call.is_read |= any(gradient() is not None for gradient in call.gradients.values())
+        call.is_read |= any(
+            gradient() is not None for gradient in call.gradients.values()
+        )
 
 
 def _is_lost(facts: Facts, call: _Call) -> bool:
@@ -208,7 +245,10 @@ def _is_lost(facts: Facts, call: _Call) -> bool:
 def _has_other_leaves(facts: Facts, loss: torch.Tensor) -> bool:
     """Whether a loss has a gradient for what is no parameter, such as the input of an attack."""
     owned = {id(parameter) for parameter in facts.parameters()}
-    return any(not isinstance(leaf, nn.Parameter) and id(leaf) not in owned for leaf in leaves_of(loss))
+    return any(
+        not isinstance(leaf, nn.Parameter) and id(leaf) not in owned
+        for leaf in leaves_of(loss)
+    )
 
 
 def _kind_of(calls: Sequence[_Call]) -> _Kind | None:
@@ -221,8 +261,15 @@ def _kind_of(calls: Sequence[_Call]) -> _Kind | None:
 
 
 def _finding(found: _Found) -> Finding | None:
-    kind, zeroed = found.kind, "" if found.zeroed_at is None else f" ({found.zeroed_at})"
-    places = [kind.way[0], *([] if found.zeroed_at is None else [found.zeroed_at]), found.steps_at]
+    kind, zeroed = (
+        found.kind,
+        "" if found.zeroed_at is None else f" ({found.zeroed_at})",
+    )
+    places = [
+        kind.way[0],
+        *([] if found.zeroed_at is None else [found.zeroed_at]),
+        found.steps_at,
+    ]
     if kind.is_last_lost:
         return finding(
             "gradient-thrown-away",

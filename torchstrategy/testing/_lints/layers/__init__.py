@@ -25,4 +25,12 @@ from torchstrategy.testing._lints.lint import Lint
 def make_lints() -> list[Lint]:
     """One of each lint of this room."""
     norms = FrozenNorms()
-    return [norms, FewStatistics(norms.has_found), Averages(), CountedAgain(), Modes(), UndoneModes(), Recomputed()]
+    return [
+        norms,
+        FewStatistics(norms.has_found),
+        Averages(),
+        CountedAgain(),
+        Modes(),
+        UndoneModes(),
+        Recomputed(),
+    ]

@@ -36,14 +36,22 @@ class Averages(Lint):
     """
 
     def __init__(self) -> None:
-        self._trained: dict[int, dict[int, Place]] = defaultdict(dict)  # where, by rank and number of channels
-        self._times: Counter[tuple[int, int]] = Counter()  # by rank and number of channels
-        self._changed: dict[int, Known[bool]] = defaultdict(Known)  # statistics that are not those of a new layer
+        self._trained: dict[int, dict[int, Place]] = defaultdict(
+            dict
+        )  # where, by rank and number of channels
+        self._times: Counter[tuple[int, int]] = (
+            Counter()
+        )  # by rank and number of channels
+        self._changed: dict[int, Known[bool]] = defaultdict(
+            Known
+        )  # statistics that are not those of a new layer
         self._found: dict[Place, _Unchanged] = {}
 
     @override
     def operators(self) -> dict[Any, Seen]:
-        return dict.fromkeys(BATCH_NORMS, self._normalizes) | {SYNCHRONIZED: self._synchronizes}
+        return dict.fromkeys(BATCH_NORMS, self._normalizes) | {
+            SYNCHRONIZED: self._synchronizes
+        }
 
     @override
     def findings(self) -> list[Finding | None]:
@@ -60,7 +68,9 @@ class Averages(Lint):
             for one in self._found.values()
         ]
 
-    def _synchronizes(self, facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
+    def _synchronizes(
+        self, facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], result: Any
+    ) -> None:
         """`SyncBatchNorm` computes its statistics of those of all ranks, and only in training."""
         if args[3] is not None:
             self._notes_training(facts, args[3].numel())
@@ -70,7 +80,9 @@ class Averages(Lint):
         if channels not in trained:
             trained[channels] = here()
 
-    def _normalizes(self, facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
+    def _normalizes(
+        self, facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], result: Any
+    ) -> None:
         _, weight, bias, mean, variance, is_training = args[:6]
         if mean is None or variance is None:
             return
@@ -82,7 +94,11 @@ class Averages(Lint):
             return
         # Functional code makes steps that nobody sees.
         has_trained = facts.steps or self._times[facts.rank, mean.numel()] >= _ENOUGH
-        if not has_trained or mean.numel() not in trained or self._changed[facts.rank].get(mean):
+        if (
+            not has_trained
+            or mean.numel() not in trained
+            or self._changed[facts.rank].get(mean)
+        ):
             return
         if not all(can_be_read(tensor) for tensor in (mean, variance)):
             return
@@ -90,7 +106,9 @@ class Averages(Lint):
             self._changed[facts.rank].put(mean, True)
         elif any(_are_trained(facts, tensor) for tensor in (weight, bias)):
             place = here()
-            self._found.setdefault(place, _Unchanged(place, mean.numel(), trained[mean.numel()]))
+            self._found.setdefault(
+                place, _Unchanged(place, mean.numel(), trained[mean.numel()])
+            )
 
 
 def _are_all(tensor: torch.Tensor, number: float) -> bool:
@@ -103,7 +121,9 @@ def _are_trained(facts: Facts, tensor: torch.Tensor | None) -> bool:
     """Whether weights have been written since they were made, and not by an optimizer: that trains without a mean."""
     if tensor is None or not can_be_read(tensor):
         return False
-    if any(address_of(parameter) == address_of(tensor) for parameter in facts.parameters()):
+    if any(
+        address_of(parameter) == address_of(tensor) for parameter in facts.parameters()
+    ):
         return False
     here = numbers_of(tensor)
     with unwatched(), without_modes():

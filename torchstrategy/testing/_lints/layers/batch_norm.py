@@ -17,10 +17,16 @@ from torchstrategy.testing._lints.lint import Lint, Seen
 from torchstrategy.testing._lints.torch_internals import BatchNorm
 
 _FEW = 16  # values of a channel: with fewer, training with batch norm is known to get worse
-_TRAINING = 5  # which argument of the operators says that statistics are those of the batch
+_TRAINING = (
+    5  # which argument of the operators says that statistics are those of the batch
+)
 _aten = torch.ops.aten
 # Those with the arguments input, weight, bias, mean, variance, training.
-BATCH_NORMS = (_aten.native_batch_norm.default, _aten.cudnn_batch_norm.default, _aten._native_batch_norm_legit.default)
+BATCH_NORMS = (
+    _aten.native_batch_norm.default,
+    _aten.cudnn_batch_norm.default,
+    _aten._native_batch_norm_legit.default,
+)
 # With the arguments input, means, inverses of deviations, mean, variance: those of `SyncBatchNorm` in training.
 SYNCHRONIZED = _aten.batch_norm_gather_stats_with_counts.default
 
@@ -39,8 +45,12 @@ class FewStatistics(Lint):
         """`is_named` says whether another lint names a layer, by its id."""
         self._is_named = is_named
         self._called: dict[tuple[int, Any], _Seen] = {}
-        self._most: dict[Any, int] = {}  # the most values of a channel that a model was called with
-        self._running: dict[int, tuple[Any, int | None]] = {}  # by rank: a model, and the fewest values of its layers
+        self._most: dict[
+            Any, int
+        ] = {}  # the most values of a channel that a model was called with
+        self._running: dict[
+            int, tuple[Any, int | None]
+        ] = {}  # by rank: a model, and the fewest values of its layers
         self._found: dict[Any, _Seen] = {}
 
     @override
@@ -55,8 +65,14 @@ class FewStatistics(Lint):
         self._ends(facts)
         self._running[facts.rank] = model.key, None
         if (facts.rank, model.key) not in self._called:
-            layers = {name: id(module) for name, module in modules_in(wrapped.module) if _is_of_one_rank(module)}
-            self._called[facts.rank, model.key] = _Seen(layers, len(model.ranks), here())
+            layers = {
+                name: id(module)
+                for name, module in modules_in(wrapped.module)
+                if _is_of_one_rank(module)
+            }
+            self._called[facts.rank, model.key] = _Seen(
+                layers, len(model.ranks), here()
+            )
 
     @override
     def stepped(self, facts: Facts, optimizer: torch.optim.Optimizer) -> None:
@@ -80,16 +96,25 @@ class FewStatistics(Lint):
             )
             for key, seen in self._found.items()
             if 0 < (values := self._most.get(key, 0)) <= _FEW
-            and (layers := [name for name, own in seen.layers.items() if not self._is_named(own)])
+            and (
+                layers := [
+                    name for name, own in seen.layers.items() if not self._is_named(own)
+                ]
+            )
         ]
 
-    def _normalizes(self, facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
+    def _normalizes(
+        self, facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], result: Any
+    ) -> None:
         """A layer has run: how many values of each channel its statistics are of, where it has several places."""
         if facts.rank not in self._running or not args[_TRAINING] or args[0].dim() < 2:
             return
         key, fewest = self._running[facts.rank]
         values = args[0].numel() // max(1, args[0].shape[1])
-        self._running[facts.rank] = key, values if fewest is None else min(values, fewest)
+        self._running[facts.rank] = (
+            key,
+            values if fewest is None else min(values, fewest),
+        )
 
     def _ends(self, facts: Facts) -> None:
         """The last call of a model is over."""
@@ -100,4 +125,6 @@ class FewStatistics(Lint):
 
 def _is_of_one_rank(module: nn.Module) -> bool:
     is_batch_norm = isinstance(module, BatchNorm)
-    return is_batch_norm and not isinstance(module, nn.SyncBatchNorm) and module.training
+    return (
+        is_batch_norm and not isinstance(module, nn.SyncBatchNorm) and module.training
+    )

@@ -9,7 +9,12 @@ from typing import Any, final
 from typing_extensions import override
 
 from torchstrategy.testing._lints.evidence.facts import Facts
-from torchstrategy.testing._lints.evidence.places import CHECKPOINTS, Place, is_computed_again, lines_around
+from torchstrategy.testing._lints.evidence.places import (
+    CHECKPOINTS,
+    Place,
+    is_computed_again,
+    lines_around,
+)
 from torchstrategy.testing._lints.findings import Finding, finding
 from torchstrategy.testing._lints.layers.batch_norm import BATCH_NORMS
 from torchstrategy.testing._lints.lint import Lint, Seen
@@ -22,7 +27,9 @@ class CountedAgain(Lint):
     """Looks for batch norm in training mode in a part that backward computes again."""
 
     def __init__(self) -> None:
-        self._again: Counter[Place] = Counter()  # by where the program has called the part
+        self._again: Counter[Place] = (
+            Counter()
+        )  # by where the program has called the part
 
     @override
     def operators(self) -> dict[Any, Seen]:
@@ -43,7 +50,9 @@ class CountedAgain(Lint):
             if times >= _ENOUGH
         ]
 
-    def _normalizes(self, facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
+    def _normalizes(
+        self, facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], result: Any
+    ) -> None:
         mean, is_training, momentum = args[3], args[5], args[6]
         if mean is not None and is_training and momentum and is_computed_again():
             part = lines_around(CHECKPOINTS)[1]

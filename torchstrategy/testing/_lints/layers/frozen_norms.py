@@ -13,9 +13,19 @@ from torch import nn
 from typing_extensions import override
 
 from torchstrategy.testing._lints.evidence.facts import Facts
-from torchstrategy.testing._lints.evidence.fingerprints import Fingerprint, can_be_read, fingerprint, numbers_of
+from torchstrategy.testing._lints.evidence.fingerprints import (
+    Fingerprint,
+    can_be_read,
+    fingerprint,
+    numbers_of,
+)
 from torchstrategy.testing._lints.evidence.known import Known
-from torchstrategy.testing._lints.evidence.modules import WRAPPER, living_modules, modules_in, parameters_in
+from torchstrategy.testing._lints.evidence.modules import (
+    WRAPPER,
+    living_modules,
+    modules_in,
+    parameters_in,
+)
 from torchstrategy.testing._lints.evidence.places import Place, here
 from torchstrategy.testing._lints.findings import Finding, finding, some
 from torchstrategy.testing._lints.layers.batch_norm import BATCH_NORMS
@@ -23,7 +33,10 @@ from torchstrategy.testing._lints.lint import Lint, Seen
 from torchstrategy.testing._lints.torch_internals import BatchNorm, without_modes
 from torchstrategy.testing._simulation.program import unwatched
 
-_FIRST_LOOK, _SECOND_LOOK = 2, 4  # after so many steps with such a layer: weights that stay the same are no average
+_FIRST_LOOK, _SECOND_LOOK = (
+    2,
+    4,
+)  # after so many steps with such a layer: weights that stay the same are no average
 _CLOSE = 1e-4
 _aten = torch.ops.aten
 
@@ -72,7 +85,9 @@ class FrozenNorms(Lint):
 
     def __init__(self) -> None:
         self._norms: dict[int, Known[_Norm]] = defaultdict(Known)
-        self._called: dict[int, dict[int, _Norm]] = defaultdict(dict)  # by rank and id, since the last step
+        self._called: dict[int, dict[int, _Norm]] = defaultdict(
+            dict
+        )  # by rank and id, since the last step
         self._all: list[_Norm] = []
         self._found: dict[int, _Norm] = {}  # by the id of the layer
 
@@ -90,7 +105,11 @@ class FrozenNorms(Lint):
             norm.steps_at = here()
             if norm.steps == _FIRST_LOOK:
                 self._look(norm)
-            elif norm.part is not None and norm.steps >= _SECOND_LOOK and not norm.steps & (norm.steps - 1):
+            elif (
+                norm.part is not None
+                and norm.steps >= _SECOND_LOOK
+                and not norm.steps & (norm.steps - 1)
+            ):
                 norm.is_found = _values_of(norm.part.frozen) == norm.part.values
                 norm.is_used = not norm.is_found
 
@@ -107,16 +126,30 @@ class FrozenNorms(Lint):
                 by_place[norm.place].append(norm)
         return [_finding(norms) for norms in by_place.values()]
 
-    def _normalizes(self, facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
+    def _normalizes(
+        self, facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], result: Any
+    ) -> None:
         inputs, weight, bias, mean, _, is_training, momentum = args[:7]
-        if not is_training or mean is None or not momentum or not torch.is_grad_enabled():
+        if (
+            not is_training
+            or mean is None
+            or not momentum
+            or not torch.is_grad_enabled()
+        ):
             return
         known = self._norms[facts.rank]
         norm = known.get(mean)
-        is_trained = inputs.requires_grad or any(one is not None and one.requires_grad for one in (weight, bias))
+        is_trained = inputs.requires_grad or any(
+            one is not None and one.requires_grad for one in (weight, bias)
+        )
         if norm is None:
             norm = _Norm(weakref.ref(mean), Place("", 0), mean.numel())
-            norm.is_used = is_trained or weight is None or not can_be_read(mean) or _is_new(mean, result[1], momentum)
+            norm.is_used = (
+                is_trained
+                or weight is None
+                or not can_be_read(mean)
+                or _is_new(mean, result[1], momentum)
+            )
             known.put(mean, norm)
             if not norm.is_used:
                 norm.place = here()
@@ -128,31 +161,58 @@ class FrozenNorms(Lint):
     def _look(self, norm: _Norm) -> None:
         mean = norm.mean()
         modules = list(living_modules())
-        layer = next((one for one in modules if isinstance(one, BatchNorm) and one.running_mean is mean), None)
+        layer = next(
+            (
+                one
+                for one in modules
+                if isinstance(one, BatchNorm) and one.running_mean is mean
+            ),
+            None,
+        )
         before = None if layer is None else _frozen_before(layer, modules)
         if layer is None or before is None:
             norm.is_used = True
             return
-        name = max((name for one in modules for name, other in modules_in(one) if other is layer), key=len)
-        frozen: list[weakref.ref[torch.Tensor]] = [weakref.ref(parameter) for parameter in before]
+        name = max(
+            (
+                name
+                for one in modules
+                for name, other in modules_in(one)
+                if other is layer
+            ),
+            key=len,
+        )
+        frozen: list[weakref.ref[torch.Tensor]] = [
+            weakref.ref(parameter) for parameter in before
+        ]
         norm.part = _Part(name.removeprefix(WRAPPER), frozen, _values_of(frozen))
         self._found[id(layer)] = norm
 
 
-def _frozen_before(layer: nn.Module, modules: Sequence[nn.Module]) -> list[nn.Parameter] | None:
+def _frozen_before(
+    layer: nn.Module, modules: Sequence[nn.Module]
+) -> list[nn.Parameter] | None:
     """The parameters of a layer and those before it, in the smallest module with weights there; None if some train."""
     smallest: list[nn.Parameter] | None = None
     size = 0
     for module in modules:
         parameters = parameters_in(module)
         at = next((at for at, one in enumerate(parameters) if one is layer.weight), 0)
-        has_weights = any(one.dim() > 1 for one in parameters[:at])  # a norm before it has none
+        has_weights = any(
+            one.dim() > 1 for one in parameters[:at]
+        )  # a norm before it has none
         if has_weights and (smallest is None or len(parameters) < size):
             smallest, size = [*parameters[:at], *parameters_in(layer)], len(parameters)
-    return None if smallest is None or any(one.requires_grad for one in smallest) else smallest
+    return (
+        None
+        if smallest is None or any(one.requires_grad for one in smallest)
+        else smallest
+    )
 
 
-def _values_of(parameters: Sequence[weakref.ref[torch.Tensor]]) -> list[Fingerprint | None]:
+def _values_of(
+    parameters: Sequence[weakref.ref[torch.Tensor]],
+) -> list[Fingerprint | None]:
     return [fingerprint(parameter()) for parameter in parameters]
 
 
@@ -163,13 +223,18 @@ def _is_new(mean: torch.Tensor, batch: torch.Tensor, momentum: float) -> bool:
     now, its = numbers_of(mean), numbers_of(batch)
     with unwatched(), without_modes():
         expected = its.double() * momentum
-        return bool((now.double() - expected).abs().max() <= _CLOSE * (expected.abs().max() + _CLOSE))
+        return bool(
+            (now.double() - expected).abs().max()
+            <= _CLOSE * (expected.abs().max() + _CLOSE)
+        )
 
 
 def _finding(norms: Sequence[_Norm]) -> Finding | None:
     first = norms[0]
     assert first.steps_at is not None  # it has made steps
-    names = list(dict.fromkeys(f"{norm.part.name}" for norm in norms if norm.part is not None))
+    names = list(
+        dict.fromkeys(f"{norm.part.name}" for norm in norms if norm.part is not None)
+    )
     is_one = len(names) == 1
     return finding(
         "frozen-norm-in-training",

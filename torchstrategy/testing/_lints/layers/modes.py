@@ -12,15 +12,32 @@ from torch import nn
 from typing_extensions import override
 
 from torchstrategy.testing._lints.evidence.facts import Facts, address_of, parameters_of
-from torchstrategy.testing._lints.evidence.modules import modules_in, parameters_in, rate_of_dropout
+from torchstrategy.testing._lints.evidence.modules import (
+    modules_in,
+    parameters_in,
+    rate_of_dropout,
+)
 from torchstrategy.testing._lints.evidence.objects import Objects
-from torchstrategy.testing._lints.evidence.places import Place, here, in_words, is_in_a_function, way_here
+from torchstrategy.testing._lints.evidence.places import (
+    Place,
+    here,
+    in_words,
+    is_in_a_function,
+    way_here,
+)
 from torchstrategy.testing._lints.findings import Finding, finding, some
 from torchstrategy.testing._lints.lint import Follower
 from torchstrategy.testing._lints.torch_internals import BatchNorm
 
 _ENOUGH_STEPS = 2  # the forward pass of the first one may have been before `eval()`
-_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+_DROPOUTS = (
+    nn.Dropout,
+    nn.Dropout1d,
+    nn.Dropout2d,
+    nn.Dropout3d,
+    nn.AlphaDropout,
+    nn.FeatureAlphaDropout,
+)
 # The first operators of layers: what else uses a parameter, as an average of weights does, is no evaluation.
 _LAYERS = {
     "addmm", "mm", "bmm", "matmul", "linear", "convolution", "_convolution", "conv1d", "conv2d", "conv3d", "embedding",
@@ -73,18 +90,28 @@ class Modes(Follower):
     def __init__(self) -> None:
         self._pieces = {}  # by rank, the addresses of parameters of a model that nobody has called since `eval()`
         self._evaluations: dict[int, list[_Evaluation]] = defaultdict(list)
-        self._steps: dict[int, Objects[torch.optim.Optimizer, int]] = defaultdict(Objects)
+        self._steps: dict[int, Objects[torch.optim.Optimizer, int]] = defaultdict(
+            Objects
+        )
         self._changed: dict[int, Objects[nn.Module, int]] = defaultdict(Objects)
-        self._right: set[tuple[int, tuple[Place, ...]]] = set()  # by rank and way, what was followed by `train()`
+        self._right: set[tuple[int, tuple[Place, ...]]] = (
+            set()
+        )  # by rank and way, what was followed by `train()`
         self._found: dict[tuple[Place, ...], _Found] = {}
 
     @override
     def changes_mode(self, facts: Facts, module: nn.Module, is_training: bool) -> None:
         layers: Objects[nn.Module, str] = Objects()
-        layers.update((layer, name) for name, layer in modules_in(module) if _has_modes(layer))
+        layers.update(
+            (layer, name) for name, layer in modules_in(module) if _has_modes(layer)
+        )
         if not layers:
             return
-        known = [one for one in self._evaluations[facts.rank] if any(layer in layers for layer in one.layers)]
+        known = [
+            one
+            for one in self._evaluations[facts.rank]
+            if any(layer in layers for layer in one.layers)
+        ]
         trained = [(layer, name) for layer, name in layers.items() if layer.training]
         self._pieces.pop(facts.rank, None)
         if not is_training and not trained and known:
@@ -102,11 +129,21 @@ class Modes(Follower):
             self._changed[facts.rank][layer] = facts.steps
 
     @override
-    def operator(self, facts: Facts, func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
+    def operator(
+        self,
+        facts: Facts,
+        func: Any,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        result: Any,
+    ) -> None:
         if func.overloadpacket.__name__ not in _LAYERS:
             return
         addresses, evaluation = self._pieces[facts.rank]
-        is_called = any(isinstance(one, torch.Tensor) and address_of(one) in addresses for one in args)
+        is_called = any(
+            isinstance(one, torch.Tensor) and address_of(one) in addresses
+            for one in args
+        )
         if not is_called or (not torch.is_grad_enabled() and is_in_a_function()):
             return  # the functions of checkpoints run without gradients, in training
         del self._pieces[facts.rank]
@@ -128,7 +165,11 @@ class Modes(Follower):
     @override
     def steps(self, facts: Facts, optimizer: torch.optim.Optimizer) -> None:
         for one in self._evaluations[facts.rank]:
-            if not one.is_backward or one.evaluated_at is None or optimizer not in one.optimizers:
+            if (
+                not one.is_backward
+                or one.evaluated_at is None
+                or optimizer not in one.optimizers
+            ):
                 continue
             one.is_backward, one.steps, one.steps_at = False, one.steps + 1, here()
             if one.steps == _ENOUGH_STEPS:
@@ -142,18 +183,31 @@ class Modes(Follower):
     def findings(self) -> list[Finding | None]:
         return [_finding(found) for found in self._found.values()]
 
-    def _begins(self, facts: Facts, module: nn.Module, layers: Sequence[tuple[nn.Module, str]]) -> None:
+    def _begins(
+        self, facts: Facts, module: nn.Module, layers: Sequence[tuple[nn.Module, str]]
+    ) -> None:
         """`eval()` is called on a model; it is followed if it was trained before, in training mode."""
-        since = max((self._changed[facts.rank].get(layer, 0) for layer, _ in layers), default=0)
+        since = max(
+            (self._changed[facts.rank].get(layer, 0) for layer, _ in layers), default=0
+        )
         parameters = set(map(id, parameters_in(module)))
         optimizers: Objects[torch.optim.Optimizer, None] = Objects()
         for optimizer, step in list(self._steps[facts.rank].items()):
-            if step > since and any(id(parameter) in parameters for parameter in parameters_of(optimizer)):
+            if step > since and any(
+                id(parameter) in parameters for parameter in parameters_of(optimizer)
+            ):
                 optimizers[optimizer] = None
         way, addresses = way_here(), _addresses_of(module)  # none of sharded parameters
-        if not layers or not optimizers or not addresses or (facts.rank, way) in self._right:
+        if (
+            not layers
+            or not optimizers
+            or not addresses
+            or (facts.rank, way) in self._right
+        ):
             return
-        names = [f"{name or 'the model'} ({type(layer).__name__})" for layer, name in layers]
+        names = [
+            f"{name or 'the model'} ({type(layer).__name__})" for layer, name in layers
+        ]
         there: Objects[nn.Module, None] = Objects()
         there.update((layer, None) for layer, _ in layers)
         evaluation = _Evaluation(way, there, names, parameters, optimizers)
@@ -171,7 +225,10 @@ def _has_modes(layer: nn.Module) -> bool:
         return layer.running_mean is not None
     if isinstance(layer, _DROPOUTS):
         return rate_of_dropout(layer) > 0
-    return isinstance(layer, (nn.RNNBase, nn.MultiheadAttention)) and rate_of_dropout(layer) > 0
+    return (
+        isinstance(layer, (nn.RNNBase, nn.MultiheadAttention))
+        and rate_of_dropout(layer) > 0
+    )
 
 
 def _finding(found: _Found) -> Finding | None:

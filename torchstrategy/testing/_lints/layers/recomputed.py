@@ -11,8 +11,18 @@ import torch
 from typing_extensions import override
 
 from torchstrategy.testing._lints.evidence.facts import Facts
-from torchstrategy.testing._lints.evidence.fingerprints import can_be_read, checksum, numbers_of
-from torchstrategy.testing._lints.evidence.places import CHECKPOINTS, Place, is_computed_again, is_within, lines_around
+from torchstrategy.testing._lints.evidence.fingerprints import (
+    can_be_read,
+    checksum,
+    numbers_of,
+)
+from torchstrategy.testing._lints.evidence.places import (
+    CHECKPOINTS,
+    Place,
+    is_computed_again,
+    is_within,
+    lines_around,
+)
 from torchstrategy.testing._lints.findings import Finding, finding
 from torchstrategy.testing._lints.lint import Lint, Seen
 
@@ -41,14 +51,18 @@ class Recomputed(Lint):
     """Compares what dropout draws in a part that is computed again with what it has drawn there before."""
 
     def __init__(self) -> None:
-        self._masks: dict[int, set[tuple[int, int]]] = defaultdict(set)  # by rank: numbers, and sums of their bytes
+        self._masks: dict[int, set[tuple[int, int]]] = defaultdict(
+            set
+        )  # by rank: numbers, and sums of their bytes
         # By rank and line of the program in the part; None: there are only modules of torch.
         self._drawn: dict[int, dict[Place | None, _Drawn]] = defaultdict(dict)
         self._again: dict[int, int] = defaultdict(int)
 
     @override
     def operators(self) -> dict[Any, Seen]:
-        return dict.fromkeys((_aten.native_dropout.default, _aten.bernoulli_.float), self._drops)
+        return dict.fromkeys(
+            (_aten.native_dropout.default, _aten.bernoulli_.float), self._drops
+        )
 
     @override
     def findings(self) -> list[Finding | None]:
@@ -59,7 +73,9 @@ class Recomputed(Lint):
                     found.setdefault(place, one)
         return [_finding(one, place) for place, one in found.items()]
 
-    def _drops(self, facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
+    def _drops(
+        self, facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], result: Any
+    ) -> None:
         mask = result[1] if isinstance(result, (tuple, list)) else result
         if self._again[facts.rank] >= _MOST or not can_be_read(mask):
             return

@@ -13,7 +13,11 @@ from torch import nn
 from typing_extensions import override
 
 from torchstrategy.testing._lints.evidence.facts import Facts
-from torchstrategy.testing._lints.evidence.modules import modules_in, parameters_in, rate_of_dropout
+from torchstrategy.testing._lints.evidence.modules import (
+    modules_in,
+    parameters_in,
+    rate_of_dropout,
+)
 from torchstrategy.testing._lints.evidence.objects import Objects
 from torchstrategy.testing._lints.evidence.places import Place, here
 from torchstrategy.testing._lints.findings import Finding, finding, some
@@ -57,7 +61,10 @@ class UndoneModes(Lint):
 
     @override
     def operators(self) -> dict[Any, Seen]:
-        return {_aten.native_dropout.default: self._drops, _aten.bernoulli_.float: self._drops}
+        return {
+            _aten.native_dropout.default: self._drops,
+            _aten.bernoulli_.float: self._drops,
+        }
 
     @override
     def changes_mode(self, facts: Facts, module: nn.Module, is_training: bool) -> None:
@@ -83,7 +90,12 @@ class UndoneModes(Lint):
             return
         self._has_dropped.discard(facts.rank)
         for part, known in self._parts[facts.rank].items():
-            if known.undone_at is not None and _is_frozen(part) and _may_drop(part) and part.training:
+            if (
+                known.undone_at is not None
+                and _is_frozen(part)
+                and _may_drop(part)
+                and part.training
+            ):
                 known.steps += 1
 
     @override
@@ -94,14 +106,22 @@ class UndoneModes(Lint):
                 by_place[part.undone_at].append(part)
         return [_finding(undone_at, parts[0]) for undone_at, parts in by_place.items()]
 
-    def _drops(self, facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
-        if any(self._parts.values()) and not (torch.is_grad_enabled() and args[0].requires_grad):
+    def _drops(
+        self, facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], result: Any
+    ) -> None:
+        if any(self._parts.values()) and not (
+            torch.is_grad_enabled() and args[0].requires_grad
+        ):
             self._has_dropped.add(facts.rank)
 
 
 def _dropouts(module: nn.Module) -> list[str]:
     kinds = (Dropout, nn.RNNBase, nn.MultiheadAttention)
-    return [name for name, layer in modules_in(module) if isinstance(layer, kinds) and rate_of_dropout(layer)]
+    return [
+        name
+        for name, layer in modules_in(module)
+        if isinstance(layer, kinds) and rate_of_dropout(layer)
+    ]
 
 
 def _may_drop(module: nn.Module) -> bool:
@@ -110,7 +130,9 @@ def _may_drop(module: nn.Module) -> bool:
 
 def _is_frozen(module: nn.Module) -> bool:
     parameters = parameters_in(module)
-    return bool(parameters) and not any(parameter.requires_grad for parameter in parameters)
+    return bool(parameters) and not any(
+        parameter.requires_grad for parameter in parameters
+    )
 
 
 def _finding(undone_at: Place, part: _Part) -> Finding | None:

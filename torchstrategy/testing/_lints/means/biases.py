@@ -15,14 +15,26 @@ from torchstrategy.testing._lints.evidence.facts import Facts
 from torchstrategy.testing._lints.evidence.fingerprints import Fingerprint, fingerprint
 from torchstrategy.testing._lints.evidence.losses import is_passed
 from torchstrategy.testing._lints.evidence.nodes import leaf_of, name_of
-from torchstrategy.testing._lints.evidence.places import FUNCTIONS, Place, in_words, way_here
+from torchstrategy.testing._lints.evidence.places import (
+    FUNCTIONS,
+    Place,
+    in_words,
+    way_here,
+)
 from torchstrategy.testing._lints.findings import Finding, finding
 from torchstrategy.testing._lints.lint import Lint
 from torchstrategy.testing._ranks.witnesses import Told
 
 _MOST_CALLS, _MOST_WAITING, _MOST_PASSED = 100, 64, 10
 # Where the weights of a layer are among the inputs of its node. The bias is the first input of `addmm`.
-_PRODUCTS = ("MmBackward", "BmmBackward", "AddmmBackward", "ConvolutionBackward", "LinearBackward", "MkldnnLinear")
+_PRODUCTS = (
+    "MmBackward",
+    "BmmBackward",
+    "AddmmBackward",
+    "ConvolutionBackward",
+    "LinearBackward",
+    "MkldnnLinear",
+)
 _TURNED = ("TBackward", "TransposeBackward", "PermuteBackward")
 
 
@@ -57,11 +69,15 @@ class Biases(Lint):
         if self._calls[facts.rank, place] > _MOST_CALLS:
             return
         if told.key not in self._waiting and len(self._waiting) >= _MOST_WAITING:
-            del self._waiting[next(iter(self._waiting))]  # the others will never look at it
+            del self._waiting[
+                next(iter(self._waiting))
+            ]  # the others will never look at it
         layer = _layer_under(node)
         sizes = told.gives[0].shape
         is_flat = told.kind == "reduce_scatter"  # its pieces have no other sizes
-        has_its_bias = layer is not None and (is_flat or layer.bias.shape[0] in sizes[1:2] + sizes[-1:])
+        has_its_bias = layer is not None and (
+            is_flat or layer.bias.shape[0] in sizes[1:2] + sizes[-1:]
+        )
         there = self._waiting.setdefault(told.key, {})
         there[facts.rank] = layer if has_its_bias else None
         if len(there) == len(told.ranks):
@@ -82,10 +98,15 @@ class Biases(Lint):
 
     def _judge(self, layers: list[_Layer | None]) -> None:
         there = [layer for layer in layers if layer is not None]
-        biases, weights = {layer.bias for layer in there}, {layer.weight for layer in there}
+        biases, weights = (
+            {layer.bias for layer in there},
+            {layer.weight for layer in there},
+        )
         if len(there) == len(layers) == len(weights) and len(biases) == 1:
             bias = there[0].bias
-            if len(set(bias.sample)) > 1:  # all zeros are alike without a reason, and count nothing
+            if (
+                len(set(bias.sample)) > 1
+            ):  # all zeros are alike without a reason, and count nothing
                 places = tuple(dict.fromkeys(layer.place for layer in there))
                 self._found.setdefault(places, (len(layers), bias))
 
@@ -98,10 +119,18 @@ def _input_of_the_function() -> Any:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         caller = frame.f_back
-        if caller is not None and caller.f_globals.get("__name__") in FUNCTIONS and frame.f_code.co_name == "forward":
+        if (
+            caller is not None
+            and caller.f_globals.get("__name__") in FUNCTIONS
+            and frame.f_code.co_name == "forward"
+        ):
             first = frame.f_code.co_varnames[:1]
             node = frame.f_locals.get(*first) if first else None
-            inputs = [each for each, _ in getattr(node, "next_functions", ()) if each is not None]
+            inputs = [
+                each
+                for each, _ in getattr(node, "next_functions", ())
+                if each is not None
+            ]
             return inputs[0] if len(inputs) == 1 else None
         frame = caller
     return None
@@ -120,12 +149,23 @@ def _layer_under(node: Any) -> _Layer | None:
         product = products[0] if len(products) == 1 else None
     else:
         product = node if _is_product(node) else None
-        bias = next((one for one in map(_parameter, inputs) if one is not None and one.dim() == 1), None)
+        bias = next(
+            (
+                one
+                for one in map(_parameter, inputs)
+                if one is not None and one.dim() == 1
+            ),
+            None,
+        )
     weight = None if product is None else next(_weights(product), None)
     if bias is None or weight is None or bias is weight:
         return None
     of_weight, of_bias = fingerprint(weight), fingerprint(bias)
-    return None if of_weight is None or of_bias is None else _Layer(of_weight, of_bias, way_here()[0])
+    return (
+        None
+        if of_weight is None or of_bias is None
+        else _Layer(of_weight, of_bias, way_here()[0])
+    )
 
 
 def _weights(product: Any) -> Iterator[torch.Tensor]:

@@ -11,13 +11,22 @@ import torch
 from typing_extensions import override
 
 from torchstrategy.testing._lints.evidence.facts import Backward, Facts, Model
-from torchstrategy.testing._lints.evidence.fingerprints import can_be_read, few_numbers, number_of
+from torchstrategy.testing._lints.evidence.fingerprints import (
+    can_be_read,
+    few_numbers,
+    number_of,
+)
 from torchstrategy.testing._lints.evidence.known import Known, is_plain
 from torchstrategy.testing._lints.evidence.losses import Term
 from torchstrategy.testing._lints.evidence.places import Place, here, in_words
 from torchstrategy.testing._lints.findings import Finding, finding
 from torchstrategy.testing._lints.lint import Lint, Seen
-from torchstrategy.testing._lints.means.scales import accumulated, factor_of, factor_of_gradients, ranks_of
+from torchstrategy.testing._lints.means.scales import (
+    accumulated,
+    factor_of,
+    factor_of_gradients,
+    ranks_of,
+)
 from torchstrategy.testing._lints.torch_internals import has_hook_of_gradients
 from torchstrategy.testing._ranks.witnesses import Told
 
@@ -54,7 +63,9 @@ class _Total(NamedTuple):
     most: float  # how many numbers were added up: no count of them is larger
     place: Place
     ranks: tuple[int, ...]
-    reduced: tuple[Hashable, ...]  # the keys of the numbers that the rank has added up over ranks in this step
+    reduced: tuple[
+        Hashable, ...
+    ]  # the keys of the numbers that the rank has added up over ranks in this step
 
 
 _OfRank = TypeVar("_OfRank", _Brought, _Total)
@@ -66,23 +77,47 @@ class Means(Lint):
 
     def __init__(self) -> None:
         self._known: dict[int, Known[_Mean]] = defaultdict(Known)
-        self._read: dict[int, dict[float, float]] = defaultdict(dict)  # counts by the number that a rank has read
+        self._read: dict[int, dict[float, float]] = defaultdict(
+            dict
+        )  # counts by the number that a rank has read
         self._metrics: dict[Hashable, dict[int, _Brought]] = defaultdict(dict)
-        self._losses: dict[int, dict[int, _Brought]] = defaultdict(dict)  # by step and rank
-        self._sums: dict[int, dict[int, _Brought]] = defaultdict(dict)  # losses that are a sum, divided by a number
-        self._totals: dict[int, dict[int, _Total]] = defaultdict(dict)  # the same by the number of all ranks
-        self._brought: dict[Hashable, dict[int, float]] = defaultdict(dict)  # single numbers that ranks add up
-        self._reduced: dict[int, list[Hashable]] = defaultdict(list)  # of a step, by rank
-        self._called_with: dict[int, int] = {}  # how many rows a model was called with last, by rank
+        self._losses: dict[int, dict[int, _Brought]] = defaultdict(
+            dict
+        )  # by step and rank
+        self._sums: dict[int, dict[int, _Brought]] = defaultdict(
+            dict
+        )  # losses that are a sum, divided by a number
+        self._totals: dict[int, dict[int, _Total]] = defaultdict(
+            dict
+        )  # the same by the number of all ranks
+        self._brought: dict[Hashable, dict[int, float]] = defaultdict(
+            dict
+        )  # single numbers that ranks add up
+        self._reduced: dict[int, list[Hashable]] = defaultdict(
+            list
+        )  # of a step, by rank
+        self._called_with: dict[
+            int, int
+        ] = {}  # how many rows a model was called with last, by rank
         self._accumulated: dict[Place, list[Counts]] = defaultdict(list)
 
     @override
     def operators(self) -> dict[Any, Seen]:
-        seen: dict[Any, Seen] = {op: self._is_mean for op in (_aten.mean.default, _aten.mean.dim)}
+        seen: dict[Any, Seen] = {
+            op: self._is_mean for op in (_aten.mean.default, _aten.mean.dim)
+        }
         seen |= {op: self._is_sum for op in (_aten.sum.default, _aten.sum.dim_IntList)}
-        seen |= {op: self._is_passed for op in (_aten._to_copy.default, _aten.clone.default)}
+        seen |= {
+            op: self._is_passed for op in (_aten._to_copy.default, _aten.clone.default)
+        }
         seen |= {op: self._is_divided for op in (_aten.div.Tensor, _aten.div_.Tensor)}
-        changing = [_aten.mul_.Tensor, _aten.add_.Tensor, _aten.sub_.Tensor, _aten.zero_.default, _aten.fill_.Scalar]
+        changing = [
+            _aten.mul_.Tensor,
+            _aten.add_.Tensor,
+            _aten.sub_.Tensor,
+            _aten.zero_.default,
+            _aten.fill_.Scalar,
+        ]
         seen |= {op: self._is_changed for op in changing}
         seen[_aten.nll_loss_forward.default] = self._is_loss_of_classes
         seen[_aten.copy_.default] = self._is_copied
@@ -91,24 +126,40 @@ class Means(Lint):
 
     @override
     def told(self, facts: Facts, told: Told, is_of_torch: bool) -> None:
-        is_reduced = told.kind in ("all_reduce", "reduce") and told.detail.startswith(("sum", "avg"))
+        is_reduced = told.kind in ("all_reduce", "reduce") and told.detail.startswith(
+            ("sum", "avg")
+        )
         if is_of_torch or not is_reduced or len(told.ranks) < 2 or len(told.gives) != 1:
             return
         (tensor,) = told.gives
         mean = self._known[facts.rank].get(tensor)
         if tensor.numel() != 1 and mean is None:
             return
-        number = number_of(tensor) if can_be_read(tensor) and told.detail.startswith("sum") else None
-        if number is not None and number.is_integer() and len(self._brought) < _MOST_STEPS:
+        number = (
+            number_of(tensor)
+            if can_be_read(tensor) and told.detail.startswith("sum")
+            else None
+        )
+        if (
+            number is not None
+            and number.is_integer()
+            and len(self._brought) < _MOST_STEPS
+        ):
             self._brought[told.key][facts.rank] = number
             self._reduced[facts.rank].append(told.key)
         if not tensor.is_floating_point():
             return
-        count = mean.over if mean is not None and mean.is_mean else self._count_of_number(facts.rank, tensor)
+        count = (
+            mean.over
+            if mean is not None and mean.is_mean
+            else self._count_of_number(facts.rank, tensor)
+        )
         if mean is not None and mean.is_of_training:
             count = None
         if count is not None and len(self._metrics) < _MOST_STEPS:
-            self._metrics[told.key][facts.rank] = _Brought((count,), here(), tuple(told.ranks))
+            self._metrics[told.key][facts.rank] = _Brought(
+                (count,), here(), tuple(told.ranks)
+            )
         self._known[facts.rank].drop(tensor)  # it will be of all ranks
 
     @override
@@ -120,10 +171,18 @@ class Means(Lint):
         factor, micro = factor_of(several) if several else None, len(several)
         weight = factor_of_gradients(facts, several) if several else None
         ranks, is_summed = ranks_of(facts, several) if several else (0, False)
-        of_ranks = ranks if is_summed and weight == 1 else 1  # a loss that is divided by the ranks, for a sum over them
-        if factor is None or abs(factor * micro * of_ranks - 1) > 1e-6 or weight is None:
+        of_ranks = (
+            ranks if is_summed and weight == 1 else 1
+        )  # a loss that is divided by the ranks, for a sum over them
+        if (
+            factor is None
+            or abs(factor * micro * of_ranks - 1) > 1e-6
+            or weight is None
+        ):
             return
-        counts = tuple(term.over for call in several for term in call.terms if term.is_mean)
+        counts = tuple(
+            term.over for call in several for term in call.terms if term.is_mean
+        )
         if None in counts or facts.steps >= _MOST_STEPS or _have_hooks(facts):
             return
         place, companions = several[-1].place, facts.companions()
@@ -131,7 +190,9 @@ class Means(Lint):
             self._accumulated[place].append(counts)
         if len(companions) > 1:
             # Of several tasks, ranks may add the losses in other orders, each in that of its own rows.
-            self._losses[facts.steps][facts.rank] = _Brought(_known(counts), place, companions, weight)
+            self._losses[facts.steps][facts.rank] = _Brought(
+                _known(counts), place, companions, weight
+            )
 
     def _steps_with_a_sum(self, facts: Facts, calls: Sequence[Backward]) -> None:
         """Notes by how many numbers a rank has divided sums to have means: the losses of a step."""
@@ -139,10 +200,20 @@ class Means(Lint):
         several = accumulated(calls) or (calls if len(calls) == 1 else [])
         if not several or facts.steps >= _MOST_STEPS or rows == 1:
             return
-        sums = [term for call in several for term in call.terms if term.summed is not None and term.divisors]
+        sums = [
+            term
+            for call in several
+            for term in call.terms
+            if term.summed is not None and term.divisors
+        ]
         counts = tuple(_count_of_mean(term, len(several)) for term in sums)
         factor = factor_of_gradients(facts, several)
-        if not sums or None in counts or factor is None or factor not in (1, 1 / max(len(ranks), 1)):
+        if (
+            not sums
+            or None in counts
+            or factor is None
+            or factor not in (1, 1 / max(len(ranks), 1))
+        ):
             return
         place = several[-1].place
         if len(several) > 1 and len(counts) == len(several):
@@ -155,20 +226,35 @@ class Means(Lint):
         reduced, sums = self._reduced.pop(facts.rank, []), []
         calls = accumulated(calls) or (calls if len(calls) == 1 else [])
         if calls and reduced and facts.steps < _MOST_STEPS:
-            sums = [term for call in calls for term in call.terms if term.summed is not None and term.divisors]
+            sums = [
+                term
+                for call in calls
+                for term in call.terms
+                if term.summed is not None and term.divisors
+            ]
         # More than one divisor: of the number of micro-batches, say.
         terms = [one for one in sums if len(one.divisors) == 1]
         divisors = {divisor for one in terms for divisor in one.divisors}
         ranks, is_summed = ranks_of(facts, calls) if calls else (0, False)
-        if len(divisors) != 1 or ranks < 2 or is_summed or factor_of_gradients(facts, calls) != 1:
+        if (
+            len(divisors) != 1
+            or ranks < 2
+            or is_summed
+            or factor_of_gradients(facts, calls) != 1
+        ):
             return
-        divisor, summed = divisors.pop(), [one.summed for one in terms if one.summed is not None]
+        divisor, summed = (
+            divisors.pop(),
+            [one.summed for one in terms if one.summed is not None],
+        )
         if any(ranks in one.multipliers for one in sums if one.divisors[-1] == divisor):
             return  # the program knows of the mean over ranks: the others may be of weights, alike on all of them
         # A sum of as many numbers as a parameter has may be one of weights, too.
         if divisor == ranks or any(one.numel() in summed for one in facts.parameters()):
             return
-        total = _Total(divisor, sum(summed), calls[0].place, facts.companions(), tuple(reduced))
+        total = _Total(
+            divisor, sum(summed), calls[0].place, facts.companions(), tuple(reduced)
+        )
         self._totals[facts.steps][facts.rank] = total
 
     def _is_of_all(self, by_rank: dict[int, _Total]) -> bool:
@@ -178,8 +264,14 @@ class Means(Lint):
             return False
         for key in totals[0].reduced:
             counts = self._brought[key]
-            are_counts = all(0 < counts.get(rank, 0) <= total.most for rank, total in by_rank.items())
-            if are_counts and len(counts) == len(by_rank) and sum(counts.values()) == totals[0].divisor:
+            are_counts = all(
+                0 < counts.get(rank, 0) <= total.most for rank, total in by_rank.items()
+            )
+            if (
+                are_counts
+                and len(counts) == len(by_rank)
+                and sum(counts.values()) == totals[0].divisor
+            ):
                 return True
         return False
 
@@ -194,16 +286,23 @@ class Means(Lint):
 
     @override
     def calls(self, facts: Facts, model: Model, args: Sequence[Any]) -> None:
-        rows = next((arg.shape[0] for arg in args if is_plain(arg) and arg.dim() > 0), None)
+        rows = next(
+            (arg.shape[0] for arg in args if is_plain(arg) and arg.dim() > 0), None
+        )
         if rows is not None:
             self._called_with[facts.rank] = rows
 
     @override
     def findings(self) -> list[Finding | None]:
         metrics = self._uneven(list(self._metrics.values()), _differ)
-        losses = self._uneven(list(self._losses.values()), lambda those: _differ(those) and _are_apart(those))
+        losses = self._uneven(
+            list(self._losses.values()),
+            lambda those: _differ(those) and _are_apart(those),
+        )
         losses += self._uneven(list(self._sums.values()), _are_apart)
-        found = [_of_metric(*case) for case in metrics] + [_of_loss(*case) for case in losses]
+        found = [_of_metric(*case) for case in metrics] + [
+            _of_loss(*case) for case in losses
+        ]
         found += self._divided_by_all()
         for place, steps in self._accumulated.items():
             uneven = [counts for counts in steps if len(set(counts)) > 1]
@@ -212,7 +311,9 @@ class Means(Lint):
         return found
 
     def _uneven(
-        self, brought: list[dict[int, _Brought]], are_uneven: Callable[[dict[int, _Brought]], bool]
+        self,
+        brought: list[dict[int, _Brought]],
+        are_uneven: Callable[[dict[int, _Brought]], bool],
     ) -> list[tuple[dict[int, _Brought], int, int]]:
         """Those places where most means were over different numbers; the last batch of an epoch is one of many."""
         cases = []
@@ -222,26 +323,46 @@ class Means(Lint):
                 cases.append((uneven[0], len(uneven), len(those)))
         return cases
 
-    def _is_mean(self, facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
+    def _is_mean(
+        self, facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], result: Any
+    ) -> None:
         if result.numel() == 1 and not self._carry_shares(facts, args[0], result):
-            self._known[facts.rank].put(result, _Mean(float(args[0].numel()), True, args[0].requires_grad))
+            self._known[facts.rank].put(
+                result, _Mean(float(args[0].numel()), True, args[0].requires_grad)
+            )
 
-    def _is_sum(self, facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
-        if result.numel() == 1 and not result.is_complex() and not self._carry_shares(facts, args[0], result):
-            self._known[facts.rank].put(result, _Mean(float(args[0].numel()), False, args[0].requires_grad))
+    def _is_sum(
+        self, facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], result: Any
+    ) -> None:
+        if (
+            result.numel() == 1
+            and not result.is_complex()
+            and not self._carry_shares(facts, args[0], result)
+        ):
+            self._known[facts.rank].put(
+                result, _Mean(float(args[0].numel()), False, args[0].requires_grad)
+            )
 
-    def _is_loss_of_classes(self, facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
+    def _is_loss_of_classes(
+        self, facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], result: Any
+    ) -> None:
         loss, total = result
         count = number_of(total)
-        if args[3] == 1 and args[2] is None and count is not None:  # a mean, and all classes weigh the same
+        if (
+            args[3] == 1 and args[2] is None and count is not None
+        ):  # a mean, and all classes weigh the same
             self._known[facts.rank].put(loss, _Mean(count, True, args[0].requires_grad))
 
-    def _is_passed(self, facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
+    def _is_passed(
+        self, facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], result: Any
+    ) -> None:
         mean = self._known[facts.rank].get(args[0])
         if mean is not None and result.numel() == 1:
             self._known[facts.rank].put(result, mean)
 
-    def _is_copied(self, facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
+    def _is_copied(
+        self, facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], result: Any
+    ) -> None:
         known = self._known[facts.rank]
         mean = known.get(args[1])
         if mean is not None and args[0].numel() == 1:
@@ -249,7 +370,9 @@ class Means(Lint):
         elif known.get(args[0]) is not None:
             known.drop(args[0])
 
-    def _is_divided(self, facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
+    def _is_divided(
+        self, facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], result: Any
+    ) -> None:
         known = self._known[facts.rank]
         if result.numel() != 1:
             self._are_shares(facts, args, result)
@@ -264,23 +387,38 @@ class Means(Lint):
         if mean is None and (count is None or not _is_share(args[0], count)):
             return
         if count is not None:
-            known.put(result, _Mean(count, True, mean is not None and mean.is_of_training))
+            known.put(
+                result, _Mean(count, True, mean is not None and mean.is_of_training)
+            )
 
-    def _are_shares(self, facts: Facts, args: Sequence[Any], result: torch.Tensor) -> None:
+    def _are_shares(
+        self, facts: Facts, args: Sequence[Any], result: torch.Tensor
+    ) -> None:
         """Notes shares of several classes, each of its own number, as an intersection over a union."""
         is_of_classes = 1 < result.numel() <= _MOST_CLASSES and not result.is_complex()
-        has_gradient = any(isinstance(one, torch.Tensor) and one.requires_grad for one in args)
+        has_gradient = any(
+            isinstance(one, torch.Tensor) and one.requires_grad for one in args
+        )
         if facts.size < 2 or has_gradient or not is_of_classes:
             return
-        numbers = [few_numbers(one) if isinstance(one, torch.Tensor) else None for one in args[:2]]
+        numbers = [
+            few_numbers(one) if isinstance(one, torch.Tensor) else None
+            for one in args[:2]
+        ]
         hits, counts = numbers
         if hits is None or counts is None or len(hits) != len(counts):
             return
         pairs = [(float(one), float(of)) for one, of in zip(hits, counts, strict=True)]
-        if all(one.is_integer() and of.is_integer() and 0 <= one <= of for one, of in pairs):
-            self._known[facts.rank].put(result, _Mean(sum(of for _, of in pairs), True, False))
+        if all(
+            one.is_integer() and of.is_integer() and 0 <= one <= of for one, of in pairs
+        ):
+            self._known[facts.rank].put(
+                result, _Mean(sum(of for _, of in pairs), True, False)
+            )
 
-    def _carry_shares(self, facts: Facts, shares: torch.Tensor, result: torch.Tensor) -> bool:
+    def _carry_shares(
+        self, facts: Facts, shares: torch.Tensor, result: torch.Tensor
+    ) -> bool:
         """Whether a result is the mean or the sum of such shares; notes it as one of them then."""
         mean = self._known[facts.rank].get(shares)
         if mean is None or not mean.is_mean or shares.numel() == 1:
@@ -288,30 +426,48 @@ class Means(Lint):
         self._known[facts.rank].put(result, mean)
         return True
 
-    def _is_changed(self, facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
-        if isinstance(args[0], torch.Tensor) and self._known[facts.rank].get(args[0]) is not None:
+    def _is_changed(
+        self, facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], result: Any
+    ) -> None:
+        if (
+            isinstance(args[0], torch.Tensor)
+            and self._known[facts.rank].get(args[0]) is not None
+        ):
             self._known[facts.rank].drop(args[0])
 
-    def _is_read(self, facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
+    def _is_read(
+        self, facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], result: Any
+    ) -> None:
         mean, read = self._known[facts.rank].get(args[0]), self._read[facts.rank]
-        if mean is None or mean.is_of_training or len(read) >= _MOST_NUMBERS or not mean.over:
+        if (
+            mean is None
+            or mean.is_of_training
+            or len(read) >= _MOST_NUMBERS
+            or not mean.over
+        ):
             return
         if isinstance(result, complex):
             return
         if mean.is_mean:
             read[_rounded(float(result))] = mean.over
         else:
-            read[_rounded(float(result) / mean.over)] = mean.over  # of a sum, Python may make the mean
+            read[_rounded(float(result) / mean.over)] = (
+                mean.over
+            )  # of a sum, Python may make the mean
 
     def _count_of_number(self, rank: int, tensor: torch.Tensor) -> float | None:
         """Over how many numbers a mean is that was read as a number, and made a tensor again."""
-        number = number_of(tensor) if can_be_read(tensor) and rank in self._read else None
+        number = (
+            number_of(tensor) if can_be_read(tensor) and rank in self._read else None
+        )
         if number is None or number == int(number if np.isfinite(number) else 0):
             return None
         return self._read[rank].get(_rounded(number))
 
 
-def _complete_by_place(brought: Iterable[dict[int, _OfRank]]) -> list[list[dict[int, _OfRank]]]:
+def _complete_by_place(
+    brought: Iterable[dict[int, _OfRank]],
+) -> list[list[dict[int, _OfRank]]]:
     """What all ranks that belong together have brought, put together by the line of the first of them."""
     by_place: dict[Place, list[dict[int, _OfRank]]] = defaultdict(list)
     for by_rank in brought:
@@ -333,7 +489,12 @@ def _count_of_mean(term: Term, micro: int) -> float | None:
     """
     for count in term.divisors:
         is_mean = abs(term.factor * count * micro - 1) <= 1e-6
-        if is_mean and count.is_integer() and term.summed is not None and 1 < count <= term.summed:
+        if (
+            is_mean
+            and count.is_integer()
+            and term.summed is not None
+            and 1 < count <= term.summed
+        ):
             return count
     return None
 
@@ -345,23 +506,40 @@ def _rounded(number: float) -> float:
 
 def _counts_hits(tensor: Any) -> bool:
     """Whether something may be a number of hits that was counted in several batches."""
-    return isinstance(tensor, torch.Tensor) and tensor.numel() == 1 and can_be_read(tensor)
+    return (
+        isinstance(tensor, torch.Tensor) and tensor.numel() == 1 and can_be_read(tensor)
+    )
 
 
 def _is_share(hits: torch.Tensor, count: float) -> bool:
     """Whether a whole number is divided by a larger one, as hits by rows are."""
     number = number_of(hits)
-    return number is not None and number.is_integer() and count.is_integer() and count > 1 and 0 <= number <= count
+    return (
+        number is not None
+        and number.is_integer()
+        and count.is_integer()
+        and count > 1
+        and 0 <= number <= count
+    )
 
 
 def _have_hooks(facts: Facts) -> bool:
     """Whether the program reduces the gradients of a wrapped model itself, and may weigh them by numbers of rows."""
-    return any(has_hook_of_gradients(one.model()) for one in facts.models if one.key in facts.called)
+    return any(
+        has_hook_of_gradients(one.model())
+        for one in facts.models
+        if one.key in facts.called
+    )
 
 
 def _differ(by_rank: dict[int, _Brought]) -> bool:
     if len({one.weight for one in by_rank.values()}) > 1:
-        shares = [count / one.weight for one in by_rank.values() for count in one.counts if count and one.weight]
+        shares = [
+            count / one.weight
+            for one in by_rank.values()
+            for count in one.counts
+            if count and one.weight
+        ]
         if shares and max(shares) - min(shares) <= _CLOSE * max(shares):
             return False  # each rank weighs by what it counts
     return len({one.counts for one in by_rank.values()}) > 1
@@ -371,7 +549,10 @@ def _are_apart(by_rank: dict[int, _Brought]) -> bool:
     """Whether ranks have brought means over numbers that differ so much that it matters."""
     of_term = zip(*(one.counts for one in by_rank.values()), strict=False)
     known = [[count for count in counts if count is not None] for counts in of_term]
-    return any(counts and max(counts) - min(counts) > _MATTERS * max(counts) for counts in known)
+    return any(
+        counts and max(counts) - min(counts) > _MATTERS * max(counts)
+        for counts in known
+    )
 
 
 def _of_rank(by_rank: dict[int, _Brought]) -> str:

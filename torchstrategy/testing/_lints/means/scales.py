@@ -12,12 +12,22 @@ from typing import Any, final
 import torch
 from typing_extensions import override
 
-from torchstrategy.testing._lints.evidence.facts import Backward, Factor, Facts, address_of
+from torchstrategy.testing._lints.evidence.facts import (
+    Backward,
+    Factor,
+    Facts,
+    address_of,
+)
 from torchstrategy.testing._lints.evidence.fingerprints import number_of
 from torchstrategy.testing._lints.evidence.known import Known, is_plain
 from torchstrategy.testing._lints.evidence.operators import DIVIDING, MULTIPLYING
 from torchstrategy.testing._lints.evidence.own_steps import OwnOptimizer
-from torchstrategy.testing._lints.evidence.places import CLIPPING, Place, here, is_within
+from torchstrategy.testing._lints.evidence.places import (
+    CLIPPING,
+    Place,
+    here,
+    is_within,
+)
 from torchstrategy.testing._lints.findings import Finding, finding
 from torchstrategy.testing._lints.lint import Lint, Seen
 from torchstrategy.testing._lints.torch_internals import has_hook_of_gradients
@@ -54,13 +64,20 @@ class Scales(Lint):
         self._counts: dict[Place, _Count] = defaultdict(_Count)
         # Where a number was divided by the number of ranks, or by that of the rows of all ranks.
         self._divided: dict[int, Known[Place]] = defaultdict(Known)
-        self._by_ranks: dict[int, list[Place]] = defaultdict(list)  # of the losses of a step, those places
+        self._by_ranks: dict[int, list[Place]] = defaultdict(
+            list
+        )  # of the losses of a step, those places
 
     @override
     def operators(self) -> dict[Any, Seen]:
-        seen: dict[Any, Seen] = dict.fromkeys(DIVIDING, _divided) | dict.fromkeys(MULTIPLYING, _multiplied)
+        seen: dict[Any, Seen] = dict.fromkeys(DIVIDING, _divided) | dict.fromkeys(
+            MULTIPLYING, _multiplied
+        )
         seen |= {_aten.copy_.default: _overwritten, _aten.zero_.default: _overwritten}
-        return seen | {_aten.div.Tensor: self._scaled_a_number, _aten.mul.Tensor: self._scaled_a_number}
+        return seen | {
+            _aten.div.Tensor: self._scaled_a_number,
+            _aten.mul.Tensor: self._scaled_a_number,
+        }
 
     @override
     def goes_back(self, facts: Facts, losses: Sequence[torch.Tensor]) -> None:
@@ -73,7 +90,12 @@ class Scales(Lint):
         several = accumulated(calls)
         if (several or len(calls) == 1) and (last := (several or calls)[-1]):
             # A program that updates weights itself may divide in the update, where nobody sees it.
-            self._judge(facts, several or calls, last, may_divide_later=isinstance(optimizer, OwnOptimizer))
+            self._judge(
+                facts,
+                several or calls,
+                last,
+                may_divide_later=isinstance(optimizer, OwnOptimizer),
+            )
         self._by_ranks.pop(facts.rank, None)
 
     @override
@@ -85,7 +107,13 @@ class Scales(Lint):
                     found.append(finding(name, case.says, case.write, case.places))
         return found
 
-    def _judge(self, facts: Facts, calls: Sequence[Backward], last: Backward, may_divide_later: bool) -> None:
+    def _judge(
+        self,
+        facts: Facts,
+        calls: Sequence[Backward],
+        last: Backward,
+        may_divide_later: bool,
+    ) -> None:
         loss, gradient = factor_of(calls), factor_of_gradients(facts, calls)
         if loss is None and gradient == 1:
             self._judge_sums(facts, calls, last)
@@ -94,30 +122,42 @@ class Scales(Lint):
         total, micro = loss * gradient, len(calls)
         ranks, is_summed = ranks_of(facts, calls)
         count = self._counts[last.place]
-        of_ranks = 1 / ranks if is_summed else 1  # what a mean over ranks multiplies by, where they are added
+        of_ranks = (
+            1 / ranks if is_summed else 1
+        )  # what a mean over ranks multiplies by, where they are added
         if may_divide_later and total > of_ranks / micro:
             return
         if micro > 1 and (_is(total, 1) or _is(total, of_ranks)):
             self._note(count, "loss-not-divided", _not_divided(micro, last.place))
         elif micro > 1 and _is(total, of_ranks / micro**2):
-            self._note(count, "loss-divided-twice", _twice(micro, "micro-batches", last.place))
+            self._note(
+                count, "loss-divided-twice", _twice(micro, "micro-batches", last.place)
+            )
         elif ranks > 1 and is_summed and _is(total, 1 / micro):
             self._note(count, "loss-not-divided", _summed(ranks, last.place))
-        elif ranks > 1 and self._is_of_ranks(facts, loss, gradient, total * micro, ranks, is_summed):
+        elif ranks > 1 and self._is_of_ranks(
+            facts, loss, gradient, total * micro, ranks, is_summed
+        ):
             places = [last.place, *self._by_ranks[facts.rank][:1]]
             case = _twice(ranks, "ranks", *places)
             self._note(count, "loss-divided-twice", case)
         else:
             count.right += 1
 
-    def _judge_sums(self, facts: Facts, calls: Sequence[Backward], last: Backward) -> None:
+    def _judge_sums(
+        self, facts: Facts, calls: Sequence[Backward], last: Backward
+    ) -> None:
         """Looks for sums that are divided by the number of rows of all ranks, and averaged over ranks then."""
         ranks, is_summed = ranks_of(facts, calls)
         if ranks < 2 or is_summed:
             return
         count, places = self._counts[last.place], self._by_ranks[facts.rank]
-        if places and all(_is_divided_by_all(call, ranks * len(calls)) for call in calls):
-            self._note(count, "loss-divided-twice", _by_all(ranks, places[0], last.place))
+        if places and all(
+            _is_divided_by_all(call, ranks * len(calls)) for call in calls
+        ):
+            self._note(
+                count, "loss-divided-twice", _by_all(ranks, places[0], last.place)
+            )
         else:
             count.right += 1
 
@@ -126,14 +166,24 @@ class Scales(Lint):
         count.cases.setdefault(name, case)
 
     def _is_of_ranks(
-        self, facts: Facts, loss: float, gradient: float, total: float, ranks: int, is_summed: bool
+        self,
+        facts: Facts,
+        loss: float,
+        gradient: float,
+        total: float,
+        ranks: int,
+        is_summed: bool,
     ) -> bool:
         """Whether the mean over ranks is divided by their number once more."""
         if is_summed:
             return _is(total, 1 / ranks**2)
-        return _is(total, 1 / ranks) and (_is(gradient, 1 / ranks) or bool(self._by_ranks[facts.rank]))
+        return _is(total, 1 / ranks) and (
+            _is(gradient, 1 / ranks) or bool(self._by_ranks[facts.rank])
+        )
 
-    def _scaled_a_number(self, facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
+    def _scaled_a_number(
+        self, facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], result: Any
+    ) -> None:
         """Notes where a single number is divided by the number of ranks, and the line says that it is this number."""
         is_number = is_plain(args[0]) and not args[0].dim() and not result.dim()
         if facts.size < 2 or not is_number:
@@ -151,7 +201,9 @@ def _says_ranks(number: float, ranks: int, place: Place) -> bool:
     text = place.text()
     if _is(number, ranks) or _is(number, 1 / ranks):
         names = _BINARY.findall(text)
-        return bool(_RANKS.search(text)) or any(place.mentions(name, "world_size|WORLD_SIZE") for name in names)
+        return bool(_RANKS.search(text)) or any(
+            place.mentions(name, "world_size|WORLD_SIZE") for name in names
+        )
     # Without such a word it may be the number of other things: `sum / (2 * rows)` is the half of a mean.
     return number > ranks and number % ranks == 0 and bool(_ROWS_OF_ALL.search(text))
 
@@ -172,7 +224,11 @@ def accumulated(calls: Sequence[Backward]) -> list[Backward]:
         if not call.is_given:
             by_way[call.way].append(call)
     several = max(by_way.values(), key=len, default=[])
-    return several if len(several) > 1 and set.intersection(*(call.changed for call in several)) else []
+    return (
+        several
+        if len(several) > 1 and set.intersection(*(call.changed for call in several))
+        else []
+    )
 
 
 def ranks_of(facts: Facts, calls: Sequence[Backward]) -> tuple[int, bool]:
@@ -184,7 +240,10 @@ def ranks_of(facts: Facts, calls: Sequence[Backward]) -> tuple[int, bool]:
     of_calls = set().union(*(call.changed for call in calls))
     addresses = {address for own, address in facts.gradients.items() if own in of_calls}
     if not isinstance(facts.stepping, OwnOptimizer) and addresses & facts.apart:
-        return 0, False  # a flat tensor was reduced, to be looked at, and not the gradients
+        return (
+            0,
+            False,
+        )  # a flat tensor was reduced, to be looked at, and not the gradients
     ways = {facts.reduced.get(address) for address in addresses}
     if ways == {"sum"}:
         return len(facts.reducers), True
@@ -252,11 +311,15 @@ def _by_all(ranks: int, divides: Place, goes_back: Place) -> _Case:
     )
 
 
-def _divided(facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
+def _divided(
+    facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], result: Any
+) -> None:
     _scaled(facts, args, is_division=True)
 
 
-def _multiplied(facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
+def _multiplied(
+    facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], result: Any
+) -> None:
     _scaled(facts, args, is_division=False)
 
 
@@ -274,7 +337,9 @@ def _scaled(facts: Facts, args: Sequence[Any], is_division: bool) -> None:
         flat.multiplies(number, here())
 
 
-def _overwritten(facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
+def _overwritten(
+    facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], result: Any
+) -> None:
     if not facts.addresses or (address := address_of(args[0])) not in facts.addresses:
         return
     facts.apart.discard(address)

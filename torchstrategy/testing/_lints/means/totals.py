@@ -12,7 +12,11 @@ import torch
 from typing_extensions import override
 
 from torchstrategy.testing._lints.evidence.facts import Facts
-from torchstrategy.testing._lints.evidence.fingerprints import Fingerprint, few_numbers, fingerprint
+from torchstrategy.testing._lints.evidence.fingerprints import (
+    Fingerprint,
+    few_numbers,
+    fingerprint,
+)
 from torchstrategy.testing._lints.evidence.known import is_plain, version_of
 from torchstrategy.testing._lints.evidence.places import Place, here
 from torchstrategy.testing._lints.findings import Finding, finding
@@ -65,21 +69,38 @@ class Totals(Lint):
     """
 
     def __init__(self) -> None:
-        self._totals: dict[int, dict[int, list[_Total]]] = defaultdict(dict)  # by rank and address of a storage
-        self._again: dict[Hashable, dict[int, _Again]] = defaultdict(dict)  # by collective and rank
+        self._totals: dict[int, dict[int, list[_Total]]] = defaultdict(
+            dict
+        )  # by rank and address of a storage
+        self._again: dict[Hashable, dict[int, _Again]] = defaultdict(
+            dict
+        )  # by collective and rank
         self._found: dict[Place, _Again] = {}
 
     @override
     def operators(self) -> dict[Any, Seen]:
-        adds = [_aten.add_.Tensor, _aten.add_.Scalar, _aten.index_add_.default, _aten.scatter_add_.default]
+        adds = [
+            _aten.add_.Tensor,
+            _aten.add_.Scalar,
+            _aten.index_add_.default,
+            _aten.scatter_add_.default,
+        ]
         seen: dict[Any, Seen] = {op: self._added for op in adds}
         # torch counts what is written on `tensor.data` as no write on the tensor.
-        seen |= {op: self._ended for op in (_aten.zero_.default, _aten.fill_.Scalar, *_DIVIDES)}
+        seen |= {
+            op: self._ended
+            for op in (_aten.zero_.default, _aten.fill_.Scalar, *_DIVIDES)
+        }
         return seen | {_aten.copy_.default: self._copied, _aten.add.Tensor: self._made}
 
     @override
     def told(self, facts: Facts, told: Told, is_of_torch: bool) -> None:
-        if is_of_torch or told.kind != "all_reduce" or len(told.ranks) < 2 or len(told.gives) != 1:
+        if (
+            is_of_torch
+            or told.kind != "all_reduce"
+            or len(told.ranks) < 2
+            or len(told.gives) != 1
+        ):
             return
         (tensor,) = told.gives
         if not _has_version(tensor):
@@ -91,10 +112,20 @@ class Totals(Lint):
         if told.detail != "sum":
             return
         for total in before:
-            is_again = total.added is not None and total.ranks == ranks and total.extent == span(tensor)
+            is_again = (
+                total.added is not None
+                and total.ranks == ranks
+                and total.extent == span(tensor)
+            )
             if is_again and _is_as_left(total, tensor):
                 self._adds_up_again(told, _Again(total, place, fingerprint(tensor)))
-        self._keep(facts.rank, tensor, _Total(span(tensor), ranks, place, version_of(tensor), _has_numbers(tensor)))
+        self._keep(
+            facts.rank,
+            tensor,
+            _Total(
+                span(tensor), ranks, place, version_of(tensor), _has_numbers(tensor)
+            ),
+        )
 
     def _adds_up_again(self, told: Told, again: _Again) -> None:
         of_ranks = self._again[told.key]
@@ -106,31 +137,45 @@ class Totals(Lint):
         if is_of_numbers and len({one.given for one in of_ranks.values()}) > 1:
             self._found.setdefault(again.place, again)
 
-    def _added(self, facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
+    def _added(
+        self, facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], result: Any
+    ) -> None:
         """Something was added to a tensor. torch counts that it was written on only afterwards."""
         for total in self._of(facts.rank, args[0]):
             if _is_as_left(total, args[0]):
                 total.version += 1
                 total.added = here()
 
-    def _ended(self, facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
+    def _ended(
+        self, facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], result: Any
+    ) -> None:
         """A tensor is set to zero, or multiplied."""
         for total in self._of(facts.rank, args[0]):
             self._totals[facts.rank][args[0].untyped_storage().data_ptr()].remove(total)
 
-    def _copied(self, facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
+    def _copied(
+        self, facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], result: Any
+    ) -> None:
         """`total[0] += 1` adds to a part of a tensor, and then writes this part on itself."""
         for total in self._of(facts.rank, args[0]):
-            is_itself = is_plain(args[1]) and args[1].numel() and span(args[0]) == span(args[1])
+            is_itself = (
+                is_plain(args[1]) and args[1].numel() and span(args[0]) == span(args[1])
+            )
             if is_itself and _is_as_left(total, args[0]):
                 total.version += 1
 
-    def _made(self, facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
+    def _made(
+        self, facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], result: Any
+    ) -> None:
         """`total = total + 1` has the sum in other memory."""
         for total in self._of(facts.rank, args[0]):
-            is_whole = total.extent == span(args[0]) and args[0].numel() == result.numel()
+            is_whole = (
+                total.extent == span(args[0]) and args[0].numel() == result.numel()
+            )
             if is_whole and _has_version(result) and _is_as_left(total, args[0]):
-                made = replace(total, extent=span(result), version=version_of(result), added=here())
+                made = replace(
+                    total, extent=span(result), version=version_of(result), added=here()
+                )
                 self._keep(facts.rank, result, made)
 
     def _of(self, rank: int, tensor: Any) -> list[_Total]:
@@ -142,7 +187,11 @@ class Totals(Lint):
         if not there:
             return []
         start, end = span(tensor)
-        return [total for total in there if total.extent[0] < end and start < total.extent[1]]
+        return [
+            total
+            for total in there
+            if total.extent[0] < end and start < total.extent[1]
+        ]
 
     def _keep(self, rank: int, tensor: torch.Tensor, total: _Total) -> None:
         storage, totals = tensor.untyped_storage(), self._totals[rank]
@@ -150,7 +199,9 @@ class Totals(Lint):
         there = totals.get(address)
         if not there or there[0].storage is None or there[0].storage() is not storage:
             there = totals[address] = []
-        total.storage = weakref.ref(storage, lambda gone: _forget(totals, address, there, gone))
+        total.storage = weakref.ref(
+            storage, lambda gone: _forget(totals, address, there, gone)
+        )
         there.append(total)
 
     @override
@@ -181,7 +232,9 @@ def _has_version(tensor: Any) -> bool:
     return is_plain(tensor) and tensor.numel() > 0 and not tensor.is_inference()
 
 
-def _forget(totals: dict[int, list[_Total]], address: int, those: list[_Total], gone: Any) -> None:
+def _forget(
+    totals: dict[int, list[_Total]], address: int, those: list[_Total], gone: Any
+) -> None:
     if totals.get(address) is those:
         del totals[address]
 

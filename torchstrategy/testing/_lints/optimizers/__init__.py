@@ -20,7 +20,9 @@ from torchstrategy.testing._lints.optimizers.group_settings import GroupSettings
 from torchstrategy.testing._lints.optimizers.horizons import Horizons
 from torchstrategy.testing._lints.optimizers.metrics import Metrics
 from torchstrategy.testing._lints.optimizers.orphans import Orphans
-from torchstrategy.testing._lints.optimizers.replaced_optimizers import ReplacedOptimizers
+from torchstrategy.testing._lints.optimizers.replaced_optimizers import (
+    ReplacedOptimizers,
+)
 from torchstrategy.testing._lints.optimizers.schedulers import Schedulers
 
 

@@ -9,14 +9,26 @@ from typing import Any, NamedTuple, final
 import torch
 from typing_extensions import override
 
-from torchstrategy.testing._lints.evidence.facts import Facts, has_step_of_torch, members_of
+from torchstrategy.testing._lints.evidence.facts import (
+    Facts,
+    has_step_of_torch,
+    members_of,
+)
 from torchstrategy.testing._lints.evidence.objects import Objects
 from torchstrategy.testing._lints.evidence.places import Place, here
 from torchstrategy.testing._lints.findings import Finding, finding
 from torchstrategy.testing._lints.lint import Lint
 
 _ENOUGH = 2  # replays
-_NAMES = ("lr", "momentum", "dampening", "weight_decay", "betas", "alpha", "lr_decay")  # what schedules change
+_NAMES = (
+    "lr",
+    "momentum",
+    "dampening",
+    "weight_decay",
+    "betas",
+    "alpha",
+    "lr_decay",
+)  # what schedules change
 
 
 class _Rate(NamedTuple):
@@ -79,7 +91,11 @@ class CapturedRates(Lint):
         for captured in self._steps.get(graph, ()):
             optimizer = captured.optimizer()
             now = {} if optimizer is None else _rates_of(optimizer)
-            other = [(_name_of(at), rate, now[at]) for at, rate in captured.rates.items() if now.get(at, rate) != rate]
+            other = [
+                (_name_of(at), rate, now[at])
+                for at, rate in captured.rates.items()
+                if now.get(at, rate) != rate
+            ]
             if other:
                 captured.replays += 1
                 captured.rate, captured.replayed_at = other[0], here()
@@ -100,7 +116,10 @@ def _rates_of(optimizer: torch.optim.Optimizer) -> dict[_Rate, float]:
     trained = {
         at: group
         for at, group in enumerate(optimizer.param_groups)
-        if any(parameter.grad is not None or parameter.requires_grad for parameter in members_of(group))
+        if any(
+            parameter.grad is not None or parameter.requires_grad
+            for parameter in members_of(group)
+        )
     }
     rates: dict[_Rate, float] = {}
     for at, group in trained.items():

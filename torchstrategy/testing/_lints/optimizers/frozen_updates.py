@@ -9,7 +9,11 @@ import torch
 from typing_extensions import override
 
 from torchstrategy.testing._lints.evidence.facts import Facts, parameters_of
-from torchstrategy.testing._lints.evidence.fingerprints import can_be_read, is_zero, numbers_of
+from torchstrategy.testing._lints.evidence.fingerprints import (
+    can_be_read,
+    is_zero,
+    numbers_of,
+)
 from torchstrategy.testing._lints.evidence.modules import names_of
 from torchstrategy.testing._lints.evidence.objects import Objects
 from torchstrategy.testing._lints.evidence.places import Place, here
@@ -71,7 +75,11 @@ class FrozenUpdates(Lint):
         for parameter in parameters_of(optimizer):
             if parameter.grad is None:
                 continue
-            may_be_frozen = parameter in seen.trained and id(parameter) not in changed and len(seen.before) < _MOST
+            may_be_frozen = (
+                parameter in seen.trained
+                and id(parameter) not in changed
+                and len(seen.before) < _MOST
+            )
             if parameter.requires_grad:
                 seen.trained[parameter] = None
             elif may_be_frozen and can_be_read(parameter) and is_zero(parameter.grad):
@@ -82,13 +90,19 @@ class FrozenUpdates(Lint):
         seen = self._seen.get(optimizer)
         if seen is None or seen.is_over:
             return
-        changed = [parameter for parameter, before in seen.before.items() if _differs(parameter, before)]
+        changed = [
+            parameter
+            for parameter, before in seen.before.items()
+            if _differs(parameter, before)
+        ]
         seen.changed = seen.changed + 1 if changed else 0
         seen.before = Objects()
         if seen.changed == _ENOUGH:
             seen.is_over = True
             place = here()
-            self._found.setdefault(place, _Found(place, names_of(changed), seen.steps - _ENOUGH + 1))
+            self._found.setdefault(
+                place, _Found(place, names_of(changed), seen.steps - _ENOUGH + 1)
+            )
 
     @override
     def findings(self) -> list[Finding | None]:
@@ -113,7 +127,11 @@ def _copy(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def _differs(parameter: torch.Tensor, before: torch.Tensor) -> bool:
-    if not can_be_read(parameter) or parameter.shape != before.shape or parameter.dtype != before.dtype:
+    if (
+        not can_be_read(parameter)
+        or parameter.shape != before.shape
+        or parameter.dtype != before.dtype
+    ):
         return False
     now = numbers_of(parameter)
     with torch.no_grad(), unwatched(), without_modes():

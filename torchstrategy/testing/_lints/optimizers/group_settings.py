@@ -61,14 +61,22 @@ class GroupSettings(Lint):
     @override
     def has_optimizer(self, facts: Facts, optimizer: torch.optim.Optimizer) -> None:
         settings = {name: _settings_of(optimizer, name) for name in _SETTINGS}
-        apart = {name: values for name, values in settings.items() if values is not None and len(set(values)) > 1}
+        apart = {
+            name: values
+            for name, values in settings.items()
+            if values is not None and len(set(values)) > 1
+        }
         if apart:
             self._by_optimizer[optimizer] = seen = _Seen(here(), apart, facts.rank)
             self._all.append(seen)
 
     @override
-    def restored_optimizer(self, facts: Facts, optimizer: torch.optim.Optimizer, state: Any) -> None:
-        seen = self._by_optimizer.pop(optimizer, None)  # its settings are those of the checkpoint
+    def restored_optimizer(
+        self, facts: Facts, optimizer: torch.optim.Optimizer, state: Any
+    ) -> None:
+        seen = self._by_optimizer.pop(
+            optimizer, None
+        )  # its settings are those of the checkpoint
         if seen is not None:
             self._all.remove(seen)
 
@@ -78,16 +86,29 @@ class GroupSettings(Lint):
         for name in list(seen.apart) if seen is not None else ():
             assert seen is not None
             values = _settings_of(optimizer, name)
-            if values is None or len(set(values)) > 1 or len(values) != len(seen.apart[name]):
+            if (
+                values is None
+                or len(set(values)) > 1
+                or len(values) != len(seen.apart[name])
+            ):
                 del seen.apart[name]
             elif values[0] > min(seen.apart[name]):
                 seen.steps[name] = seen.steps.get(name, 0) + 1
-                seen.last[name], seen.steps_at, seen.steps_of_rank = values[0], here(), facts.steps
+                seen.last[name], seen.steps_at, seen.steps_of_rank = (
+                    values[0],
+                    here(),
+                    facts.steps,
+                )
         self._steps[facts.rank] = facts.steps
 
     @override
     def findings(self) -> list[Finding | None]:
-        found = [(seen, name) for seen in self._all for name in seen.apart if seen.steps.get(name, 0) >= _ENOUGH_STEPS]
+        found = [
+            (seen, name)
+            for seen in self._all
+            for name in seen.apart
+            if seen.steps.get(name, 0) >= _ENOUGH_STEPS
+        ]
         by_place: dict[tuple[Place, str], _Seen] = {}
         for seen, name in found:
             if self._steps[seen.rank] - seen.steps_of_rank > seen.steps[name]:
@@ -102,8 +123,14 @@ def _settings_of(optimizer: torch.optim.Optimizer, name: str) -> list[Hashable] 
     Nor can a number be compared with several.
     """
     values = [entry_of(group, name) for group in optimizer.param_groups]
-    parts = [part for value in values for part in (value if isinstance(value, (tuple, list)) else [value])]
-    lengths = {len(value) if isinstance(value, (tuple, list)) else None for value in values}
+    parts = [
+        part
+        for value in values
+        for part in (value if isinstance(value, (tuple, list)) else [value])
+    ]
+    lengths = {
+        len(value) if isinstance(value, (tuple, list)) else None for value in values
+    }
     if len(lengths) > 1 or not all(isinstance(part, (int, float)) for part in parts):
         return None
     return [tuple(value) if isinstance(value, list) else value for value in values]
@@ -112,7 +139,10 @@ def _settings_of(optimizer: torch.optim.Optimizer, name: str) -> list[Hashable] 
 def _finding(seen: _Seen, name: str) -> Finding | None:
     assert seen.steps_at is not None
     values = list(dict.fromkeys(seen.apart[name]))
-    shown = ", ".join(f"{value:g}" if isinstance(value, float) else str(value) for value in values[:_SHOWN])
+    shown = ", ".join(
+        f"{value:g}" if isinstance(value, float) else str(value)
+        for value in values[:_SHOWN]
+    )
     more = ", ..." if len(values) > _SHOWN else ""
     places = [seen.made_at, seen.steps_at]
     return finding(

@@ -10,7 +10,11 @@ import torch
 from typing_extensions import override
 
 from torchstrategy.testing._lints.evidence.asking import attribute, length_of, number_in
-from torchstrategy.testing._lints.evidence.constants import constants_of, mentions, multiplies
+from torchstrategy.testing._lints.evidence.constants import (
+    constants_of,
+    mentions,
+    multiplies,
+)
 from torchstrategy.testing._lints.evidence.facts import Facts
 from torchstrategy.testing._lints.evidence.objects import Objects
 from torchstrategy.testing._lints.evidence.places import Place, here
@@ -18,7 +22,10 @@ from torchstrategy.testing._lints.findings import Finding, finding
 from torchstrategy.testing._lints.lint import Lint
 
 _HORIZONS = ("T_max", "total_steps", "total_iters")
-_OF_RANKS = ("get_world_size", "WORLD_SIZE")  # a function that uses one may count the steps of all ranks
+_OF_RANKS = (
+    "get_world_size",
+    "WORLD_SIZE",
+)  # a function that uses one may count the steps of all ranks
 _ENOUGH = 2  # epochs: a trial of one epoch, of two that are meant, is no mistake
 
 
@@ -82,9 +89,14 @@ class Horizons(Lint):
     @override
     def opened(self, facts: Facts, loader: Any) -> None:
         epochs = self._epochs[facts.rank]
-        epochs.is_cut = epochs.is_cut or (epochs.is_training and epochs.drawn is not None)
+        epochs.is_cut = epochs.is_cut or (
+            epochs.is_training and epochs.drawn is not None
+        )
         epochs.drawn, epochs.is_training = None, False
-        batch, size = number_in(loader.batch_sampler, "batch_size"), length_of(loader.dataset)
+        batch, size = (
+            number_in(loader.batch_sampler, "batch_size"),
+            length_of(loader.dataset),
+        )
         if batch is not None and size is not None:
             epochs.drawn = size, batch, 0, 0
 
@@ -95,7 +107,12 @@ class Horizons(Lint):
             return
         if rows is not None:
             size, batch, batches, drawn = epochs.drawn
-            epochs.drawn = size, batch, batches + 1, drawn + (len(rows) if isinstance(rows, (list, tuple)) else 1)
+            epochs.drawn = (
+                size,
+                batch,
+                batches + 1,
+                drawn + (len(rows) if isinstance(rows, (list, tuple)) else 1),
+            )
         else:
             if epochs.is_training:
                 epochs.sizes.append(epochs.drawn)
@@ -104,25 +121,47 @@ class Horizons(Lint):
     @override
     def stepped(self, facts: Facts, optimizer: torch.optim.Optimizer) -> None:
         self._epochs[facts.rank].is_training = True
-        self._ranks[facts.rank] = max(len(facts.companions()), self._ranks.get(facts.rank, 1))
+        self._ranks[facts.rank] = max(
+            len(facts.companions()), self._ranks.get(facts.rank, 1)
+        )
 
     @override
     def findings(self) -> list[Finding | None]:
         rank = min(self._in_order, default=0)
         epochs, ranks = self._epochs[rank], self._ranks.get(rank, 1)
         is_cut = epochs.is_cut or (epochs.is_training and epochs.drawn is not None)
-        if is_cut or ranks < 2 or len(epochs.sizes) < _ENOUGH or len(set(epochs.sizes)) > 1:
+        if (
+            is_cut
+            or ranks < 2
+            or len(epochs.sizes) < _ENOUGH
+            or len(set(epochs.sizes)) > 1
+        ):
             return []
         size, batch, batches, rows = epochs.sizes[0]
-        if abs(rows * ranks - size) >= batch * ranks:  # its sampler does not divide the rows
+        if (
+            abs(rows * ranks - size) >= batch * ranks
+        ):  # its sampler does not divide the rows
             return []
         found = []
         for schedule in self._in_order[rank]:
             counts = _counts_of_all(schedule, len(epochs.sizes), size, batch, batches)
-            names = [name for name, number in schedule.horizons.items() if number in counts]
+            names = [
+                name for name, number in schedule.horizons.items() if number in counts
+            ]
             numbers = schedule.horizons.values()
-            if names and not (len(numbers) > 1 and {ranks, schedule.steps} & {*numbers}):  # it may divide by the ranks
-                found.append(_finding(schedule, names[0], len(epochs.sizes), -(-size // batch), batches, ranks))
+            if names and not (
+                len(numbers) > 1 and {ranks, schedule.steps} & {*numbers}
+            ):  # it may divide by the ranks
+                found.append(
+                    _finding(
+                        schedule,
+                        names[0],
+                        len(epochs.sizes),
+                        -(-size // batch),
+                        batches,
+                        ranks,
+                    )
+                )
         return found
 
 
@@ -133,12 +172,20 @@ def _horizons_of(scheduler: Any) -> dict[str, int]:
             return {name: number}
     functions = attribute(scheduler, "lr_lambdas")
     functions = functions if isinstance(functions, list) else []
-    if any(mentions(function, *_OF_RANKS) or multiplies(function) for function in functions):
+    if any(
+        mentions(function, *_OF_RANKS) or multiplies(function) for function in functions
+    ):
         return {}
-    return {name: number for function in functions for name, number in constants_of(function).items()}
+    return {
+        name: number
+        for function in functions
+        for name, number in constants_of(function).items()
+    }
 
 
-def _counts_of_all(schedule: _Schedule, epochs: int, size: int, batch: int, batches: int) -> set[int]:
+def _counts_of_all(
+    schedule: _Schedule, epochs: int, size: int, batch: int, batches: int
+) -> set[int]:
     """How long it were if one rank had all rows; nothing if it was not used for all batches of this rank."""
     if schedule.steps < 1 or schedule.steps % epochs:
         return set()
@@ -146,12 +193,22 @@ def _counts_of_all(schedule: _Schedule, epochs: int, size: int, batch: int, batc
     if schedule.steps // epochs not in (batches // every, -(-batches // every)):
         return set()
     whole = (size // batch, -(-size // batch))
-    of_epoch = {number // every for number in whole} | {-(-number // every) for number in whole}
-    counts = {epochs * number for number in of_epoch} | {epochs * number // every for number in whole}
-    return {count for count in counts if count > schedule.steps} if batches < min(whole) else set()
+    of_epoch = {number // every for number in whole} | {
+        -(-number // every) for number in whole
+    }
+    counts = {epochs * number for number in of_epoch} | {
+        epochs * number // every for number in whole
+    }
+    return (
+        {count for count in counts if count > schedule.steps}
+        if batches < min(whole)
+        else set()
+    )
 
 
-def _finding(schedule: _Schedule, name: str, epochs: int, whole: int, batches: int, ranks: int) -> Finding | None:
+def _finding(
+    schedule: _Schedule, name: str, epochs: int, whole: int, batches: int, ranks: int
+) -> Finding | None:
     horizon = schedule.horizons[name]
     return finding(
         "schedule-of-all-ranks",

@@ -34,14 +34,22 @@ class Metrics(Lint):
 
     def __init__(self) -> None:
         self._numbers: dict[int, Objects[Any, int]] = defaultdict(Objects)
-        self._counts: dict[tuple[int, int], int] = defaultdict(int)  # by rank and scheduler
-        self._metrics: dict[tuple[int, int], dict[int, _Metric]] = defaultdict(dict)  # by scheduler and turn, by rank
+        self._counts: dict[tuple[int, int], int] = defaultdict(
+            int
+        )  # by rank and scheduler
+        self._metrics: dict[tuple[int, int], dict[int, _Metric]] = defaultdict(
+            dict
+        )  # by scheduler and turn, by rank
 
     @override
     def measured(self, facts: Facts, scheduler: Any, metric: Any) -> None:
         number = number_of(metric)
         optimizer = attribute(scheduler, "optimizer")
-        ranks = _ranks_of(facts, optimizer) if isinstance(optimizer, torch.optim.Optimizer) else ()
+        ranks = (
+            _ranks_of(facts, optimizer)
+            if isinstance(optimizer, torch.optim.Optimizer)
+            else ()
+        )
         if len(ranks) < 2 or number is None:
             return
         known = self._numbers[facts.rank]
@@ -57,7 +65,11 @@ class Metrics(Lint):
         for (_, turn), by_rank in self._metrics.items():
             first, one = min(by_rank.items())
             for rank, other in by_rank.items():
-                if other.ranks == one.ranks and rank in one.ranks and not _are_close(one.number, other.number):
+                if (
+                    other.ranks == one.ranks
+                    and rank in one.ranks
+                    and not _are_close(one.number, other.number)
+                ):
                     found.setdefault(one.place, _finding(turn, one, first, other, rank))
         return list(found.values())
 
@@ -77,7 +89,9 @@ def _are_close(one: float, other: float) -> bool:
     return both_are_nan or math.isclose(one, other, rel_tol=_CLOSE)
 
 
-def _finding(turn: int, one: _Metric, first: int, other: _Metric, rank: int) -> Finding | None:
+def _finding(
+    turn: int, one: _Metric, first: int, other: _Metric, rank: int
+) -> Finding | None:
     return finding(
         "metric-of-one-rank",
         f"`ReduceLROnPlateau.step` at {one.place} gets a metric that differs between ranks which train one model: in "

@@ -13,7 +13,11 @@ from typing_extensions import override
 
 from torchstrategy.testing._lints.evidence.facts import Facts, parameters_of
 from torchstrategy.testing._lints.evidence.known import version_of
-from torchstrategy.testing._lints.evidence.modules import living_modules, named_parameters, own_parameters
+from torchstrategy.testing._lints.evidence.modules import (
+    living_modules,
+    named_parameters,
+    own_parameters,
+)
 from torchstrategy.testing._lints.evidence.objects import Objects
 from torchstrategy.testing._lints.evidence.places import Place, here, in_words
 from torchstrategy.testing._lints.findings import Finding, finding, some
@@ -38,7 +42,11 @@ class _Gradient(NamedTuple):
     def is_left(self, gradient: torch.Tensor | None) -> bool:
         """Whether a gradient is still this one, and nobody has added to it."""
         held = held_here(gradient)
-        return held is not None and self.reference() is held and self.version == version_of(held)
+        return (
+            held is not None
+            and self.reference() is held
+            and self.version == version_of(held)
+        )
 
 
 @final
@@ -83,7 +91,9 @@ class Orphans(Lint):
     def __init__(self) -> None:
         self._seen: Objects[torch.optim.Optimizer, _Seen] = Objects()
         self._all: list[_Seen] = []
-        self._went_back: set[int] = set()  # the ranks that have called `backward` since their last step
+        self._went_back: set[int] = (
+            set()
+        )  # the ranks that have called `backward` since their last step
 
     @override
     def has_optimizer(self, facts: Facts, optimizer: torch.optim.Optimizer) -> None:
@@ -106,14 +116,22 @@ class Orphans(Lint):
         seen.steps += 1
         seen.steps_at = here()
         if seen.steps == _ENOUGH_STEPS - 1:
-            seen.left = {id(one): _Gradient.of(one.grad) for _, one in self._of_no_optimizer()}
+            seen.left = {
+                id(one): _Gradient.of(one.grad) for _, one in self._of_no_optimizer()
+            }
         if seen.steps == _ENOUGH_STEPS:
-            stale = [parameter for at, parameter in enumerate(parameters_of(optimizer)) if at in (seen.stale or ())]
+            stale = [
+                parameter
+                for at, parameter in enumerate(parameters_of(optimizer))
+                if at in (seen.stale or ())
+            ]
             seen.count, seen.is_partial = len(stale), seen.has_gradients
             if not seen.is_partial or not _have_a_module(stale):
                 seen.names = self._trained_in_place_of(stale, seen.left)
             seen.is_over = not seen.names
-            seen.versions = {id(one): version_of(one) for one in stale} if seen.names else {}
+            seen.versions = (
+                {id(one): version_of(one) for one in stale} if seen.names else {}
+            )
 
     @override
     def stepped(self, facts: Facts, optimizer: torch.optim.Optimizer) -> None:
@@ -122,18 +140,37 @@ class Orphans(Lint):
         if seen is not None:  # a closure makes gradients only in the step
             _look_for_gradients(seen, optimizer)
             versions, seen.versions = seen.versions, {}
-            if any(versions.get(id(one), version_of(one)) != version_of(one) for one in parameters_of(optimizer)):
-                seen.names, seen.is_over = [], True  # the step changes them: it has their gradients from elsewhere
+            if any(
+                versions.get(id(one), version_of(one)) != version_of(one)
+                for one in parameters_of(optimizer)
+            ):
+                seen.names, seen.is_over = (
+                    [],
+                    True,
+                )  # the step changes them: it has their gradients from elsewhere
 
     @override
     def findings(self) -> list[Finding | None]:
         found: list[Finding | None] = []
         for seen in self._all:
-            if not seen.names or not seen.stale or seen.steps_at is None or seen.has_gradients != seen.is_partial:
+            if (
+                not seen.names
+                or not seen.stale
+                or seen.steps_at is None
+                or seen.has_gradients != seen.is_partial
+            ):
                 continue
             places = [seen.made_at, seen.steps_at]
-            which = f"{seen.count} of its" if seen.is_partial else f"none of its {seen.count}"
-            had = "never had a gradient, and no module has them" if seen.is_partial else "ever had a gradient"
+            which = (
+                f"{seen.count} of its"
+                if seen.is_partial
+                else f"none of its {seen.count}"
+            )
+            had = (
+                "never had a gradient, and no module has them"
+                if seen.is_partial
+                else "ever had a gradient"
+            )
             found.append(
                 finding(
                     "optimizer-of-other-parameters",
@@ -149,13 +186,19 @@ class Orphans(Lint):
 
     def _of_no_optimizer(self) -> Iterator[tuple[str, Any]]:
         """The parameters of modules that have gradients and are in no optimizer, with their names."""
-        owned = {id(parameter) for each in list(self._seen) for parameter in parameters_of(each)}
+        owned = {
+            id(parameter)
+            for each in list(self._seen)
+            for parameter in parameters_of(each)
+        }
         for module in living_modules():
             for name, parameter in named_parameters(module):
                 if parameter.grad is not None and id(parameter) not in owned:
                     yield name, parameter
 
-    def _trained_in_place_of(self, stale: Sequence[torch.Tensor], left: dict[int, _Gradient]) -> list[str]:
+    def _trained_in_place_of(
+        self, stale: Sequence[torch.Tensor], left: dict[int, _Gradient]
+    ) -> list[str]:
         """Parameters of no optimizer that this step gives gradients; none if they are not like those without any.
 
         A model of earlier, whose optimizer nobody has seen, keeps the gradients that it had one step before.
@@ -173,13 +216,20 @@ class Orphans(Lint):
         alike = sum((wanted & shapes).values())
         if 2 * alike < sum(wanted.values()) or not alike:
             return []
-        return list(dict.fromkeys(names[own] for own, one in there.items() if tuple(one.shape) in wanted))
+        return list(
+            dict.fromkeys(
+                names[own] for own, one in there.items() if tuple(one.shape) in wanted
+            )
+        )
 
 
 def _have_a_module(parameters: Sequence[torch.Tensor]) -> bool:
     """Whether a module that there is has one of some parameters."""
     wanted = set(map(id, parameters))
-    return any(not wanted.isdisjoint(id(one) for _, one in own_parameters(module)) for module in living_modules())
+    return any(
+        not wanted.isdisjoint(id(one) for _, one in own_parameters(module))
+        for module in living_modules()
+    )
 
 
 def _look_for_gradients(seen: _Seen, optimizer: torch.optim.Optimizer) -> None:

@@ -15,9 +15,15 @@ from torchstrategy.testing._lints.evidence.facts import Facts, parameters_of
 from torchstrategy.testing._lints.evidence.objects import Objects
 from torchstrategy.testing._lints.evidence.places import Place, here
 from torchstrategy.testing._lints.findings import Finding, finding
-from torchstrategy.testing._lints.optimizers.scheduled import OfSchedulers, Scheduled, rates_of
+from torchstrategy.testing._lints.optimizers.scheduled import (
+    OfSchedulers,
+    Scheduled,
+    rates_of,
+)
 
-_ENOUGH = 3  # steps of the scheduler: one or two more at the end of a schedule change nothing
+_ENOUGH = (
+    3  # steps of the scheduler: one or two more at the end of a schedule change nothing
+)
 
 
 @final
@@ -57,7 +63,9 @@ class _Seen(Scheduled):
     last_rates: list[float] | None = None
     steps: int = 0
     schedules: int = 0
-    others: Objects[torch.optim.Optimizer, _Other | None] = field(default_factory=Objects)
+    others: Objects[torch.optim.Optimizer, _Other | None] = field(
+        default_factory=Objects
+    )
     has_schedule: bool = False
     other: _Other | None = None
     is_awaited: bool = False
@@ -92,7 +100,9 @@ class ReplacedOptimizers(OfSchedulers[_Seen]):
                 continue
             if own is optimizer:
                 seen.steps += 1
-                seen.is_over = seen.schedules > 0 or seen.other is not None  # they take turns
+                seen.is_over = (
+                    seen.schedules > 0 or seen.other is not None
+                )  # they take turns
             else:
                 self._steps_instead(seen, own, optimizer)
 
@@ -104,13 +114,19 @@ class ReplacedOptimizers(OfSchedulers[_Seen]):
 
     @override
     def findings(self) -> list[Finding | None]:
-        found = {seen.place: _finding(seen) for seen in self.all if _is_of_another(seen)}
+        found = {
+            seen.place: _finding(seen) for seen in self.all if _is_of_another(seen)
+        }
         return list(found.values())
 
-    def _steps_instead(self, seen: _Seen, own: torch.optim.Optimizer, optimizer: torch.optim.Optimizer) -> None:
+    def _steps_instead(
+        self, seen: _Seen, own: torch.optim.Optimizer, optimizer: torch.optim.Optimizer
+    ) -> None:
         if optimizer not in seen.others:
             is_other = _has_parameters_of(optimizer, own)
-            seen.others[optimizer] = _Other(rates_of(optimizer), here()) if is_other else None
+            seen.others[optimizer] = (
+                _Other(rates_of(optimizer), here()) if is_other else None
+            )
         other = seen.others[optimizer]
         if other is None:
             return
@@ -121,19 +137,39 @@ class ReplacedOptimizers(OfSchedulers[_Seen]):
         other.steps += 1
         other.steps_at = here()
         is_changed = other.rates is None or rates_of(optimizer) != other.rates
-        seen.has_schedule |= is_changed or (other.steps == _ENOUGH and _has_scheduler(optimizer))
+        seen.has_schedule |= is_changed or (
+            other.steps == _ENOUGH and _has_scheduler(optimizer)
+        )
 
 
 def _is_of_another(seen: _Seen) -> bool:
-    if seen.is_over or seen.has_schedule or seen.other is None or seen.schedules < _ENOUGH:
+    if (
+        seen.is_over
+        or seen.has_schedule
+        or seen.other is None
+        or seen.schedules < _ENOUGH
+    ):
         return False
-    return seen.rates is not None and seen.last_rates is not None and seen.rates != seen.last_rates
+    return (
+        seen.rates is not None
+        and seen.last_rates is not None
+        and seen.rates != seen.last_rates
+    )
 
 
 def _finding(seen: _Seen) -> Finding | None:
     other = seen.other
-    assert other is not None and other.rates is not None and seen.rates is not None and seen.last_rates is not None
-    made = f"has made {seen.steps} steps and is no longer used" if seen.steps else "has made no step"
+    assert (
+        other is not None
+        and other.rates is not None
+        and seen.rates is not None
+        and seen.last_rates is not None
+    )
+    made = (
+        f"has made {seen.steps} steps and is no longer used"
+        if seen.steps
+        else "has made no step"
+    )
     return finding(
         "scheduler-of-other-optimizer",
         f"The scheduler that is stepped at {seen.place} changes the learning rate of an optimizer that {made}, from "
@@ -144,7 +180,9 @@ def _finding(seen: _Seen) -> Finding | None:
     )
 
 
-def _has_parameters_of(optimizer: torch.optim.Optimizer, own: torch.optim.Optimizer) -> bool:
+def _has_parameters_of(
+    optimizer: torch.optim.Optimizer, own: torch.optim.Optimizer
+) -> bool:
     """Whether an optimizer has most parameters of another one."""
     parameters = {id(parameter) for parameter in parameters_of(optimizer)}
     owned = [id(parameter) in parameters for parameter in parameters_of(own)]
@@ -153,5 +191,9 @@ def _has_parameters_of(optimizer: torch.optim.Optimizer, own: torch.optim.Optimi
 
 def _has_scheduler(optimizer: torch.optim.Optimizer) -> bool:
     """Whether there is a scheduler for an optimizer, also one that has not changed anything yet."""
-    schedulers = [thing for thing in gc.get_objects() if issubclass(type(thing), LRScheduler)]
-    return any(attribute(scheduler, "optimizer") is optimizer for scheduler in schedulers)
+    schedulers = [
+        thing for thing in gc.get_objects() if issubclass(type(thing), LRScheduler)
+    ]
+    return any(
+        attribute(scheduler, "optimizer") is optimizer for scheduler in schedulers
+    )

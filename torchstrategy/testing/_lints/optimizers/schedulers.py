@@ -12,7 +12,11 @@ from typing_extensions import override
 from torchstrategy.testing._lints.evidence.facts import Facts
 from torchstrategy.testing._lints.evidence.places import Place, here
 from torchstrategy.testing._lints.findings import Finding, finding
-from torchstrategy.testing._lints.optimizers.scheduled import OfSchedulers, Scheduled, rates_of
+from torchstrategy.testing._lints.optimizers.scheduled import (
+    OfSchedulers,
+    Scheduled,
+    rates_of,
+)
 
 _ENOUGH_STEPS = 3
 _ENOUGH_AT_ZERO = 2  # the last step of a right schedule can have a learning rate of 0
@@ -81,7 +85,9 @@ class Schedulers(OfSchedulers[_Seen]):
                 continue
             seen.steps_at = here()
             if not seen.is_first:
-                seen.windows.append(_Window(seen.backwards, seen.schedules, _is_zero(optimizer)))
+                seen.windows.append(
+                    _Window(seen.backwards, seen.schedules, _is_zero(optimizer))
+                )
             seen.backwards, seen.schedules, seen.is_first = 0, 0, False
 
     @override
@@ -90,7 +96,9 @@ class Schedulers(OfSchedulers[_Seen]):
 
 
 def _is_over_early(seen: _Seen) -> bool:
-    if seen.was_repeated or not all(window.backwards == window.schedules for window in seen.windows):
+    if seen.was_repeated or not all(
+        window.backwards == window.schedules for window in seen.windows
+    ):
         return False
     is_often = sum(window.schedules > 1 for window in seen.windows) >= _ENOUGH_STEPS
     return is_often and _steps_at_zero(seen) >= _ENOUGH_AT_ZERO

@@ -23,4 +23,12 @@ from torchstrategy.testing._lints.precision.unscaled_sums import UnscaledSums
 
 def make_lints() -> list[Lint]:
     """One of each lint of this room."""
-    return [Clipping(), ScaledSteps(), UnscaledSums(), MixedScales(), ScalesOfRanks(), ScaledPenalties(), Roundings()]
+    return [
+        Clipping(),
+        ScaledSteps(),
+        UnscaledSums(),
+        MixedScales(),
+        ScalesOfRanks(),
+        ScaledPenalties(),
+        Roundings(),
+    ]

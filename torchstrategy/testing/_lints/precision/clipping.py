@@ -11,7 +11,12 @@ from typing_extensions import override
 
 from torchstrategy.testing._lints.evidence.facts import Facts, addresses_of
 from torchstrategy.testing._lints.evidence.operators import DIVIDING
-from torchstrategy.testing._lints.evidence.places import CLIPPING, Place, frames_of, here
+from torchstrategy.testing._lints.evidence.places import (
+    CLIPPING,
+    Place,
+    frames_of,
+    here,
+)
 from torchstrategy.testing._lints.findings import Finding, finding
 from torchstrategy.testing._lints.lint import Lint, Seen
 from torchstrategy.testing._lints.torch_internals import UNSCALE
@@ -33,14 +38,26 @@ class Clipping(Lint):
     """Sees what `clip_grad_norm_` and `clip_grad_value_` write, and whether `unscale_` came before."""
 
     def __init__(self) -> None:
-        self._unscaled: dict[int, set[int]] = defaultdict(set)  # the addresses of gradients, by rank
+        self._unscaled: dict[int, set[int]] = defaultdict(
+            set
+        )  # the addresses of gradients, by rank
         self._found: dict[Place, _Clipped] = {}
 
     @override
     def operators(self) -> dict[Any, Seen]:
-        clips = [_aten.mul_.Tensor, _aten._foreach_mul_.Tensor, _aten.clamp_.default, _aten._foreach_clamp_max_.Scalar]
+        clips = [
+            _aten.mul_.Tensor,
+            _aten._foreach_mul_.Tensor,
+            _aten.clamp_.default,
+            _aten._foreach_clamp_max_.Scalar,
+        ]
         seen: dict[Any, Seen] = {op: self._writes for op in clips}
-        divides = [*DIVIDING, _aten.mul_.Scalar, _aten._foreach_mul_.Scalar, _aten.copy_.default]
+        divides = [
+            *DIVIDING,
+            _aten.mul_.Scalar,
+            _aten._foreach_mul_.Scalar,
+            _aten.copy_.default,
+        ]
         seen |= {op: self._unscales for op in divides}
         seen[UNSCALE] = self._unscales
         return seen
@@ -63,11 +80,17 @@ class Clipping(Lint):
             for one in self._found.values()
         ]
 
-    def _unscales(self, facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
-        if _scale(facts) is not None:  # what the program has multiplied or written itself may be unscaled
+    def _unscales(
+        self, facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], result: Any
+    ) -> None:
+        if (
+            _scale(facts) is not None
+        ):  # what the program has multiplied or written itself may be unscaled
             self._unscaled[facts.rank] |= _gradients(facts, args[0])
 
-    def _writes(self, facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
+    def _writes(
+        self, facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], result: Any
+    ) -> None:
         scale = _scale(facts)
         if scale is None or not (gradients := _gradients(facts, args[0])):
             return
@@ -76,7 +99,9 @@ class Clipping(Lint):
             self._unscaled[facts.rank] |= gradients
         elif gradients - self._unscaled[facts.rank] and limit[1] * _FAR_BELOW < scale:
             place = here()
-            self._found.setdefault(place, _Clipped(place, limit[1], scale, limit[0] == "max_norm"))
+            self._found.setdefault(
+                place, _Clipped(place, limit[1], scale, limit[0] == "max_norm")
+            )
 
 
 def _scale(facts: Facts) -> float | None:

@@ -9,7 +9,12 @@ from typing import Any, NamedTuple, final
 import torch
 from typing_extensions import override
 
-from torchstrategy.testing._lints.evidence.facts import Backward, Facts, address_of, addresses_of
+from torchstrategy.testing._lints.evidence.facts import (
+    Backward,
+    Facts,
+    address_of,
+    addresses_of,
+)
 from torchstrategy.testing._lints.evidence.fingerprints import is_zero, number_of
 from torchstrategy.testing._lints.evidence.known import version_of
 from torchstrategy.testing._lints.evidence.places import Place, here
@@ -47,8 +52,12 @@ class MixedScales(Lint):
     """
 
     def __init__(self) -> None:
-        self._scaled: dict[int, dict[int, _Scaled]] = defaultdict(dict)  # by rank and id of the parameter
-        self._untouched: dict[int, set[int]] = {}  # by rank, those of them that `backward` finds as they were
+        self._scaled: dict[int, dict[int, _Scaled]] = defaultdict(
+            dict
+        )  # by rank and id of the parameter
+        self._untouched: dict[
+            int, set[int]
+        ] = {}  # by rank, those of them that `backward` finds as they were
         self._found: dict[tuple[Place, Place], Finding | None] = {}
 
     @override
@@ -58,8 +67,12 @@ class MixedScales(Lint):
     @override
     def goes_back(self, facts: Facts, losses: Sequence[torch.Tensor]) -> None:
         scaled = self._scaled[facts.rank]
-        there = [one for one in facts.parameters() if id(one) in scaled] if scaled else []
-        self._untouched[facts.rank] = {id(one) for one in there if _is_at(one.grad, scaled[id(one)])}
+        there = (
+            [one for one in facts.parameters() if id(one) in scaled] if scaled else []
+        )
+        self._untouched[facts.rank] = {
+            id(one) for one in there if _is_at(one.grad, scaled[id(one)])
+        }
 
     @override
     def went_back(self, facts: Facts) -> None:
@@ -84,30 +97,50 @@ class MixedScales(Lint):
             before = scaled[own] if own in untouched else None
             if before is not None and before.scale == last.scale:
                 before = None
-            scaled[own] = _Scaled(address_of(gradient), version_of(gradient), last.scale, last.place, before)
+            scaled[own] = _Scaled(
+                address_of(gradient),
+                version_of(gradient),
+                last.scale,
+                last.place,
+                before,
+            )
 
-    def _unscales(self, facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
+    def _unscales(
+        self, facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], result: Any
+    ) -> None:
         scaled = self._scaled[facts.rank]
         if not scaled:
             return
         inverse = number_of(args[2])
         # By what the gradients are divided; by nothing if it only looks for overflows, as for a fused optimizer.
         now = 1 / inverse if inverse and inverse != 1 else None
-        if not any(one.before is not None or _is_other(one.scale, now) for one in scaled.values()):
+        if not any(
+            one.before is not None or _is_other(one.scale, now)
+            for one in scaled.values()
+        ):
             return
-        gradients = set(addresses_of(args[0])) - {0}  # also those of an optimizer that steps after another one
+        gradients = set(addresses_of(args[0])) - {
+            0
+        }  # also those of an optimizer that steps after another one
         for parameter in facts.parameters() if gradients else ():
             one, gradient = scaled.get(id(parameter)), parameter.grad
             if one is None or gradient is None or one.address not in gradients:
                 continue
             # Nobody has written on it but `unscale_` now: what is set to zero before a step counts nowhere.
-            if address_of(gradient) != one.address or version_of(gradient) > one.version + 1:
+            if (
+                address_of(gradient) != one.address
+                or version_of(gradient) > one.version + 1
+            ):
                 continue
             if one.before is not None:
-                self._found.setdefault((one.before.place, one.place), _finding(one.before, one))
+                self._found.setdefault(
+                    (one.before.place, one.place), _finding(one.before, one)
+                )
             elif now is not None and _is_other(one.scale, now):
                 place = here()
-                self._found.setdefault((one.place, place), _finding_of_step(one, now, place))
+                self._found.setdefault(
+                    (one.place, place), _finding_of_step(one, now, place)
+                )
 
 
 def _is_other(scale: float, now: float | None) -> bool:
@@ -116,7 +149,11 @@ def _is_other(scale: float, now: float | None) -> bool:
 
 def _is_at(gradient: torch.Tensor | None, scaled: _Scaled) -> bool:
     """Whether a gradient is what `backward` has left: nobody has written on it since then."""
-    if gradient is None or gradient.is_inference() or address_of(gradient) != scaled.address:
+    if (
+        gradient is None
+        or gradient.is_inference()
+        or address_of(gradient) != scaled.address
+    ):
         return False
     return version_of(gradient) == scaled.version and not is_zero(gradient)
 

@@ -9,8 +9,17 @@ import torch
 from typing_extensions import override
 
 from torchstrategy.testing._lints.evidence.asking import attribute, entry_of
-from torchstrategy.testing._lints.evidence.facts import Facts, has_step_of_torch, members_of, parameters_of
-from torchstrategy.testing._lints.evidence.fingerprints import can_be_read, number_of, numbers_of
+from torchstrategy.testing._lints.evidence.facts import (
+    Facts,
+    has_step_of_torch,
+    members_of,
+    parameters_of,
+)
+from torchstrategy.testing._lints.evidence.fingerprints import (
+    can_be_read,
+    number_of,
+    numbers_of,
+)
 from torchstrategy.testing._lints.evidence.modules import names_of
 from torchstrategy.testing._lints.evidence.objects import Objects
 from torchstrategy.testing._lints.evidence.places import Place, here
@@ -83,14 +92,20 @@ class Roundings(Lint):
         if seen.is_over:
             return
         seen.before = Objects()
-        rates = [number_of(entry_of(group, "lr")) or 0.0 for group in optimizer.param_groups]
-        rises = not seen.rates or any(now > before for now, before in zip(rates, seen.rates, strict=False))
+        rates = [
+            number_of(entry_of(group, "lr")) or 0.0 for group in optimizer.param_groups
+        ]
+        rises = not seen.rates or any(
+            now > before for now, before in zip(rates, seen.rates, strict=False)
+        )
         seen.rates = rates
         if rises or number_of(attribute(optimizer, "found_inf")):
             return
         seen.steps += 1
         if seen.steps > _SKIPPED:
-            seen.before.update((parameter, _sample(parameter)) for parameter in _halves(optimizer))
+            seen.before.update(
+                (parameter, _sample(parameter)) for parameter in _halves(optimizer)
+            )
 
     @override
     def stepped(self, facts: Facts, optimizer: torch.optim.Optimizer) -> None:
@@ -101,8 +116,13 @@ class Roundings(Lint):
         for parameter, before in seen.before.items():
             rate = rates.get(id(parameter))
             if rate is not None:  # otherwise the step has taken it out of the optimizer
-                share, last = _share_of(optimizer, parameter, before, rate), seen.shares.get(parameter, _Share())
-                seen.shares[parameter] = _Share(last.unchanged + share.unchanged, last.all + share.all)
+                share, last = (
+                    _share_of(optimizer, parameter, before, rate),
+                    seen.shares.get(parameter, _Share()),
+                )
+                seen.shares[parameter] = _Share(
+                    last.unchanged + share.unchanged, last.all + share.all
+                )
         seen.before = Objects()
         seen.looks += 1
         if seen.looks == _LOOKS:
@@ -125,7 +145,11 @@ class Roundings(Lint):
         ]
 
     def _judge(self, seen: _Seen) -> None:
-        shares = [(parameter, share.unchanged / share.all) for parameter, share in seen.shares.items() if share.all]
+        shares = [
+            (parameter, share.unchanged / share.all)
+            for parameter, share in seen.shares.items()
+            if share.all
+        ]
         unchanged = sum(share.unchanged for share in seen.shares.values())
         total = sum(share.all for share in seen.shares.values())
         if not total or unchanged / total <= _MOST:
@@ -133,7 +157,11 @@ class Roundings(Lint):
         shares.sort(key=lambda one: -one[1])
         names = names_of([parameter for parameter, _ in shares])
         place, dtype = here(), str(shares[0][0].dtype).removeprefix("torch.")
-        named = [f"{name} ({share:.0%})" for (_, share), name in zip(shares, names, strict=True) if share > _MOST]
+        named = [
+            f"{name} ({share:.0%})"
+            for (_, share), name in zip(shares, names, strict=True)
+            if share > _MOST
+        ]
         self._found.setdefault(place, _Found(place, dtype, unchanged / total, named))
 
 
@@ -142,15 +170,25 @@ def _halves(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     found = []
     for parameter in parameters_of(optimizer):
         there = held_here(parameter)
-        if parameter.dtype in _HALVES and there is not None and there.numel() and can_be_read(there):
+        if (
+            parameter.dtype in _HALVES
+            and there is not None
+            and there.numel()
+            and can_be_read(there)
+        ):
             found.append(parameter)
     return found[:: max(1, len(found) // _PARAMETERS)]
 
 
 def _rates_of(optimizer: torch.optim.Optimizer) -> dict[int, float]:
     """The learning rate of each parameter, by its id."""
-    rates = [(group, number_of(entry_of(group, "lr")) or 0.0) for group in optimizer.param_groups]
-    return {id(parameter): rate for group, rate in rates for parameter in members_of(group)}
+    rates = [
+        (group, number_of(entry_of(group, "lr")) or 0.0)
+        for group in optimizer.param_groups
+    ]
+    return {
+        id(parameter): rate for group, rate in rates for parameter in members_of(group)
+    }
 
 
 def _sample(tensor: torch.Tensor) -> torch.Tensor:
@@ -162,7 +200,12 @@ def _sample(tensor: torch.Tensor) -> torch.Tensor:
         return flat[:: max(1, flat.numel() // _NUMBERS)].double()
 
 
-def _share_of(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, before: torch.Tensor, rate: float) -> _Share:
+def _share_of(
+    optimizer: torch.optim.Optimizer,
+    parameter: torch.Tensor,
+    before: torch.Tensor,
+    rate: float,
+) -> _Share:
     gradient = held_here(parameter.grad)
     if gradient is None or not can_be_read(gradient):
         return _Share()
@@ -170,6 +213,10 @@ def _share_of(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, before:
     if after.shape != before.shape or slope.shape != before.shape:
         return _Share()
     with torch.no_grad(), unwatched(), without_modes():
-        size = rate * slope.abs() if isinstance(optimizer, torch.optim.SGD) else torch.full_like(slope, rate)
+        size = (
+            rate * slope.abs()
+            if isinstance(optimizer, torch.optim.SGD)
+            else torch.full_like(slope, rate)
+        )
         counts = (slope != 0) & slope.isfinite() & (size > _FLOAT32 * before.abs())
         return _Share(int((counts & (after == before)).sum()), int(counts.sum()))

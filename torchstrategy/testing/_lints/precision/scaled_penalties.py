@@ -19,7 +19,14 @@ from torchstrategy.testing._lints.lint import Follower
 
 _ENOUGH = 2  # calls of `backward`
 _aten = torch.ops.aten
-_SCALING = {_aten.mul, _aten.mul_, _aten.div, _aten.div_, _aten._foreach_mul, _aten._foreach_mul_}
+_SCALING = {
+    _aten.mul,
+    _aten.mul_,
+    _aten.div,
+    _aten.div_,
+    _aten._foreach_mul,
+    _aten._foreach_mul_,
+}
 _SCALING |= {_aten._foreach_div, _aten._foreach_div_}
 _ADDING = {_aten.add, _aten.add_, _aten.sub, _aten.sub_, _aten.rsub}
 
@@ -36,11 +43,18 @@ class ScaledPenalties(Follower):
     def __init__(self) -> None:
         self._pieces: dict[int, Pieces[Place]] = {}
         self._has_constant: set[int] = set()  # ranks
-        self._scales: dict[Place, list[float]] = defaultdict(list)  # of each call of `backward`
+        self._scales: dict[Place, list[float]] = defaultdict(
+            list
+        )  # of each call of `backward`
 
     @override
-    def differentiated(self, facts: Facts, outputs: Sequence[Any], gradients: Sequence[Any]) -> None:
-        if not any(isinstance(one, torch.Tensor) and is_scaled(one, facts.scale) for one in outputs):
+    def differentiated(
+        self, facts: Facts, outputs: Sequence[Any], gradients: Sequence[Any]
+    ) -> None:
+        if not any(
+            isinstance(one, torch.Tensor) and is_scaled(one, facts.scale)
+            for one in outputs
+        ):
             return
         place = here()
         pieces = self._pieces.setdefault(facts.rank, Pieces())
@@ -49,13 +63,24 @@ class ScaledPenalties(Follower):
                 pieces.add(gradient, place)
 
     @override
-    def operator(self, facts: Facts, func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
+    def operator(
+        self,
+        facts: Facts,
+        func: Any,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        result: Any,
+    ) -> None:
         # An operator of a higher order, such as `torch.cond`, has no overloads.
         pieces, kind = self._pieces[facts.rank], getattr(func, "overloadpacket", None)
         if kind not in _SCALING and kind not in _ADDING:
             pieces.follow(func, args, kwargs, result)
         elif any(pieces.find(one) is not None for one in tensors_in(args[:2])):
-            is_shifted = kind in _ADDING and kwargs.get("alpha", 1) == 1 and _has_constant(args[:2])
+            is_shifted = (
+                kind in _ADDING
+                and kwargs.get("alpha", 1) == 1
+                and _has_constant(args[:2])
+            )
             if is_shifted:
                 self._has_constant.add(facts.rank)
             if is_shifted or facts.rank in self._has_constant:
@@ -66,8 +91,14 @@ class ScaledPenalties(Follower):
     @override
     def goes_back(self, facts: Facts, losses: Sequence[torch.Tensor]) -> None:
         pieces = self._pieces.get(facts.rank)
-        if pieces is not None and facts.scale is not None and facts.rank in self._has_constant:
-            places = [pieces.find(loss) for loss in losses if is_scaled(loss, facts.scale)]
+        if (
+            pieces is not None
+            and facts.scale is not None
+            and facts.rank in self._has_constant
+        ):
+            places = [
+                pieces.find(loss) for loss in losses if is_scaled(loss, facts.scale)
+            ]
             for place in {one for one in places if one is not None}:
                 self._scales[place].append(facts.scale)
         self._forget(facts.rank)
@@ -95,4 +126,6 @@ class ScaledPenalties(Follower):
 
 def _has_constant(args: Sequence[Any]) -> bool:
     """Whether a number other than 0 is among what is added, as in `norm - 1`."""
-    return any(not isinstance(one, torch.Tensor) and bool(number_of(one)) for one in args)
+    return any(
+        not isinstance(one, torch.Tensor) and bool(number_of(one)) for one in args
+    )

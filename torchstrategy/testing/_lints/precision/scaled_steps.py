@@ -10,7 +10,12 @@ from typing import Any, NamedTuple, final
 import torch
 from typing_extensions import override
 
-from torchstrategy.testing._lints.evidence.facts import Facts, address_of, addresses_of, parameters_of
+from torchstrategy.testing._lints.evidence.facts import (
+    Facts,
+    address_of,
+    addresses_of,
+    parameters_of,
+)
 from torchstrategy.testing._lints.evidence.known import version_of
 from torchstrategy.testing._lints.evidence.objects import Objects
 from torchstrategy.testing._lints.evidence.places import Place, here
@@ -46,9 +51,15 @@ class ScaledSteps(Lint):
     """
 
     def __init__(self) -> None:
-        self._scaled: dict[int, dict[int, _Scaled]] = defaultdict(dict)  # by rank and id of the parameter
-        self._unscaled: dict[int, set[int]] = defaultdict(set)  # the addresses of gradients, by rank
-        self._open: dict[int, list[_Scaled]] = {}  # with what the step that a rank is making has begun
+        self._scaled: dict[int, dict[int, _Scaled]] = defaultdict(
+            dict
+        )  # by rank and id of the parameter
+        self._unscaled: dict[int, set[int]] = defaultdict(
+            set
+        )  # the addresses of gradients, by rank
+        self._open: dict[
+            int, list[_Scaled]
+        ] = {}  # with what the step that a rank is making has begun
         self._steps: Objects[torch.optim.Optimizer, int] = Objects()
         self._found: dict[Place, _Found] = {}
 
@@ -72,10 +83,16 @@ class ScaledSteps(Lint):
             known.pop(id(parameter), None)
             gradient = parameter.grad
             # A hook of the program may have divided the gradient already.
-            if call.scale is not None and gradient is not None and not has_hooks_of_gradients(parameter):
+            if (
+                call.scale is not None
+                and gradient is not None
+                and not has_hooks_of_gradients(parameter)
+            ):
                 address = address_of(gradient)
                 there = weakref.ref(parameter)
-                known[id(parameter)] = _Scaled(there, address, version_of(gradient), call.scale, call.place)
+                known[id(parameter)] = _Scaled(
+                    there, address, version_of(gradient), call.scale, call.place
+                )
 
     @override
     def zeroed(self, facts: Facts) -> None:
@@ -87,9 +104,21 @@ class ScaledSteps(Lint):
         known = self._scaled[facts.rank]
         if not known:
             return
-        with_gradient = [parameter for parameter in parameters_of(optimizer) if parameter.grad is not None]
-        scaled = [known[id(parameter)] for parameter in with_gradient if id(parameter) in known]
-        if scaled and len(scaled) == len(with_gradient) and all(self._is_scaled(facts, one) for one in scaled):
+        with_gradient = [
+            parameter
+            for parameter in parameters_of(optimizer)
+            if parameter.grad is not None
+        ]
+        scaled = [
+            known[id(parameter)]
+            for parameter in with_gradient
+            if id(parameter) in known
+        ]
+        if (
+            scaled
+            and len(scaled) == len(with_gradient)
+            and all(self._is_scaled(facts, one) for one in scaled)
+        ):
             self._open[facts.rank] = scaled
 
     @override
@@ -101,7 +130,9 @@ class ScaledSteps(Lint):
         self._steps[optimizer] = self._steps.get(optimizer, 0) + 1
         if self._steps[optimizer] == _ENOUGH_STEPS:
             place = here()
-            self._found.setdefault(place, _Found(scaled[0].place, place, scaled[0].scale))
+            self._found.setdefault(
+                place, _Found(scaled[0].place, place, scaled[0].scale)
+            )
 
     @override
     def findings(self) -> list[Finding | None]:
@@ -117,17 +148,27 @@ class ScaledSteps(Lint):
             for one in self._found.values()
         ]
 
-    def _unscales(self, facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
+    def _unscales(
+        self, facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], result: Any
+    ) -> None:
         self._unscaled[facts.rank].update(addresses_of(args[0]))
 
     def _is_scaled(self, facts: Facts, scaled: _Scaled) -> bool:
         parameter = scaled.parameter()
         gradient = None if parameter is None else parameter.grad
-        if gradient is None or address_of(gradient) != scaled.address or scaled.address in self._unscaled[facts.rank]:
+        if (
+            gradient is None
+            or address_of(gradient) != scaled.address
+            or scaled.address in self._unscaled[facts.rank]
+        ):
             return False
         factor = facts.factor_at(scaled.address)
         if factor is None:
             return False
         is_written = version_of(gradient) != scaled.version
-        was_reduced = scaled.address in facts.reduced  # which writes it, and a division by the ranks comes with it
-        return (not is_written or was_reduced) and abs(factor * scaled.scale) >= _STILL_SCALED
+        was_reduced = (
+            scaled.address in facts.reduced
+        )  # which writes it, and a division by the ranks comes with it
+        return (not is_written or was_reduced) and abs(
+            factor * scaled.scale
+        ) >= _STILL_SCALED

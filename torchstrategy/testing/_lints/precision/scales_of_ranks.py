@@ -62,7 +62,9 @@ class ScalesOfRanks(Lint):
     @override
     def goes_back(self, facts: Facts, losses: Sequence[torch.Tensor]) -> None:
         self._going_back.add(facts.rank)
-        if facts.scale is not None and any(is_scaled(loss, facts.scale) for loss in losses):
+        if facts.scale is not None and any(
+            is_scaled(loss, facts.scale) for loss in losses
+        ):
             self._scaled[facts.rank] = _Scaled(facts.scale, here())
         else:
             self._scaled.pop(facts.rank, None)
@@ -86,16 +88,25 @@ class ScalesOfRanks(Lint):
         meeting = self._meetings.setdefault(told.key, _Meeting())
         meeting.by_rank[facts.rank] = mine
         # In a rank that steps a part of the parameters alone, the gradients of others are not known as gradients.
-        if facts.rank in self._going_back or any(_is_of_gradients(facts, one) for one in told.gives):
+        if facts.rank in self._going_back or any(
+            _is_of_gradients(facts, one) for one in told.gives
+        ):
             meeting.is_of_gradients = True
-        other = next((rank for rank, one in meeting.by_rank.items() if one.scale != mine.scale), None)
+        other = next(
+            (rank for rank, one in meeting.by_rank.items() if one.scale != mine.scale),
+            None,
+        )
         if other is not None and meeting.is_of_gradients:
             theirs = meeting.by_rank[other]
-            self._found.setdefault((theirs.place, mine.place), _finding({other: theirs, facts.rank: mine}))
+            self._found.setdefault(
+                (theirs.place, mine.place), _finding({other: theirs, facts.rank: mine})
+            )
         if len(meeting.by_rank) == len(told.ranks):
             del self._meetings[told.key]
 
-    def _unscales(self, facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
+    def _unscales(
+        self, facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], result: Any
+    ) -> None:
         self._scaled.pop(facts.rank, None)
 
     @override
@@ -104,12 +115,17 @@ class ScalesOfRanks(Lint):
 
 
 def _is_of_gradients(facts: Facts, tensor: torch.Tensor) -> bool:
-    return address_of(tensor) in facts.addresses - {0} or facts.flats.get(tensor) is not None
+    return (
+        address_of(tensor) in facts.addresses - {0}
+        or facts.flats.get(tensor) is not None
+    )
 
 
 def _finding(by_rank: dict[int, _Scaled]) -> Finding | None:
     places = list(dict.fromkeys(one.place for one in by_rank.values()))
-    scales = " and ".join(f"rank {rank} by {one.scale:g}" for rank, one in sorted(by_rank.items()))
+    scales = " and ".join(
+        f"rank {rank} by {one.scale:g}" for rank, one in sorted(by_rank.items())
+    )
     return finding(
         "gradients-of-other-scales",
         f"Ranks reduce gradients of losses ({', '.join(map(str, places))}) that a GradScaler has multiplied by scales "

@@ -65,15 +65,30 @@ class UnscaledSums(Lint):
     def goes_back(self, facts: Facts, losses: Sequence[torch.Tensor]) -> None:
         known = self._ranks.get(facts.rank)
         if known is not None:
-            there = {id(one): one.grad for one in facts.parameters() if address_of(one.grad) in known.addresses}
-            gradients = {own: one for own, one in there.items() if one is not None and can_be_read(one)}
-            known.left = {own for own, gradient in gradients.items() if not is_zero(gradient)}
+            there = {
+                id(one): one.grad
+                for one in facts.parameters()
+                if address_of(one.grad) in known.addresses
+            }
+            gradients = {
+                own: one
+                for own, one in there.items()
+                if one is not None and can_be_read(one)
+            }
+            known.left = {
+                own for own, gradient in gradients.items() if not is_zero(gradient)
+            }
 
     @override
     def went_back(self, facts: Facts) -> None:
         known = self._ranks.pop(facts.rank, None)
         last = facts.backwards[-1] if facts.backwards else None
-        if known is None or known.place is None or last is None or last.scale in (None, 1.0):
+        if (
+            known is None
+            or known.place is None
+            or last is None
+            or last.scale in (None, 1.0)
+        ):
             return
         if known.left & last.changed:
             self._added[_Added(known.place, last.place)] += 1
@@ -94,7 +109,9 @@ class UnscaledSums(Lint):
             if times >= _ENOUGH
         ]
 
-    def _unscales(self, facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
+    def _unscales(
+        self, facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], result: Any
+    ) -> None:
         gradients = facts.gradients_in(args[0])
         if gradients:
             known = self._ranks[facts.rank]

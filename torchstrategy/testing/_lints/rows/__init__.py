@@ -27,4 +27,13 @@ from torchstrategy.testing._lints.rows.worker_generators import WorkerGenerators
 
 def make_lints() -> list[Lint]:
     """One of each lint of this room."""
-    return [Rows(), FedRows(), Streams(), Padding(), Generators(), Noise(), WorkerGenerators(), DividedRows()]
+    return [
+        Rows(),
+        FedRows(),
+        Streams(),
+        Padding(),
+        Generators(),
+        Noise(),
+        WorkerGenerators(),
+        DividedRows(),
+    ]

@@ -12,7 +12,11 @@ from typing_extensions import override
 
 from torchstrategy.testing._lints.evidence.asking import attribute, number_in
 from torchstrategy.testing._lints.evidence.facts import Facts, address_of
-from torchstrategy.testing._lints.evidence.places import Place, exchanging_function_here, here
+from torchstrategy.testing._lints.evidence.places import (
+    Place,
+    exchanging_function_here,
+    here,
+)
 from torchstrategy.testing._lints.findings import Finding, finding, listed_ranks
 from torchstrategy.testing._lints.lint import Lint
 from torchstrategy.testing._ranks.witnesses import Told
@@ -58,8 +62,12 @@ class DividedRows(Lint):
     def __init__(self) -> None:
         self._step: dict[int, _Step] = defaultdict(_Step)
         self._opened: dict[int, tuple[Any, Place]] = {}
-        self._rows: dict[tuple[Group, int], dict[int, tuple[Any, ...]]] = defaultdict(dict)  # by group and step
-        self._mixed: dict[int, list[_Mixed]] = defaultdict(list)  # by rank, in its first steps
+        self._rows: dict[tuple[Group, int], dict[int, tuple[Any, ...]]] = defaultdict(
+            dict
+        )  # by group and step
+        self._mixed: dict[int, list[_Mixed]] = defaultdict(
+            list
+        )  # by rank, in its first steps
         self._right: set[int] = set()  # ranks that have made another step
 
     @override
@@ -71,14 +79,25 @@ class DividedRows(Lint):
     def drew(self, facts: Facts, loader: Any, rows: Any) -> None:
         opened, place = self._opened.get(facts.rank, (None, None))
         sampler = attribute(loader, "sampler")
-        if opened is loader and isinstance(rows, (list, tuple)) and isinstance(sampler, DistributedSampler):
+        if (
+            opened is loader
+            and isinstance(rows, (list, tuple))
+            and isinstance(sampler, DistributedSampler)
+        ):
             step = self._step[facts.rank]
-            step.read_at = place if number_in(sampler, "num_replicas") == facts.size else None
+            step.read_at = (
+                place if number_in(sampler, "num_replicas") == facts.size else None
+            )
             step.rows = tuple(rows)
 
     @override
     def told(self, facts: Facts, told: Told, is_of_torch: bool) -> None:
-        if is_of_torch or told.kind != "all_reduce" or facts.size < 3 or len(told.ranks) < 2:
+        if (
+            is_of_torch
+            or told.kind != "all_reduce"
+            or facts.size < 3
+            or len(told.ranks) < 2
+        ):
             return
         step, ranks = self._step[facts.rank], tuple(told.ranks)
         if any(address_of(tensor) in facts.addresses for tensor in told.gives):
@@ -94,25 +113,36 @@ class DividedRows(Lint):
         if len(step.exchanged) != 1 or len(step.reduced) != 1 or step.read_at is None:
             self._right.add(facts.rank)
             return
-        ((divides, added_at),), ((reduces, reduced_at),) = step.exchanged.items(), step.reduced.items()
+        ((divides, added_at),), ((reduces, reduced_at),) = (
+            step.exchanged.items(),
+            step.reduced.items(),
+        )
         if set(divides) & set(reduces) != {facts.rank}:
             self._right.add(facts.rank)
             return
         self._rows[divides, facts.steps][facts.rank] = step.rows
-        self._mixed[facts.rank].append(_Mixed(divides, reduces, (added_at, reduced_at, step.read_at)))
+        self._mixed[facts.rank].append(
+            _Mixed(divides, reduces, (added_at, reduced_at, step.read_at))
+        )
 
     @override
     def findings(self) -> list[Finding | None]:
         found: dict[tuple[Place, ...], Finding | None] = {}
         for rank, mixed in sorted(self._mixed.items()):
-            if len(mixed) >= _ENOUGH_STEPS and rank not in self._right and self._have_other_rows(mixed[0].divides):
+            if (
+                len(mixed) >= _ENOUGH_STEPS
+                and rank not in self._right
+                and self._have_other_rows(mixed[0].divides)
+            ):
                 found.setdefault(mixed[0].places, _finding(mixed[0]))
         return list(found.values())
 
     def _have_other_rows(self, divides: Group) -> bool:
         """Whether no two ranks of a group have drawn the same rows in any of the steps."""
         steps = [rows for (group, _), rows in self._rows.items() if group == divides]
-        return all(len(rows) == len(set(rows.values())) == len(divides) for rows in steps)
+        return all(
+            len(rows) == len(set(rows.values())) == len(divides) for rows in steps
+        )
 
 
 def _finding(mixed: _Mixed) -> Finding | None:

@@ -23,7 +23,10 @@ from torchstrategy.testing._lints.evidence.known import Known, is_plain, version
 from torchstrategy.testing._lints.evidence.places import Place, here
 from torchstrategy.testing._lints.findings import Finding, finding
 from torchstrategy.testing._lints.lint import Lint, Seen
-from torchstrategy.testing._lints.rows.orders import are_of_other_orders, without_repeats
+from torchstrategy.testing._lints.rows.orders import (
+    are_of_other_orders,
+    without_repeats,
+)
 from torchstrategy.testing._lints.torch_internals import without_modes
 from torchstrategy.testing._simulation.program import unwatched
 
@@ -50,19 +53,28 @@ class FedRows(Lint):
     """
 
     def __init__(self) -> None:
-        self._since: dict[int, dict[_Feed, list[int]]] = defaultdict(dict)  # by rank, since its last step
+        self._since: dict[int, dict[_Feed, list[int]]] = defaultdict(
+            dict
+        )  # by rank, since its last step
         self._counts: dict[int, Counter[Place]] = defaultdict(Counter)
         self._usual: dict[int, Counter[Place]] = {}  # of the first step
-        self._rows: dict[_Feed, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
+        self._rows: dict[_Feed, dict[int, list[int]]] = defaultdict(
+            lambda: defaultdict(list)
+        )
         self._most: Counter[_Feed] = Counter()  # the most rows that a step brings
         self._hashed: Counter[int] = Counter()  # rows, by rank
-        self._tables: dict[int, Known[tuple[int, int]]] = defaultdict(Known)  # the version and the numbers of tables
+        self._tables: dict[int, Known[tuple[int, int]]] = defaultdict(
+            Known
+        )  # the version and the numbers of tables
         self._companions: tuple[int, ...] = ()
         self._has_numbers = False
 
     @override
     def operators(self) -> dict[Any, Seen]:
-        chooses: dict[Any, Seen] = {_aten.index.Tensor: self._chooses, _aten.index_select.default: self._selects}
+        chooses: dict[Any, Seen] = {
+            _aten.index.Tensor: self._chooses,
+            _aten.index_select.default: self._selects,
+        }
         return {_aten._to_copy.default: self._copies, **chooses}
 
     @override
@@ -77,9 +89,14 @@ class FedRows(Lint):
 
     @override
     def stepped(self, facts: Facts, optimizer: torch.optim.Optimizer) -> None:
-        counts, since = self._counts.pop(facts.rank, Counter()), self._since.pop(facts.rank, {})
+        counts, since = (
+            self._counts.pop(facts.rank, Counter()),
+            self._since.pop(facts.rank, {}),
+        )
         companions = facts.companions()
-        has_reduced_all = bool(facts.called) or all(address in facts.reduced for address in facts.addresses)
+        has_reduced_all = bool(facts.called) or all(
+            address in facts.reduced for address in facts.addresses
+        )
         if len(companions) < 2 or not has_reduced_all:
             return
         self._companions = companions
@@ -102,33 +119,67 @@ class FedRows(Lint):
                 count = min(without_repeats(mine), without_repeats(theirs))
                 mine, theirs = mine[:count], theirs[:count]
                 # `Generators` names the same rows in the same order.
-                is_wrong = mine != theirs and are_of_other_orders(mine, theirs, len(self._companions))
+                is_wrong = mine != theirs and are_of_other_orders(
+                    mine, theirs, len(self._companions)
+                )
                 if is_wrong and count >= _FEWEST_STEPS * self._most[feed]:
                     # The same rows may come to the model later: one finding says it.
-                    return [_finding(feed.place, (ranks[0], rank), count, len(set(mine) & set(theirs)))]
+                    return [
+                        _finding(
+                            feed.place,
+                            (ranks[0], rank),
+                            count,
+                            len(set(mine) & set(theirs)),
+                        )
+                    ]
         return []
 
-    def _copies(self, facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
+    def _copies(
+        self, facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], result: Any
+    ) -> None:
         given = args[0]
-        if not isinstance(given, torch.Tensor):  # in `vmap`, the 2 of `x * 2` is copied, too
+        if not isinstance(
+            given, torch.Tensor
+        ):  # in `vmap`, the 2 of `x * 2` is copied, too
             return
         is_weight = isinstance(given, nn.Parameter) or given.requires_grad
-        if facts.size > 1 and not is_weight and given.device.type == "cpu" and result.device != given.device:
+        if (
+            facts.size > 1
+            and not is_weight
+            and given.device.type == "cpu"
+            and result.device != given.device
+        ):
             self._feeds(facts, given)
 
-    def _chooses(self, facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
+    def _chooses(
+        self, facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], result: Any
+    ) -> None:
         if len(args[1]) == 1 and args[1][0] is not None:
             self._takes(facts, args[0], args[1][0])
 
-    def _selects(self, facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
+    def _selects(
+        self, facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], result: Any
+    ) -> None:
         if args[1] == 0:
             self._takes(facts, args[0], args[2])
 
     def _takes(self, facts: Facts, table: torch.Tensor, numbers: torch.Tensor) -> None:
         """Rows of a table are taken by their numbers. It counts if all ranks have this table."""
-        is_data = facts.size > 1 and not isinstance(table, nn.Parameter) and not table.requires_grad
-        are_rows = numbers.dim() == 1 and numbers.dtype is torch.int64 and can_be_read(numbers)
-        if not is_data or not are_rows or not table.dim() or len(numbers) >= len(table) or not can_be_read(table):
+        is_data = (
+            facts.size > 1
+            and not isinstance(table, nn.Parameter)
+            and not table.requires_grad
+        )
+        are_rows = (
+            numbers.dim() == 1 and numbers.dtype is torch.int64 and can_be_read(numbers)
+        )
+        if (
+            not is_data
+            or not are_rows
+            or not table.dim()
+            or len(numbers) >= len(table)
+            or not can_be_read(table)
+        ):
             return
         if not self._is_asked(facts, numbers):
             return
@@ -146,9 +197,15 @@ class FedRows(Lint):
         return is_of_a_step and not is_full and 2 <= len(rows) <= _MOST_OF_A_STEP
 
     def _feeds(self, facts: Facts, tensor: torch.Tensor) -> None:
-        if not is_plain(tensor) or tensor.dim() < 2 or not self._is_asked(facts, tensor):
+        if (
+            not is_plain(tensor)
+            or tensor.dim() < 2
+            or not self._is_asked(facts, tensor)
+        ):
             return
-        if math.prod(tensor.shape[1:]) >= _FEWEST_NUMBERS and has_ordinary_numbers(tensor):
+        if math.prod(tensor.shape[1:]) >= _FEWEST_NUMBERS and has_ordinary_numbers(
+            tensor
+        ):
             self._note(facts, hashes_of_rows(tensor))
 
     def _note(self, facts: Facts, rows: list[int]) -> None:
@@ -161,7 +218,9 @@ class FedRows(Lint):
             self._since[facts.rank][feed] = rows
 
 
-def _finding(place: Place, ranks: tuple[int, int], count: int, common: int) -> Finding | None:
+def _finding(
+    place: Place, ranks: tuple[int, int], count: int, common: int
+) -> Finding | None:
     return finding(
         "same-rows",
         f"Of the first {count} rows that each of ranks {ranks[0]} and {ranks[1]} trains with ({place}), none of them "

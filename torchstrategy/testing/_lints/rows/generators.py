@@ -10,7 +10,11 @@ import torch
 from typing_extensions import override
 
 from torchstrategy.testing._lints.evidence.facts import Facts, Model, address_of
-from torchstrategy.testing._lints.evidence.fingerprints import can_be_read, checksum, numbers_of
+from torchstrategy.testing._lints.evidence.fingerprints import (
+    can_be_read,
+    checksum,
+    numbers_of,
+)
 from torchstrategy.testing._lints.evidence.known import Known
 from torchstrategy.testing._lints.evidence.places import Place, here, in_words
 from torchstrategy.testing._lints.findings import Finding, finding
@@ -34,11 +38,15 @@ class Generators(Lint):
     """Compares what ranks draw at the same places, in models that `DistributedDataParallel` trains."""
 
     def __init__(self) -> None:
-        self._masks: dict[tuple[str, int], dict[int, _Drawn]] = defaultdict(dict)  # by place and number, and by rank
+        self._masks: dict[tuple[str, int], dict[int, _Drawn]] = defaultdict(
+            dict
+        )  # by place and number, and by rank
         self._noise: dict[tuple[str, int], dict[int, _Drawn]] = defaultdict(dict)
         self._rows: dict[tuple[str, int], dict[int, _Drawn]] = defaultdict(dict)
         self._inputs: dict[tuple[Any, int], dict[int, int]] = defaultdict(dict)
-        self._called: dict[Any, dict[int, Place]] = defaultdict(dict)  # by model and rank: where
+        self._called: dict[Any, dict[int, Place]] = defaultdict(
+            dict
+        )  # by model and rank: where
         self._has_loaders = False
         self._times: Counter[tuple[int, Any]] = Counter()
         self._indices: dict[int, Known[bool]] = defaultdict(Known)
@@ -46,13 +54,31 @@ class Generators(Lint):
 
     @override
     def operators(self) -> dict[Any, Seen]:
-        seen: dict[Any, Seen] = {_aten.native_dropout.default: self._drops, _aten.bernoulli_.float: self._drops}
-        seen |= {_aten.randn_like.default: self._adds_noise, _aten.rand_like.default: self._adds_noise}
-        choosing = [_aten.randint.default, _aten.randint.low, _aten.randperm.default, _aten.randperm.generator]
-        choosing += [_aten.randint.generator, _aten.randint.low_generator, _aten.multinomial.default]
+        seen: dict[Any, Seen] = {
+            _aten.native_dropout.default: self._drops,
+            _aten.bernoulli_.float: self._drops,
+        }
+        seen |= {
+            _aten.randn_like.default: self._adds_noise,
+            _aten.rand_like.default: self._adds_noise,
+        }
+        choosing = [
+            _aten.randint.default,
+            _aten.randint.low,
+            _aten.randperm.default,
+            _aten.randperm.generator,
+        ]
+        choosing += [
+            _aten.randint.generator,
+            _aten.randint.low_generator,
+            _aten.multinomial.default,
+        ]
         seen |= {op: self._chooses for op in choosing}
         seen[_aten._to_copy.default] = self._passes
-        return seen | {_aten.index.Tensor: self._takes, _aten.index_select.default: self._selects}
+        return seen | {
+            _aten.index.Tensor: self._takes,
+            _aten.index_select.default: self._selects,
+        }
 
     @override
     def calls(self, facts: Facts, model: Model, args: Sequence[Any]) -> None:
@@ -61,7 +87,9 @@ class Generators(Lint):
             return  # what another part of the model has made
         readable = [one for one in given if can_be_read(one)]
         if readable and (number := self._next(facts.rank, model.key)) < _MOST:
-            self._inputs[model.key, number][facts.rank] = hash(tuple(checksum(numbers_of(one)) for one in readable))
+            self._inputs[model.key, number][facts.rank] = hash(
+                tuple(checksum(numbers_of(one)) for one in readable)
+            )
             self._called[model.key][facts.rank] = here()
 
     @override
@@ -82,7 +110,9 @@ class Generators(Lint):
         if not self._companions:
             return []
         found: list[Finding | None] = []
-        has_other_inputs = any(len(set(those.values())) > 1 for those in self._inputs.values())
+        has_other_inputs = any(
+            len(set(those.values())) > 1 for those in self._inputs.values()
+        )
         if has_other_inputs and (masks := self._alike(self._masks, 1)):
             found.append(_of_masks(masks, len(self._companions)))
         if has_other_inputs and (noise := self._alike(self._noise, _TWICE)):
@@ -92,7 +122,11 @@ class Generators(Lint):
         found += [_of_rows(one, len(self._companions)) for one in rows]
         # With loaders, rows that are alike in all models are those of a loader, which `Rows` and `Streams` name.
         if not rows and (not self._has_loaders or has_other_inputs):
-            found += [_of_inputs(places) for key, places in self._called.items() if self._are_alike(key)]
+            found += [
+                _of_inputs(places)
+                for key, places in self._called.items()
+                if self._are_alike(key)
+            ]
         return found
 
     def _are_alike(self, key: Any) -> bool:
@@ -101,9 +135,15 @@ class Generators(Lint):
         ranks = set(self._called[key])
         are_there = len(ranks) > 1 and all(set(those) == ranks for those in sums)
         each = [set(those.values()) for those in sums]
-        return are_there and all(len(one) == 1 for one in each) and len(set.union(*each)) == _MOST
+        return (
+            are_there
+            and all(len(one) == 1 for one in each)
+            and len(set.union(*each)) == _MOST
+        )
 
-    def _alike(self, drawn: dict[tuple[str, int], dict[int, _Drawn]], least: int) -> list[_Drawn]:
+    def _alike(
+        self, drawn: dict[tuple[str, int], dict[int, _Drawn]], least: int
+    ) -> list[_Drawn]:
         """The places at which all ranks have drawn the same, each time."""
         by_place: dict[Place, list[bool]] = defaultdict(list)
         first: dict[Place, _Drawn] = {}
@@ -113,27 +153,44 @@ class Generators(Lint):
                 first.setdefault(mine[0].place, mine[0])
                 is_alike = len({(one.numbers, one.source) for one in mine}) == 1
                 by_place[mine[0].place].append(is_alike)
-        return [first[place] for place, alike in by_place.items() if all(alike) and len(alike) >= least]
+        return [
+            first[place]
+            for place, alike in by_place.items()
+            if all(alike) and len(alike) >= least
+        ]
 
     def _next(self, rank: int, key: Any) -> int:
         self._times[rank, key] += 1
         return self._times[rank, key] - 1
 
-    def _drops(self, facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
+    def _drops(
+        self, facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], result: Any
+    ) -> None:
         mask = result[1] if isinstance(result, (tuple, list)) else result
-        if facts.size < 2 or mask.numel() < _ENOUGH or not can_be_read(mask) or not facts.called:
+        if (
+            facts.size < 2
+            or mask.numel() < _ENOUGH
+            or not can_be_read(mask)
+            or not facts.called
+        ):
             return
         place = here()
         number = self._next(facts.rank, ("mask", place))
         if number < _MOST:
             numbers = numbers_of(mask)
             if not bool(numbers.bool().all()) and bool(numbers.any()):
-                self._masks[str(place), number][facts.rank] = _Drawn(place, checksum(numbers), 0, mask.numel())
+                self._masks[str(place), number][facts.rank] = _Drawn(
+                    place, checksum(numbers), 0, mask.numel()
+                )
 
-    def _adds_noise(self, facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
+    def _adds_noise(
+        self, facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], result: Any
+    ) -> None:
         if facts.size < 2 or result.numel() < _ENOUGH or not can_be_read(result):
             return
-        if facts.backwards or address_of(args[0]) in {address_of(one) for one in facts.parameters()} - {0}:
+        if facts.backwards or address_of(args[0]) in {
+            address_of(one) for one in facts.parameters()
+        } - {0}:
             return  # noise for gradients and weights has to be alike
         place = here()
         number = self._next(facts.rank, ("noise", place))
@@ -141,19 +198,27 @@ class Generators(Lint):
             drawn = _Drawn(place, checksum(numbers_of(result)), 0, result.numel())
             self._noise[str(place), number][facts.rank] = drawn
 
-    def _chooses(self, facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
+    def _chooses(
+        self, facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], result: Any
+    ) -> None:
         if facts.size > 1 and result.dtype is torch.int64 and result.numel() > 1:
             self._indices[facts.rank].put(result, True)
 
-    def _passes(self, facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
+    def _passes(
+        self, facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], result: Any
+    ) -> None:
         if self._indices[facts.rank].get(args[0]):
             self._indices[facts.rank].put(result, True)
 
-    def _takes(self, facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
+    def _takes(
+        self, facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], result: Any
+    ) -> None:
         if len(args[1]) == 1:
             self._note(facts, args[0], args[1][0])
 
-    def _selects(self, facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
+    def _selects(
+        self, facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], result: Any
+    ) -> None:
         if args[1] == 0:
             self._note(facts, args[0], args[2])
 
@@ -161,12 +226,22 @@ class Generators(Lint):
         """Notes which rows are chosen at random, if these are some of many; a shuffled batch has all of its rows."""
         if facts.size < 2 or not self._indices[facts.rank].get(index):
             return
-        if not source.dim() or index.numel() >= len(source) or not can_be_read(source) or not can_be_read(index):
+        if (
+            not source.dim()
+            or index.numel() >= len(source)
+            or not can_be_read(source)
+            or not can_be_read(index)
+        ):
             return
         place = here()
         number = self._next(facts.rank, ("rows", place))
         if number < _MOST:
-            drawn = _Drawn(place, checksum(numbers_of(index)), checksum(numbers_of(source)), index.numel())
+            drawn = _Drawn(
+                place,
+                checksum(numbers_of(index)),
+                checksum(numbers_of(source)),
+                index.numel(),
+            )
             self._rows[str(place), number][facts.rank] = drawn
 
 

@@ -28,6 +28,8 @@ def are_of_other_orders(rows: Sequence[int], others: Sequence[int], ranks: int) 
     count = min(len(rows), len(others))
     common = len(set(rows) & set(others))
     expected = count / ranks
-    deviation = math.sqrt(expected) * (1 - 1 / ranks)  # of the number of common rows of two parts
+    deviation = math.sqrt(expected) * (
+        1 - 1 / ranks
+    )  # of the number of common rows of two parts
     allowed = max(_SHARE * expected, _DEVIATIONS * deviation)
     return common >= _FEWEST and abs(common - expected) <= allowed

@@ -52,7 +52,9 @@ class _Open:
 
 class _Case(NamedTuple):
     padded: _Padded
-    number: tuple[int, int]  # of those that are reduced: the number of the tensor, and that within it
+    number: tuple[
+        int, int
+    ]  # of those that are reduced: the number of the tensor, and that within it
     place: Place
 
 
@@ -65,8 +67,12 @@ class Padding(Lint):
 
     def __init__(self) -> None:
         self._open: dict[int, _Open] = {}
-        self._padded: dict[int, list[_Padded]] = defaultdict(list)  # since the last `backward`
-        self._given: dict[Hashable, dict[int, list[_Case]]] = defaultdict(dict)  # by collective and rank
+        self._padded: dict[int, list[_Padded]] = defaultdict(
+            list
+        )  # since the last `backward`
+        self._given: dict[Hashable, dict[int, list[_Case]]] = defaultdict(
+            dict
+        )  # by collective and rank
         self._found: dict[tuple[Place, Place], _Case] = {}
 
     @override
@@ -98,7 +104,12 @@ class Padding(Lint):
     @override
     def told(self, facts: Facts, told: Told, is_of_torch: bool) -> None:
         evaluations = self._padded.get(facts.rank)
-        if not evaluations or is_of_torch or told.kind != "all_reduce" or told.detail != "sum":
+        if (
+            not evaluations
+            or is_of_torch
+            or told.kind != "all_reduce"
+            or told.detail != "sum"
+        ):
             return
         cases, place = [], here()
         for number, tensor in enumerate(told.gives):
@@ -140,14 +151,19 @@ def _finding(case: _Case) -> Finding | None:
 
 def _of_all(cases: list[list[_Case]]) -> list[_Case]:
     """Those that all ranks have, at the same number of the tensor."""
-    of_ranks = [{(case.number, case.padded.given) for case in of_rank} for of_rank in cases]
+    of_ranks = [
+        {(case.number, case.padded.given) for case in of_rank} for of_rank in cases
+    ]
     common = set.intersection(*of_ranks)
     return [case for case in cases[0] if (case.number, case.padded.given) in common]
 
 
 def _padded(sampler: Any) -> _Padded | None:
     """What a sampler says of itself; None if it does not say all of it."""
-    rows, given, ranks = (number_in(sampler, name) for name in ("num_samples", "total_size", "num_replicas"))
+    rows, given, ranks = (
+        number_in(sampler, name)
+        for name in ("num_samples", "total_size", "num_replicas")
+    )
     size = length_of(attribute(sampler, "dataset"))
     if rows is None or given is None or size is None or ranks is None:
         return None

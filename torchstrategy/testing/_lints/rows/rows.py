@@ -10,22 +10,42 @@ from itertools import pairwise
 from typing import Any, final
 
 import torch
-from torch.utils.data import DistributedSampler, RandomSampler, SequentialSampler, WeightedRandomSampler
+from torch.utils.data import (
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+    WeightedRandomSampler,
+)
 from typing_extensions import override
 
-from torchstrategy.testing._lints.evidence.asking import asked, attribute, is_set, length_of, named_in, number_in
+from torchstrategy.testing._lints.evidence.asking import (
+    asked,
+    attribute,
+    is_set,
+    length_of,
+    named_in,
+    number_in,
+)
 from torchstrategy.testing._lints.evidence.contents import content_of
 from torchstrategy.testing._lints.evidence.facts import Facts
 from torchstrategy.testing._lints.evidence.objects import Objects
 from torchstrategy.testing._lints.evidence.places import Place, here, in_words
 from torchstrategy.testing._lints.findings import Finding, finding
 from torchstrategy.testing._lints.lint import Lint
-from torchstrategy.testing._lints.rows.orders import are_of_other_orders, without_repeats
+from torchstrategy.testing._lints.rows.orders import (
+    are_of_other_orders,
+    without_repeats,
+)
 from torchstrategy.testing._lints.torch_internals import is_subset
 
 _MOST_EPOCHS, _MOST_ROWS, _ENOUGH, _ENOUGH_BATCHES, _SHARE = 3, 2_000_000, 8, 4, 0.05
 _FEWEST_STEPS = 2  # between the rows of an order: those of a part in turn, and one to what fills it up
-_OF_TORCH = (DistributedSampler, RandomSampler, SequentialSampler, WeightedRandomSampler)
+_OF_TORCH = (
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+    WeightedRandomSampler,
+)
 
 
 @final
@@ -92,14 +112,20 @@ class Rows(Lint):
     def __init__(self) -> None:
         self._loaders: dict[int, Objects[Any, _Loader]] = defaultdict(Objects)
         self._in_order: dict[int, list[_Loader]] = defaultdict(list)
-        self._last: dict[int, tuple[_Loader, _Epoch]] = {}  # from which a rank has drawn last
-        self._told: dict[int, dict[int, Any]] = defaultdict(dict)  # the samplers, by id, whose `set_epoch` was called
+        self._last: dict[
+            int, tuple[_Loader, _Epoch]
+        ] = {}  # from which a rank has drawn last
+        self._told: dict[int, dict[int, Any]] = defaultdict(
+            dict
+        )  # the samplers, by id, whose `set_epoch` was called
 
     @override
     def opened(self, facts: Facts, loader: Any) -> None:
         of_rank = self._loaders[facts.rank]
         if loader not in of_rank:
-            of_rank[loader] = self._known(facts.rank, loader) or _described(loader, facts.size, here())
+            of_rank[loader] = self._known(facts.rank, loader) or _described(
+                loader, facts.size, here()
+            )
             if of_rank[loader] not in self._in_order[facts.rank]:
                 self._in_order[facts.rank].append(of_rank[loader])
         told = self._told[facts.rank].pop(id(_sampler_of(loader)), None)
@@ -131,7 +157,9 @@ class Rows(Lint):
         drawn = list(rows) if isinstance(rows, (list, tuple)) else [rows]
         if not all(isinstance(row, int) for row in drawn):
             known.is_readable = False
-        elif known.subset is not None and not all(-len(known.subset) <= row < len(known.subset) for row in drawn):
+        elif known.subset is not None and not all(
+            -len(known.subset) <= row < len(known.subset) for row in drawn
+        ):
             known.is_readable = False  # its rows have become more
         elif len(known.epochs) <= _MOST_EPOCHS and len(epoch.rows) < _MOST_ROWS:
             epoch.rows += map(known.base, drawn)
@@ -152,7 +180,9 @@ class Rows(Lint):
             if same_order is not None:
                 found.append(same_order)
             if len(loaders) > 1:
-                found += _shared(loaders) or _left_out(loaders) or _divided_twice(loaders)
+                found += (
+                    _shared(loaders) or _left_out(loaders) or _divided_twice(loaders)
+                )
         return found
 
     def _together(self) -> list[dict[int, _Loader]]:
@@ -163,7 +193,11 @@ class Rows(Lint):
             group = {ranks[0]: first}
             for rank in first.companions:
                 others = self._in_order.get(rank, [])
-                if rank != ranks[0] and index < len(others) and _belong_together(first, others[index]):
+                if (
+                    rank != ranks[0]
+                    and index < len(others)
+                    and _belong_together(first, others[index])
+                ):
                     group[rank] = others[index]
             if first.is_readable and first.training():
                 together.append(group)
@@ -171,13 +205,28 @@ class Rows(Lint):
 
 
 def _described(loader: Any, ranks: int, place: Place) -> _Loader:
-    nothing = _Loader(place, _sampler_of(loader), False, None, 0, 0, 1, True, _nothing, is_readable=False)
+    nothing = _Loader(
+        place,
+        _sampler_of(loader),
+        False,
+        None,
+        0,
+        0,
+        1,
+        True,
+        _nothing,
+        is_readable=False,
+    )
     return asked(lambda: _answered(loader, ranks, place), nothing)
 
 
 def _answered(loader: Any, ranks: int, place: Place) -> _Loader:
     """What a loader says of itself, with its data set and its samplers, which may refuse."""
-    dataset, sampler, batches = loader.dataset, _sampler_of(loader), loader.batch_sampler
+    dataset, sampler, batches = (
+        loader.dataset,
+        _sampler_of(loader),
+        loader.batch_sampler,
+    )
     subset = None
     if is_subset(dataset):
         subset = [int(row) for row in dataset.indices]
@@ -197,7 +246,9 @@ def _answered(loader: Any, ranks: int, place: Place) -> _Loader:
         batch=number_in(batches, "batch_size") or 1,
         leaves_out=any(bool(attribute(one, "drop_last")) for one in (batches, sampler)),
         dataset=there,
-        content=content_of(dataset.dataset if subset is not None else dataset) if ranks > 1 else 0,
+        content=content_of(dataset.dataset if subset is not None else dataset)
+        if ranks > 1
+        else 0,
     )
 
 
@@ -206,7 +257,9 @@ def _sampler_of(loader: Any) -> Any:
     batches = loader.batch_sampler
     if batches is None:
         return loader.sampler
-    return batches.sampler if type(batches) is torch.utils.data.BatchSampler else batches
+    return (
+        batches.sampler if type(batches) is torch.utils.data.BatchSampler else batches
+    )
 
 
 def _nothing() -> None:
@@ -214,14 +267,21 @@ def _nothing() -> None:
 
 
 def _belong_together(loader: _Loader, other: _Loader) -> bool:
-    is_shared = loader.dataset() is not None and loader.dataset() is other.dataset()  # ranks are threads here
-    has_same_rows = loader.below == other.below and (is_shared or loader.content == other.content)
+    is_shared = (
+        loader.dataset() is not None and loader.dataset() is other.dataset()
+    )  # ranks are threads here
+    has_same_rows = loader.below == other.below and (
+        is_shared or loader.content == other.content
+    )
     return loader.place == other.place and has_same_rows and other.is_readable
 
 
 def _is(sampler: Any, *kinds: Any) -> bool:
     """Whether a sampler is one of torch's, or of a subclass that has its settings."""
-    has_settings = isinstance(sampler, SequentialSampler) or number_in(sampler, "num_samples") is not None
+    has_settings = (
+        isinstance(sampler, SequentialSampler)
+        or number_in(sampler, "num_samples") is not None
+    )
     return isinstance(sampler, kinds) and has_settings
 
 
@@ -241,12 +301,26 @@ def _shuffling(sampler: Any, epochs: list[_Epoch]) -> Any:
     None if nothing does, or if the program has told a sampler of its own the epoch.
     """
     if _is_shuffled(sampler):
-        return None if _chooses_as_it_likes(sampler) and _steps(epochs) <= _FEWEST_STEPS else sampler
+        return (
+            None
+            if _chooses_as_it_likes(sampler) and _steps(epochs) <= _FEWEST_STEPS
+            else sampler
+        )
     held = named_in(sampler).values()
-    shuffled = next((one for one in held if isinstance(one, DistributedSampler) and is_set(one, "shuffle")), None)
+    shuffled = next(
+        (
+            one
+            for one in held
+            if isinstance(one, DistributedSampler) and is_set(one, "shuffle")
+        ),
+        None,
+    )
     if shuffled is not None:
         return shuffled
-    is_own = attribute(sampler, "set_epoch") is not None and attribute(sampler, "shuffle") is None
+    is_own = (
+        attribute(sampler, "set_epoch") is not None
+        and attribute(sampler, "shuffle") is None
+    )
     if not is_own or epochs[1].is_told:
         return None
     return sampler if _steps(epochs) > _ENOUGH else None
@@ -272,7 +346,9 @@ def _same_order(loader: _Loader) -> Finding | None:
     if attribute(sampler, "set_epoch") is not None:
         write = "Call `sampler.set_epoch(epoch)` at the beginning of each epoch."
         if loader.is_of_batches:
-            write += " It is that of the batch sampler: `loader.sampler` is another one."
+            write += (
+                " It is that of the batch sampler: `loader.sampler` is another one."
+            )
     kind = type(sampler).__name__
     return finding(
         "same-order",
@@ -292,11 +368,17 @@ def _shared(loaders: dict[int, _Loader]) -> list[Finding | None]:
             count = min(len(epoch.rows), len(other.rows))
             some, others = epoch.rows[:count], other.rows[:count]
             if _have_too_many_in_common(loaders[rank], some, others, len(ranks)):
-                return [_shared_finding(loaders, ranks[0], rank, len(set(some) & set(others)), count)]
+                return [
+                    _shared_finding(
+                        loaders, ranks[0], rank, len(set(some) & set(others)), count
+                    )
+                ]
     return []
 
 
-def _have_too_many_in_common(loader: _Loader, rows: list[int], others: list[int], ranks: int) -> bool:
+def _have_too_many_in_common(
+    loader: _Loader, rows: list[int], others: list[int], ranks: int
+) -> bool:
     """Whether two ranks have more rows in common than their samplers may give them."""
     is_equal = rows == others
     if _is(loader.sampler, *_OF_TORCH) or is_equal:
@@ -304,14 +386,18 @@ def _have_too_many_in_common(loader: _Loader, rows: list[int], others: list[int]
     return _are_drawn_apart(loader, rows, others, ranks)
 
 
-def _are_drawn_apart(loader: _Loader, rows: list[int], others: list[int], ranks: int) -> bool:
+def _are_drawn_apart(
+    loader: _Loader, rows: list[int], others: list[int], ranks: int
+) -> bool:
     """Whether a sampler of the program's own gives ranks parts of orders that they draw apart, or all the same rows.
 
     It may also give each row to several ranks at nearly the same time, with other augmentation.
     """
     if len(rows) < _ENOUGH_BATCHES * loader.batch or without_repeats(rows) < len(rows):
         return False
-    at, there = ({row: place for place, row in enumerate(those)} for those in (rows, others))
+    at, there = (
+        {row: place for place, row in enumerate(those)} for those in (rows, others)
+    )
     both = at.keys() & there.keys()
     near = sum(abs(at[row] - there[row]) <= loader.batch for row in both)
     if near >= (1 - _SHARE) * len(both):
@@ -329,11 +415,17 @@ def _allowed(loader: _Loader, ranks: int, is_equal: bool) -> int:
     return ranks - 1
 
 
-def _shared_finding(loaders: dict[int, _Loader], first: int, second: int, both: int, count: int) -> Finding | None:
+def _shared_finding(
+    loaders: dict[int, _Loader], first: int, second: int, both: int, count: int
+) -> Finding | None:
     loader, other = loaders[first], loaders[second]
     place, sampler = loader.place, loader.sampler
     says = f"Of the first {count} rows of an epoch at {place}, ranks {first} and {second} have {both} in common"
-    if loader.subset is not None and other.subset is not None and set(loader.subset) != set(other.subset):
+    if (
+        loader.subset is not None
+        and other.subset is not None
+        and set(loader.subset) != set(other.subset)
+    ):
         return finding(
             "random-split-differs",
             f"{says}: their subsets of the data were chosen at random, with other seeds.",
@@ -342,7 +434,9 @@ def _shared_finding(loaders: dict[int, _Loader], first: int, second: int, both: 
             [place],
         )
     write = "Give the loader `sampler=DistributedSampler(dataset)`, and it no `shuffle=True`."
-    if not isinstance(sampler, _OF_TORCH) and type(sampler).__module__.partition(".")[0] in ("torch", "builtins"):
+    if not isinstance(sampler, _OF_TORCH) and type(sampler).__module__.partition(".")[
+        0
+    ] in ("torch", "builtins"):
         write = "Draw one order on all ranks, and give the loader a part of it, `sampler=order[rank::ranks]`."
     elif not isinstance(sampler, _OF_TORCH):
         write = (
@@ -373,7 +467,11 @@ def _divided_twice(loaders: dict[int, _Loader]) -> list[Finding | None]:
     taken: set[int] = set()
     for loader in loaders.values():
         sampler = loader.sampler
-        if loader.subset is None or not _is(sampler, DistributedSampler) or not loader.training():
+        if (
+            loader.subset is None
+            or not _is(sampler, DistributedSampler)
+            or not loader.training()
+        ):
             return []
         offered = set(loader.subset)
         if sampler.num_replicas != len(loaders) or not offered or offered & taken:
@@ -400,7 +498,11 @@ def _left_out(loaders: dict[int, _Loader]) -> list[Finding | None]:
         return []
     for loader in loaders.values():
         epochs = loader.training()
-        if not epochs or not all(epoch.is_complete for epoch in epochs) or loader.leaves_out:
+        if (
+            not epochs
+            or not all(epoch.is_complete for epoch in epochs)
+            or loader.leaves_out
+        ):
             return []
         for epoch in epochs:
             drawn |= set(epoch.rows)

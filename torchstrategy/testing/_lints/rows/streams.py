@@ -57,11 +57,21 @@ class _Stream:
     def takes(self, tensors: list[torch.Tensor]) -> None:
         """Notes the rows of a batch, each with its part of all tensors. Short ones are alike by chance."""
         count = len(tensors[0]) if tensors[0].dim() else 0
-        parts = [one for one in tensors if one.dim() and len(one) == count and has_ordinary_numbers(one)]
-        if not count or len(parts) < len(tensors) or sum(one[0].numel() for one in parts) < _FEWEST_NUMBERS:
+        parts = [
+            one
+            for one in tensors
+            if one.dim() and len(one) == count and has_ordinary_numbers(one)
+        ]
+        if (
+            not count
+            or len(parts) < len(tensors)
+            or sum(one[0].numel() for one in parts) < _FEWEST_NUMBERS
+        ):
             return
         for row in map(hash, zip(*map(hashes_of_rows, parts), strict=True)):
-            if row == next(iter(self.rows), None):  # the next pass over the data set has begun
+            if row == next(
+                iter(self.rows), None
+            ):  # the next pass over the data set has begun
                 self.is_over = True
             if self.is_over:
                 return
@@ -92,7 +102,9 @@ class Streams(Lint):
         stream = self._last[facts.rank] = of_rank[loader]
         tensors = list(_tensors(batch))
         if tensors and len(stream.batches) < max(_MOST, _ROUNDS * stream.workers):
-            stream.batches.append(hash(tuple(checksum(numbers_of(tensor)) for tensor in tensors)))
+            stream.batches.append(
+                hash(tuple(checksum(numbers_of(tensor)) for tensor in tensors))
+            )
         if tensors and len(stream.rows) < _MOST_ROWS:
             stream.takes(tensors)
 
@@ -106,32 +118,58 @@ class Streams(Lint):
         found: list[Finding | None] = []
         first = min(self._in_order, default=0)
         for index, stream in enumerate(self._in_order.get(first, ())):
-            others = [self._in_order.get(rank, []) for rank in stream.companions if rank != first]
-            alike = [those[index] for those in others if index < len(those) and _are_alike(stream, those[index])]
+            others = [
+                self._in_order.get(rank, [])
+                for rank in stream.companions
+                if rank != first
+            ]
+            alike = [
+                those[index]
+                for those in others
+                if index < len(those) and _are_alike(stream, those[index])
+            ]
             if alike and len(alike) == len(others):
                 found.append(_finding(stream, len(others) + 1))
                 continue
-            common = [_common(stream, those[index]) for those in others if index < len(those)]
+            common = [
+                _common(stream, those[index]) for those in others if index < len(those)
+            ]
             if common and None not in common and len(common) == len(others):
-                found.append(_finding_of_rows(stream, len(others) + 1, *min(one for one in common if one)))
+                found.append(
+                    _finding_of_rows(
+                        stream, len(others) + 1, *min(one for one in common if one)
+                    )
+                )
         every = [stream for those in self._in_order.values() for stream in those]
-        doubled = {stream.place: stream for stream in every if _has_workers_alike(stream)}
+        doubled = {
+            stream.place: stream for stream in every if _has_workers_alike(stream)
+        }
         return found + [_finding_of_workers(stream) for stream in doubled.values()]
 
 
 def _are_alike(stream: _Stream, other: _Stream) -> bool:
     count = min(len(stream.batches), len(other.batches))
     same = stream.batches[:count] == other.batches[:count]
-    return same and stream.place == other.place and len(set(stream.batches[:count])) >= _ENOUGH
+    return (
+        same
+        and stream.place == other.place
+        and len(set(stream.batches[:count])) >= _ENOUGH
+    )
 
 
 def _common(stream: _Stream, other: _Stream) -> tuple[int, int] | None:
     """How many of the first rows of a rank another one has, too, and of how many; None if they are few."""
-    if stream.place != other.place or max(stream.repeats, other.repeats) > _MOST_REPEATS * len(stream.rows):
+    if stream.place != other.place or max(
+        stream.repeats, other.repeats
+    ) > _MOST_REPEATS * len(stream.rows):
         return None
     count = min(len(stream.rows), len(other.rows))
     at = {row: position for position, row in enumerate(islice(other.rows, count))}
-    moved = [abs(at[row] - position) for position, row in enumerate(islice(stream.rows, count)) if row in at]
+    moved = [
+        abs(at[row] - position)
+        for position, row in enumerate(islice(stream.rows, count))
+        if row in at
+    ]
     if count < _FEWEST_ROWS or len(moved) <= count / 2:
         return None
     # A rank that goes through all rows in an order of its own may do so on purpose: rows are moved by a third of all.
@@ -142,9 +180,17 @@ def _common(stream: _Stream, other: _Stream) -> tuple[int, int] | None:
 def _has_workers_alike(stream: _Stream) -> bool:
     """Whether all workers give the same batches: one each, in turn."""
     count = stream.workers
-    rounds = [stream.batches[at : at + count] for at in range(0, len(stream.batches) - count + 1, count or 1)]
+    rounds = [
+        stream.batches[at : at + count]
+        for at in range(0, len(stream.batches) - count + 1, count or 1)
+    ]
     each = [set(those) for those in rounds[:_ROUNDS]]
-    return count > 1 and len(each) == _ROUNDS and all(len(one) == 1 for one in each) and len(set.union(*each)) > 1
+    return (
+        count > 1
+        and len(each) == _ROUNDS
+        and all(len(one) == 1 for one in each)
+        and len(set.union(*each)) > 1
+    )
 
 
 def _finding_of_workers(stream: _Stream) -> Finding | None:
@@ -158,7 +204,9 @@ def _finding_of_workers(stream: _Stream) -> Finding | None:
     )
 
 
-def _finding_of_rows(stream: _Stream, ranks: int, common: int, count: int) -> Finding | None:
+def _finding_of_rows(
+    stream: _Stream, ranks: int, common: int, count: int
+) -> Finding | None:
     return finding(
         "same-rows",
         f"Of the first {count} rows that each of {ranks} ranks gets from the loader at {stream.place}, {common} are "

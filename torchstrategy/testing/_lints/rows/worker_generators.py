@@ -30,12 +30,28 @@ from torchstrategy.testing._lints.evidence.places import Place, here
 from torchstrategy.testing._lints.findings import Finding, finding
 from torchstrategy.testing._lints.lint import Lint
 
-_GENERATORS = (np.random.Generator, np.random.RandomState, random.Random, torch.Generator)
-_ENTRIES = ("__getitem__", "__getitems__", "__call__", "forward")  # what a worker calls, of data sets and transforms
+_GENERATORS = (
+    np.random.Generator,
+    np.random.RandomState,
+    random.Random,
+    torch.Generator,
+)
+_ENTRIES = (
+    "__getitem__",
+    "__getitems__",
+    "__call__",
+    "forward",
+)  # what a worker calls, of data sets and transforms
 _NAMED = ("LOAD_ATTR", "LOAD_METHOD")
-_DEEPEST, _MOST, _MOST_OF_ALL = 4, 64, 2000  # how far from the data set, how many parts of a list, and of all
+_DEEPEST, _MOST, _MOST_OF_ALL = (
+    4,
+    64,
+    2000,
+)  # how far from the data set, how many parts of a list, and of all
 # By their ids: a global of the program may refuse to be compared, as an array does.
-_OF_THE_PROCESS = frozenset(map(id, (torch, np, random, os, torch.utils.data.get_worker_info, int, range)))
+_OF_THE_PROCESS = frozenset(
+    map(id, (torch, np, random, os, torch.utils.data.get_worker_info, int, range))
+)
 _SECONDS = 5.0  # that a row may take
 
 
@@ -73,13 +89,23 @@ class WorkerGenerators(Lint):
 
     @override
     def opened(self, facts: Facts, loader: Any) -> None:
-        if not loader.num_workers or _may_seed(loader.worker_init_fn) or _is_in_order(loader) or facts.rank > 0:
+        if (
+            not loader.num_workers
+            or _may_seed(loader.worker_init_fn)
+            or _is_in_order(loader)
+            or facts.rank > 0
+        ):
             return
         known = self._by_loader.setdefault(loader, {})
         if known and loader.persistent_workers:
             return
-        for at, (owner, name_there, generator) in enumerate(_generators_in(loader.dataset, _DEEPEST, set())):
-            name, state = f"{type(owner).__name__}.{name_there}", asked(partial(_state_of, generator), None)
+        for at, (owner, name_there, generator) in enumerate(
+            _generators_in(loader.dataset, _DEEPEST, set())
+        ):
+            name, state = (
+                f"{type(owner).__name__}.{name_there}",
+                asked(partial(_state_of, generator), None),
+            )
             if state is None:
                 continue  # that of the system has no state: each worker draws other numbers
             if (at, name) not in known:
@@ -90,7 +116,9 @@ class WorkerGenerators(Lint):
 
     @override
     def findings(self) -> list[Finding | None]:
-        found = {(seen.opened_at, seen.name): seen for seen in self._all if _is_wrong(seen)}
+        found = {
+            (seen.opened_at, seen.name): seen for seen in self._all if _is_wrong(seen)
+        }
         return [_finding(seen) for seen in found.values()]
 
 
@@ -102,21 +130,37 @@ def _may_seed(init: Any) -> bool:
     """
     if init is None:
         return False
-    if not isinstance(init, FunctionType) or init.__closure__ or init.__defaults__ or init.__kwdefaults__:
+    if (
+        not isinstance(init, FunctionType)
+        or init.__closure__
+        or init.__defaults__
+        or init.__kwdefaults__
+    ):
         return True
     instructions = list(_instructions_of(init.__code__))
-    if any(one.argval == "dataset" or one.opname.startswith(("IMPORT", "STORE_ATTR")) for one in instructions):
+    if any(
+        one.argval == "dataset" or one.opname.startswith(("IMPORT", "STORE_ATTR"))
+        for one in instructions
+    ):
         return True
     known = {**vars(builtins), **init.__globals__}
-    asked_of = [known.get(str(one.argval)) for one in instructions if one.opname == "LOAD_GLOBAL"]
-    return not all(isinstance(one, (int, str)) or id(one) in _OF_THE_PROCESS for one in asked_of)
+    asked_of = [
+        known.get(str(one.argval))
+        for one in instructions
+        if one.opname == "LOAD_GLOBAL"
+    ]
+    return not all(
+        isinstance(one, (int, str)) or id(one) in _OF_THE_PROCESS for one in asked_of
+    )
 
 
 def _is_wrong(seen: _Seen) -> bool:
     return seen.workers > 1 or max(seen.states.values()) > 1
 
 
-def _generators_in(thing: Any, depth: int, passed: set[int]) -> Iterator[tuple[Any, str, Any]]:
+def _generators_in(
+    thing: Any, depth: int, passed: set[int]
+) -> Iterator[tuple[Any, str, Any]]:
     """The generators that parts of a data set draw from in a worker, each with its owner and the name there."""
     if id(thing) in passed or len(passed) > _MOST_OF_ALL:
         return
@@ -135,7 +179,9 @@ def _generators_in(thing: Any, depth: int, passed: set[int]) -> Iterator[tuple[A
             used = _names_used_in_workers(type(thing)) if used is None else used
             if name in used:
                 yield thing, name, value
-        elif depth and not isinstance(value, (str, bytes, int, float, np.ndarray, torch.Tensor)):
+        elif depth and not isinstance(
+            value, (str, bytes, int, float, np.ndarray, torch.Tensor)
+        ):
             yield from _generators_in(value, depth - 1, passed)
 
 
@@ -147,8 +193,14 @@ def _names_used_in_workers(kind: type) -> set[str]:
         method = getattr(kind, waiting.pop(), None)
         if not isinstance(method, FunctionType):
             continue
-        used |= {str(one.argval) for one in _instructions_of(method.__code__) if one.opname in _NAMED}
-        more = {name for name in used if isinstance(getattr(kind, name, None), FunctionType)} - known
+        used |= {
+            str(one.argval)
+            for one in _instructions_of(method.__code__)
+            if one.opname in _NAMED
+        }
+        more = {
+            name for name in used if isinstance(getattr(kind, name, None), FunctionType)
+        } - known
         waiting += more
         known |= more
     return used
@@ -156,7 +208,9 @@ def _names_used_in_workers(kind: type) -> set[str]:
 
 def _instructions_of(code: CodeType) -> Iterator[dis.Instruction]:
     """The instructions with a name, those of functions within included."""
-    yield from (one for one in dis.get_instructions(code) if isinstance(one.argval, str))
+    yield from (
+        one for one in dis.get_instructions(code) if isinstance(one.argval, str)
+    )
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             yield from _instructions_of(constant)
@@ -169,7 +223,10 @@ def _is_in_order(loader: Any) -> bool:
         sampler = attribute(sampler, "sampler", sampler)
     elif type(loader.batch_sampler) is BatchSampler:
         sampler = loader.batch_sampler.sampler
-    return isinstance(sampler, SequentialSampler) or attribute(sampler, "shuffle", True) is False
+    return (
+        isinstance(sampler, SequentialSampler)
+        or attribute(sampler, "shuffle", True) is False
+    )
 
 
 def _draws(dataset: Any, generator: Any) -> bool:
@@ -178,7 +235,9 @@ def _draws(dataset: Any, generator: Any) -> bool:
         return False
     reading, writing = os.pipe()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of other threads, which a worker does not have either
+        warnings.simplefilter(
+            "ignore"
+        )  # of other threads, which a worker does not have either
         child = os.fork()
     if child == 0:
         answer = b"?"
@@ -230,7 +289,11 @@ def _state_of(generator: Any) -> int:
 def _finding(seen: _Seen) -> Finding | None:
     times = max(seen.states.values())
     workers = f"{seen.workers} workers" if seen.workers > 1 else "worker"
-    alike = "All of them draw the same numbers for other rows" if seen.workers > 1 else "It draws numbers"
+    alike = (
+        "All of them draw the same numbers for other rows"
+        if seen.workers > 1
+        else "It draws numbers"
+    )
     again = f", and the same again in each of {times} epochs" if times > 1 else ""
     return finding(
         "loader-workers-draw-alike",

@@ -13,11 +13,26 @@ from typing_extensions import override
 from torchstrategy._base.errors import plural
 from torchstrategy.testing._lints.evidence.copies import Parted
 from torchstrategy.testing._lints.evidence.facts import Facts, parameters_of
-from torchstrategy.testing._lints.evidence.fingerprints import can_be_read, checksum, numbers_of
+from torchstrategy.testing._lints.evidence.fingerprints import (
+    can_be_read,
+    checksum,
+    numbers_of,
+)
 from torchstrategy.testing._lints.evidence.known import is_plain
 from torchstrategy.testing._lints.evidence.nodes import leaf_of, name_of_any
-from torchstrategy.testing._lints.evidence.places import Place, exchanging_function_here, frames_of, here, in_words
-from torchstrategy.testing._lints.evidence.tracks import EXCHANGING, Track, Tracks, places_of
+from torchstrategy.testing._lints.evidence.places import (
+    Place,
+    exchanging_function_here,
+    frames_of,
+    here,
+    in_words,
+)
+from torchstrategy.testing._lints.evidence.tracks import (
+    EXCHANGING,
+    Track,
+    Tracks,
+    places_of,
+)
 from torchstrategy.testing._lints.findings import Finding, finding, listed_ranks, some
 from torchstrategy.testing._lints.lint import Lint, Seen
 from torchstrategy.testing._lints.weights.multiplied_apart import multiplied_apart
@@ -64,19 +79,26 @@ class Divided(Lint):
     """
 
     def __init__(self) -> None:
-        self._functions: dict[int, set[str]] = defaultdict(set)  # the names of their nodes, by rank
+        self._functions: dict[int, set[str]] = defaultdict(
+            set
+        )  # the names of their nodes, by rank
         self._groups: dict[int, set[tuple[int, ...]]] = defaultdict(set)
         self._roots: dict[int, Any] = {}
         self._regions: dict[int, list[_Region]] = {}
         self._tracks = Tracks()
         self._open: dict[int, list[Track]] = {}
         self._has_parts = False
-        self._masks: dict[tuple[Place, int], dict[int, _Mask]] = defaultdict(dict)  # by place and number, and by rank
+        self._masks: dict[tuple[Place, int], dict[int, _Mask]] = defaultdict(
+            dict
+        )  # by place and number, and by rank
         self._times: Counter[tuple[int, Place]] = Counter()
 
     @override
     def operators(self) -> dict[Any, Seen]:
-        return {_aten.native_dropout.default: self._drops, _aten.bernoulli_.float: self._drops}
+        return {
+            _aten.native_dropout.default: self._drops,
+            _aten.bernoulli_.float: self._drops,
+        }
 
     @override
     def told(self, facts: Facts, told: Told, is_of_torch: bool) -> None:
@@ -89,13 +111,22 @@ class Divided(Lint):
 
     @override
     def goes_back(self, facts: Facts, losses: Sequence[torch.Tensor]) -> None:
-        if facts.size > 1 and not facts.models and facts.rank not in self._regions and len(losses) == 1:
+        if (
+            facts.size > 1
+            and not facts.models
+            and facts.rank not in self._regions
+            and len(losses) == 1
+        ):
             self._roots[facts.rank] = losses[0].grad_fn
 
     @override
     def went_back(self, facts: Facts) -> None:
         root = self._roots.pop(facts.rank, None)
-        if root is not None and self._functions[facts.rank] and facts.rank not in self._regions:
+        if (
+            root is not None
+            and self._functions[facts.rank]
+            and facts.rank not in self._regions
+        ):
             # Now the functions are known that hand on gradients only.
             self._regions[facts.rank] = _regions_of(root, self._functions[facts.rank])
 
@@ -103,8 +134,14 @@ class Divided(Lint):
     def steps(self, facts: Facts, optimizer: torch.optim.Optimizer) -> None:
         groups = self._groups[facts.rank]
         if facts.rank in self._regions and not facts.models and len(groups) == 1:
-            parameters = [(i, one) for i, one in enumerate(parameters_of(optimizer)) if is_plain(one)]
-            tracks = self._tracks.begins(facts, optimizer, parameters, next(iter(groups)))
+            parameters = [
+                (i, one)
+                for i, one in enumerate(parameters_of(optimizer))
+                if is_plain(one)
+            ]
+            tracks = self._tracks.begins(
+                facts, optimizer, parameters, next(iter(groups))
+            )
             self._open[facts.rank] = tracks
             for (_, parameter), track in zip(parameters, tracks, strict=True):
                 for region in self._regions[facts.rank]:
@@ -161,12 +198,21 @@ class Divided(Lint):
     def _parted(self, rank: int) -> list[tuple[Track, Parted]]:
         """The parameters that all ranks have whole, and that have parted."""
         regions = [
-            (region, list(region.tracks.values()), any(track.is_part for track in region.tracks.values()))
+            (
+                region,
+                list(region.tracks.values()),
+                any(track.is_part for track in region.tracks.values()),
+            )
             for region in self._regions[rank]
         ]
         if not any(is_divided for _, _, is_divided in regions):
             return []
-        parts = {id(track) for _, tracks, is_divided in regions if is_divided for track in tracks}
+        parts = {
+            id(track)
+            for _, tracks, is_divided in regions
+            if is_divided
+            for track in tracks
+        }
         found: dict[int, tuple[Track, Parted]] = {}
         norms: dict[int, tuple[Track, Parted]] = {}
         for region, tracks, is_divided in regions:
@@ -175,7 +221,9 @@ class Divided(Lint):
                 parted = track.parted()
                 if parted is None or id(track) in parts:
                     continue
-                is_of_a_norm = all("norm" in owner.kind.lower() for owner in track.owners or [])
+                is_of_a_norm = all(
+                    "norm" in owner.kind.lower() for owner in track.owners or []
+                )
                 if has_whole or (is_of_a_norm and region.has_the_loss):
                     found[id(track)] = track, parted
                 elif is_of_a_norm:
@@ -188,18 +236,27 @@ class Divided(Lint):
         found = []
         for those in self._masks.values():
             mine = [those[rank] for rank in ranks if rank in those]
-            if len(mine) == len(ranks) and len({one.input for one in mine}) == 1 < len({one.mask for one in mine}):
+            if len(mine) == len(ranks) and len({one.input for one in mine}) == 1 < len(
+                {one.mask for one in mine}
+            ):
                 found.append(mine[0])
         return found
 
-    def _drops(self, facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
+    def _drops(
+        self, facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], result: Any
+    ) -> None:
         if facts.size < 2 or facts.models or not self._functions.get(facts.rank):
             return
         place = here()
         number = self._times[facts.rank, place]
         mask = result[1] if isinstance(result, tuple) else result
         given = args[0] if isinstance(result, tuple) else _input_of_dropout()
-        if number >= _MOST_MASKS or mask.numel() < _ENOUGH or given is None or not can_be_read(mask):
+        if (
+            number >= _MOST_MASKS
+            or mask.numel() < _ENOUGH
+            or given is None
+            or not can_be_read(mask)
+        ):
             return
         self._times[facts.rank, place] += 1
         if can_be_read(given) and given.shape == mask.shape:
@@ -218,7 +275,9 @@ def _input_of_dropout() -> torch.Tensor | None:
 
 def _regions_of(root: Any, functions: set[str]) -> list[_Region]:
     """The parts of a graph between functions of some names. Those that one parameter joins are several all the same."""
-    nodes: dict[int, Any] = {id(root): root}  # which keeps them, and with them their ids
+    nodes: dict[int, Any] = {
+        id(root): root
+    }  # which keeps them, and with them their ids
     leader: dict[int, int] = {id(root): id(root)}
 
     def leader_of(one: int) -> int:
@@ -241,7 +300,10 @@ def _regions_of(root: Any, functions: set[str]) -> list[_Region]:
             if id(following) not in nodes:
                 nodes[id(following)], leader[id(following)] = following, id(following)
                 waiting.append(following)
-            if name_of_any(node) not in functions and name_of_any(following) not in functions:
+            if (
+                name_of_any(node) not in functions
+                and name_of_any(following) not in functions
+            ):
                 leader[leader_of(id(following))] = leader_of(id(node))
     regions: dict[int, _Region] = defaultdict(_Region)
     for one, parameter in used:

@@ -62,18 +62,34 @@ class ShardedApart(Lint):
         self._trained: dict[int, dict[int, _Trained]] = {}  # by rank and position
 
     @override
-    def restored(self, facts: Facts, module: torch.nn.Module, state: dict[str, Any], misfits: Any) -> None:
-        there = [parameter for name, parameter in named_parameters(module) if name in state]
+    def restored(
+        self, facts: Facts, module: torch.nn.Module, state: dict[str, Any], misfits: Any
+    ) -> None:
+        there = [
+            parameter for name, parameter in named_parameters(module) if name in state
+        ]
         self._loaded[facts.rank] |= {parameter.shape for parameter in there}
 
     @override
-    def sharded(self, facts: Facts, whole: torch.Tensor, parameter: torch.Tensor, before: Fingerprint | None) -> None:
+    def sharded(
+        self,
+        facts: Facts,
+        whole: torch.Tensor,
+        parameter: torch.Tensor,
+        before: Fingerprint | None,
+    ) -> None:
         part: Any = parameter
-        if before is not None and facts.rank not in self._trained and hasattr(part, "device_mesh"):
+        if (
+            before is not None
+            and facts.rank not in self._trained
+            and hasattr(part, "device_mesh")
+        ):
             ranks = ranks_of_mesh(part)
             held = fingerprint(held_here(part))
             is_loaded = whole.shape in self._loaded[facts.rank]
-            self._sharded[facts.rank].append(_Sharded(here(), before, weakref.ref(part), held, ranks, is_loaded))
+            self._sharded[facts.rank].append(
+                _Sharded(here(), before, weakref.ref(part), held, ranks, is_loaded)
+            )
 
     @override
     def steps(self, facts: Facts, optimizer: torch.optim.Optimizer) -> None:
@@ -99,10 +115,18 @@ class ShardedApart(Lint):
             for at, one in mine.items():
                 for other in one.ranks:
                     its = self._trained.get(other, {}).get(at)
-                    if other <= rank or its is None or its.whole.shape != one.whole.shape:
+                    if (
+                        other <= rank
+                        or its is None
+                        or its.whole.shape != one.whole.shape
+                    ):
                         continue
-                    if (one.is_loaded or its.is_loaded) and its.whole.checksum != one.whole.checksum:
-                        first, second, names = apart.setdefault(one.place, (rank, other, []))
+                    if (
+                        one.is_loaded or its.is_loaded
+                    ) and its.whole.checksum != one.whole.checksum:
+                        first, second, names = apart.setdefault(
+                            one.place, (rank, other, [])
+                        )
                         if (first, second) == (rank, other):
                             names.append(one.name)
         return [_finding(place, *those) for place, those in apart.items()]

@@ -52,16 +52,24 @@ class Shards(Follower):
     """
 
     def __init__(self) -> None:
-        self._parts: dict[int, dict[int, _Factor | None]] = defaultdict(dict)  # by rank and address
-        self._scattered: dict[int, dict[int, tuple[int, ...]]] = defaultdict(dict)  # by rank and address: among whom
+        self._parts: dict[int, dict[int, _Factor | None]] = defaultdict(
+            dict
+        )  # by rank and address
+        self._scattered: dict[int, dict[int, tuple[int, ...]]] = defaultdict(
+            dict
+        )  # by rank and address: among whom
         self._steps: dict[tuple[Any, ...], dict[int, _Factor]] = defaultdict(dict)
         self._whole: dict[int, tuple[weakref.ref[torch.Tensor], bool]] = {}  # by id
         self._pieces: dict[int, Pieces[bool]] = {}
-        self._own: dict[Place, dict[int, dict[int, float | None]]] = defaultdict(dict)  # by step and rank
+        self._own: dict[Place, dict[int, dict[int, float | None]]] = defaultdict(
+            dict
+        )  # by step and rank
 
     @override
     def operators(self) -> dict[Any, Seen]:
-        return dict.fromkeys(DIVIDING, self._divides) | dict.fromkeys(MULTIPLYING, self._multiplies)
+        return dict.fromkeys(DIVIDING, self._divides) | dict.fromkeys(
+            MULTIPLYING, self._multiplies
+        )
 
     @override
     def went_back(self, facts: Facts) -> None:
@@ -81,8 +89,15 @@ class Shards(Follower):
             for tensor in told.gives:
                 self._pieces[facts.rank].drop(tensor)
         # Of several tensors, each may be a whole gradient, for the rank that owns the parameter.
-        memory = {one.untyped_storage().data_ptr() for one in told.gives if is_plain(one)}
-        if told.kind == "reduce_scatter" and len(memory) == 1 and not is_of_torch and facts.stepping is None:
+        memory = {
+            one.untyped_storage().data_ptr() for one in told.gives if is_plain(one)
+        }
+        if (
+            told.kind == "reduce_scatter"
+            and len(memory) == 1
+            and not is_of_torch
+            and facts.stepping is None
+        ):
             for tensor in told.gets:
                 if address := address_of(tensor):
                     self._scattered[facts.rank][address] = tuple(told.ranks)
@@ -91,7 +106,14 @@ class Shards(Follower):
                         self._pieces.setdefault(facts.rank, Pieces()).add(tensor, True)
 
     @override
-    def operator(self, facts: Facts, func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
+    def operator(
+        self,
+        facts: Facts,
+        func: Any,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        result: Any,
+    ) -> None:
         if facts.stepping is None and func.namespace not in _COLLECTIVES:
             self._pieces[facts.rank].follow(func, args, kwargs, result)
 
@@ -103,20 +125,34 @@ class Shards(Follower):
             found: dict[tuple[Any, ...], _Factor | None] = {}
             for position, parameter in enumerate(parameters_of(optimizer)):
                 part, ranks = self._part_of(facts, parameter)
-                if part is not None and part.numel() and not (part is parameter.grad and self._is_whole(parameter)):
+                if (
+                    part is not None
+                    and part.numel()
+                    and not (part is parameter.grad and self._is_whole(parameter))
+                ):
                     key = facts.steps, ranks, tuple(parameter.shape), position
                     factor = parts.get(address_of(part))
-                    found[key] = None if factor is None or factor.size != part.numel() else factor
+                    found[key] = (
+                        None
+                        if factor is None or factor.size != part.numel()
+                        else factor
+                    )
             factors = [factor for factor in found.values() if factor is not None]
             # A norm of all parts is one number for all of them. Norms of single rows or layers are others.
-            if not factors or len(factors) < len(found) or len({factor.number for factor in factors}) > 1:
+            if (
+                not factors
+                or len(factors) < len(found)
+                or len({factor.number for factor in factors}) > 1
+            ):
                 return
             for key, factor in found.items():
                 if factor is not None:
                     self._steps[key][facts.rank] = factor
             if all(factor.is_own for factor in factors):
                 for factor in factors:
-                    self._own[factor.place].setdefault(facts.steps + 1, {})[facts.rank] = factor.number
+                    self._own[factor.place].setdefault(facts.steps + 1, {})[
+                        facts.rank
+                    ] = factor.number
 
     @override
     def stepped(self, facts: Facts, optimizer: torch.optim.Optimizer) -> None:
@@ -127,12 +163,18 @@ class Shards(Follower):
         found: dict[tuple[Place, ...], tuple[int, dict[int, float], list[Place]]] = {}
         for key, by_rank in self._steps.items():
             factors = dict(sorted(by_rank.items()))
-            numbers = {rank: factor.number for rank, factor in factors.items() if factor.number is not None}
+            numbers = {
+                rank: factor.number
+                for rank, factor in factors.items()
+                if factor.number is not None
+            }
             if len(numbers) < max(2, len(key[1])):
                 continue
             size = max(map(abs, numbers.values()))
             if max(numbers.values()) - min(numbers.values()) > _CLOSE * size:
-                places = list(dict.fromkeys(factor.place for factor in factors.values()))
+                places = list(
+                    dict.fromkeys(factor.place for factor in factors.values())
+                )
                 found.setdefault(tuple(places), (key[0] + 1, numbers, places))
         own: list[Finding | None] = []
         for place, by_step in self._own.items():
@@ -141,13 +183,19 @@ class Shards(Follower):
                 own.append(_finding_of_own(step, numbers_of_own, place))
         return [_finding(*one) for one in found.values()] + own
 
-    def _part_of(self, facts: Facts, parameter: torch.Tensor) -> tuple[torch.Tensor | None, tuple[int, ...]]:
+    def _part_of(
+        self, facts: Facts, parameter: torch.Tensor
+    ) -> tuple[torch.Tensor | None, tuple[int, ...]]:
         """The part of a gradient that this rank has, and the ranks that have the others."""
         gradient: Any = parameter.grad
         part = part_of(gradient)
         if part is not None:
             return part, tuple(numbers_of(gradient.device_mesh.mesh).flatten().tolist())
-        ranks = self._scattered[facts.rank].get(address_of(gradient)) if gradient is not None else None
+        ranks = (
+            self._scattered[facts.rank].get(address_of(gradient))
+            if gradient is not None
+            else None
+        )
         return (None, ()) if ranks is None else (gradient, ranks)
 
     def _is_whole(self, parameter: torch.Tensor) -> bool:
@@ -158,10 +206,14 @@ class Shards(Follower):
             self._whole[id(parameter)] = weakref.ref(parameter), is_whole
         return is_whole
 
-    def _divides(self, facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
+    def _divides(
+        self, facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], result: Any
+    ) -> None:
         self._note(facts, args, is_division=True)
 
-    def _multiplies(self, facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
+    def _multiplies(
+        self, facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], result: Any
+    ) -> None:
         self._note(facts, args, is_division=False)
 
     def _note(self, facts: Facts, args: Sequence[Any], is_division: bool) -> None:
@@ -169,7 +221,11 @@ class Shards(Follower):
         if not parts:
             return
         written = args[0] if isinstance(args[0], (list, tuple)) else [args[0]]
-        sizes = {address: one.numel() for one in written if (address := address_of(one)) in parts}
+        sizes = {
+            address: one.numel()
+            for one in written
+            if (address := address_of(one)) in parts
+        }
         addresses = list(sizes)
         if not addresses:
             return
@@ -188,8 +244,12 @@ class Shards(Follower):
             parts[address] = _Factor(product, place, sizes[address], is_own or was_own)
 
 
-def _finding(step: int, numbers: dict[int, float], places: list[Place]) -> Finding | None:
-    shown = ", ".join(f"{number:.4g} on rank {rank}" for rank, number in list(numbers.items())[:2])
+def _finding(
+    step: int, numbers: dict[int, float], places: list[Place]
+) -> Finding | None:
+    shown = ", ".join(
+        f"{number:.4g} on rank {rank}" for rank, number in list(numbers.items())[:2]
+    )
     return finding(
         "shards-scaled-apart",
         f"In step {step}, ranks multiply their parts of the same gradients at {in_words(places)} by numbers that "
@@ -199,8 +259,14 @@ def _finding(step: int, numbers: dict[int, float], places: list[Place]) -> Findi
     )
 
 
-def _finding_of_own(step: int, numbers: dict[int, float | None], place: Place) -> Finding | None:
-    shown = ", ".join(f"{number:.4g} on rank {rank}" for rank, number in sorted(numbers.items())[:2] if number)
+def _finding_of_own(
+    step: int, numbers: dict[int, float | None], place: Place
+) -> Finding | None:
+    shown = ", ".join(
+        f"{number:.4g} on rank {rank}"
+        for rank, number in sorted(numbers.items())[:2]
+        if number
+    )
     return finding(
         "shards-scaled-apart",
         f"In step {step}, ranks multiply their parts of gradients at {place} by a number that each rank computes from "

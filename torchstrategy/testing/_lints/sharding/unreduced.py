@@ -59,13 +59,21 @@ class Unreduced(Lint):
 
     @override
     def goes_back(self, facts: Facts, losses: Sequence[torch.Tensor]) -> None:
-        self._backwards[facts.rank][1:] = [here()]  # the first and the last one are enough
+        self._backwards[facts.rank][1:] = [
+            here()
+        ]  # the first and the last one are enough
 
     @override
     def steps(self, facts: Facts, optimizer: torch.optim.Optimizer) -> None:
         backwards, parameters = self._backwards[facts.rank], parameters_of(optimizer)
-        is_ordinary = len(backwards) == 1 and any(parameter.grad is not None for parameter in parameters)
-        if not backwards or is_ordinary or not any(part_of(parameter) is not None for parameter in parameters):
+        is_ordinary = len(backwards) == 1 and any(
+            parameter.grad is not None for parameter in parameters
+        )
+        if (
+            not backwards
+            or is_ordinary
+            or not any(part_of(parameter) is not None for parameter in parameters)
+        ):
             return
         seen = self._seen.setdefault(optimizer, _Seen())
         if seen.models is None:
@@ -74,7 +82,9 @@ class Unreduced(Lint):
         seen.steps = seen.steps + 1 if waiting else 0
         if seen.steps == _ENOUGH_STEPS:
             place = here()
-            self._found.setdefault(place, _Found(backwards[-1], place, waiting, len(parameters)))
+            self._found.setdefault(
+                place, _Found(backwards[-1], place, waiting, len(parameters))
+            )
 
     @override
     def stepped(self, facts: Facts, optimizer: torch.optim.Optimizer) -> None:
@@ -100,18 +110,26 @@ def models_with(parameters: Sequence[torch.Tensor]) -> list[weakref.ref[nn.Modul
     """The modules of `fully_shard` that have some of these parameters."""
     owned, found = {id(parameter) for parameter in parameters}, []
     for module in living_modules():
-        if any(id(one.sharded_param) in owned for group in sharding_groups(module) for one in group.fsdp_params):
+        if any(
+            id(one.sharded_param) in owned
+            for group in sharding_groups(module)
+            for one in group.fsdp_params
+        ):
             found.append(weakref.ref(module))
     return found
 
 
-def _waiting_in(models: Sequence[weakref.ref[nn.Module]], parameters: Sequence[torch.Tensor]) -> int:
+def _waiting_in(
+    models: Sequence[weakref.ref[nn.Module]], parameters: Sequence[torch.Tensor]
+) -> int:
     """How many of these parameters have a gradient that waits."""
     owned, waiting = {id(parameter) for parameter in parameters}, set()
     for model in models:
         module = model()
         for group in () if module is None else sharding_groups(module):
-            waiting |= {id(one.sharded_param) for one in group.fsdp_params if _is_waiting(one)}
+            waiting |= {
+                id(one.sharded_param) for one in group.fsdp_params if _is_waiting(one)
+            }
     return len(owned & waiting)
 
 
@@ -119,5 +137,7 @@ def _is_waiting(parameter: Any) -> bool:
     """Whether a parameter of a group has a whole gradient: that of another dtype is kept apart."""
     if parameter.unsharded_accumulated_grad is not None:
         return True
-    whole = getattr(parameter, "unsharded_param", None)  # there is none before the first forward
+    whole = getattr(
+        parameter, "unsharded_param", None
+    )  # there is none before the first forward
     return whole is not None and whole.grad is not None

@@ -13,8 +13,16 @@ from torchstrategy._base.errors import plural
 from torchstrategy.testing._lints.evidence.facts import Facts, parameters_of
 from torchstrategy.testing._lints.evidence.known import is_plain
 from torchstrategy.testing._lints.evidence.objects import Objects
-from torchstrategy.testing._lints.evidence.places import exchanging_function_here, in_words
-from torchstrategy.testing._lints.evidence.tracks import EXCHANGING, Track, Tracks, places_of
+from torchstrategy.testing._lints.evidence.places import (
+    exchanging_function_here,
+    in_words,
+)
+from torchstrategy.testing._lints.evidence.tracks import (
+    EXCHANGING,
+    Track,
+    Tracks,
+    places_of,
+)
 from torchstrategy.testing._lints.findings import Finding, finding, listed_ranks, some
 from torchstrategy.testing._lints.lint import Lint
 from torchstrategy.testing._lints.sharding.unreduced import models_with
@@ -47,7 +55,9 @@ class Unsharded(Lint):
     def __init__(self) -> None:
         self._tracks = Tracks()
         self._seen: Objects[torch.optim.Optimizer, _Seen] = Objects()
-        self._all: dict[int, _Seen] = {}  # of each optimizer of the first rank, by the id of what is known
+        self._all: dict[
+            int, _Seen
+        ] = {}  # of each optimizer of the first rank, by the id of what is known
         self._has_parts = False
         self._passes_on = False  # whether a function of the program hands activations from rank to rank
 
@@ -65,7 +75,11 @@ class Unsharded(Lint):
             seen = self._seen[optimizer] = _looked_at(parameters_of(optimizer))
         if facts.rank in seen.ranks and seen.others:
             left = parameters_of(optimizer)  # the program may have taken some out of it
-            those = [(seen.others[parameter], parameter) for parameter in left if parameter in seen.others]
+            those = [
+                (seen.others[parameter], parameter)
+                for parameter in left
+                if parameter in seen.others
+            ]
             seen.tracks = self._tracks.begins(facts, optimizer, those, seen.ranks)
             if facts.rank == seen.ranks[0]:
                 self._all[id(seen)] = seen
@@ -78,17 +92,25 @@ class Unsharded(Lint):
 
     @override
     def findings(self) -> list[Finding | None]:
-        return [] if self._has_parts else [self._finding(seen) for seen in self._all.values()]
+        return (
+            []
+            if self._has_parts
+            else [self._finding(seen) for seen in self._all.values()]
+        )
 
     def _finding(self, seen: _Seen) -> Finding | None:
         """What to say of an optimizer. Ones and zeros are alike without a reason where others differ, as in experts."""
         if any(track.is_part for track in seen.tracks):
-            there = [track for track in seen.tracks if track.is_whole and not self._passes_on]
+            there = [
+                track for track in seen.tracks if track.is_whole and not self._passes_on
+            ]
         elif self._passes_on and any(track.is_whole for track in seen.tracks):
             there = []  # these can be experts, each with rows of all ranks, that begin from one seed
         else:
             there = seen.tracks
-        found = [(track, since) for track in there if (since := track.parted()) is not None]
+        found = [
+            (track, since) for track in there if (since := track.parted()) is not None
+        ]
         if not found:
             return None
         found.sort(key=lambda one: one[1].step)

@@ -34,13 +34,23 @@ class Backwards:
         """What is replaced."""
         autograd: Any = torch.autograd
         return [
-            (autograd, "backward", known_to_script(self._backward(autograd.backward), autograd.backward)),
-            (autograd, "grad", known_to_script(self._grad(autograd.grad), autograd.grad)),
+            (
+                autograd,
+                "backward",
+                known_to_script(self._backward(autograd.backward), autograd.backward),
+            ),
+            (
+                autograd,
+                "grad",
+                known_to_script(self._grad(autograd.grad), autograd.grad),
+            ),
         ]
 
     def _backward(self, backward: Method) -> Method:
         @functools.wraps(backward)
-        def told(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> Any:
+        def told(
+            tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any
+        ) -> Any:
             if self._here.depth or self._telling.session() is None:
                 return backward(tensors, grad_tensors, *args, **kwargs)
             if isinstance(tensors, Iterator):  # which can be gone through only once
@@ -67,8 +77,15 @@ class Backwards:
             losses, parameters = listed(outputs), listed(inputs)
             # Gradients of a graph of gradients, or of rows, are for a loss and not for a step.
             is_plain = not args and not kwargs.get("create_graph") and len(losses) == 1
-            are_of_parameters = len(parameters) > 1 and all(_is_tensor(one) and one.is_leaf for one in parameters)
-            if self._here.depth or self._has_optimizers() or not is_plain or not are_of_parameters:
+            are_of_parameters = len(parameters) > 1 and all(
+                _is_tensor(one) and one.is_leaf for one in parameters
+            )
+            if (
+                self._here.depth
+                or self._has_optimizers()
+                or not is_plain
+                or not are_of_parameters
+            ):
                 gradients = grad(outputs, inputs, *args, **kwargs)
                 if kwargs.get("create_graph") and not self._here.depth:
                     self._telling.saw("differentiated", losses, listed(gradients))
@@ -88,7 +105,9 @@ class Backwards:
         return session is None or session.has_had_optimizers(current_rank())
 
     @contextmanager
-    def _going_back(self, losses: list[Any], is_plain: bool) -> Iterator[Backward | None]:
+    def _going_back(
+        self, losses: list[Any], is_plain: bool
+    ) -> Iterator[Backward | None]:
         """A block in which a backward pass runs. It gets what the session has made of the call."""
         call = self._telling.tell("goes_back", losses, is_plain)
         self._here.depth += 1

@@ -11,10 +11,18 @@ from typing import Any, final
 import torch
 import torch.distributed as dist
 
-from torchstrategy.testing._lints.collectives.files import replaced as replaced_for_files
+from torchstrategy.testing._lints.collectives.files import (
+    replaced as replaced_for_files,
+)
 from torchstrategy.testing._lints.watching.replaced import Method, Replaced, after
 from torchstrategy.testing._lints.watching.telling import Telling
-from torchstrategy.testing._ranks.witnesses import Told, UnderWay, WorkWitness, witnesses, work_witnesses
+from torchstrategy.testing._ranks.witnesses import (
+    Told,
+    UnderWay,
+    WorkWitness,
+    witnesses,
+    work_witnesses,
+)
 from torchstrategy.testing._ranks.world import current_rank, current_world
 from torchstrategy.testing._simulation.ordinals import NAME
 
@@ -50,7 +58,10 @@ class Exchanges:
         devices: list[Any] = [torch.cuda, torch.accelerator]
         devices += [] if device is None else [device, device.Stream, device.Event]
         return [
-            *[(owner, "synchronize", after(owner.synchronize, self._synchronized)) for owner in devices],
+            *[
+                (owner, "synchronize", after(owner.synchronize, self._synchronized))
+                for owner in devices
+            ],
             (dist, "new_group", self._grouping(dist.new_group)),
             *replaced_for_files(self._file),
         ]
@@ -73,8 +84,14 @@ class Exchanges:
         def told(ranks: Any = None, *args: Any, **kwargs: Any) -> Any:
             if isinstance(ranks, Iterator):  # which can be gone through only once
                 ranks = list(ranks)
-            is_local = args[3] if len(args) > 3 else kwargs.get("use_local_synchronization", False)
-            if not is_local:  # all ranks have to make the call, and not only the members
+            is_local = (
+                args[3]
+                if len(args) > 3
+                else kwargs.get("use_local_synchronization", False)
+            )
+            if (
+                not is_local
+            ):  # all ranks have to make the call, and not only the members
                 self._telling.saw("groups", None if ranks is None else list(ranks))
             return make(ranks, *args, **kwargs)
 
@@ -86,6 +103,8 @@ class Exchanges:
             return
         self._here.is_at_file = True  # the lint looks into the source of the program
         try:
-            self._telling.say("saw", current_rank(), "uses_file", world.happened, what, file)
+            self._telling.say(
+                "saw", current_rank(), "uses_file", world.happened, what, file
+            )
         finally:
             self._here.is_at_file = False

@@ -39,7 +39,11 @@ class Loaders:
             (DataLoader, "__iter__", self._iterating(DataLoader.__iter__)),
             (LoaderIterator, "__next__", self._getting(LoaderIterator.__next__)),
             (LoaderIterator, "_next_index", self._drawing(LoaderIterator._next_index)),
-            (DistributedSampler, "set_epoch", after(DistributedSampler.set_epoch, self._sets_epoch)),
+            (
+                DistributedSampler,
+                "set_epoch",
+                after(DistributedSampler.set_epoch, self._sets_epoch),
+            ),
         ]
 
     def _sets_epoch(self, sampler: Any, *_: Any, **__: Any) -> None:
@@ -47,7 +51,9 @@ class Loaders:
 
     def _watch_sampler(self, sampler: Any) -> None:
         """Watches `set_epoch` of a sampler of the program's own, from its first loader on."""
-        kind = next((one for one in type(sampler).__mro__ if "set_epoch" in vars(one)), None)
+        kind = next(
+            (one for one in type(sampler).__mro__ if "set_epoch" in vars(one)), None
+        )
         if kind is None or kind in self._samplers or not self._late.is_open:
             return
         self._samplers.add(kind)
@@ -61,8 +67,14 @@ class Loaders:
             if self._telling.session() is None:
                 return iterate(loader)
             batches = attribute(loader, "batch_sampler")
-            for sampler in (batches, attribute(batches, "sampler"), attribute(loader, "sampler")):
-                asked(functools.partial(self._watch_sampler, sampler), None)  # its class may refuse to be changed
+            for sampler in (
+                batches,
+                attribute(batches, "sampler"),
+                attribute(loader, "sampler"),
+            ):
+                asked(
+                    functools.partial(self._watch_sampler, sampler), None
+                )  # its class may refuse to be changed
             if not isinstance(loader.dataset, IterableDataset):
                 self._telling.saw("opened", loader)
             before, self._here.opening = self._here.opening, loader
@@ -72,7 +84,9 @@ class Loaders:
                 self._here.opening = before
             # `for batch in DataLoader(...)` keeps the iterator alone. One that keeps its iterator is kept by others.
             keeps = bool(getattr(loader, "persistent_workers", False))
-            self._loaders[iterator] = weakref.ref(loader) if keeps else functools.partial(_same, loader)
+            self._loaders[iterator] = (
+                weakref.ref(loader) if keeps else functools.partial(_same, loader)
+            )
             return iterator
 
         return told

@@ -10,12 +10,22 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from torchstrategy.testing._lints.checkpoints.checkpoints import replaced as replaced_for_checkpoints
+from torchstrategy.testing._lints.checkpoints.checkpoints import (
+    replaced as replaced_for_checkpoints,
+)
 from torchstrategy.testing._lints.evidence.asking import asked
 from torchstrategy.testing._lints.evidence.fingerprints import fingerprint
-from torchstrategy.testing._lints.gradients.gradient_hooks import replaced as replaced_for_hooks
+from torchstrategy.testing._lints.gradients.gradient_hooks import (
+    replaced as replaced_for_hooks,
+)
 from torchstrategy.testing._lints.torch_internals import sharded_parameter_class
-from torchstrategy.testing._lints.watching.replaced import Late, Method, Replaced, after, before
+from torchstrategy.testing._lints.watching.replaced import (
+    Late,
+    Method,
+    Replaced,
+    after,
+    before,
+)
 from torchstrategy.testing._lints.watching.telling import Telling
 from torchstrategy.testing._lints.weights.lost_ties import replaced as replaced_for_ties
 from torchstrategy.testing._lints.weights.thrown_replicas import state_of
@@ -45,9 +55,16 @@ class Models:
         return [
             (wrapped, "__init__", after(wrapped.__init__, self._made)),
             (wrapped, "forward", before(wrapped.forward, self._calls)),
-            (nn.DataParallel, "parallel_apply", self._replicating(nn.DataParallel.parallel_apply)),
+            (
+                nn.DataParallel,
+                "parallel_apply",
+                self._replicating(nn.DataParallel.parallel_apply),
+            ),
             (nn.Module, "train", self._changing(nn.Module.train)),
-            *[(torch.Tensor, name, before(getattr(torch.Tensor, name), self._shown)) for name in _SHOWING],
+            *[
+                (torch.Tensor, name, before(getattr(torch.Tensor, name), self._shown))
+                for name in _SHOWING
+            ],
             *replaced_for_checkpoints(self._telling.saw),
             *replaced_for_hooks(self._telling.saw),
             *replaced_for_ties(self._telling.saw),

@@ -9,11 +9,19 @@ from typing import Any, final
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from torchstrategy.testing._lints.evidence.fingerprints import number_of
 from torchstrategy.testing._lints.torch_internals import scale_of
-from torchstrategy.testing._lints.watching.replaced import Method, Replaced, after, before
+from torchstrategy.testing._lints.watching.replaced import (
+    Method,
+    Replaced,
+    after,
+    before,
+)
 from torchstrategy.testing._lints.watching.telling import Telling
 from torchstrategy.testing._ranks.world import current_rank
 from torchstrategy.testing._simulation.cuda_graphs import CUDAGraph
@@ -30,8 +38,12 @@ class Steps:
     def hooked(self) -> Iterator[None]:
         """A block in which torch tells of the steps of optimizers."""
         hooks = [
-            register_optimizer_step_pre_hook(lambda optimizer, *_: self._telling.tell("steps", optimizer)),
-            register_optimizer_step_post_hook(lambda optimizer, *_: self._telling.tell("stepped", optimizer)),
+            register_optimizer_step_pre_hook(
+                lambda optimizer, *_: self._telling.tell("steps", optimizer)
+            ),
+            register_optimizer_step_post_hook(
+                lambda optimizer, *_: self._telling.tell("stepped", optimizer)
+            ),
         ]
         try:
             yield
@@ -41,7 +53,11 @@ class Steps:
 
     def replaced(self) -> Replaced:
         """What is replaced."""
-        optimizer, module, scaler = torch.optim.Optimizer, torch.nn.Module, torch.amp.GradScaler
+        optimizer, module, scaler = (
+            torch.optim.Optimizer,
+            torch.nn.Module,
+            torch.amp.GradScaler,
+        )
         return [
             (optimizer, "__init__", after(optimizer.__init__, self._has_optimizer)),
             (optimizer, "zero_grad", before(optimizer.zero_grad, self._zeroed)),
@@ -62,7 +78,9 @@ class Steps:
     def _scheduled(self, scheduler: Any, *_: Any, **__: Any) -> None:
         self._telling.saw("scheduled", scheduler)
 
-    def _measured(self, scheduler: Any, metrics: Any = None, *_: Any, **__: Any) -> None:
+    def _measured(
+        self, scheduler: Any, metrics: Any = None, *_: Any, **__: Any
+    ) -> None:
         self._telling.saw("measured", scheduler, metrics)
 
     def _scaled(self, scaler: Any, *_: Any, **__: Any) -> None:
@@ -94,4 +112,8 @@ class Steps:
         told = {"capture_begin": begins, "capture_end": ends, "replay": replays}
         # The program may get the simulated one under torch's name only later.
         kinds: dict[Any, None] = {CUDAGraph: None, torch.cuda.CUDAGraph: None}
-        return [(kind, name, after(getattr(kind, name), tell)) for kind in kinds for name, tell in told.items()]
+        return [
+            (kind, name, after(getattr(kind, name), tell))
+            for kind in kinds
+            for name, tell in told.items()
+        ]

@@ -32,7 +32,9 @@ class Telling:
 
     def findings(self) -> list[Finding]:
         """What was found, each thing once."""
-        found = [finding for session in self._sessions for finding in session.findings()]
+        found = [
+            finding for session in self._sessions for finding in session.findings()
+        ]
         return list(dict.fromkeys(found))
 
     @property

@@ -45,7 +45,9 @@ class Watch:
         if func in WRITES and not is_unwatched():
             self._telling.say("writes", current_rank(), args[0])
 
-    def operator(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
+    def operator(
+        self, func: Any, args: Any, kwargs: dict[str, Any], result: Any
+    ) -> None:
         """An operator has run on this thread."""
         if func not in self._operators and not self._telling.follows:
             return
@@ -58,8 +60,17 @@ class Watch:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """The block."""
-        parts = (self._exchanges, self._backwards, self._loaders, self._models, self._steps)
+        parts = (
+            self._exchanges,
+            self._backwards,
+            self._loaders,
+            self._models,
+            self._steps,
+        )
         with self._steps.hooked(), self._exchanges.witnessed(), self._late.open():
-            replaced = [*replaced_functions(), *(one for part in parts for one in part.replaced())]
+            replaced = [
+                *replaced_functions(),
+                *(one for part in parts for one in part.replaced()),
+            ]
             with replacing(replaced):
                 yield

@@ -20,7 +20,12 @@ _CLOSE = 1e-6
 _aten = torch.ops.aten
 _DECAYS = (_aten.mul_.Tensor, _aten.mul_.Scalar, _aten._foreach_mul_.Scalar)
 _ADDS = (_aten.add_.Tensor, _aten._foreach_add_.List)
-_LERPS = (_aten.lerp_.Scalar, _aten.lerp_.Tensor, _aten._foreach_lerp_.Scalar, _aten._foreach_lerp_.List)
+_LERPS = (
+    _aten.lerp_.Scalar,
+    _aten.lerp_.Tensor,
+    _aten._foreach_lerp_.Scalar,
+    _aten._foreach_lerp_.List,
+)
 
 
 class _Found(NamedTuple):
@@ -61,7 +66,11 @@ class Aliases(Lint):
     def operators(self) -> dict[Any, Seen]:
         seen: dict[Any, Seen] = dict.fromkeys(_DECAYS, self._decays)
         seen |= dict.fromkeys(_ADDS, self._adds)
-        return seen | dict.fromkeys(_LERPS, self._lerps) | {_aten.mul.Tensor: self._multiplies}
+        return (
+            seen
+            | dict.fromkeys(_LERPS, self._lerps)
+            | {_aten.mul.Tensor: self._multiplies}
+        )
 
     @override
     def goes_back(self, facts: Facts, losses: Sequence[torch.Tensor]) -> None:
@@ -73,10 +82,16 @@ class Aliases(Lint):
         seen.decays.clear()
         if not seen.averaged or seen.place is None:
             return
-        addresses = {address_of(parameter) for parameter in facts.parameters() if parameter.requires_grad}
+        addresses = {
+            address_of(parameter)
+            for parameter in facts.parameters()
+            if parameter.requires_grad
+        }
         addresses.discard(0)
         averaged = len(seen.averaged & addresses)
-        seen.steps = seen.steps + 1 if averaged and 2 * averaged >= len(addresses) else 0
+        seen.steps = (
+            seen.steps + 1 if averaged and 2 * averaged >= len(addresses) else 0
+        )
         if seen.steps == _ENOUGH_STEPS:
             self._found.setdefault(seen.place, _Found(averaged, len(addresses)))
         seen.averaged, seen.place = set(), None
@@ -96,25 +111,35 @@ class Aliases(Lint):
             for place, found in self._found.items()
         ]
 
-    def _decays(self, facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
+    def _decays(
+        self, facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], result: Any
+    ) -> None:
         seen, decay = self._seen[facts.rank], args[1]
         if facts.stepping is None and isinstance(decay, (int, float)) and 0 < decay < 1:
             # One that is divided among ranks has no address here.
-            seen.decays.update(dict.fromkeys(filter(None, addresses_of(args[0])), decay))
+            seen.decays.update(
+                dict.fromkeys(filter(None, addresses_of(args[0])), decay)
+            )
 
-    def _adds(self, facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
+    def _adds(
+        self, facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], result: Any
+    ) -> None:
         seen = self._seen[facts.rank]
         if seen.decays and facts.stepping is None:
             for address in _of_both(args):
                 self._note_if_whole(seen, address, kwargs.get("alpha", 1))
 
-    def _multiplies(self, facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
+    def _multiplies(
+        self, facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], result: Any
+    ) -> None:
         """`average.mul_(decay)`, and then `average += (1 - decay) * parameter`."""
         seen = self._seen[facts.rank]
         if seen.decays and isinstance(args[1], (int, float)):
             self._note_if_whole(seen, address_of(args[0]), args[1])
 
-    def _lerps(self, facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
+    def _lerps(
+        self, facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], result: Any
+    ) -> None:
         seen = self._seen[facts.rank]
         for address in _of_both(args) if facts.stepping is None else ():
             _note(seen, address)

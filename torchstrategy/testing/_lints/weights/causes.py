@@ -11,7 +11,10 @@ def cause_of(copies: Copies, parted: Parted) -> tuple[str, str]:
     """Why gradients differed, as a part of a sentence, and what to write."""
     taken = list(parted.snapshots.values())
     sparse = [{one.sparse.get(name) for one in taken} for name in parted.names]
-    if all(None not in parts and len({part[1] for part in parts if part}) == 1 < len(parts) for parts in sparse):
+    if all(
+        None not in parts and len({part[1] for part in parts if part}) == 1 < len(parts)
+        for parts in sparse
+    ):
         return (
             ", sparse ones, whose values are alike while their indices differ: values of other rows were added",
             "Gather the indices and the values of all ranks and make one sparse gradient of them, or reduce "
@@ -23,7 +26,10 @@ def cause_of(copies: Copies, parted: Parted) -> tuple[str, str]:
             "Wrap the module that has them, too, or put it into the wrapped one.",
         )
     if not copies.is_wrapped:
-        return "", "Reduce the gradients of all parameters in all steps: `dist.all_reduce(p.grad)`, and divide them."
+        return (
+            "",
+            "Reduce the gradients of all parameters in all steps: `dist.all_reduce(p.grad)`, and divide them.",
+        )
     if not all(one.way.was_called for one in taken):
         return (
             ", and the model was called past DistributedDataParallel",
@@ -77,7 +83,11 @@ def cause_of_other_updates(parted: Parted) -> tuple[str, str]:
             if kept == other or kept is None or other is None:
                 continue
             are_numbers = isinstance(kept, float) and isinstance(other, float)
-            shown = f"is {kept:g} on rank {first} and {other:g} on rank {rank}" if are_numbers else "differs"
+            shown = (
+                f"is {kept:g} on rank {first} and {other:g} on rank {rank}"
+                if are_numbers
+                else "differs"
+            )
             return (
                 f" Their optimizers have kept something else of earlier steps: {name!r} {shown}.",
                 "Load the state of the optimizer on all ranks: DistributedDataParallel broadcasts the weights of rank "

@@ -11,7 +11,11 @@ from torch import nn
 from typing_extensions import override
 
 from torchstrategy.testing._lints.evidence.facts import Facts, address_of
-from torchstrategy.testing._lints.evidence.fingerprints import Fingerprint, can_be_read, fingerprint
+from torchstrategy.testing._lints.evidence.fingerprints import (
+    Fingerprint,
+    can_be_read,
+    fingerprint,
+)
 from torchstrategy.testing._lints.evidence.modules import (
     has_statistics,
     joined,
@@ -64,7 +68,9 @@ class _Buffer:
         if self.changes or len(counts) > 1 or min(counts) < _FEWEST_LOOKS:
             return False
         first, *others = (self.first[rank] for rank in ranks)
-        are_drawn = all(one.is_drawn and one.shape == first.shape for one in (first, *others))
+        are_drawn = all(
+            one.is_drawn and one.shape == first.shape for one in (first, *others)
+        )
         return are_drawn and any(not first.is_close_to(one) for one in others)
 
 
@@ -78,20 +84,33 @@ class KeptBuffers(Lint):
     """
 
     def __init__(self) -> None:
-        self._broadcast: dict[int, set[int]] = defaultdict(set)  # by rank: the addresses of what was broadcast
-        self._buffers: dict[_Key, dict[str, _Buffer]] = defaultdict(lambda: defaultdict(_Buffer))
+        self._broadcast: dict[int, set[int]] = defaultdict(
+            set
+        )  # by rank: the addresses of what was broadcast
+        self._buffers: dict[_Key, dict[str, _Buffer]] = defaultdict(
+            lambda: defaultdict(_Buffer)
+        )
         self._places: dict[_Key, Place] = {}
 
     @override
     def told(self, facts: Facts, told: Told, is_of_torch: bool) -> None:
         if told.kind == "broadcast" and not is_of_torch and not facts.steps:
-            self._broadcast[facts.rank] |= set(map(address_of, [*told.gives, *told.gets])) - {0}
+            self._broadcast[facts.rank] |= set(
+                map(address_of, [*told.gives, *told.gets])
+            ) - {0}
 
     @override
     def stepped(self, facts: Facts, optimizer: torch.optim.Optimizer) -> None:
         step = facts.steps + 1
-        is_looked_at = not step & (step - 1) and step <= 1 << _MOST_LOOKS  # the steps 1, 2, 4, 8, ...
-        if len(facts.reducers) < 2 or facts.called or not self._broadcast[facts.rank] or not is_looked_at:
+        is_looked_at = (
+            not step & (step - 1) and step <= 1 << _MOST_LOOKS
+        )  # the steps 1, 2, 4, 8, ...
+        if (
+            len(facts.reducers) < 2
+            or facts.called
+            or not self._broadcast[facts.rank]
+            or not is_looked_at
+        ):
             return
         for key, model in self._models_of(facts):
             self._places.setdefault(key, here())
@@ -104,7 +123,9 @@ class KeptBuffers(Lint):
     def findings(self) -> list[Finding | None]:
         found: list[Finding | None] = []
         for key, buffers in self._buffers.items():
-            apart = [name for name, buffer in buffers.items() if buffer.is_apart(key.ranks)]
+            apart = [
+                name for name, buffer in buffers.items() if buffer.is_apart(key.ranks)
+            ]
             if apart:
                 found.append(_not_sent(apart, key.ranks, self._places[key]))
         return found
@@ -112,9 +133,20 @@ class KeptBuffers(Lint):
     def _models_of(self, facts: Facts) -> list[tuple[_Key, nn.Module]]:
         """The models of which the program has broadcast parameters, and whose gradients it reduces, with their keys."""
         positions = {id(one): at for at, one in enumerate(facts.parameters())}
-        reduced = {own for own, address in facts.gradients.items() if address in facts.reduced}
-        owners = [one for one in living_modules() if any(id(own) in reduced for own in parameters_in(one))]
-        inner = {id(part) for owner in owners for _, part in modules_in(owner) if part is not owner}
+        reduced = {
+            own for own, address in facts.gradients.items() if address in facts.reduced
+        }
+        owners = [
+            one
+            for one in living_modules()
+            if any(id(own) in reduced for own in parameters_in(one))
+        ]
+        inner = {
+            id(part)
+            for owner in owners
+            for _, part in modules_in(owner)
+            if part is not owner
+        }
         found, sent = [], self._broadcast[facts.rank]
         for root in owners:
             own = parameters_in(root)

@@ -9,7 +9,11 @@ import torch
 
 from torchstrategy.testing._lints.evidence.copies import Copies
 from torchstrategy.testing._lints.evidence.facts import Facts
-from torchstrategy.testing._lints.evidence.modules import living_modules, names_of, own_parameters
+from torchstrategy.testing._lints.evidence.modules import (
+    living_modules,
+    names_of,
+    own_parameters,
+)
 from torchstrategy.testing._lints.evidence.places import in_words
 from torchstrategy.testing._lints.findings import Finding, finding, named_ranks, some
 from torchstrategy.testing._lints.weights.multiplied_apart import multiplied_apart
@@ -46,8 +50,16 @@ class LeftOut:
 
     def stepped(self, facts: Facts, there: Mapping[int, Copies]) -> None:
         """A rank has made a step. Its parameters are given as the ids of their tensors, with their copies."""
-        late = {own: one for own, one in there.items() if one.late is not None and not self.knows(one)}
-        tensors = [tensor for one in late.values() for tensor in one.named[facts.rank]().values()]
+        late = {
+            own: one
+            for own, one in there.items()
+            if one.late is not None and not self.knows(one)
+        }
+        tensors = [
+            tensor
+            for one in late.values()
+            for tensor in one.named[facts.rank]().values()
+        ]
         if not tensors:
             return
         beside = _of_one_layer(tensors)
@@ -63,8 +75,16 @@ class LeftOut:
             if copies.late is not None and not copies.is_over and self.knows(copies)
         ]
         first = min((self._late[copies.key].steps for copies, _ in late), default=0)
-        reduced = [copies for copies in all_copies if copies.late is None and copies.last_alike >= first]
-        found = [(copies, parted) for copies, parted in late if self._is_wrong(copies, reduced)]
+        reduced = [
+            copies
+            for copies in all_copies
+            if copies.late is None and copies.last_alike >= first
+        ]
+        found = [
+            (copies, parted)
+            for copies, parted in late
+            if self._is_wrong(copies, reduced)
+        ]
         if not found:
             return None
         apart = multiplied_apart(parted for _, parted in found)
@@ -73,7 +93,11 @@ class LeftOut:
         copies, parted = found[0]
         names = [self._late[its.key].name for its, _ in found]
         places = list(dict.fromkeys(taken.place for taken in parted.snapshots.values()))
-        where = list(dict.fromkeys(one.reduced_at for one in reduced if one.reduced_at is not None))
+        where = list(
+            dict.fromkeys(
+                one.reduced_at for one in reduced if one.reduced_at is not None
+            )
+        )
         at = f" ({in_words(where)})" if where else ""
         return finding(
             "gradient-not-reduced",
@@ -85,7 +109,9 @@ class LeftOut:
         )
 
     def _is_wrong(self, copies: Copies, reduced: Sequence[Copies]) -> bool:
-        return any(one is other for one in self._late[copies.key].beside for other in reduced)
+        return any(
+            one is other for one in self._late[copies.key].beside for other in reduced
+        )
 
 
 def _of_one_layer(tensors: Sequence[torch.Tensor]) -> dict[int, set[int]]:

@@ -65,8 +65,14 @@ class LostTies(Lint):
         named = dict(named_parameters(module))
         for names in ties:
             first, second = (named.get(name) for name in names)
-            if first is not None and second is not None and address_of(first) != address_of(second):
-                self._lost[facts.rank].append(_Lost(names, here(), weakref.ref(first), weakref.ref(second)))
+            if (
+                first is not None
+                and second is not None
+                and address_of(first) != address_of(second)
+            ):
+                self._lost[facts.rank].append(
+                    _Lost(names, here(), weakref.ref(first), weakref.ref(second))
+                )
 
     @override
     def steps(self, facts: Facts, optimizer: torch.optim.Optimizer) -> None:
@@ -75,9 +81,17 @@ class LostTies(Lint):
         own = {id(parameter) for parameter in parameters_of(optimizer)}
         for lost in list(self._lost[facts.rank]):
             first, second = lost.first(), lost.second()
-            if first is None or second is None or address_of(first) == address_of(second):
+            if (
+                first is None
+                or second is None
+                or address_of(first) == address_of(second)
+            ):
                 self._lost[facts.rank].remove(lost)
-            elif {id(first), id(second)} <= own and first.grad is not None and second.grad is not None:
+            elif (
+                {id(first), id(second)} <= own
+                and first.grad is not None
+                and second.grad is not None
+            ):
                 self._lost[facts.rank].remove(lost)
                 if not have_one_gradient(first, second):
                     self._found.setdefault(lost.moved_at, _Found(lost.names, here()))
@@ -105,7 +119,9 @@ def _ties_of(module: torch.nn.Module) -> Names:
     for name, parameter in named_parameters(module):
         address = address_of(parameter)
         if address and parameter.numel():
-            first = known.setdefault((address, parameter.dtype, parameter.shape, parameter.stride()), name)
+            first = known.setdefault(
+                (address, parameter.dtype, parameter.shape, parameter.stride()), name
+            )
             if first != name:
                 ties.append((first, name))
     return ties
@@ -118,12 +134,16 @@ def replaced(tell: Callable[..., None]) -> list[tuple[Any, str, Any]]:
 
     @functools.wraps(apply)
     def moving(module: Any, *args: Any, **kwargs: Any) -> Any:
-        if getattr(here_now, "is_moving", False) or torch.compiler.is_compiling():  # a module within another one
+        if (
+            getattr(here_now, "is_moving", False) or torch.compiler.is_compiling()
+        ):  # a module within another one
             return apply(module, *args, **kwargs)
         here_now.is_moving = True
         try:
             ties: Names = []
-            with suppress(Exception):  # a module of the program's own may have parameters of another kind
+            with suppress(
+                Exception
+            ):  # a module of the program's own may have parameters of another kind
                 ties = _ties_of(module)
             result = apply(module, *args, **kwargs)
         finally:

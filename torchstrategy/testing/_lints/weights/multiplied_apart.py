@@ -48,11 +48,20 @@ def multiplied_apart(parted: Iterable[Parted]) -> MultipliedApart | None:
     return None
 
 
-def _multiplied(parted: Parted, name: str, first: int, second: int) -> MultipliedApart | None:
+def _multiplied(
+    parted: Parted, name: str, first: int, second: int
+) -> MultipliedApart | None:
     mine, theirs = parted.snapshots[first], parted.snapshots[second]
     a, b = mine.factors.get(name), theirs.factors.get(name)
     gradient, other = mine.gradients.get(name), theirs.gradients.get(name)
-    if a is None or b is None or gradient is None or other is None or not a.number or not b.number:
+    if (
+        a is None
+        or b is None
+        or gradient is None
+        or other is None
+        or not a.number
+        or not b.number
+    ):
         return None
     if abs(a.number - b.number) <= _CLOSE * abs(a.number):
         return None

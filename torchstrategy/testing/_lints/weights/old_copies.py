@@ -20,10 +20,28 @@ _LOOKED_AT = 6  # steps
 _ENOUGH_STEPS = 2
 _MOST_NODES = 20_000
 _SEEN = "torchstrategy.versions"  # in the metadata of a node: the versions of parameters when it was seen first
-_COPIES = ("ToCopyBackward", "CloneBackward", "CopyBackwards", "CatBackward", "StackBackward")
+_COPIES = (
+    "ToCopyBackward",
+    "CloneBackward",
+    "CopyBackwards",
+    "CatBackward",
+    "StackBackward",
+)
 # Their results have the memory of the parameter, and change with it.
 _VIEWS = (
-    *("AsStrided", "Alias", "Detach", "Expand", "Permute", "Select", "Slice", "Split", "Squeeze", "T", "Transpose"),
+    *(
+        "AsStrided",
+        "Alias",
+        "Detach",
+        "Expand",
+        "Permute",
+        "Select",
+        "Slice",
+        "Split",
+        "Squeeze",
+        "T",
+        "Transpose",
+    ),
     *("Unbind", "Unsqueeze", "View", "Unfold", "Diagonal", "Reshape"),
 )
 
@@ -53,11 +71,15 @@ class OldCopies(Lint):
         for node, parameter in _uses([loss.grad_fn for loss in losses]):
             if id(parameter) in trained and name_of(node).startswith(_COPIES):
                 versions = node.metadata.setdefault(_SEEN, {})
-                if versions.setdefault(id(parameter), version_of(parameter)) != version_of(parameter):
+                if versions.setdefault(
+                    id(parameter), version_of(parameter)
+                ) != version_of(parameter):
                     old[id(parameter)] = parameter
         if old:
             place = here()
-            known = self._found.get(place) or _Found(names_of(list(old.values())), set())
+            known = self._found.get(place) or _Found(
+                names_of(list(old.values())), set()
+            )
             known.steps.add(facts.steps)
             self._found[place] = known
 
@@ -80,7 +102,9 @@ class OldCopies(Lint):
 
 def _uses(roots: Sequence[Any]) -> Iterator[tuple[Any, torch.Tensor]]:
     """The nodes of a graph that have computed something from a leaf, or from a view of it, each with the leaf."""
-    waiting = [(root, None) for root in roots]  # each with what has used its result, views left out
+    waiting = [
+        (root, None) for root in roots
+    ]  # each with what has used its result, views left out
     seen: set[Any] = set()
     while waiting and len(seen) < _MOST_NODES:
         node, user = waiting.pop()

@@ -13,9 +13,25 @@ from torch import nn
 from typing_extensions import override
 
 from torchstrategy.testing._lints.evidence.asking import asked
-from torchstrategy.testing._lints.evidence.copies import Copies, Named, Parted, Way, snapshot
-from torchstrategy.testing._lints.evidence.facts import Facts, Model, address_of, parameters_of
-from torchstrategy.testing._lints.evidence.fingerprints import Fingerprint, can_be_read, fingerprint, number_of
+from torchstrategy.testing._lints.evidence.copies import (
+    Copies,
+    Named,
+    Parted,
+    Way,
+    snapshot,
+)
+from torchstrategy.testing._lints.evidence.facts import (
+    Facts,
+    Model,
+    address_of,
+    parameters_of,
+)
+from torchstrategy.testing._lints.evidence.fingerprints import (
+    Fingerprint,
+    can_be_read,
+    fingerprint,
+    number_of,
+)
 from torchstrategy.testing._lints.evidence.modules import (
     has_statistics,
     joined,
@@ -28,16 +44,30 @@ from torchstrategy.testing._lints.evidence.modules import (
 from torchstrategy.testing._lints.evidence.objects import Objects
 from torchstrategy.testing._lints.evidence.own_steps import OwnOptimizer
 from torchstrategy.testing._lints.evidence.places import Place, here, in_words
-from torchstrategy.testing._lints.findings import Finding, finding, listed_ranks, named_ranks, some
+from torchstrategy.testing._lints.findings import (
+    Finding,
+    finding,
+    listed_ranks,
+    named_ranks,
+    some,
+)
 from torchstrategy.testing._lints.lint import Lint
 from torchstrategy.testing._lints.optimizers.scheduled import rates_of
 from torchstrategy.testing._lints.torch_internals import ignored_names, is_persistent
-from torchstrategy.testing._lints.weights.causes import cause_of, cause_of_other_updates, skipped_apart
+from torchstrategy.testing._lints.weights.causes import (
+    cause_of,
+    cause_of_other_updates,
+    skipped_apart,
+)
 from torchstrategy.testing._lints.weights.left_out import LeftOut
 from torchstrategy.testing._lints.weights.multiplied_apart import multiplied_apart
 from torchstrategy.testing._ranks.witnesses import Told
 
-_EXCHANGING = ("all_to_all", "send", "recv")  # of programs whose ranks have parts of a model
+_EXCHANGING = (
+    "all_to_all",
+    "send",
+    "recv",
+)  # of programs whose ranks have parts of a model
 
 
 class _Shared(NamedTuple):
@@ -69,23 +99,33 @@ class Replicas(Lint):
 
     def __init__(self) -> None:
         self._copies: dict[tuple[Any, ...], Copies] = {}
-        self._owners: dict[tuple[int, int], tuple[weakref.ref[torch.Tensor], Copies]] = {}  # by rank and id
+        self._owners: dict[
+            tuple[int, int], tuple[weakref.ref[torch.Tensor], Copies]
+        ] = {}  # by rank and id
         self._shared: dict[tuple[int, int], _Shared] = {}  # by rank and address
-        self._in_flats: dict[int, dict[int, _Part]] = defaultdict(dict)  # by rank and address of a gradient, of a step
+        self._in_flats: dict[int, dict[int, _Part]] = defaultdict(
+            dict
+        )  # by rank and address of a gradient, of a step
         self._numbered: Counter[int] = Counter()  # optimizers, by rank
         self._left_out = LeftOut()
-        self._optimizers: dict[int, Objects[torch.optim.Optimizer, int]] = defaultdict(Objects)
+        self._optimizers: dict[int, Objects[torch.optim.Optimizer, int]] = defaultdict(
+            Objects
+        )
         self._has_parts = False
         self._losses: dict[int, float | None] = {}  # of the first backward of a rank
 
     @override
     def made(self, facts: Facts, model: Model) -> None:
-        copies = self._copies.setdefault(model.key, Copies(model.key, model.ranks, True))
+        copies = self._copies.setdefault(
+            model.key, Copies(model.key, model.ranks, True)
+        )
         copies.named[facts.rank] = _finder(model.model)
         members = _members_of(model.model)
         parameters = _parameters(members)
         copies.begun = frozenset(parameters)
-        copies.frozen = frozenset(name for name, member in parameters.items() if not member.requires_grad)
+        copies.frozen = frozenset(
+            name for name, member in parameters.items() if not member.requires_grad
+        )
         copies.wrapped_at = here()
         for parameter in members.values():
             self._owners[facts.rank, id(parameter)] = weakref.ref(parameter), copies
@@ -109,7 +149,9 @@ class Replicas(Lint):
     @override
     def goes_back(self, facts: Facts, losses: Sequence[torch.Tensor]) -> None:
         if facts.size > 1 and facts.rank not in self._losses:
-            self._losses[facts.rank] = number_of(losses[0]) if len(losses) == 1 else None
+            self._losses[facts.rank] = (
+                number_of(losses[0]) if len(losses) == 1 else None
+            )
 
     @override
     def steps(self, facts: Facts, optimizer: torch.optim.Optimizer) -> None:
@@ -122,7 +164,9 @@ class Replicas(Lint):
                 # Copies that have parted may have been averaged since the last step.
                 named = copies.named[facts.rank]()
                 way = Way(skips=facts.skips, is_own=is_own)
-                before = snapshot(facts, named if made else _parameters(named), False, way)
+                before = snapshot(
+                    facts, named if made else _parameters(named), False, way
+                )
                 copies.add(facts.rank, made + 0.5 if made else 0, before)
 
     @override
@@ -147,7 +191,10 @@ class Replicas(Lint):
             made = snapshot(facts, copies.named[facts.rank](), True, way)
             copies.add(facts.rank, copies.steps[facts.rank], made)
         self._in_flats.pop(facts.rank, None)
-        if any(copies.late is not None and not self._left_out.knows(copies) for copies in there):
+        if any(
+            copies.late is not None and not self._left_out.knows(copies)
+            for copies in there
+        ):
             self._left_out.stepped(facts, self._singles(facts, optimizer))
 
     @override
@@ -160,18 +207,36 @@ class Replicas(Lint):
                     continue
                 if copies.is_a_guess and not self._most_are_reduced(copies.key[1]):
                     continue
-                if not all(taken.way.was_awaited for taken in parted.snapshots.values()):
+                if not all(
+                    taken.way.was_awaited for taken in parted.snapshots.values()
+                ):
                     continue  # `Waits` names it
                 places = tuple(taken.place for taken in parted.snapshots.values())
                 # What skipped steps have done to gradients says nothing more.
-                how = None if skipped_apart(copies, parted) else parted.has_other_gradients
-                grouped[parted.step, how, places, copies.is_wrapped].append((copies, parted))
-        wrong = self._of_a_wrong_group([members for members in grouped.values() if members[0][1].step == 0])
+                how = (
+                    None
+                    if skipped_apart(copies, parted)
+                    else parted.has_other_gradients
+                )
+                grouped[parted.step, how, places, copies.is_wrapped].append(
+                    (copies, parted)
+                )
+        wrong = self._of_a_wrong_group(
+            [members for members in grouped.values() if members[0][1].step == 0]
+        )
         if wrong is not None:
             return [finding("reduced-over-wrong-group", *wrong)]
-        found = [self._finding(members) for members in grouped.values()] + self._partial()
-        has_parts = self._has_parts or any(copies.began_apart for copies in self._copies.values())
-        return found if has_parts else [*found, self._left_out.finding(list(self._copies.values()))]
+        found = [
+            self._finding(members) for members in grouped.values()
+        ] + self._partial()
+        has_parts = self._has_parts or any(
+            copies.began_apart for copies in self._copies.values()
+        )
+        return (
+            found
+            if has_parts
+            else [*found, self._left_out.finding(list(self._copies.values()))]
+        )
 
     def have_parted(self, key: tuple[Any, ...]) -> bool:
         """Whether the copies with a key have parted after some step, even if they came together again."""
@@ -183,7 +248,11 @@ class Replicas(Lint):
 
         Those of a last bias alone are alike where ranks add up the outputs of models of their own.
         """
-        guesses = [copies for copies in self._copies.values() if copies.is_a_guess and copies.key[1] == optimizer]
+        guesses = [
+            copies
+            for copies in self._copies.values()
+            if copies.is_a_guess and copies.key[1] == optimizer
+        ]
         apart = [copies.parted is not None for copies in guesses if copies.began_apart]
         return 2 * sum(apart) >= len(apart)
 
@@ -195,12 +264,23 @@ class Replicas(Lint):
         guesses = [copies for copies in self._copies.values() if copies.is_a_guess]
         losses = set(self._losses.values())
         has_parts = any(copies.began_apart for copies in guesses)
-        if not has_parts or self._has_parts or len(losses) != 1 or len(self._losses) < 2:
+        if (
+            not has_parts
+            or self._has_parts
+            or len(losses) != 1
+            or len(self._losses) < 2
+        ):
             return []
         loss = losses.pop()
-        if loss is None or not math.isfinite(loss) or loss.is_integer():  # a constant is alike without a reason
+        if (
+            loss is None or not math.isfinite(loss) or loss.is_integer()
+        ):  # a constant is alike without a reason
             return []
-        late = [(copies, copies.late) for copies in guesses if copies.late is not None and not copies.is_over]
+        late = [
+            (copies, copies.late)
+            for copies in guesses
+            if copies.late is not None and not copies.is_over
+        ]
         late = [(copies, parted) for copies, parted in late if parted.step == 1]
         if not late:
             return []
@@ -222,7 +302,9 @@ class Replicas(Lint):
             )
         ]
 
-    def _of_a_wrong_group(self, groups: list[list[tuple[Copies, Parted]]]) -> tuple[str, str, list[Place]] | None:
+    def _of_a_wrong_group(
+        self, groups: list[list[tuple[Copies, Parted]]]
+    ) -> tuple[str, str, list[Place]] | None:
         """What to say if other ranks have the same weights than those whose gradients are reduced together."""
         ours = [one for members in groups for one in members if one[0].key[0] == "told"]
         reduced = sorted({copies.ranks for copies, _ in ours})
@@ -234,10 +316,16 @@ class Replicas(Lint):
         for rank in sorted(by_rank):
             alike[tuple(by_rank[rank])].append(rank)
         right = list(alike.values())
-        is_a_grid = len(reduced) > 1 and all(len(set(ranks) & set(group)) == 1 for ranks in right for group in reduced)
+        is_a_grid = len(reduced) > 1 and all(
+            len(set(ranks) & set(group)) == 1 for ranks in right for group in reduced
+        )
         if not is_a_grid or sum(map(len, reduced)) != len(by_rank):
             return None
-        places = list(dict.fromkeys(taken.place for _, parted in ours for taken in parted.snapshots.values()))
+        places = list(
+            dict.fromkeys(
+                taken.place for _, parted in ours for taken in parted.snapshots.values()
+            )
+        )
         return (
             f"Gradients are reduced among ranks {listed_ranks(reduced[0])} ({in_words(places)}), which have other "
             f"weights from the beginning; ranks {listed_ranks(right[0])} have the same ones.",
@@ -246,13 +334,20 @@ class Replicas(Lint):
             places,
         )
 
-    def _copies_in(self, facts: Facts, optimizer: torch.optim.Optimizer) -> list[Copies]:
+    def _copies_in(
+        self, facts: Facts, optimizer: torch.optim.Optimizer
+    ) -> list[Copies]:
         """The copies of which an optimizer has some parameters."""
         found: dict[int, Copies] = {}
         alone: list[tuple[int, torch.Tensor]] = []
         for position, parameter in enumerate(parameters_of(optimizer)):
             owner, copies = self._owners.get((facts.rank, id(parameter)), (None, None))
-            if copies is None or owner is None or owner() is not parameter or copies.is_a_guess:
+            if (
+                copies is None
+                or owner is None
+                or owner() is not parameter
+                or copies.is_a_guess
+            ):
                 guess, copies = copies, self._shared_copies(facts, parameter)
                 if guess is not None and copies is not None:
                     guess.late = None  # the program makes them alike, only later
@@ -267,16 +362,27 @@ class Replicas(Lint):
                 continue
             if wrapped:
                 key: tuple[Any, ...] = ("beside", wrapped[0].key, position)
-                copies = self._single(facts, parameter, key, wrapped[0].ranks, may_differ=True)
+                copies = self._single(
+                    facts, parameter, key, wrapped[0].ranks, may_differ=True
+                )
             else:
-                key = ("guess", self._number(facts, optimizer), position, tuple(parameter.shape))
-                copies = self._single(facts, parameter, key, range(facts.size), is_a_guess=True)
+                key = (
+                    "guess",
+                    self._number(facts, optimizer),
+                    position,
+                    tuple(parameter.shape),
+                )
+                copies = self._single(
+                    facts, parameter, key, range(facts.size), is_a_guess=True
+                )
             found[id(copies)] = copies
         return [copies for copies in found.values() if not copies.is_over]
 
     def _has_got(self, facts: Facts, copies: Copies, parameter: torch.Tensor) -> bool:
         """Whether a parameter came into a model after it was wrapped."""
-        is_there = any(member is parameter for member in copies.named[facts.rank]().values())
+        is_there = any(
+            member is parameter for member in copies.named[facts.rank]().values()
+        )
         if is_there:
             self._owners[facts.rank, id(parameter)] = weakref.ref(parameter), copies
         return is_there
@@ -289,10 +395,19 @@ class Replicas(Lint):
             self._numbered[facts.rank] += 1
         return known[optimizer]
 
-    def _singles(self, facts: Facts, optimizer: torch.optim.Optimizer) -> dict[int, Copies]:
+    def _singles(
+        self, facts: Facts, optimizer: torch.optim.Optimizer
+    ) -> dict[int, Copies]:
         """The copies of parameters of an optimizer that no wrapper has, by the id of the parameter."""
-        both = ((one, self._owners.get((facts.rank, id(one)))) for one in parameters_of(optimizer))
-        return {id(one): known[1] for one, known in both if known is not None and not known[1].is_wrapped}
+        both = (
+            (one, self._owners.get((facts.rank, id(one))))
+            for one in parameters_of(optimizer)
+        )
+        return {
+            id(one): known[1]
+            for one, known in both
+            if known is not None and not known[1].is_wrapped
+        }
 
     def _shared_copies(self, facts: Facts, parameter: torch.Tensor) -> Copies | None:
         """The copies of a parameter that the program has broadcast, or whose gradient it has reduced."""
@@ -304,7 +419,11 @@ class Replicas(Lint):
                 return copies
         part = self._in_flats[facts.rank].get(facts.address_of_gradient(parameter))
         # Where there is an optimizer, a flat tensor that does not come back into gradients is only looked at.
-        if part is None or len(part.ranks) < 2 or not isinstance(facts.stepping, OwnOptimizer):
+        if (
+            part is None
+            or len(part.ranks) < 2
+            or not isinstance(facts.stepping, OwnOptimizer)
+        ):
             return None
         copies = self._single(facts, parameter, part.key, part.ranks)
         copies.reduced_at = part.place
@@ -314,7 +433,11 @@ class Replicas(Lint):
         if tensor is None or not can_be_read(tensor):
             return None
         shared = self._shared.get((facts.rank, address_of(tensor)))
-        is_it = shared is not None and shared.storage() is not None and shared.size == tensor.numel()
+        is_it = (
+            shared is not None
+            and shared.storage() is not None
+            and shared.size == tensor.numel()
+        )
         return shared if is_it else None
 
     def _single(
@@ -326,10 +449,14 @@ class Replicas(Lint):
         may_differ: bool = False,
         is_a_guess: bool = False,
     ) -> Copies:
-        copies = self._copies.setdefault(key, Copies(key, tuple(ranks), False, may_differ, is_a_guess))
+        copies = self._copies.setdefault(
+            key, Copies(key, tuple(ranks), False, may_differ, is_a_guess)
+        )
         there = weakref.ref(parameter)
         copies.begun_after.setdefault(facts.rank, facts.steps)
-        copies.named[facts.rank] = lambda: {"": tensor} if (tensor := there()) is not None else {}
+        copies.named[facts.rank] = lambda: (
+            {"": tensor} if (tensor := there()) is not None else {}
+        )
         self._owners[facts.rank, id(parameter)] = there, copies
         return copies
 
@@ -349,8 +476,16 @@ class Replicas(Lint):
         where, which = in_words(places), some(names)
         ranks = f"rank {copies.ranks[0]} and {named_ranks(parted.ranks)}"
         if parted.step == 0:
-            reduced = list(dict.fromkeys(its.reduced_at for its, _ in members if its.reduced_at is not None))
-            together = f" Their gradients are reduced together ({in_words(reduced)})." if reduced else ""
+            reduced = list(
+                dict.fromkeys(
+                    its.reduced_at for its, _ in members if its.reduced_at is not None
+                )
+            )
+            together = (
+                f" Their gradients are reduced together ({in_words(reduced)})."
+                if reduced
+                else ""
+            )
             parts = " If each rank has a part of its own there, such as an expert, do not reduce its gradients."
             return finding(
                 "weights-differ",
@@ -391,19 +526,29 @@ class Replicas(Lint):
         )
 
 
-def _state_of(optimizer: torch.optim.Optimizer) -> dict[str, float | Fingerprint | None]:
+def _state_of(
+    optimizer: torch.optim.Optimizer,
+) -> dict[str, float | Fingerprint | None]:
     """What an optimizer keeps of its first parameter."""
     found: dict[str, float | Fingerprint | None] = {}
     first = next(iter(parameters_of(optimizer)), None)
     kept = None if first is None else asked(lambda: optimizer.state.get(first), None)
     for name, value in kept.items() if isinstance(kept, dict) else ():
         number = number_of(value)
-        found[str(name)] = fingerprint(value) if number is None and isinstance(value, torch.Tensor) else number
+        found[str(name)] = (
+            fingerprint(value)
+            if number is None and isinstance(value, torch.Tensor)
+            else number
+        )
     return found
 
 
 def _tensor(parted: Parted, name: str) -> torch.Tensor | None:
-    held = [taken.tensors[name] for taken in parted.snapshots.values() if name in taken.tensors]
+    held = [
+        taken.tensors[name]
+        for taken in parted.snapshots.values()
+        if name in taken.tensors
+    ]
     return held[0]() if held else None
 
 
@@ -412,7 +557,11 @@ def _finder(model: weakref.ref[Any]) -> Callable[[], Named]:
 
 
 def _parameters(named: Named) -> Named:
-    return {name: tensor for name, tensor in named.items() if isinstance(tensor, nn.Parameter)}
+    return {
+        name: tensor
+        for name, tensor in named.items()
+        if isinstance(tensor, nn.Parameter)
+    }
 
 
 def _members_of(model: weakref.ref[Any]) -> dict[str, torch.Tensor]:
@@ -422,13 +571,25 @@ def _members_of(model: weakref.ref[Any]) -> dict[str, torch.Tensor]:
         return {}
     ignored = ignored_names(wrapped)
     found: dict[str, torch.Tensor] = dict(named_parameters(wrapped.module))
-    for prefix, module in modules_in(wrapped.module) if wrapped.broadcast_buffers else ():  # or each has its own
+    for prefix, module in (
+        modules_in(wrapped.module) if wrapped.broadcast_buffers else ()
+    ):  # or each has its own
         if not has_statistics(module):
-            found |= {joined(prefix, name): one for name, one in own_buffers(module) if is_persistent(module, name)}
-    return {name: tensor for name, tensor in found.items() if name not in ignored and can_be_read(tensor)}
+            found |= {
+                joined(prefix, name): one
+                for name, one in own_buffers(module)
+                if is_persistent(module, name)
+            }
+    return {
+        name: tensor
+        for name, tensor in found.items()
+        if name not in ignored and can_be_read(tensor)
+    }
 
 
-def _name_of(parameter: torch.Tensor | None, shape_of_gone: tuple[int, ...] = ()) -> str:
+def _name_of(
+    parameter: torch.Tensor | None, shape_of_gone: tuple[int, ...] = ()
+) -> str:
     """The name of a parameter in the largest module that has it."""
     if parameter is None:
         return nameless(shape_of_gone) if shape_of_gone else "a parameter"

@@ -24,15 +24,27 @@ from torchstrategy.testing._lints.findings import Finding, finding, some
 from torchstrategy.testing._lints.lint import Lint
 
 _ENOUGH = 2  # calls
-_MOST_CLASSES, _MOST_ANSWERS = 64, 1024  # whose sources are kept, and what was asked of them
+_MOST_CLASSES, _MOST_ANSWERS = (
+    64,
+    1024,
+)  # whose sources are kept, and what was asked of them
 # With these a buffer keeps a part of what it was, and gets a sum.
 _ADDING = ("add_", "mul_", "div_")
-_AVERAGING = {"mean", "var", "std", "var_mean", "std_mean", "amax", "amin", "max", "min", "norm"}
+_AVERAGING = {
+    "mean",
+    "var",
+    "std",
+    "var_mean",
+    "std_mean",
+    "amax",
+    "amin",
+    "max",
+    "min",
+    "norm",
+}
 _LOST = "With them goes what they write on themselves: {names}. It has its first value again in the next call."
 _WRITE = "Write it outside of the model, before the call; or `buffer.add_(1)` in place, which the first device keeps."
-_LOST_IN_PART = (
-    "Of what they add to {names}, the model keeps what the rows of the first device say; that of the others is lost."
-)
+_LOST_IN_PART = "Of what they add to {names}, the model keeps what the rows of the first device say; that of the others is lost."
 _RETURN = (
     "Return from `forward` what is added, and add it outside, where the results of all devices are together; or use "
     "`DistributedDataParallel`, and reduce it."
@@ -61,7 +73,9 @@ class ThrownReplicas(Lint):
         self._lost_in_part: Counter[_Lost] = Counter()
 
     @override
-    def ran_replicas(self, facts: Facts, replicas: Sequence[nn.Module], before: State) -> None:
+    def ran_replicas(
+        self, facts: Facts, replicas: Sequence[nn.Module], before: State
+    ) -> None:
         modules, other = dict(modules_in(replicas[0])), state_of(replicas[1])
         place = here()
         for (prefix, name), value in state_of(replicas[0]).items():
@@ -70,13 +84,22 @@ class ThrownReplicas(Lint):
             lost = _Lost(kind.__name__, name, place)
             if old is not None and _is_other(value, old) and _counts_on(kind, name):
                 self._lost[lost] += 1
-            elif value is old and _adds_in_place(kind, name) and _have_parted(value, other.get((prefix, name))):
+            elif (
+                value is old
+                and _adds_in_place(kind, name)
+                and _have_parted(value, other.get((prefix, name)))
+            ):
                 self._lost_in_part[lost] += 1
 
     @override
     def findings(self) -> list[Finding | None]:
-        lost = [_finding(place, names, _LOST, _WRITE) for place, names in _named(self._lost)]
-        return lost + [_finding(place, names, _LOST_IN_PART, _RETURN) for place, names in _named(self._lost_in_part)]
+        lost = [
+            _finding(place, names, _LOST, _WRITE) for place, names in _named(self._lost)
+        ]
+        return lost + [
+            _finding(place, names, _LOST_IN_PART, _RETURN)
+            for place, names in _named(self._lost_in_part)
+        ]
 
 
 def _named(counts: Counter[_Lost]) -> Iterator[tuple[Place, str]]:
@@ -103,8 +126,14 @@ def state_of(replica: nn.Module) -> State:
     """The numbers and the buffers of a replica."""
     found: State = {}
     for prefix, module in modules_in(replica):
-        numbers = [(name, value) for name, value in named_in(module).items() if type(value) in (int, float)]
-        found |= {(prefix, name): value for name, value in (*numbers, *own_buffers(module))}
+        numbers = [
+            (name, value)
+            for name, value in named_in(module).items()
+            if type(value) in (int, float)
+        ]
+        found |= {
+            (prefix, name): value for name, value in (*numbers, *own_buffers(module))
+        }
     return found
 
 
@@ -120,12 +149,29 @@ def _adds_in_place(kind: type, name: str) -> bool:
 
     A mean of the rows of one device is nearly that of all, and some programs take it, as batch norm does.
     """
-    calls = [node for node in _nodes_of(kind) if isinstance(node, ast.Call) and _is_called_on(node.func, name)]
+    calls = [
+        node
+        for node in _nodes_of(kind)
+        if isinstance(node, ast.Call) and _is_called_on(node.func, name)
+    ]
     methods = {call.func.attr for call in calls if isinstance(call.func, ast.Attribute)}
-    writes_over = any(method.endswith("_") and not method.startswith("_") for method in methods - set(_ADDING))
+    writes_over = any(
+        method.endswith("_") and not method.startswith("_")
+        for method in methods - set(_ADDING)
+    )
     added = _with_assigned(kind, [value for call in calls for value in call.args])
-    asked = {node.attr for value in added for node in ast.walk(value) if isinstance(node, ast.Attribute)}
-    return "add_" in methods and "sum" in asked and not writes_over and not asked & _AVERAGING
+    asked = {
+        node.attr
+        for value in added
+        for node in ast.walk(value)
+        if isinstance(node, ast.Attribute)
+    }
+    return (
+        "add_" in methods
+        and "sum" in asked
+        and not writes_over
+        and not asked & _AVERAGING
+    )
 
 
 def _is_called_on(function: ast.AST, name: str) -> bool:
@@ -133,7 +179,11 @@ def _is_called_on(function: ast.AST, name: str) -> bool:
     while isinstance(function, ast.Attribute):
         if _is_own(function, name):
             return True
-        function = function.value.func if isinstance(function.value, ast.Call) else function.value
+        function = (
+            function.value.func
+            if isinstance(function.value, ast.Call)
+            else function.value
+        )
     return False
 
 
@@ -141,7 +191,11 @@ def _with_assigned(kind: type, values: list[ast.expr]) -> list[ast.expr]:
     """Some expressions in the methods of a class, and what is assigned there to the variables in them."""
     names = {name for value in values for name in _variables_in(value)}
     assigned = [node for node in _nodes_of(kind) if isinstance(node, ast.Assign)]
-    return values + [node.value for node in assigned if any(names & _variables_in(target) for target in node.targets)]
+    return values + [
+        node.value
+        for node in assigned
+        if any(names & _variables_in(target) for target in node.targets)
+    ]
 
 
 def _variables_in(expression: ast.expr) -> set[str]:
@@ -151,11 +205,17 @@ def _variables_in(expression: ast.expr) -> set[str]:
 @functools.lru_cache(_MOST_CLASSES)
 def _nodes_of(kind: type) -> list[ast.AST]:
     """What the methods of a class are made of, but for `__init__`; nothing of one that has no source, or is torch's."""
-    if kind.__module__.partition(".")[0] == "torch":  # batch norm keeps the statistics of the first device, as is said
+    if (
+        kind.__module__.partition(".")[0] == "torch"
+    ):  # batch norm keeps the statistics of the first device, as is said
         return []
     with suppress(OSError, TypeError, SyntaxError):
         made = ast.parse(textwrap.dedent(inspect.getsource(kind)))
-        methods = [one for one in ast.walk(made) if isinstance(one, ast.FunctionDef) and one.name != "__init__"]
+        methods = [
+            one
+            for one in ast.walk(made)
+            if isinstance(one, ast.FunctionDef) and one.name != "__init__"
+        ]
         return [node for method in methods for node in ast.walk(method)]
     return []
 
@@ -164,8 +224,14 @@ def _kind(node: ast.AST, name: str) -> str | None:
     """What a statement does to `self.name`: it counts on it, or sets it anew."""
     if isinstance(node, ast.AugAssign):
         return "counts" if _is_own(node.target, name) else None
-    if isinstance(node, ast.Assign) and any(_is_own(target, name) for target in node.targets):
-        return "counts" if any(_is_own(one, name) for one in ast.walk(node.value)) else "sets"
+    if isinstance(node, ast.Assign) and any(
+        _is_own(target, name) for target in node.targets
+    ):
+        return (
+            "counts"
+            if any(_is_own(one, name) for one in ast.walk(node.value))
+            else "sets"
+        )
     return None
 
 
@@ -180,7 +246,11 @@ def _is_own(node: ast.AST, name: str) -> bool:
 
 def _have_parted(value: Any, other: Any) -> bool:
     """Whether a buffer of floating-point numbers is another one on another device."""
-    if not isinstance(value, torch.Tensor) or not isinstance(other, torch.Tensor) or not value.is_floating_point():
+    if (
+        not isinstance(value, torch.Tensor)
+        or not isinstance(other, torch.Tensor)
+        or not value.is_floating_point()
+    ):
         return False
     return fingerprint(value) != fingerprint(other)
 

@@ -64,7 +64,11 @@ class Ties(Lint):
         seen.steps += 1
         if seen.steps & (seen.steps - 1):  # the first step, and then ever less often
             return
-        shared = [pair for pair in _shared_pairs(_updated(optimizer)) if not have_one_gradient(*pair)]
+        shared = [
+            pair
+            for pair in _shared_pairs(_updated(optimizer))
+            if not have_one_gradient(*pair)
+        ]
         pairs = {(id(first), id(second)) for first, second in shared}
         if not pairs or pairs != seen.pairs:
             seen.looks = 0
@@ -72,7 +76,9 @@ class Ties(Lint):
         seen.pairs = pairs
         if seen.looks == _ENOUGH_LOOKS:
             place, (first, second) = here(), shared[0]
-            self._found.setdefault(place, _Found(place, names_of([first, second]), len(shared)))
+            self._found.setdefault(
+                place, _Found(place, names_of([first, second]), len(shared))
+            )
 
     @override
     def findings(self) -> list[Finding | None]:
@@ -112,15 +118,25 @@ def _is_zero(rate: Any) -> bool:
 
 def _shared_pairs(parameters: list[torch.Tensor]) -> list[Pair]:
     """Those of which two have some element in common, as far as this is certain."""
-    return [*_overlapping([one for one in parameters if _is_in_one_piece(one)]), *_of_one_layout(parameters)]
+    return [
+        *_overlapping([one for one in parameters if _is_in_one_piece(one)]),
+        *_of_one_layout(parameters),
+    ]
 
 
 def _overlapping(parameters: list[torch.Tensor]) -> Iterator[Pair]:
     last: torch.Tensor | None = None  # that which ends last of those before
     for parameter in sorted(parameters, key=address_of):
-        if last is not None and address_of(parameter) < address_of(last) + last.nbytes and parameter is not last:
+        if (
+            last is not None
+            and address_of(parameter) < address_of(last) + last.nbytes
+            and parameter is not last
+        ):
             yield last, parameter
-        if last is None or address_of(parameter) + parameter.nbytes > address_of(last) + last.nbytes:
+        if (
+            last is None
+            or address_of(parameter) + parameter.nbytes > address_of(last) + last.nbytes
+        ):
             last = parameter
 
 
@@ -138,7 +154,10 @@ def _of_one_layout(parameters: list[torch.Tensor]) -> Iterator[Pair]:
 def _is_in_one_piece(tensor: torch.Tensor) -> bool:
     """Whether the elements of a tensor fill its memory, in some order."""
     expected = 1
-    for stride, size in sorted((stride, size) for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+    for stride, size in sorted(
+        (stride, size)
+        for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    ):
         if size != 1 and stride != expected:
             return False
         expected *= size
@@ -148,7 +167,12 @@ def _is_in_one_piece(tensor: torch.Tensor) -> bool:
 def have_one_gradient(first: torch.Tensor, second: torch.Tensor) -> bool:
     """Whether the program has added up their gradients itself, and given both the sum."""
     one, other = first.grad, second.grad
-    if one is None or other is None or one.shape != other.shape or not (can_be_read(one) and can_be_read(other)):
+    if (
+        one is None
+        or other is None
+        or one.shape != other.shape
+        or not (can_be_read(one) and can_be_read(other))
+    ):
         return False
     with unwatched(), without_modes():
         return torch.equal(numbers_of(one), numbers_of(other))

@@ -11,7 +11,12 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from torchstrategy.testing._lints.evidence.facts import Facts, Model, parameters_of, tensors_in
+from torchstrategy.testing._lints.evidence.facts import (
+    Facts,
+    Model,
+    parameters_of,
+    tensors_in,
+)
 from torchstrategy.testing._lints.evidence.fingerprints import Fingerprint, fingerprint
 from torchstrategy.testing._lints.evidence.known import Known, version_of
 from torchstrategy.testing._lints.evidence.modules import parameters_in
@@ -20,7 +25,11 @@ from torchstrategy.testing._lints.evidence.places import Place, here, way_here
 from torchstrategy.testing._lints.findings import Finding, finding, named_ranks
 from torchstrategy.testing._lints.layers.batch_norm import BATCH_NORMS
 from torchstrategy.testing._lints.lint import Follower, Seen
-from torchstrategy.testing._lints.weights.untrained_copies import Called, CalledModules, Prints
+from torchstrategy.testing._lints.weights.untrained_copies import (
+    Called,
+    CalledModules,
+    Prints,
+)
 from torchstrategy.testing._ranks.witnesses import Told
 
 _COLLECTIVES = ("all_reduce", "reduce", "all_gather", "gather")
@@ -28,8 +37,19 @@ _MOST_KEPT = 8  # looks at one model that differs, and collectives after one loo
 _aten = torch.ops.aten
 # The first operators of layers. In inference mode torch does not take `linear` and others apart.
 _LAYERS = (
-    *(_aten.addmm.default, _aten.mm.default, _aten.linear.default, _aten.matmul.default, _aten.embedding.default),
-    *(_aten.convolution.default, _aten.conv1d.default, _aten.conv2d.default, _aten.conv3d.default),
+    *(
+        _aten.addmm.default,
+        _aten.mm.default,
+        _aten.linear.default,
+        _aten.matmul.default,
+        _aten.embedding.default,
+    ),
+    *(
+        _aten.convolution.default,
+        _aten.conv1d.default,
+        _aten.conv2d.default,
+        _aten.conv3d.default,
+    ),
     *(_aten.native_layer_norm.default, _aten.layer_norm.default),
     *(_aten.native_group_norm.default, _aten.group_norm.default),
     *BATCH_NORMS,
@@ -79,11 +99,19 @@ class UnlikeModels(Follower):
     def __init__(self, have_parted: Callable[[tuple[Any, ...]], bool]) -> None:
         """`have_parted` says whether the trained weights of a model have parted: then another lint names that."""
         self._have_parted = have_parted
-        self._pieces: dict[int, Known[_Look]] = {}  # by rank, what is computed from what a copy has returned
+        self._pieces: dict[
+            int, Known[_Look]
+        ] = {}  # by rank, what is computed from what a copy has returned
         self._modules: dict[int, CalledModules] = defaultdict(CalledModules)
-        self._optimizers: dict[int, Objects[torch.optim.Optimizer, None]] = defaultdict(Objects)
-        self._loads: dict[int, Known[list[int]]] = defaultdict(Known)  # by rank and parameter: after how many steps
-        self._open: dict[int, list[_Look]] = defaultdict(list)  # by rank, since the last `backward`
+        self._optimizers: dict[int, Objects[torch.optim.Optimizer, None]] = defaultdict(
+            Objects
+        )
+        self._loads: dict[int, Known[list[int]]] = defaultdict(
+            Known
+        )  # by rank and parameter: after how many steps
+        self._open: dict[int, list[_Look]] = defaultdict(
+            list
+        )  # by rank, since the last `backward`
         self._waiting: dict[Hashable, dict[int, _Look]] = defaultdict(dict)
         self._apart: dict[Hashable, list[dict[int, _Look]]] = defaultdict(list)
 
@@ -97,15 +125,23 @@ class UnlikeModels(Follower):
 
     @override
     def stepped(self, facts: Facts, optimizer: torch.optim.Optimizer) -> None:
-        if facts.models or not facts.reducers or optimizer in self._optimizers[facts.rank]:
+        if (
+            facts.models
+            or not facts.reducers
+            or optimizer in self._optimizers[facts.rank]
+        ):
             return
         self._optimizers[facts.rank][optimizer] = None
-        first = next((one for one in parameters_of(optimizer) if one.grad is not None), None)
+        first = next(
+            (one for one in parameters_of(optimizer) if one.grad is not None), None
+        )
         if first is not None:
             self._modules[facts.rank].add_owner(first, facts.reducers)
 
     @override
-    def restored(self, facts: Facts, module: nn.Module, state: dict[str, Any], misfits: Any) -> None:
+    def restored(
+        self, facts: Facts, module: nn.Module, state: dict[str, Any], misfits: Any
+    ) -> None:
         loads = self._loads[facts.rank]
         for parameter in parameters_in(module) if facts.size > 1 else ():
             loads.put(parameter, [*(loads.get(parameter) or []), facts.steps])
@@ -122,10 +158,19 @@ class UnlikeModels(Follower):
                 look.reduced[told.key] = here()
 
     @override
-    def operator(self, facts: Facts, func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
+    def operator(
+        self,
+        facts: Facts,
+        func: Any,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        result: Any,
+    ) -> None:
         pieces = self._pieces[facts.rank]
         given = list(tensors_in((*args, *kwargs.values())))
-        look = next((look for tensor in given if (look := pieces.get(tensor)) is not None), None)
+        look = next(
+            (look for tensor in given if (look := pieces.get(tensor)) is not None), None
+        )
         if look is None:
             return
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given):
@@ -157,15 +202,23 @@ class UnlikeModels(Follower):
         if trained.is_wrapped:
             return self._have_parted(trained.key)
         difference = _difference(looks)
-        return difference is None or not all(_is_statistic(name) for name in difference.names)
+        return difference is None or not all(
+            _is_statistic(name) for name in difference.names
+        )
 
-    def _calls(self, facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
+    def _calls(
+        self, facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], result: Any
+    ) -> None:
         modules = self._modules.get(facts.rank)
         if not modules:
             return
         for parameter in map(_parameter_of, args):
             called = None if parameter is None else modules.of(parameter)
-            if parameter is None or called is None or id(parameter) not in called.entries:
+            if (
+                parameter is None
+                or called is None
+                or id(parameter) not in called.entries
+            ):
                 continue
             if called.part is None and torch.is_grad_enabled():
                 called.trains = facts.steps
@@ -177,7 +230,12 @@ class UnlikeModels(Follower):
             return
 
     def _look(
-        self, facts: Facts, called: Called, parameter: nn.Parameter, args: Sequence[Any], result: torch.Tensor
+        self,
+        facts: Facts,
+        called: Called,
+        parameter: nn.Parameter,
+        args: Sequence[Any],
+        result: torch.Tensor,
     ) -> None:
         way = way_here()
         if called.last.get(way) == facts.steps:
@@ -185,9 +243,18 @@ class UnlikeModels(Follower):
         called.last[way] = facts.steps
         called.counts[way] += 1
         number = called.counts[way]
-        if number & (number - 1):  # the numbers of all parameters are read: not at each step
+        if number & (
+            number - 1
+        ):  # the numbers of all parameters are read: not at each step
             return
-        rows = next((one for one in args if isinstance(one, torch.Tensor) and _parameter_of(one) is None), None)
+        rows = next(
+            (
+                one
+                for one in args
+                if isinstance(one, torch.Tensor) and _parameter_of(one) is None
+            ),
+            None,
+        )
         given = fingerprint(rows)
         if given is None:
             return
@@ -204,17 +271,27 @@ class UnlikeModels(Follower):
         if len(there) == len(trained.ranks):
             del self._waiting[key]
             kept = self._apart[key[:4]]
-            if len(kept) < _MOST_KEPT and _have_other_rows(there) and _difference(there) is not None:
+            if (
+                len(kept) < _MOST_KEPT
+                and _have_other_rows(there)
+                and _difference(there) is not None
+            ):
                 kept.append(there)
 
-    def _follow(self, facts: Facts, called: Called, look: _Look, parameter: nn.Parameter) -> None:
+    def _follow(
+        self, facts: Facts, called: Called, look: _Look, parameter: nn.Parameter
+    ) -> None:
         """Notes whether a copy is written on, other than by a checkpoint that it loads."""
         loads = self._loads[facts.rank].get(parameter) or []
         writes = version_of(parameter)
         if called.first is None:
             called.first = look.values
-        is_loaded_again = len(loads) > 1 or any(loads)  # as one opponent after the other is
-        called.has_moved = not is_loaded_again and (called.first != look.values or writes > len(loads))
+        is_loaded_again = len(loads) > 1 or any(
+            loads
+        )  # as one opponent after the other is
+        called.has_moved = not is_loaded_again and (
+            called.first != look.values or writes > len(loads)
+        )
 
 
 def _parameter_of(tensor: Any) -> nn.Parameter | None:
@@ -243,7 +320,10 @@ def _difference(looks: dict[int, _Look]) -> _Difference | None:
         if names:
             a, b = mine[names[0]], theirs[names[0]]
             assert a is not None and b is not None  # else they are not unlike
-            numbers = max(zip(a.sample, b.sample, strict=False), key=lambda pair: abs(pair[0] - pair[1]))
+            numbers = max(
+                zip(a.sample, b.sample, strict=False),
+                key=lambda pair: abs(pair[0] - pair[1]),
+            )
             return _Difference(names, numbers, (first, rank))
     return None
 
@@ -258,14 +338,18 @@ def _places_of_a_mistake(looks: dict[int, _Look]) -> list[Place]:
     """Where a model that differs was called, and where results come together; nothing if that may be meant."""
     first = looks[min(looks)]
     called = first.called
-    follows = called.part is None or any(look.called.has_moved for look in looks.values())
+    follows = called.part is None or any(
+        look.called.has_moved for look in looks.values()
+    )
     if not follows and (first.steps or first.values != called.begun()):
         return []
     if all(look.used_at is not None for look in looks.values()):
         assert first.used_at is not None
         return [first.place, first.used_at]
     together = set.intersection(*(set(look.reduced) for look in looks.values()))
-    place = next((place for key, place in first.reduced.items() if key in together), None)
+    place = next(
+        (place for key, place in first.reduced.items() if key in together), None
+    )
     return [first.place, place] if place is not None and first.steps else []
 
 
@@ -276,10 +360,22 @@ def _finding(looks: dict[int, _Look], places: list[Place]) -> Finding | None:
     called = first.called
     names, (one, other), (mine, theirs) = difference
     if called.part is None:
-        what = "the model that DistributedDataParallel has wrapped" if called.trained.is_wrapped else "a trained model"
+        what = (
+            "the model that DistributedDataParallel has wrapped"
+            if called.trained.is_wrapped
+            else "a trained model"
+        )
     else:
-        what = f"a copy of {called.part!r} of the trained model" if called.part else "a copy of the trained model"
-    how = "their results come together" if first.used_at is None else "the loss is made of what it returns"
+        what = (
+            f"a copy of {called.part!r} of the trained model"
+            if called.part
+            else "a copy of the trained model"
+        )
+    how = (
+        "their results come together"
+        if first.used_at is None
+        else "the loss is made of what it returns"
+    )
     return finding(
         "models-differ",
         f"All {len(looks)} ranks call {what} without gradients ({places[0]}), each with other rows, and {how} "
@@ -295,7 +391,11 @@ def _mend(looks: dict[int, _Look], names: list[str]) -> str:
     if first.called.part is None:
         if _is_statistic(names[0]):
             is_wrapped = first.called.trained.is_wrapped
-            why = "The wrapper was told not to broadcast buffers" if is_wrapped else "No collective reduces buffers"
+            why = (
+                "The wrapper was told not to broadcast buffers"
+                if is_wrapped
+                else "No collective reduces buffers"
+            )
             return (
                 f"{why}, and each rank has the statistics of its own rows. "
                 "Give all ranks the same ones before you evaluate, `for b in model.buffers(): dist.broadcast(b, 0)`, "
@@ -303,7 +403,9 @@ def _mend(looks: dict[int, _Look], names: list[str]) -> str:
             )
         return "Write on the weights of all ranks, or `for p in model.parameters(): dist.broadcast(p.data, 0)`."
     broadcast = "`for p in copy.parameters(): dist.broadcast(p.data, 0)`"
-    stayed = [rank for rank, look in looks.items() if look.steps and not look.called.has_moved]
+    stayed = [
+        rank for rank, look in looks.items() if look.steps and not look.called.has_moved
+    ]
     if stayed and len(stayed) < len(looks):
         return (
             f"On {named_ranks(sorted(stayed))} it is still as it was made. Update it on all ranks, or give all ranks "

@@ -16,11 +16,18 @@ from torch.optim.swa_utils import AveragedModel
 from torchstrategy.testing._lints.evidence.facts import Model
 from torchstrategy.testing._lints.evidence.fingerprints import Fingerprint, fingerprint
 from torchstrategy.testing._lints.evidence.known import Known, is_plain
-from torchstrategy.testing._lints.evidence.modules import modules_in, named_parameters, owners_of, parameters_in
+from torchstrategy.testing._lints.evidence.modules import (
+    modules_in,
+    named_parameters,
+    owners_of,
+    parameters_in,
+)
 from torchstrategy.testing._lints.evidence.places import Place
 from torchstrategy.testing._lints.torch_internals import NormBase, ignored_names
 
-_FEWEST_MATRICES = 2  # of a part: smaller ones, as a single layer, look alike without being copies
+_FEWEST_MATRICES = (
+    2  # of a part: smaller ones, as a single layer, look alike without being copies
+)
 _MOST_SEARCHES = 64  # through all objects of Python
 
 Prints = dict[str, Fingerprint | None]
@@ -93,11 +100,19 @@ class Called:
         if self.part is None and self.trained.has_own_buffers:
             # If not, the others get those of rank 0 at their next call through the wrapper.
             compared |= _statistics(module)
-        return {name: fingerprint(tensor) for name, tensor in compared.items() if name not in self.trained.ignored}
+        return {
+            name: fingerprint(tensor)
+            for name, tensor in compared.items()
+            if name not in self.trained.ignored
+        }
 
     def begun(self) -> Prints:
         """What its parameters would be if it were a copy that was made after the model was wrapped."""
-        return {name: value for name, value in self.trained.begun.items() if name.startswith(self._prefix())}
+        return {
+            name: value
+            for name, value in self.trained.begun.items()
+            if name.startswith(self._prefix())
+        }
 
     def _parameters(self, module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         for name, parameter in named_parameters(module):
@@ -129,9 +144,19 @@ class CalledModules:
             signature = _signature(module)
             if sum(len(shape) > 1 for _, shape in signature) >= _FEWEST_MATRICES:
                 parts.setdefault(signature, name)
-        begun = {name: fingerprint(one) for name, one in named_parameters(wrapped.module)}
+        begun = {
+            name: fingerprint(one) for name, one in named_parameters(wrapped.module)
+        }
         has_own_buffers = not wrapped.broadcast_buffers
-        trained = Trained(model.key, model.ranks, True, has_own_buffers, parts, begun, ignored_names(wrapped))
+        trained = Trained(
+            model.key,
+            model.ranks,
+            True,
+            has_own_buffers,
+            parts,
+            begun,
+            ignored_names(wrapped),
+        )
         self._trained.append(trained)
         self._note(wrapped.module, trained, None)
 
@@ -139,7 +164,11 @@ class CalledModules:
         """Adds the largest module that has a parameter, whose gradient the program reduces itself."""
         owner = max(owners_of(parameter), key=_number_of_parameters, default=None)
         if owner is not None and len(ranks) > 1:
-            key = ("reduced", ranks, sum(not trained.is_wrapped for trained in self._trained))
+            key = (
+                "reduced",
+                ranks,
+                sum(not trained.is_wrapped for trained in self._trained),
+            )
             trained = Trained(key, ranks, False, True)
             self._trained.append(trained)
             self._note(owner, trained, None)
@@ -165,16 +194,23 @@ class CalledModules:
         for owner in owners:
             for trained in self._trained:
                 part = trained.parts.get(_signature(owner))
-                if part is not None and (is_averaged or not any(own.requires_grad for own in parameters_in(owner))):
+                if part is not None and (
+                    is_averaged
+                    or not any(own.requires_grad for own in parameters_in(owner))
+                ):
                     return self._note(owner, trained, part)
         for own in parameters_in(owners[0]) if owners else ():
             self._known.put(own, nothing)
         return nothing
 
-    def _note(self, module: nn.Module, trained: Trained, part: str | None) -> list[Called]:
+    def _note(
+        self, module: nn.Module, trained: Trained, part: str | None
+    ) -> list[Called]:
         named = named_parameters(module)
         layer = named[0][0].rpartition(".")[0] if named else ""
-        entries = frozenset(id(one) for name, one in named if name.rpartition(".")[0] == layer)
+        entries = frozenset(
+            id(one) for name, one in named if name.rpartition(".")[0] == layer
+        )
         number = 0
         if part is not None:
             number = trained.copies[part]
@@ -200,7 +236,14 @@ def _statistics(module: nn.Module) -> dict[str, torch.Tensor]:
     """The statistics of norms that are in evaluation mode, which they normalize with."""
     found: dict[str, Any] = {}
     for prefix, layer in modules_in(module):
-        if isinstance(layer, NormBase) and not layer.training and layer.running_mean is not None:
+        if (
+            isinstance(layer, NormBase)
+            and not layer.training
+            and layer.running_mean is not None
+        ):
             before = f"{prefix}." if prefix else ""
-            found |= {f"{before}running_mean": layer.running_mean, f"{before}running_var": layer.running_var}
+            found |= {
+                f"{before}running_mean": layer.running_mean,
+                f"{before}running_var": layer.running_var,
+            }
     return found
