@@ -7,16 +7,14 @@ import multiprocessing
 import os
 import sys
 import threading
-import zlib
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from pathlib import Path
 
 import pytest
 import torch
 
+import depths
 import torchstrategy
-from conditions import takes_long
 from topologies import EVERY, MAKERS, SEVERAL, TOPOLOGIES, central_in_one_place
 from torchstrategy.testing import simulated_devices
 
@@ -71,56 +69,23 @@ if simulated_devices():
     ]
 
 
-# Of each test that has parameters, where CI is not set. On simulated devices, a test has mostly run on the CPU before.
-VARIANTS, VARIANTS_OF_SIMULATED_TESTS = 2, 1
-VARIANTS_OF_SLOW_TESTS = 1  # most of these start processes, each of which imports torch
-HOUSE = (
-    Path(__file__).parent / "house"
-)  # its parameters are files and names: all of them are checked, in half a minute
-# With CI set, all variants run on the CPU. On simulated devices the long tables, such as every option with every
-# strategy, run in part, since they are about values and not about devices.
-VARIANTS_ON_SIMULATED_DEVICES = 12
+def pytest_addoption(parser: pytest.Parser) -> None:
+    depths.add_options(parser)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    depths.begin(config)
 
 
 def pytest_collection_modifyitems(
     config: pytest.Config, items: list[pytest.Item]
 ) -> None:
-    """Runs each test with some of its parameters, spread evenly: all of them take a quarter of an hour.
-
-    A person who names a test, or asks for tests by a word, gets every variant of it.
-    """
-    is_whole = "CI" in os.environ and not config.getoption("simulate_devices")
-    if (
-        is_whole
-        or config.option.keyword
-        or any("::" in argument for argument in config.args)
-    ):
-        return
-    variants: dict[str, list[pytest.Item]] = {}
-    for item in items:
-        is_skipped = takes_long.mark in item.own_markers and "CI" not in os.environ
-        if HOUSE in item.path.parents or is_skipped:
-            continue
-        variants.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    left_out: set[pytest.Item] = set()
-    for name, of_one in variants.items():
-        if "CI" in os.environ:
-            most = VARIANTS_ON_SIMULATED_DEVICES
-        elif config.getoption("simulate_devices"):
-            most = VARIANTS_OF_SIMULATED_TESTS
-        else:
-            most = (
-                VARIANTS
-                if of_one[0].get_closest_marker("slow") is None
-                else VARIANTS_OF_SLOW_TESTS
-            )
-        step = -(-len(of_one) // most)
-        first = (
-            zlib.crc32(name.encode()) % step
-        )  # so that not all tests run under the same strategies
-        left_out.update(item for i, item in enumerate(of_one) if i % step != first)
-    config.hook.pytest_deselected(items=[item for item in items if item in left_out])
-    items[:] = [item for item in items if item not in left_out]
+    """Leaves out the tests that are deeper than this run goes: see `depths.py`."""
+    depths.assign_depths(items)
+    deepest = depths.depth_of_run(config)
+    left_out = [item for item in items if depths.depth_of(item) > deepest]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if depths.depth_of(item) <= deepest]
 
 
 def pytest_collection_finish() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import torchstrategy
-from conditions import needs_fork, needs_signals, takes_long
+from conditions import for_changes, needs_fork, needs_signals
 from processes import python
 
 ROOT = Path(torchstrategy.__file__).resolve().parents[1]
@@ -136,7 +136,7 @@ EVERYWHERE = """
 
 
 @needs_signals
-@takes_long
+@for_changes
 @pytest.mark.slow
 def test_ctrl_c_may_arrive_anywhere() -> None:
     # run: it comes out of `run`. next run: that one works. state: it is that from before or from after the run.

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import torchstrategy
-from conditions import needs_simulated_devices, takes_long
+from conditions import for_changes, needs_simulated_devices
 from problems import in_pieces
 from topologies import ALONE, SIMULATED, central
 from torchstrategy._base.context import is_accelerator, using_device
@@ -136,7 +136,7 @@ class Training:
 # The same seed
 
 
-@takes_long
+@for_changes
 @pytest.mark.slow
 def test_fifty_of_fifty_trainings_are_bit_identical_under_the_same_seed() -> None:
     def trained() -> tuple[list[float], list[torch.Tensor], torch.Tensor]:

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from conditions import takes_long, without_simulated_devices
+from conditions import for_changes, without_simulated_devices
 
 FOLDER = Path(__file__).parent
 RECORD: dict[str, str] = json.loads((FOLDER / "h100.json").read_text(encoding="utf-8"))
@@ -52,7 +52,7 @@ def test_answers_are_compared_as_texts_and_numbers() -> None:
     assert not are_alike("raises ValueError: 1", "raises RuntimeError: 1")
 
 
-@takes_long
+@for_changes
 @without_simulated_devices
 @pytest.mark.skipif(
     not torch.__version__.startswith("2.13."),

@@ -15,7 +15,6 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-import os
 import shutil
 import threading
 import types
@@ -30,7 +29,7 @@ from torch.optim import lr_scheduler
 from torch.utils.checkpoint import checkpoint
 
 import torchstrategy
-from conditions import without_simulated_devices
+from conditions import for_releases, without_simulated_devices
 from features.compilation import COMPILED, Compiled, Uncompiled
 from features.layers import linear
 from features.losses import LossOutside
@@ -833,10 +832,7 @@ def test_sizes_that_vary_are_compiled_for_once() -> None:
 @pytest.mark.filterwarnings(
     "ignore:`torch.jit.script_method` is"
 )  # torch's own, in its compiler
-@pytest.mark.skipif(
-    "CI" not in os.environ,
-    reason="compiles C++, which takes half a minute: set CI=1 to run it",
-)
+@for_releases
 @pytest.mark.skipif(
     shutil.which("g++") is None,
     reason="compiles C++, and there is no compiler: install g++",

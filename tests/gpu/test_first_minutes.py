@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from conditions import takes_long, without_simulated_devices
+from conditions import for_changes, without_simulated_devices
 from gpu.__main__ import NOT_ON_ONE_DEVICE, NOT_ON_THE_CPU, PACKAGES, ROOT, test_files
 
 TESTS = ROOT / "tests"
@@ -77,7 +77,7 @@ def test_what_is_left_out_is_there() -> None:
     ] == []
 
 
-@takes_long
+@for_changes
 @without_simulated_devices
 @pytest.mark.parametrize(
     "options", [["ON=cpu"], ["--simulate"]], ids=["on the CPU", "on simulated devices"]
@@ -85,9 +85,7 @@ def test_what_is_left_out_is_there() -> None:
 def test_a_short_form_of_it_runs_without_a_gpu(
     options: list[str], tmp_path: Path
 ) -> None:
-    environment = {
-        name: value for name, value in os.environ.items() if name not in ("CI", "ON")
-    }
+    environment = {name: value for name, value in os.environ.items() if name != "ON"}
     environment |= {"ON": "cpu"} if options == ["ON=cpu"] else {}
     command = [sys.executable, "-m", "tests.gpu", "--short", "--logs", str(tmp_path)]
     command += [option for option in options if option.startswith("--")]

@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 import torchstrategy
-from conditions import takes_long
+from conditions import for_changes
 
 DOCS = ROOT / "docs"
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -36,7 +36,7 @@ TAUGHT = re.compile(
 every_strategy_but_workers = pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=[takes_long] if name == "workers" else [])
+        pytest.param(name, marks=[for_changes] if name == "workers" else [])
         for name in MAKERS
     ],
 )

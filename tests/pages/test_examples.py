@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import torchstrategy
-from conditions import takes_long
+from conditions import for_changes
 from processes import python
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -100,7 +100,7 @@ def output_of_workers(*arguments: str) -> str:
 
 
 @pytest.mark.slow
-@takes_long
+@for_changes
 @pytest.mark.parametrize(
     "arguments", [(), ("--replicas", "2", "--optimizer", "adam", "--dtype", "float64")]
 )
@@ -196,7 +196,7 @@ def restart(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 @pytest.mark.slow
-@takes_long
+@for_changes
 @pytest.mark.parametrize("count", [2, 3, 4])
 def test_a_killed_training_that_torchrun_restarts_ends_with_the_weights_of_an_unbroken_one(
     count: int, tmp_path: Path
@@ -222,7 +222,7 @@ def test_a_killed_training_that_torchrun_restarts_ends_with_the_weights_of_an_un
 
 
 @pytest.mark.slow
-@takes_long
+@for_changes
 def test_a_sharded_training_stops_and_goes_on_with_other_processes(
     tmp_path: Path,
 ) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from conditions import takes_long
+from conditions import for_changes
 
 NOTEBOOK = Path(__file__).resolve().parents[2] / "examples" / "first_hour.ipynb"
 
@@ -23,7 +23,7 @@ def printed_by(notebook: Any) -> list[str]:
 
 
 @pytest.mark.slow
-@takes_long
+@for_changes
 @pytest.mark.filterwarnings(
     "ignore::DeprecationWarning"
 )  # of the packages that run notebooks

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from conditions import takes_long
+from conditions import for_changes
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "public-programs.md"
@@ -89,7 +89,7 @@ def folder(script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path
     return tmp_path
 
 
-@takes_long
+@for_changes
 def test_the_script_runs_what_is_there_and_writes_the_table(
     script: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

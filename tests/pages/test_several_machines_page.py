@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
 import torchstrategy
-from conditions import takes_long
+from conditions import for_changes
 from documents import dead_links_of
 from processes import NO_ACCELERATOR, python
 from workers.cluster import Cluster, alone, free_ports
@@ -169,7 +169,7 @@ def commands() -> list[Any]:
     return [
         pytest.param(
             command,
-            marks=[takes_long] if "srun python" in command else [],
+            marks=[for_changes] if "srun python" in command else [],
             id=command.replace("\\\n", "").split("\n")[-2][:60],
         )
         for command in SHELL
@@ -215,7 +215,7 @@ def test_a_command_trains_what_one_process_trains(
 
 
 @pytest.mark.slow
-@takes_long
+@for_changes
 def test_the_pods_train_what_one_process_trains(
     folder: Path, expected: list[float]
 ) -> None:
@@ -329,7 +329,7 @@ def before() -> str:
 
 
 @pytest.mark.slow
-@takes_long
+@for_changes
 def test_both_programs_train_the_same_model(folder: Path) -> None:
     command = "torchrun --standalone --nproc-per-node 2 train.py"
     found = []

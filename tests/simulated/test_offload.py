@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import torchstrategy
-from conditions import takes_long
+from conditions import for_changes
 from torchstrategy.testing import (
     DeviceProfile,
     VirtualTrace,
@@ -129,7 +129,7 @@ def loss_of_a_transformer(net: nn.Module) -> torch.Tensor:
 @pytest.mark.parametrize("is_inside", [False, True], ids=["outside", "inside"])
 @pytest.mark.parametrize("is_pinned", [True, False], ids=["pinned", "pageable"])
 @pytest.mark.parametrize(
-    "kind", ["matrices", pytest.param("transformer", marks=takes_long)]
+    "kind", ["matrices", pytest.param("transformer", marks=for_changes)]
 )
 def test_a_step_takes_little_more_than_its_optimizer_and_the_bytes_that_travel(
     contests: Any, kind: str, is_pinned: bool, is_inside: bool

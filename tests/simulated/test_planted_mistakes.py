@@ -9,7 +9,7 @@ import pytest
 
 import linted
 import planted
-from conditions import takes_long
+from conditions import for_changes
 from planted import PAIRS, RANKS
 from torchstrategy.testing import cuda_alias, run_ranks
 
@@ -46,7 +46,7 @@ def test_a_mistake_that_only_a_device_shows_is_named(name: str) -> None:
     assert names_of(name, is_right=True) == []
 
 
-@takes_long
+@for_changes
 def test_one_mistake_of_each_lint_is_named() -> None:
     """In one test, so that those who run some variants of a test run all of these."""
     found = {

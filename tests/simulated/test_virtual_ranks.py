@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from conditions import takes_long
+from conditions import for_changes
 from torchstrategy.testing import (
     RankRecord,
     VirtualTrace,
@@ -268,7 +268,7 @@ def test_what_ddp_sends_hides_under_its_backward_unless_the_link_is_slow() -> No
     assert sends < slow.step(-1).seconds < sends + alone.step(-1).seconds
 
 
-@takes_long
+@for_changes
 @pytest.mark.filterwarnings("ignore")  # of torch's internals, about themselves
 def test_fsdp_gathers_twice_scatters_once_and_holds_less() -> None:
     whole, _ = timed(ddp, n=4)
@@ -289,7 +289,7 @@ def test_fsdp_gathers_twice_scatters_once_and_holds_less() -> None:
 
 
 @pytest.mark.filterwarnings("ignore")  # of torch's internals, about themselves
-@pytest.mark.parametrize("program", [ddp, pytest.param(fsdp, marks=takes_long)])
+@pytest.mark.parametrize("program", [ddp, pytest.param(fsdp, marks=for_changes)])
 def test_two_runs_of_ranks_take_the_same_time(
     program: Callable[[int, VirtualTrace], None],
 ) -> None:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 import torchstrategy
-from conditions import takes_long
+from conditions import for_changes
 from sharded_ranks import trained_in_shards, trained_plainly
 from torchstrategy.testing import DeviceProfile, record_streams, run_ranks, virtual_time
 from torchstrategy.testing._ranks.groups import RankGroup
@@ -424,7 +424,7 @@ def test_the_streams_of_a_training_do_not_race() -> None:
     assert not record.races
 
 
-@takes_long
+@for_changes
 @pytest.mark.slow
 def test_sending_exposes_no_more_than_ddp_does(
     monkeypatch: pytest.MonkeyPatch, contests: Any

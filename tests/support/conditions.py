@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -11,6 +10,7 @@ from typing import TypeVar
 import pytest
 import torch
 
+from depths import Depth, current_depth
 from topologies import SIMULATED
 
 T = TypeVar("T")
@@ -27,9 +27,9 @@ without_accelerators = pytest.mark.skipif(
     torch.accelerator.is_available(),
     reason="tests a machine without accelerators, and this one has some: hide them, and run without --simulate-devices",
 )
-takes_long = pytest.mark.skipif(
-    "CI" not in os.environ, reason="takes several seconds: set CI=1 to run it"
-)
+# The first depth at which a test runs: see `depths.py`.
+for_changes = pytest.mark.depth("CHANGE")
+for_releases = pytest.mark.depth("ALL")
 needs_fork = pytest.mark.skipif(
     not sys.platform.startswith("linux"),
     reason="forks a process that has threads: run it on Linux",
@@ -41,5 +41,5 @@ needs_signals = pytest.mark.skipif(
 
 
 def some_of(cases: Sequence[T]) -> Sequence[T]:
-    """Each sixth of the cases that one test goes through, and all of them where CI is set."""
-    return cases if "CI" in os.environ else cases[::6]
+    """Each sixth of the cases that one test goes through, or all for a release."""
+    return cases if current_depth() is Depth.ALL else cases[::6]

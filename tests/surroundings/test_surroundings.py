@@ -1,7 +1,7 @@
 """The library in surroundings that are not usual: options of Python, other locales, folders that cannot be written.
 
 docs/versions.md has the table of what was tried. Each surrounding runs `program.py` and a test with the pytest plugin
-in processes of their own, which takes half a minute: they are for CI.
+in processes of their own, which takes half a minute: they are for releases.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from conditions import takes_long, without_simulated_devices
+from conditions import for_changes, without_simulated_devices
 from house.picture import package
 
 pytestmark = without_simulated_devices
@@ -83,7 +83,6 @@ def run(
         "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
         **told.set,
     }
-    environment.pop("CI", None)
     whole = [*told.before, sys.executable, *told.options, *command]
     done = subprocess.run(
         whole,
@@ -139,7 +138,7 @@ def check_that_it_can_start(told: Surroundings) -> None:
         )
 
 
-@takes_long
+@for_changes
 @pytest.mark.parametrize("name", TOGETHER)
 def test_everything_works(name: str, tmp_path: Path) -> None:
     told = TOGETHER[name]
@@ -155,14 +154,14 @@ def installed_in(folder: Path) -> Path:
     return folder
 
 
-@takes_long
+@for_changes
 def test_a_path_with_spaces_and_letters_beyond_ascii(tmp_path: Path) -> None:
     folder = tmp_path / "mit Leerzeichen und Zeichen äßλ日本"
     (folder / "site").mkdir(parents=True)
     works(Surroundings(arguments=["loaders"]), folder, [installed_in(folder / "site")])
 
 
-@takes_long
+@for_changes
 @pytest.mark.skipif(not IS_ROOT, reason="becomes another user: run it as root")
 @pytest.mark.parametrize("user", USERS)
 def test_a_user_who_may_write_nothing_but_one_folder(user: str, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import torchstrategy
-from conditions import takes_long
+from conditions import for_changes
 from workers import blaming
 from workers.cluster import Outcome, alone, cluster, free_ports
 
@@ -63,7 +63,7 @@ def test_only_the_worker_that_was_killed_is_named(
         assert "is gone: the process has ended" in outcome.value
 
 
-@takes_long
+@for_changes
 @pytest.mark.parametrize(("count", "culprit"), [(2, 0), (4, 0), (3, 1)])
 def test_a_worker_that_was_stopped_is_said_not_to_answer(
     count: int, culprit: int
@@ -76,7 +76,7 @@ def test_a_worker_that_was_stopped_is_said_not_to_answer(
         assert re.search(r"has not answered for \d+ s", outcome.value)
 
 
-@takes_long
+@for_changes
 def test_a_worker_that_was_stopped_is_named_also_if_the_others_wait_at_different_places() -> (
     None
 ):
@@ -86,7 +86,7 @@ def test_a_worker_that_was_stopped_is_named_also_if_the_others_wait_at_different
         assert re.search(r"has not answered for \d+ s", outcome.value)
 
 
-@takes_long
+@for_changes
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
 @pytest.mark.parametrize("how", ["fork", "loader"])
 def test_a_death_is_heard_of_although_children_live_on(how: str) -> None:
@@ -115,7 +115,7 @@ def test_a_forked_child_has_no_part_in_the_training() -> None:
         )  # three groups and two lifelines, each with two connections, at least
 
 
-@takes_long
+@for_changes
 @pytest.mark.parametrize("culprit", [0, 1, 3])
 def test_who_has_not_come_is_named(culprit: int) -> None:
     """It was said that 3 of 4 clients had joined."""
@@ -128,7 +128,7 @@ def test_who_has_not_come_is_named(culprit: int) -> None:
         assert seconds < SOON_S
 
 
-@takes_long
+@for_changes
 @pytest.mark.parametrize("culprit", [0, 1])
 def test_a_worker_that_is_stopped_while_all_join_is_named(culprit: int) -> None:
     outcomes = together(3, blaming.of_joining, culprit, "is stopped", without=[culprit])
@@ -139,7 +139,7 @@ def test_a_worker_that_is_stopped_while_all_join_is_named(culprit: int) -> None:
         assert seconds < SOON_S
 
 
-@takes_long
+@for_changes
 def test_a_worker_that_is_stopped_before_it_answers_is_named_alone() -> None:
     """Whoever had called it waited for its answer, answered nobody either, and was named too."""
     outcomes = together(4, blaming.of_joining, 1, "is stopped at the door", without=[1])

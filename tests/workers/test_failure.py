@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from conditions import takes_long
+from conditions import for_changes
 from workers import failing, faults
 from workers.cluster import cluster
 
@@ -33,7 +33,7 @@ def test_the_others_hear_who_failed_and_why(name: str) -> None:
 @pytest.mark.skipif(
     sys.platform != "linux", reason="what is left is looked for in /proc"
 )
-@takes_long
+@for_changes
 def test_at_random_moments_the_others_hear_who_is_lost() -> None:
     command = [
         sys.executable,

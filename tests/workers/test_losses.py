@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from conditions import some_of, takes_long
+from conditions import for_changes, some_of
 from known_losses import KNOWN, Rows, ce, each, masked
 from workers import losses, sharding
 from workers.cluster import cluster
@@ -32,7 +32,7 @@ SLOW = {
     "compiled_model",
 }  # tests/unit/run/test_loss_terms.py reads them
 NAMES = [name for name in KNOWN if name not in SLOW]
-LONG = [pytest.param(3, 1, marks=takes_long), pytest.param(2, 2, marks=takes_long)]
+LONG = [pytest.param(3, 1, marks=for_changes), pytest.param(2, 2, marks=for_changes)]
 layouts = pytest.mark.parametrize(("workers", "replicas"), [(2, 1), *LONG])
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from conditions import takes_long
+from conditions import for_changes
 from workers import ordering
 from workers.cluster import cluster
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.slow
     ("workers", "replicas", "in_batches", "num_workers", "load_ahead"),
     [
         (3, 1, False, 0, None),
-        pytest.param(2, 2, False, 1, None, marks=takes_long),
+        pytest.param(2, 2, False, 1, None, marks=for_changes),
         (3, 1, True, 0, None),
     ],
 )

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import torchstrategy
-from conditions import takes_long
+from conditions import for_changes
 from workers import reshaped_steps
 from workers.cluster import cluster
 from workers.exact_steps import Program, come_to, differ
@@ -25,7 +25,7 @@ def of_plain_torch(program: Program) -> list[torch.Tensor]:
     return come_to(torchstrategy.get_strategy(), program)
 
 
-@takes_long
+@for_changes
 @pytest.mark.parametrize("workers", [2, 3])
 @pytest.mark.parametrize("size", [1, math.inf], ids=["sent early", "sent in the end"])
 def test_objects_that_change_between_runs_are_those_of_plain_torch(
@@ -42,7 +42,7 @@ def test_objects_that_change_between_runs_are_those_of_plain_torch(
 
 
 @pytest.mark.parametrize(
-    ("workers", "replicas"), [(2, 1), (2, 2), pytest.param(3, 1, marks=takes_long)]
+    ("workers", "replicas"), [(2, 1), (2, 2), pytest.param(3, 1, marks=for_changes)]
 )
 def test_running_statistics_are_averaged_where_gradients_are_added_up(
     workers: int, replicas: int

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import torchstrategy
-from conditions import some_of, takes_long
+from conditions import for_changes, some_of
 from workers import sharding, sharding_more, unlike_shards
 from workers.cluster import Cluster, cluster
 from workers.exact_steps import differ
@@ -24,7 +24,7 @@ def of_plain_torch(train: sharding.Train) -> list[torch.Tensor]:
     return sharding.plainly(train)
 
 
-@pytest.mark.parametrize("workers", [2, pytest.param(4, marks=takes_long)])
+@pytest.mark.parametrize("workers", [2, pytest.param(4, marks=for_changes)])
 def test_steps_compute_the_numbers_of_plain_torch(workers: int) -> None:
     """Among the batches are uneven ones, and one of a single row. A gradient of local rows is in none of them."""
     cases = some_of(sharding.CASES[workers])
@@ -55,7 +55,7 @@ def test_nothing_of_a_worker_without_rows_counts_and_nan_least(
         assert differ(found, plainly(batches((1, 3, 1)))) < 1e-12
 
 
-@takes_long
+@for_changes
 @pytest.mark.parametrize(
     ("workers", "make"),
     [
@@ -83,7 +83,7 @@ def test_low_precision_comes_near_to_the_numbers_of_one_device() -> None:
         )
 
 
-@takes_long
+@for_changes
 def test_workers_that_compute_one_model_draw_the_same_random_numbers() -> None:
     """In the first run those of plain PyTorch. See Note [Random streams of lone replicas]."""
     first, *_ = sharding_more.drawn(torchstrategy.get_strategy(), lambda model: model)
@@ -102,7 +102,7 @@ def test_a_step_out_of_any_run_is_torchs_own(make: sharding.Make) -> None:
         assert differ(found, plainly(data)) < 1e-12
 
 
-@takes_long
+@for_changes
 @pytest.mark.parametrize("make", [sharding.shard, sharding.hybrid])
 @pytest.mark.parametrize("after", [False, True], ids=["a new model", "a trained model"])
 def test_a_training_goes_on_from_a_checkpoint(
@@ -132,7 +132,7 @@ def test_a_worker_that_is_killed_is_named_by_those_that_wait_in_the_model() -> N
     )
 
 
-@takes_long
+@for_changes
 def test_workers_that_compute_together_may_read_by_a_sampler() -> None:
     """Half of each batch of four rows is that of the first two workers."""
     x, y = batches()[0]

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import torchstrategy
-from conditions import takes_long
+from conditions import for_changes
 from torchstrategy import multi_worker_mirrored
 from torchstrategy.cluster_resolver import ClusterSpec, SimpleClusterResolver
 from workers import starting
@@ -214,7 +214,7 @@ sys.stdout.write(f"{strategy.experimental_local_results(strategy.run(step))[0].i
 """
 
 
-@takes_long
+@for_changes
 @pytest.mark.parametrize("how", ["goes well", "raises"])
 def test_torchrun_starts_the_workers_and_hears_how_they_end(
     how: str, tmp_path: Path
@@ -261,7 +261,7 @@ strategy.run(lambda: None)
 """
 
 
-@takes_long
+@for_changes
 @pytest.mark.skipif(
     sys.platform != "linux", reason="the names of native threads are read in /proc"
 )
@@ -320,7 +320,7 @@ sys.stdin.readline()
 """
 
 
-@takes_long
+@for_changes
 def test_the_process_that_keeps_the_store_leaves_last() -> None:
     """If it ended first, a worker that still used the store said that the connection was reset."""
     (port,) = free_ports(1)

@@ -18,7 +18,7 @@ import linted
 import planted
 import ranked_programs
 import right_trainings
-from conditions import takes_long
+from conditions import for_changes
 from planted import PAIRS, RANKS
 from processes import NO_ACCELERATOR, python
 from torchstrategy.testing import Finding, RankRecord, lint_training, run_ranks
@@ -175,7 +175,7 @@ def test_a_comment_on_the_statement_silences_a_finding(
 ONE_OF_EACH = {PAIRS[name].lint: name for name in ON_CPU}
 
 
-@takes_long
+@for_changes
 @pytest.mark.parametrize("lint", ONE_OF_EACH)
 def test_a_comment_silences_each_lint(lint: str, tmp_path: Path) -> None:
     """On any of the lines that a finding names."""

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from conditions import takes_long
+from conditions import for_changes
 from processes import NO_ACCELERATOR, python
 
 SOURCES = Path(__file__).resolve().parents[2] / "thirdparty"
@@ -59,7 +59,7 @@ def test_its_suite_passes_on_the_cpu_and_skips_what_needs_devices(
     assert "torchstrategy: " not in output
 
 
-@takes_long
+@for_changes
 @pytest.mark.slow
 def test_its_suite_passes_on_simulated_devices(tinytrainer: tuple[Path, Path]) -> None:
     output = summary(tinytrainer, "--simulate-devices=4", "--real-devices")

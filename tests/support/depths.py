@@ -1,0 +1,117 @@
+"""How deep a run of the tests goes.
+
+    pytest         QUICK: what somebody runs who has just cloned the repository
+    pytest --ci    CHANGE: what must hold for a change; `.ci/run` runs it
+    pytest --all   ALL: everything; a schedule runs it, and a release needs it
+
+Each depth has the tests of the one before. A test with parameters belongs to the first
+depths with some of them, and to the last with all. `for_changes` and `for_releases` in
+`conditions.py` mark what is not for the first depths at all.
+
+If you name a test with `::`, or ask for tests by a word, it runs with all parameters.
+"""
+
+from __future__ import annotations
+
+import enum
+import zlib
+from collections.abc import Iterable, Sequence
+
+import pytest
+
+
+class Depth(enum.IntEnum):
+    """How deep a run goes."""
+
+    QUICK = 0
+    CHANGE = 1
+    ALL = 2
+
+
+# How many variants of a test with parameters run; most slow tests start processes.
+VARIANTS = {Depth.QUICK: 1, Depth.CHANGE: 3}
+VARIANTS_OF_SLOW_TESTS = {Depth.QUICK: 1, Depth.CHANGE: 1}
+# Of the strategies that the fixtures give, one of each kind: with one replica, with
+# replicas that share the memory of parameters, and with replicas that have their own.
+KINDS = {"one_device", "central_3", "mirrored_4", "replicas_3", "aliased", "mirrored"}
+FIXTURES = {"strategy", "several", "in_one_place", "make"}
+
+_DEPTH: pytest.StashKey[Depth] = pytest.StashKey()
+_of_this_run = Depth.QUICK
+
+
+def add_options(parser: pytest.Parser) -> None:
+    """Adds the options that say how deep a run goes."""
+    group = parser.getgroup("torchstrategy's own tests")
+    group.addoption("--ci", action="store_true", help="run what a change must pass")
+    group.addoption("--all", action="store_true", help="run everything, in an hour")
+
+
+def begin(config: pytest.Config) -> None:
+    """Notes how deep this run goes."""
+    global _of_this_run
+    _of_this_run = depth_of_run(config)
+
+
+def depth_of_run(config: pytest.Config) -> Depth:
+    """How deep a run goes: as deep as it says, and all the way for what is named."""
+    names_tests = any("::" in argument for argument in config.args)
+    if config.getoption("--all") or config.option.keyword or names_tests:
+        return Depth.ALL
+    return Depth.CHANGE if config.getoption("--ci") else Depth.QUICK
+
+
+def current_depth() -> Depth:
+    """How deep this run goes."""
+    return _of_this_run
+
+
+def depth_of(item: pytest.Item) -> Depth:
+    """The first depth at which a test runs."""
+    return item.stash[_DEPTH]
+
+
+def assign_depths(items: Iterable[pytest.Item]) -> None:
+    """Says of each test at which depth it runs first."""
+    variants: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        item.stash[_DEPTH] = Depth.ALL
+        variants.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for name, of_one in variants.items():
+        is_slow = of_one[0].get_closest_marker("slow") is not None
+        counts = VARIANTS_OF_SLOW_TESTS if is_slow else VARIANTS
+        for depth in (Depth.CHANGE, Depth.QUICK):
+            candidates = [item for item in of_one if _marked_depth(item) <= depth]
+            for item in _spread(_of_each_kind(candidates), counts[depth], name):
+                item.stash[_DEPTH] = depth
+
+
+def _marked_depth(item: pytest.Item) -> Depth:
+    mark = item.get_closest_marker("depth")
+    return Depth.QUICK if mark is None else Depth[mark.args[0]]
+
+
+def _of_each_kind(variants: Sequence[pytest.Item]) -> Sequence[pytest.Item]:
+    """The variants of one strategy of each kind, or all if they have no such fixture."""
+    some = [item for item in variants if _chosen_strategies(item) <= KINDS]
+    return some or variants
+
+
+def _chosen_strategies(item: pytest.Item) -> set[object]:
+    parameters = item.callspec.params if hasattr(item, "callspec") else {}
+    return {value for name, value in parameters.items() if name in FIXTURES}
+
+
+def _spread(
+    variants: Sequence[pytest.Item], count: int, name: str
+) -> Sequence[pytest.Item]:
+    """At most so many variants of a test, spread evenly over all of them.
+
+    They begin at a place that depends on the name of the test, so that not all tests
+    run under the same strategies.
+    """
+    if len(variants) <= count:
+        return variants
+    first = zlib.crc32(name.encode()) % len(variants)
+    turned = [*variants[first:], *variants[:first]]
+    return [turned[i * len(turned) // count] for i in range(count)]
