@@ -38,7 +38,7 @@ def main() -> None:
     found: dict[int, Answer] = {}
     for run, arguments in RUNS.items():
         recorded = [options.folder / run / lane.name for lane in lanes]
-        _record(lanes, recorded, [*arguments, *options.depth])
+        _record(lanes, recorded, [*arguments, *options.depth], options.tests)
         reached = Reached(recorded)
         trials = options.folder / run / "trials"
         trials.mkdir(exist_ok=True)
@@ -124,11 +124,15 @@ class Lane:
         )
 
 
-def _record(lanes: list[Lane], folders: list[Path], arguments: list[str]) -> None:
+def _record(
+    lanes: list[Lane], folders: list[Path], arguments: list[str], tests: list[Path]
+) -> None:
     """Lets each lane run some of the test files, unless that was done before."""
     if all((folder / "times.json").exists() for folder in folders):
         return
-    files = sorted((REPOSITORY / "tests").rglob("test_*.py"))
+    files: list[Path] = []
+    for place in tests:
+        files += sorted(place.rglob("test_*.py")) if place.is_dir() else [place]
     files = [file for file in files if "thirdparty" not in file.parts]
     running = []
     for index, (lane, folder) in enumerate(zip(lanes, folders, strict=True)):
@@ -169,6 +173,8 @@ def _options() -> argparse.Namespace:
         prog="python -m tests.mistakes", description=__doc__
     )
     add = parser.add_argument
+    tests = [REPOSITORY / "tests"]
+    add("tests", type=Path, nargs="*", default=tests, help="that may notice (all)")
     add("--count", type=int, default=240, help="how many mistakes (240)")
     add("--seed", type=int, default=1, help="which mistakes (1)")
     add("--jobs", type=int, default=2, help="how many are tried at once (2)")
@@ -189,6 +195,7 @@ def _options() -> argparse.Namespace:
     )
     options = parser.parse_args()
     options.folder = options.folder.resolve()
+    options.tests = [path.resolve() for path in options.tests]
     return options
 
 

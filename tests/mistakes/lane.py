@@ -1,7 +1,7 @@
 """One of several processes that record or try, each in a copy of the repository.
 
-Only `__main__.py` calls `python -m tests.mistakes.lane`, in the folder of the copy, which
-a trial changes.
+Only `__main__.py` calls `python -m tests.mistakes.lane`. It does so in the folder of
+the copy, which a trial changes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ def record(folder: Path, arguments: list[str]) -> None:
     """Runs tests, and writes down what they reach."""
     folder.mkdir(parents=True, exist_ok=True)
     code = pytest.main(["-q", *arguments], plugins=[Recorder(folder)])
-    print(f"the recorded run ended with {code!r}")
+    if code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+        raise SystemExit(code)
 
 
 def try_mistakes(folder: Path, enough: int, arguments: list[str]) -> None:
@@ -35,7 +36,9 @@ def try_mistakes(folder: Path, enough: int, arguments: list[str]) -> None:
 
     trials = Trials(_take_trials(folder), tell, enough, folder)
     # Captured output would be that of all trials.
-    pytest.main(["-q", "-s", *arguments], plugins=[trials])
+    code = pytest.main(["-q", "-s", *arguments], plugins=[trials])
+    if code != pytest.ExitCode.OK:
+        raise SystemExit(code)
 
 
 def _take_trials(folder: Path) -> Iterator[tuple[int, Trial]]:

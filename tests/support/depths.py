@@ -33,7 +33,7 @@ VARIANTS = {Depth.QUICK: 1, Depth.CHANGE: 3}
 VARIANTS_OF_SLOW_TESTS = {Depth.QUICK: 1, Depth.CHANGE: 1}
 # Of the strategies that the fixtures give, one of each kind: with one replica, with
 # replicas that share the memory of parameters, and with replicas that have their own.
-KINDS = {"one_device", "central_3", "mirrored_4", "replicas_3", "aliased", "mirrored"}
+KINDS = {"one_device", "central_3", "mirrored_4", "aliased", "mirrored"}
 FIXTURES = {"strategy", "several", "in_one_place", "make"}
 
 _DEPTH: pytest.StashKey[Depth] = pytest.StashKey()
@@ -97,9 +97,11 @@ def _of_each_kind(variants: Sequence[pytest.Item]) -> Sequence[pytest.Item]:
     return some or variants
 
 
-def _chosen_strategies(item: pytest.Item) -> set[object]:
+def _chosen_strategies(item: pytest.Item) -> set[str]:
+    """The names of strategies that a variant gives to our fixtures."""
     parameters = item.callspec.params if hasattr(item, "callspec") else {}
-    return {value for name, value in parameters.items() if name in FIXTURES}
+    values = [value for name, value in parameters.items() if name in FIXTURES]
+    return {value for value in values if isinstance(value, str)}
 
 
 def _spread(
