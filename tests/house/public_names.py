@@ -2,7 +2,8 @@
 
 python tests/house/public_names.py
 
-writes public_names.txt beside this file. A change of a public name is a change of that file, which nobody overlooks.
+writes public_names.txt beside this file. A change of a public name is a change of that
+file, which nobody overlooks.
 """
 
 from __future__ import annotations
@@ -27,14 +28,20 @@ NAMESPACES = (
 LIST = Path(__file__).with_name("public_names.txt")
 
 
-def lines() -> Iterator[str]:
-    """The names of all namespaces."""
+def public_things() -> Iterator[tuple[str, str, Any]]:
+    """Each public name with its namespace and what it stands for, without modules."""
     for namespace in NAMESPACES:
         module = importlib.import_module(namespace)
         for name in module.__all__:
             thing = getattr(module, name)
             if not isinstance(thing, ModuleType):
-                yield from _lines_of(f"{namespace}.{name}", thing)
+                yield namespace, name, thing
+
+
+def lines() -> Iterator[str]:
+    """The names of all namespaces."""
+    for namespace, name, thing in public_things():
+        yield from _lines_of(f"{namespace}.{name}", thing)
 
 
 def _lines_of(name: str, thing: Any) -> Iterator[str]:
@@ -43,18 +50,20 @@ def _lines_of(name: str, thing: Any) -> Iterator[str]:
         return
     for member in sorted(member for member in dir(thing) if not member.startswith("_")):
         home = next(cls for cls in thing.__mro__ if member in vars(cls))
-        if home.__module__.startswith(
-            "torchstrategy"
-        ):  # and not what torch or Python give it
+        # Not what torch or Python give it.
+        if home.__module__.startswith("torchstrategy"):
             value = inspect.getattr_static(thing, member)
-            is_method = inspect.isfunction(value) or isinstance(
-                value, (classmethod, staticmethod)
-            )
-            yield f"{name}.{member}{_signature(getattr(thing, member)) if is_method else ''}"
+            kinds = (classmethod, staticmethod)
+            is_method = inspect.isfunction(value) or isinstance(value, kinds)
+            signature = _signature(getattr(thing, member)) if is_method else ""
+            yield f"{name}.{member}{signature}"
 
 
 def _signature(thing: Any) -> str:
-    """The parameters with their kinds and defaults. What they are annotated with is for the type checker to compare."""
+    """The parameters with their kinds and defaults.
+
+    What they are annotated with is for the type checker to compare.
+    """
     if not callable(thing):
         return ""
     if inspect.isclass(thing) and issubclass(thing, enum.Enum):

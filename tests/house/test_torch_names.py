@@ -1,87 +1,92 @@
-"""The torch versions that are promised have the private names that the package uses: see torch_names.py."""
+"""Each promised version of torch has the private names that the package uses.
+
+`torch_names.py` writes the record of these names, which the tests here read.
+"""
 
 from __future__ import annotations
 
 import ast
-from pathlib import Path
 
 import pytest
 
 from house import torch_names
-from house.picture import package
+from house.rooms import listed, package
 
-ROOT = Path(__file__).resolve().parents[2]
+# Programs, each with the private names of torch in it.
+PROGRAMS = {
+    "import torch\ntorch._foreach_add": {"torch._foreach_add"},
+    "from torch import _guards": {"torch._guards"},
+    "from torch.utils import _pytree\n_pytree.TreeSpec": {
+        "torch.utils._pytree",
+        "torch.utils._pytree.TreeSpec",
+    },
+    "import torch.distributed as dist\nc10d = dist.x\nc10d._y(1)._z": {
+        "torch.distributed.x._y",
+        "._z",
+    },
+    "import torch\nget = torch.Tensor._version.__get__": {"torch.Tensor._version"},
+    "import torch\nhasattr(torch._C, '_nccl')": {"torch._C._nccl"},
+    "import torch\nfunctools.partial(getattr, torch.x, '_y')": {"torch.x._y"},
+    "Variable('torch._x', 'Class.name', dict)": {"torch._x.Class.name"},
+    "getattr(state, '_group', None)": {"._group"},
+    "class A:\n    __slots__ = ('_mine',)\n    def f(self):\n        self._mine": set(),
+    "import torch\ntorch.add(torch.__version__)": set(),
+}
 
 
-@pytest.mark.parametrize(
-    ("line", "names"),
-    [
-        ("import torch\ntorch._foreach_add", {"torch._foreach_add"}),
-        ("from torch import _guards", {"torch._guards"}),
-        (
-            "from torch.utils import _pytree\n_pytree.TreeSpec",
-            {"torch.utils._pytree", "torch.utils._pytree.TreeSpec"},
-        ),
-        (
-            "import torch.distributed as dist\nc10d = dist.x\nc10d._y(1)._z",
-            {"torch.distributed.x._y", "._z"},
-        ),
-        (
-            "import torch\nget = torch.Tensor._version.__get__",
-            {"torch.Tensor._version"},
-        ),
-        ("import torch\nhasattr(torch._C, '_nccl')", {"torch._C", "torch._C._nccl"}),
-        ("import torch\nfunctools.partial(getattr, torch.x, '_y')", {"torch.x._y"}),
-        ("Variable('torch._x', 'Class.name', dict)", {"torch._x.Class.name"}),
-        ("getattr(state, '_group', None)", {"._group"}),
-        (
-            "class A:\n    __slots__ = ('_mine',)\n    def f(self):\n        return self._mine",
-            set(),
-        ),
-        ("import torch\ntorch.add(torch.__version__)", set()),
-    ],
-)
-def test_private_names_are_found(line: str, names: set[str]) -> None:
-    assert torch_names.names_in(ast.parse(line)) - {"torch._C"} == names - {"torch._C"}
+def test_private_names_are_found() -> None:
+    for program, names in PROGRAMS.items():
+        found = torch_names.names_in(ast.parse(program)) - {"torch._C"}
+        assert found == names, f"in this program:\n{program}"
 
 
 def test_the_record_has_the_names_that_the_package_uses() -> None:
-    used, recorded = torch_names.used_names(package()), torch_names.read_record().keys()
+    used = torch_names.used_names(package())
+    recorded = torch_names.read_record().keys()
     new, gone = sorted(used - recorded), sorted(recorded - used)
     assert not new and not gone, (
-        f"new: {new}; gone: {gone}. Write the record again: python tests/house/torch_names.py"
+        "torch_names.txt has other names than the package. Run "
+        "`python tests/house/torch_names.py`, and `tests/versions.sh PYTHON TORCH "
+        f"names` for each other version.\nnew:{listed(new)}\ngone:{listed(gone)}"
     )
 
 
 def test_each_name_was_looked_for_in_each_version() -> None:
     record = torch_names.read_record()
     versions = {version for found in record.values() for version in found}
-    unknown = {
-        name: sorted(versions - found.keys())
+    unknown = [
+        f"{name}: {sorted(versions - found.keys())}"
         for name, found in record.items()
         if versions - found.keys()
-    }
+    ]
     assert not unknown, (
-        f"{unknown}: tests/versions.sh PYTHON TORCH names, for each of these versions"
+        "run `tests/versions.sh PYTHON TORCH names` for each version that is missing "
+        f"here:{listed(unknown)}"
     )
 
 
 def test_the_package_does_without_the_names_that_a_version_lacks() -> None:
     record = torch_names.read_record()
-    lacking = {name for name, versions in record.items() if not all(versions.values())}
-    assert lacking == torch_names.MAY_BE_MISSING.keys(), (
-        "say in MAY_BE_MISSING why the package does without it"
+    lacking = {name for name, found in record.items() if not all(found.values())}
+    reasons = torch_names.MAY_BE_MISSING.keys()
+    assert lacking == reasons, (
+        "MAY_BE_MISSING in torch_names.py must say why the package does without:"
+        f"{listed(sorted(lacking - reasons))}\n"
+        f"and need not speak of:{listed(sorted(reasons - lacking))}"
     )
 
 
 @pytest.mark.slow
 def test_the_record_is_true_of_the_torch_that_is_installed() -> None:
-    found = {
-        name: (versions[torch_names.installed()], torch_names.has(name))
-        for name, versions in torch_names.read_record().items()
-        if torch_names.installed() in versions
-        and torch_names.MAY_BE_MISSING.get(name) != torch_names.OF_CUDA
-    }
-    assert {
-        name for name, (recorded, is_there) in found.items() if recorded != is_there
-    } == set()
+    version = torch_names.installed()
+    wrong = []
+    for name, versions in torch_names.read_record().items():
+        is_of_cuda = torch_names.MAY_BE_MISSING.get(name) == torch_names.OF_CUDA
+        if version in versions and not is_of_cuda:
+            is_there = torch_names.has(name)
+            if is_there != versions[version]:
+                wrong.append(f"{name} is {'there' if is_there else 'missing'}")
+    assert not wrong, (
+        f"torch_names.txt is wrong about torch {version}. Run "
+        f"`python tests/house/torch_names.py`:{listed(wrong)}"
+    )

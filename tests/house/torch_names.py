@@ -1,9 +1,10 @@
-"""Lists the private names of torch that the package uses, and which versions of torch have them.
+"""Lists the private names of torch in the package, and which torch versions have them.
 
 python tests/house/torch_names.py
 
-looks for each name in the torch that is installed, and writes what it finds into torch_names.txt beside this file. For
-another torch: `tests/versions.sh PYTHON TORCH names`. So a name that an older or newer torch lacks is seen without it.
+looks for each name in the torch that is installed, and writes what it finds into
+torch_names.txt beside this file. For another torch: `tests/versions.sh PYTHON TORCH
+names`. So you see without that torch which names it lacks.
 """
 
 from __future__ import annotations
@@ -29,12 +30,13 @@ FILES = [
     "testing/_ranks/torch_settings.py",
 ]
 
-# Names that some of the versions lack, each with the reason why the package does without.
+# Names that some versions lack, each with the reason why the package does without.
 # `_ranks/torch_internals.py` keeps apart those variables of a process that a torch has.
 _VARIABLE = (
     "a variable of newer versions, of which ranks get their own where there is one"
 )
 _REDISTRIBUTE = "torch.distributed.tensor._redistribute"
+_FSDP_PARAM = "torch.distributed.fsdp._fully_shard._fsdp_param"
 # Some are functions of CUDA. Simulated devices replace those that there are.
 OF_CUDA = "a build without CUDA lacks it, whatever its version"
 _NAMES_OF_CUDA = (
@@ -52,11 +54,15 @@ MAY_BE_MISSING = {
         f"torch._C.{name}": OF_CUDA
         for name in (*_NAMES_OF_CUDA, "_nccl_all_reduce", *_NAMES_OF_CUDNN)
     },
-    "._maybe_attach_flight_recorder": "since torch 2.15; before, there is no such recorder for groups of any backend",
-    "._fsdp_param_groups": "since torch 2.12; before, `_fsdp_param_group` is read in its place",
+    "._maybe_attach_flight_recorder": (
+        "since torch 2.15; before, groups of other backends have no such recorder"
+    ),
+    "._fsdp_param_groups": (
+        "since torch 2.12; before, `_fsdp_param_group` is read in its place"
+    ),
     f"{_REDISTRIBUTE}._DISABLE_REDISTRIBUTE_TRANSFORM_OPTIMIZATION": _VARIABLE,
     f"{_REDISTRIBUTE}._warned_flatten_issues": _VARIABLE,
-    "torch.distributed.fsdp._fully_shard._fsdp_param._orig_param_uid_counter": _VARIABLE,
+    f"{_FSDP_PARAM}._orig_param_uid_counter": _VARIABLE,
 }
 
 # Of a name, whether each of some versions has it.
@@ -66,7 +72,8 @@ Versions = dict[str, bool]
 def used_names(package: Path) -> set[str]:
     """The private names of torch in the package.
 
-    `torch._C._len_torch_function_stack` is found by this path. `._call_impl` is an attribute of some object of torch.
+    `torch._C._len_torch_function_stack` is found by this path. `._call_impl` is an
+    attribute of some object of torch.
     """
     names: set[str] = set()
     for file in FILES:
@@ -143,7 +150,7 @@ class _Visitor(ast.NodeVisitor):
         self._visit_sequence(node, node.elts)
 
     def _visit_sequence(self, node: ast.AST, values: list[ast.expr]) -> None:
-        """`getattr(torch, "_name")`, and rows of tables such as `(c10d, "_name", function)`."""
+        """`getattr(torch, "_name")`, and rows of tables as `(c10d, "_name", f)`."""
         named = set()
         for owner, name in pairwise(values):
             path = self._path(owner)
@@ -167,7 +174,10 @@ class _Visitor(ast.NodeVisitor):
             self.names.add(f".{node.value}")
 
     def _path(self, node: ast.AST | None) -> str | None:
-        """What of torch an expression is: `_c10d._World` may be `torch._C._distributed_c10d._World`."""
+        """What of torch an expression is.
+
+        `_c10d._World` may be `torch._C._distributed_c10d._World`.
+        """
         if isinstance(node, ast.Name):
             return self._paths.get(node.id)
         if (
@@ -196,7 +206,7 @@ class _Visitor(ast.NodeVisitor):
 
 
 def _is_path(value: object, of_torch: bool) -> bool:
-    """Whether a text is the path of a module of torch, or else one of names within a module."""
+    """Whether a text is the path of a module of torch, or else one within a module."""
     is_path = (
         isinstance(value, str) and re.fullmatch(r"[A-Za-z_][\w.]*", value) is not None
     )
@@ -226,7 +236,10 @@ def has(name: str) -> bool:
 
 @functools.cache
 def _words() -> set[str]:
-    """All private words in the Python files of torch. An attribute of objects is one of them, wherever it is set."""
+    """All private words in the Python files of torch.
+
+    An attribute of objects is one of them, wherever it is set.
+    """
     folder = Path(torch.__file__).parent
     words: set[str] = set()
     for pattern in ("*.py", "*.pyi"):
@@ -285,7 +298,8 @@ def main() -> None:
     RECORD.write_text("\n".join(lines(record)) + "\n")
     missing = [name for name, versions in record.items() if not versions[installed()]]
     print(
-        f"torch {installed()}: {len(record) - len(missing)} of {len(record)} names; missing: {sorted(missing)}"
+        f"torch {installed()}: {len(record) - len(missing)} of {len(record)} names; "
+        f"missing: {sorted(missing)}"
     )
 
 

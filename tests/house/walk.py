@@ -1,16 +1,19 @@
-"""How a training step walks through the house: `python tests/house/walk.py`.
+"""How a training step walks through the rooms: `python tests/house/walk.py`.
 
-The program runs a small training step on the CPU: in two replicas of one process, which have copies; in one replica
-alone; and in one replica of each of two workers. When everything is warm, it counts for one `strategy.run`, on all
-threads together, or on the thread of the first worker:
+The program runs a small training step on the CPU, three times: in two replicas of one
+process, which have copies; in one replica alone; and in one replica of each of two
+workers. When everything is warm, it counts for one `strategy.run`, on all threads
+together, or on the thread of the first worker:
 
-    call        a function of torchstrategy is entered, or a generator of torchstrategy goes on
-    passage     a call whose nearest caller in torchstrategy, on the stack of the same thread, is in another file
+    call        a function of torchstrategy is entered, or a generator of it goes on
+    passage     a call whose nearest caller in torchstrategy, on the stack of the same
+                thread, is in another file
     of rooms    a passage whose caller is in another room
 
-The user's step and torch stand between two calls and are not counted: where the step calls the optimizer, the passage
-is from the file that called the step to the file of the optimizer. A call without a caller in torchstrategy, such as
-`strategy.run` itself, is no passage. Nor is a return.
+The user's step and torch stand between two calls and are not counted. Where the step
+calls the optimizer, the passage is from the file that called the step to the file of
+the optimizer. A call without a caller in torchstrategy, such as `strategy.run` itself,
+is no passage. Nor is a return.
 """
 
 from __future__ import annotations
@@ -35,7 +38,8 @@ import torchstrategy
 
 PACKAGE = Path(inspect.getfile(torchstrategy)).parent
 KIT = PACKAGE / "testing"  # what makes workers of threads, which is no part of the step
-WARM_UP = 5  # runs; the first one makes the copies of the model, and the second the state of the optimizer
+# The first run makes copies of the model, and the second the state of the optimizer.
+WARM_UP = 5
 
 
 class Passage(NamedTuple):
@@ -49,7 +53,10 @@ class Passage(NamedTuple):
 
 
 class Walk:
-    """What one run passes through. Files are named by their paths in the package, without `.py`."""
+    """What one run passes through.
+
+    Files are named by their paths in the package, without `.py`.
+    """
 
     def __init__(self) -> None:
         self.calls: Counter[str] = Counter()
@@ -206,11 +213,14 @@ def _hearing(walked: Walk) -> Iterator[None]:
 
 @functools.cache
 def file_of(path: str) -> str | None:
-    """`_data/dataset` for the path of that file; None for a file of somebody else, and of the testing kit."""
-    inside = Path(path).is_relative_to(PACKAGE) and not Path(path).is_relative_to(KIT)
-    return (
-        Path(path).relative_to(PACKAGE).with_suffix("").as_posix() if inside else None
-    )
+    """`_data/dataset` for the path of that file.
+
+    None for a file of somebody else, and for one of `torchstrategy.testing`.
+    """
+    found = Path(path)
+    if found.is_relative_to(KIT) or not found.is_relative_to(PACKAGE):
+        return None
+    return found.relative_to(PACKAGE).with_suffix("").as_posix()
 
 
 def main() -> None:

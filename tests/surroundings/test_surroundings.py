@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from conditions import for_changes, without_simulated_devices
-from house.picture import package
+from house.rooms import package
 
 pytestmark = without_simulated_devices
 
