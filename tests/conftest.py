@@ -81,7 +81,7 @@ def pytest_collection_modifyitems(
     config: pytest.Config, items: list[pytest.Item]
 ) -> None:
     """Leaves out the tests that are deeper than this run goes: see `depths.py`."""
-    depths.assign_depths(items)
+    depths.assign_depths(items, on_devices=bool(simulated_devices()))
     deepest = depths.depth_of_run(config)
     left_out = [item for item in items if depths.depth_of(item) > deepest]
     config.hook.pytest_deselected(items=left_out)

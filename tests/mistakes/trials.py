@@ -17,6 +17,7 @@ import os
 import signal
 import sys
 import time
+import traceback
 import types
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -27,6 +28,7 @@ import pytest
 from .kinds import Mistake, make_mistake
 from .reached import PACKAGE
 
+NOT_PLANTED = 4  # what a forked process exits with that could not make the mistake
 HANGS_S = 120.0  # beside the time that the tests of a trial take without a mistake
 
 
@@ -86,6 +88,8 @@ class Trials:
         noticed, run = [], 0
         if self.told.exists():
             noticed, run = json.loads(self.told.read_text())
+        if ended == f"exit {NOT_PLANTED}":
+            raise RuntimeError(f"this could not be planted: {trial.mistake}")
         if ended != "exit 0":
             return Outcome([*noticed, ended], run, ended)
         return Outcome(noticed, run, "noticed" if noticed else "unnoticed")
@@ -94,13 +98,17 @@ class Trials:
         self, mistake: Mistake | None, source: str, items: list[pytest.Item]
     ) -> None:
         """Runs the tests with the mistake, writes down which noticed, and exits."""
+        os.setsid()  # whatever is started here can be ended with this process
         try:
-            os.setsid()  # whatever is started here can be ended with this process
+            if mistake is not None:
+                _exchange_code(PACKAGE / mistake.path, source)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(NOT_PLANTED)
+        try:
             null = os.open(os.devnull, os.O_WRONLY)
             os.dup2(null, 1)
             os.dup2(null, 2)
-            if mistake is not None:
-                _exchange_code(PACKAGE / mistake.path, source)
             noticed: list[str] = []
             for index, item in enumerate(items):
                 following = items[index + 1] if index + 1 < len(items) else None
@@ -164,7 +172,7 @@ def _exchange_code(path: Path, source: str) -> None:
     wrong = _codes_in(compile(source, str(path), "exec"))
     gc.unfreeze()  # the tests freeze what is there, and the collector would not name it
     for function in gc.get_objects():
-        if not isinstance(function, types.FunctionType):
+        if type(function) is not types.FunctionType:  # proxies may claim any class
             continue
         code = function.__code__
         if code.co_filename != str(path):

@@ -8,6 +8,9 @@ Each depth has the tests of the one before. A test with parameters belongs to th
 depths with some of them, and to the last with all. `for_changes` and `for_releases` in
 `conditions.py` mark what is not for the first depths at all.
 
+On simulated devices, the first depths have the tests whose subject is devices, those
+of `tests/simulated`. They have one test of each other file, too: `SELDOM_ON_DEVICES`.
+
 If you name a test with `::`, or ask for tests by a word, it runs with all parameters.
 """
 
@@ -15,7 +18,7 @@ from __future__ import annotations
 
 import enum
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 
 import pytest
 
@@ -31,6 +34,10 @@ class Depth(enum.IntEnum):
 # How many variants of a test with parameters run; most slow tests start processes.
 VARIANTS = {Depth.QUICK: 1, Depth.CHANGE: 3}
 VARIANTS_OF_SLOW_TESTS = {Depth.QUICK: 1, Depth.CHANGE: 1}
+# Where replicas run on the CPU or on devices alike, and most tests have run on the CPU
+# before. For a change, devices see all tests of these folders, each with one parameter.
+SELDOM_ON_DEVICES = ("tests/contract", "tests/unit", "tests/gpu", "tests/equality")
+FOR_A_CHANGE = ("tests/equality",)
 # Of the strategies that the fixtures give, one of each kind: with one replica, with
 # replicas that share the memory of parameters, and with replicas that have their own.
 KINDS = {"one_device", "central_3", "mirrored_4", "aliased", "mirrored"}
@@ -71,19 +78,41 @@ def depth_of(item: pytest.Item) -> Depth:
     return item.stash[_DEPTH]
 
 
-def assign_depths(items: Iterable[pytest.Item]) -> None:
+def assign_depths(items: Sequence[pytest.Item], on_devices: bool) -> None:
     """Says of each test at which depth it runs first."""
     variants: dict[str, list[pytest.Item]] = {}
     for item in items:
         item.stash[_DEPTH] = Depth.ALL
         variants.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    first_depths = _first_depths_on_devices(variants) if on_devices else {}
     for name, of_one in variants.items():
         is_slow = of_one[0].get_closest_marker("slow") is not None
         counts = VARIANTS_OF_SLOW_TESTS if is_slow else VARIANTS
         for depth in (Depth.CHANGE, Depth.QUICK):
+            if depth < first_depths.get(name, depth):
+                continue
             candidates = [item for item in of_one if _marked_depth(item) <= depth]
-            for item in _spread(_of_each_kind(candidates), counts[depth], name):
+            count = 1 if name in first_depths else counts[depth]
+            for item in _spread(_of_each_kind(candidates), count, name):
                 item.stash[_DEPTH] = depth
+
+
+def _first_depths_on_devices(
+    variants: Mapping[str, Sequence[pytest.Item]],
+) -> dict[str, Depth]:
+    """The first depth of each test that devices seldom see: one of a file is quick."""
+    of_file: dict[str, list[str]] = {}
+    depths: dict[str, Depth] = {}
+    for name, of_one in variants.items():
+        if not name.startswith(SELDOM_ON_DEVICES):
+            continue
+        is_for_a_change = name.startswith(FOR_A_CHANGE)
+        depths[name] = Depth.CHANGE if is_for_a_change else Depth.ALL
+        if of_one[0].get_closest_marker("skipif") is None:
+            of_file.setdefault(name.partition("::")[0], []).append(name)
+    for file, names in of_file.items():
+        depths[names[zlib.crc32(file.encode()) % len(names)]] = Depth.QUICK
+    return depths
 
 
 def _marked_depth(item: pytest.Item) -> Depth:

@@ -10,12 +10,14 @@ import pickle
 import random
 import socket
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -48,11 +50,14 @@ class Cluster:
             "127.0.0.1", 0, is_master=True, wait_for_workers=False
         )
         pipes = [context.Pipe() for _ in range(size)]
+        # What processes print goes to nobody where pytest runs in processes itself.
+        self.crashes = tempfile.TemporaryDirectory()
         self.connections: list[Connection] = [ours for ours, _ in pipes]
+        port = self.store.port if joined else 0
         self.processes = [
             context.Process(
                 target=_serve,
-                args=(rank, size, self.store.port if joined else 0, timeout, theirs),
+                args=(rank, size, port, timeout, theirs, self.crashes.name),
             )
             for rank, (_, theirs) in enumerate(pipes)
         ]
@@ -115,8 +120,12 @@ class Cluster:
             if self.connections[rank].poll():
                 outcome: Outcome = pickle.loads(self.connections[rank].recv_bytes())
                 return outcome
-        self.processes[rank].join()
-        return Outcome(None, "ended", f"its exit code: {self.processes[rank].exitcode}")
+        process = self.processes[rank]
+        process.join()
+        crash = Path(self.crashes.name, str(rank)).read_text()
+        return Outcome(
+            None, "ended", f"its exit code: {process.exitcode}\n{crash}".strip()
+        )
 
     def end(self) -> None:
         """Ends the processes."""
@@ -126,6 +135,7 @@ class Cluster:
         for process, connection in zip(self.processes, self.connections, strict=True):
             process.join()
             connection.close()
+        self.crashes.cleanup()
 
     @property
     def is_alive(self) -> bool:
@@ -206,9 +216,16 @@ def _with_environment(
 
 
 def _serve(
-    rank: int, size: int, port: int, timeout: float, connection: Connection
+    rank: int,
+    size: int,
+    port: int,
+    timeout: float,
+    connection: Connection,
+    crashes: str,
 ) -> None:
-    faulthandler.enable()  # a crash of the interpreter is told by nothing else
+    # A crash of the interpreter, and a hang, are told by nothing else.
+    crash = Path(crashes, str(rank)).open("w")
+    faulthandler.enable(crash)
     torch.set_num_threads(1)
     if port:
         store = dist.TCPStore("127.0.0.1", port, is_master=False)
@@ -225,7 +242,7 @@ def _serve(
             call, args = pickle.loads(connection.recv_bytes())
         except EOFError:
             return
-        faulthandler.dump_traceback_later(LIMIT_S - 10, exit=True)
+        faulthandler.dump_traceback_later(LIMIT_S - 10, exit=True, file=crash)
         try:
             outcome = Outcome(call(*args), None)
         except BaseException as error:
