@@ -26,7 +26,10 @@ SCRIPT = re.compile(r"`python (\S+\.py)`")
 
 
 def paths() -> list[str]:
-    """The files and folders that it names, by themselves or in a command; not those that a command builds."""
+    """The files and folders that it names, by themselves or in a command.
+
+    Those that a command builds are left out.
+    """
     named = {
         quoted for quoted in QUOTED if "/" in quoted or quoted.endswith((".py", ".md"))
     }
@@ -41,7 +44,10 @@ def paths() -> list[str]:
 
 
 def is_there(path: str) -> bool:
-    """Whether a path exists below the repository or the package, or, without folders, in a room."""
+    """Whether a path exists below the repository or package, or in a room.
+
+    In a room, it may stand without folders.
+    """
     inside = path.removeprefix("torchstrategy/")
     return (
         (ROOT / path).exists()
@@ -66,7 +72,7 @@ def test_a_file_that_does_not_exist_is_noticed() -> None:
 
 
 def test_the_map_is_that_of_the_house() -> None:
-    """Each room, with what the docstring of `tests/house` says of it, from the lowest floor up."""
+    """Each room, with what the docstring of `tests/house` says, from the lowest up."""
     rows = [f"| {room.name} | {room.purpose} |" for floor in floors() for room in floor]
     assert "\n".join(rows) in PAGE.replace("`", "")
 

@@ -13,7 +13,10 @@ NOTEBOOK = Path(__file__).resolve().parents[2] / "examples" / "first_hour.ipynb"
 
 
 def printed_by(notebook: Any) -> list[str]:
-    """What each cell prints, of those that print. A kernel sends what a slow cell prints in several pieces."""
+    """What each cell prints, of those that print.
+
+    A kernel sends what a slow cell prints in several pieces.
+    """
     of_cells = (cell.get("outputs", ()) for cell in notebook.cells)
     texts = (
         "".join(one.text for one in outputs if one.get("name") == "stdout")
@@ -24,9 +27,8 @@ def printed_by(notebook: Any) -> list[str]:
 
 @pytest.mark.slow
 @takes_long
-@pytest.mark.filterwarnings(
-    "ignore::DeprecationWarning"
-)  # of the packages that run notebooks
+# Of the packages that run notebooks.
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_the_notebook_prints_what_it_shows(tmp_path: Path) -> None:
     pytest.importorskip("ipykernel", reason="pip install ipykernel")
     nbclient = pytest.importorskip("nbclient", reason="pip install nbclient")

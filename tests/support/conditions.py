@@ -1,4 +1,7 @@
-"""What a test needs of the machine or of the run, with a reason that says what is missing and what to do."""
+"""What a test needs of the machine or of the run, with a reason.
+
+The reason says what is missing and what to do.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,10 @@ without_simulated_devices = pytest.mark.skipif(
 )
 without_accelerators = pytest.mark.skipif(
     torch.accelerator.is_available(),
-    reason="tests a machine without accelerators, and this one has some: hide them, and run without --simulate-devices",
+    reason=(
+        "tests a machine without accelerators, and this one has some: hide them, and "
+        "run without --simulate-devices"
+    ),
 )
 takes_long = pytest.mark.skipif(
     "CI" not in os.environ, reason="takes several seconds: set CI=1 to run it"
@@ -36,10 +42,12 @@ needs_fork = pytest.mark.skipif(
 )
 needs_signals = pytest.mark.skipif(
     not (hasattr(signal, "pthread_kill") and hasattr(signal, "setitimer")),
-    reason="sends signals to threads, which this system cannot: run it on Linux or macOS",
+    reason=(
+        "sends signals to threads, which this system cannot: run it on Linux or macOS"
+    ),
 )
 
 
 def some_of(cases: Sequence[T]) -> Sequence[T]:
-    """Each sixth of the cases that one test goes through, and all of them where CI is set."""
+    """Each sixth of a test's cases, and all of them where CI is set."""
     return cases if "CI" in os.environ else cases[::6]

@@ -70,9 +70,8 @@ def test_workers_compute_the_numbers_of_one_device(workers: int, replicas: int) 
 
 
 @takes_long
-@pytest.mark.filterwarnings(
-    "default"
-)  # torch warns of a compiled step with an update, in plain PyTorch too
+# torch warns of a compiled step with an update, in plain PyTorch too.
+@pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize(("workers", "replicas"), [(2, 1), (2, 2)])
 def test_compiled_steps_compute_the_numbers_of_one_device(
     workers: int, replicas: int
