@@ -1,20 +1,29 @@
-"""The pytest plugin of torchstrategy: tests run under every strategy, on one device, on simulated and on real ones.
+"""The pytest plugin of torchstrategy: tests run under every strategy.
 
-It stands outside of the package, and imports it only where a test or an option asks for it: pytest loads plugins
-before anything else, and torch takes seconds to import and reads its environment when it is.
+They run on one device, on simulated and on real ones.
 
-    --simulate-devices=N                 gives the process the devices sim:0 to sim:<N-1>
-    --cuda-alias                         makes "cuda" mean the simulated devices, from before test modules are imported
-    --as-cuda                            besides, devices and tensors say that they are CUDA's
-    --ranks=N                            runs each test in N ranks, as torchrun would
-    --real-devices                       runs on the machine's accelerators, too
-    strategy, @pytest.mark.strategies    a test that takes the fixture runs once under each of the strategies
-    @pytest.mark.ranks(N, order=...)     a test runs in N ranks of a distributed program; it may take the fixture `rank`
-    simulated_devices                    the simulated devices; the test is skipped where there are none
-    virtual_time, @pytest.mark.virtual_time(...)
-                                         the test runs in virtual time, and may not go beyond limits
-    --timeline=DIR                       draws what happened in each failing test that runs in virtual time
-    no_leaks and its parts               fail the test that leaves threads, scopes or settings of torch behind
+It stands outside of the package, and imports it only where a test or an option asks for
+it: pytest loads plugins before anything else, and torch takes seconds to import and
+reads its environment when it is.
+
+    --simulate-devices=N         gives the process the devices sim:0 to sim:<N-1>
+    --cuda-alias                 makes "cuda" mean the simulated devices, from before
+                                 test modules are imported
+    --as-cuda                    besides, devices and tensors say that they are CUDA's
+    --ranks=N                    runs each test in N ranks, as torchrun would
+    --real-devices               runs on the machine's accelerators, too
+    strategy,                    a test that takes the fixture runs once under each of
+    @pytest.mark.strategies      the strategies
+    @pytest.mark.ranks(N,        a test runs in N ranks of a distributed program; it may
+    order=...)                   take the fixture `rank`
+    simulated_devices            the simulated devices; the test is skipped where there
+                                 are none
+    virtual_time, @pytest.       the test runs in virtual time, and may not go beyond
+    mark.virtual_time(...)       limits
+    --timeline=DIR               draws what happened in each failing test that runs in
+                                 virtual time
+    no_leaks and its parts       fail the test that leaves threads, scopes or settings
+                                 of torch behind
 """
 
 from __future__ import annotations
@@ -44,7 +53,10 @@ _RANKS_MARK = "ranks"
 _OPTIONS_OF_MARK = ("replicas", "places")
 _WHERE_FROM = {
     "sim": "there are no simulated devices: run pytest with --simulate-devices=4",
-    "real": "it is to run on real devices: run pytest with --real-devices, on a machine that has some",
+    "real": (
+        "it is to run on real devices: run pytest with --real-devices, on a machine "
+        "that has some"
+    ),
 }
 
 
@@ -57,34 +69,52 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--simulate-devices",
         type=_count,
         metavar="N",
-        help="simulate N devices, sim:0 to sim:<N-1>, and run tests that take the fixture `strategy` on them, too",
+        help=(
+            "simulate N devices, sim:0 to sim:<N-1>, and run tests that take the "
+            "fixture `strategy` on them, too"
+        ),
     )
     group.addoption(
         "--cuda-alias",
         action="store_true",
-        help='let "cuda" mean the simulated devices, in all tests and while test modules are imported',
+        help=(
+            'let "cuda" mean the simulated devices, in all tests and while test '
+            "modules are imported"
+        ),
     )
     group.addoption(
         "--as-cuda",
         action="store_true",
-        help="as --cuda-alias, and devices and tensors also say that they are CUDA's: device.type == 'cuda', "
-        "tensor.is_cuda; without --simulate-devices there are 2, or one for each of --ranks",
+        help=(
+            "as --cuda-alias, and devices and tensors also say that they are CUDA's: "
+            "device.type == 'cuda', tensor.is_cuda; without --simulate-devices there "
+            "are 2, or one for each of --ranks"
+        ),
     )
     group.addoption(
         "--ranks",
         type=_count,
         metavar="N",
-        help="run each test in N ranks of a distributed program, as torchrun would, if it has no mark `ranks` itself",
+        help=(
+            "run each test in N ranks of a distributed program, as torchrun would, if "
+            "it has no mark `ranks` itself"
+        ),
     )
     group.addoption(
         "--real-devices",
         action="store_true",
-        help="run tests that take the fixture `strategy` on the accelerators of this machine, too",
+        help=(
+            "run tests that take the fixture `strategy` on the accelerators of this "
+            "machine, too"
+        ),
     )
     group.addoption(
         "--timeline",
         metavar="DIR",
-        help="write a picture of what happened, an SVG file, for each failing test that runs in virtual time",
+        help=(
+            "write a picture of what happened, an SVG file, for each failing test that "
+            "runs in virtual time"
+        ),
     )
 
 
@@ -98,36 +128,36 @@ def _count(text: str) -> int:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
-    _find_devices(
-        early_config, early_config.known_args_namespace
-    )  # conftest files may list them when imported
+    # Conftest files may list them when imported.
+    _find_devices(early_config, early_config.known_args_namespace)
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers",
-        f"{_MARK}(*names, replicas=[1, 2, 3], places=['cpu', 'sim', 'real']): run the test, which takes the fixture "
-        "`strategy`, once under each of these strategies, with each number of replicas, in each place",
+        f"{_MARK}(*names, replicas=[1, 2, 3], places=['cpu', 'sim', 'real']): run the "
+        "test, which takes the fixture `strategy`, once under each of these "
+        "strategies, with each number of replicas, in each place",
     )
     config.addinivalue_line(
         "markers",
-        f"{_TIME_MARK}(profile, *, max_seconds=None, max_syncs=None, min_overlap=None, max_bytes=None, "
-        "shapes_only=False): run the test in virtual time, and fail it if it goes beyond a limit",
+        f"{_TIME_MARK}(profile, *, max_seconds=None, max_syncs=None, min_overlap=None, "
+        "max_bytes=None, shapes_only=False): run the test in virtual time, and fail it "
+        "if it goes beyond a limit",
     )
     config.addinivalue_line(
         "markers",
-        f"{_RANKS_MARK}(n, order=None): run the test in n ranks of a distributed program, which are threads of this "
-        "process; the fixture `rank` is the rank, an int from 0; the order in which they go on may be 'reversed' or "
-        "'random:7'",
+        f"{_RANKS_MARK}(n, order=None): run the test in n ranks of a distributed "
+        "program, which are threads of this process; the fixture `rank` is the rank, "
+        "an int from 0; the order in which they go on may be 'reversed' or 'random:7'",
     )
     if _REAL not in config.stash:  # a conftest file has loaded this plugin
         _find_devices(config, config.option)
 
 
 def _find_devices(config: pytest.Config, options: argparse.Namespace) -> None:
-    config.stash[_REAL] = (
-        _real_devices() if options.real_devices else []
-    )  # before simulated ones take their place
+    # Before simulated ones take their place.
+    config.stash[_REAL] = _real_devices() if options.real_devices else []
     if options.as_cuda and options.simulate_devices is None:
         options.simulate_devices = max(options.ranks or 0, 2)
     if options.simulate_devices is not None:
@@ -159,13 +189,13 @@ def _alias(config: pytest.Config, count: int | None) -> None:
     """Enters the block of `cuda_alias` until pytest ends."""
     if count is None:
         raise pytest.UsageError(
-            '--cuda-alias gives "cuda" the meaning of simulated devices, and there are none: add --simulate-devices=4.'
+            '--cuda-alias gives "cuda" the meaning of simulated devices, and there are '
+            "none: add --simulate-devices=4."
         )
     from torchstrategy.testing import cuda_alias, simulated_devices
 
-    if (
-        simulated_devices()
-    ):  # where this torch cannot simulate any, the tests that need them are skipped
+    # Where this torch cannot simulate any, the tests that need them are skipped.
+    if simulated_devices():
         alias = cuda_alias()
         alias.__enter__()
         config.add_cleanup(lambda: alias.__exit__(None, None, None))
@@ -178,13 +208,17 @@ def _real_devices() -> list[torch.device]:
 
 
 def _simulate(count: int, real: list[torch.device]) -> None:
-    """Simulates devices. Where this torch cannot, the tests that need them are skipped."""
+    """Simulates devices.
+
+    Where this torch cannot, the tests that need them are skipped.
+    """
     from torchstrategy.testing import _simulation
 
     if real:
         raise pytest.UsageError(
-            f"--simulate-devices={count} and --real-devices exclude each other on a machine with {_named(real)}: "
-            "simulated devices take the place of torch's accelerator. Run pytest twice, once with each."
+            f"--simulate-devices={count} and --real-devices exclude each other on a "
+            f"machine with {_named(real)}: simulated devices take the place of torch's "
+            "accelerator. Run pytest twice, once with each."
         )
     if _simulation.why_not_simulated() is None:
         try:
@@ -236,14 +270,18 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("strategy_topology", parameters, indirect=True)
     elif any(mark.name == _MARK for mark in metafunc.definition.own_markers):
         raise pytest.Collector.CollectError(
-            f"{metafunc.definition.nodeid} is marked with `{_MARK}`, and does not take the fixture `strategy` of "
-            "torchstrategy: give the test an argument `strategy`, or take the mark away. (A fixture or a parameter of "
-            "that name that is the test's own takes its place.)"
+            f"{metafunc.definition.nodeid} is marked with `{_MARK}`, and does not take "
+            "the fixture `strategy` of torchstrategy: give the test an argument "
+            "`strategy`, or take the mark away. (A fixture or a parameter of that name "
+            "that is the test's own takes its place.)"
         )
 
 
 def _topologies(metafunc: pytest.Metafunc) -> list[Topology]:
-    """What the nearest marks say; several decorators on one function, class or module add up."""
+    """What the nearest marks say; several decorators on one item add up.
+
+    The item is a function, class or module.
+    """
     from torchstrategy.testing._topologies import devices_here, topologies
 
     here = devices_here(metafunc.config.stash.get(_REAL, []))
@@ -267,7 +305,8 @@ def _checked(options: Mapping[str, Any]) -> Mapping[str, Any]:
     for name, value in options.items():
         if name not in _OPTIONS_OF_MARK:
             raise TypeError(
-                f"it does not take {name}={value!r}: choose from {', '.join(_OPTIONS_OF_MARK)}."
+                f"it does not take {name}={value!r}: choose from "
+                f"{', '.join(_OPTIONS_OF_MARK)}."
             )
     return options
 
@@ -284,20 +323,30 @@ def _why_not_in(place: str | None) -> str:
 
 @pytest.fixture
 def strategy_topology(request: pytest.FixtureRequest) -> Topology:
-    """Which strategy this test runs under; `str()` of it is its id, and `make()` makes another such strategy."""
+    """Which strategy this test runs under.
+
+    `str()` of it is its id, and `make()` makes another such strategy.
+    """
     topology: Topology = request.param
     return topology
 
 
 @pytest.fixture
 def strategy(strategy_topology: Topology) -> torchstrategy.Strategy:
-    """A new strategy. The test runs once under each of those that `@pytest.mark.strategies` names, or under all."""
+    """A new strategy.
+
+    The test runs once under each of those that `@pytest.mark.strategies` names, or
+    under all.
+    """
     return strategy_topology.make()
 
 
 @pytest.fixture
 def simulated_devices() -> list[torch.device]:
-    """The simulated devices, in order. The test is skipped where there are none; see --simulate-devices."""
+    """The simulated devices, in order.
+
+    The test is skipped where there are none; see --simulate-devices.
+    """
     from torchstrategy import testing
 
     return testing.simulated_devices() or pytest.skip(_why_not_simulated())
@@ -317,18 +366,20 @@ def pytest_itemcollected(item: pytest.Item) -> None:
     if item.get_closest_marker(_TIME_MARK) is not None and isinstance(
         item, pytest.Function
     ):
-        item.fixturenames.append(
-            "virtual_time"
-        )  # last: what other fixtures prepare takes no time
+        # Last: what other fixtures prepare takes no time.
+        item.fixturenames.append("virtual_time")
     if item.get_closest_marker(_RANKS_MARK) is not None:
         _take_over(item)
 
 
 @pytest.fixture
 def virtual_time(request: pytest.FixtureRequest) -> Iterator[VirtualTrace]:
-    """The trace of this test, which runs in virtual time. The test is skipped where there are no simulated devices.
+    """The trace of this test, which runs in virtual time.
 
-    Its profile and its limits are those of `@pytest.mark.virtual_time`; without it, they are an H100 and none.
+    The test is skipped where there are no simulated devices.
+
+    Its profile and its limits are those of `@pytest.mark.virtual_time`; without it,
+    they are an H100 and none.
     """
     from torchstrategy import testing
 
@@ -353,7 +404,8 @@ def _of_time_mark(item: pytest.Item) -> tuple[Any, bool, dict[str, Any]]:
     ]
     if unknown or len(mark.args) > 1 or profile is None:
         pytest.fail(
-            f"The mark `{_TIME_MARK}` takes a profile, shapes_only and the limits {', '.join(_LIMITS)}; got "
+            f"The mark `{_TIME_MARK}` takes a profile, shapes_only and the limits "
+            f"{', '.join(_LIMITS)}; got "
             f"{', '.join([*map(repr, mark.args), *unknown]) or 'nothing'}.",
             pytrace=False,
         )
@@ -399,7 +451,10 @@ def _draw(item: pytest.Item, trace: VirtualTrace) -> None:
 
 @pytest.fixture(scope="session")  # hypothesis refuses what is made anew for each test
 def rank() -> int:
-    """The rank of a test that is marked with `ranks(n)`: the test is called once in each, at the same time."""
+    """The rank of a test that is marked with `ranks(n)`.
+
+    The test is called once in each, at the same time.
+    """
     return 0  # `pytest_pyfunc_call` replaces it
 
 
@@ -412,7 +467,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     found = item._fixtureinfo.name2fixturedefs.get("rank", ())
     if found and found[-1].func.__module__ == __name__:
         pytest.fail(
-            f"{item.nodeid} takes the fixture `rank`, and is not marked: put @pytest.mark.ranks(4) above it.",
+            f"{item.nodeid} takes the fixture `rank`, and is not marked: put "
+            "@pytest.mark.ranks(4) above it.",
             pytrace=False,
         )
 
@@ -442,19 +498,24 @@ def _refuse_output_of_the_process(test: pytest.Function) -> None:
     for name in ("capfd", "capfdbinary", "capsysbinary"):
         if name in test.fixturenames:
             pytest.fail(
-                f"{test.nodeid} is marked with `{_RANKS_MARK}`, and takes the fixture `{name}`, which has what all "
-                "ranks print, mixed: take `capsys`, which each rank has for itself.",
+                f"{test.nodeid} is marked with `{_RANKS_MARK}`, and takes the fixture "
+                f"`{name}`, which has what all ranks print, mixed: take `capsys`, "
+                "which each rank has for itself.",
                 pytrace=False,
             )
 
 
 def _take_over(item: pytest.Item) -> None:
-    """Replaces how a marked test runs if it is no function: pytest would run it without ranks."""
+    """Replaces how a marked test runs that is no function.
+
+    Pytest would run it without ranks.
+    """
     runs: Any = item
     if not isinstance(item, pytest.Function):
         runs.runtest = functools.partial(
             pytest.fail,
-            f"{item.nodeid} is marked with `{_RANKS_MARK}`, and is no function of Python.",
+            f"{item.nodeid} is marked with `{_RANKS_MARK}`, and is no function of "
+            "Python.",
             pytrace=False,
         )
     elif item.cls is not None and issubclass(item.cls, unittest.TestCase):
@@ -474,8 +535,8 @@ def _run_test_case(item: pytest.Function) -> None:
     ):
         if getattr(method, name, False):
             pytest.fail(
-                f"{item.nodeid} is marked with `{_RANKS_MARK}`, and is a method of a unittest.TestCase with "
-                f"`{name}`: {instead}.",
+                f"{item.nodeid} is marked with `{_RANKS_MARK}`, and is a method of a "
+                f"unittest.TestCase with `{name}`: {instead}.",
                 pytrace=False,
             )
     mark = item.get_closest_marker(_RANKS_MARK)
@@ -497,8 +558,9 @@ def _ranks_of(test: pytest.Function, mark: pytest.Mark) -> tuple[int, Any]:
             ]
         )
         pytest.fail(
-            f"{test.nodeid} is marked with `{_RANKS_MARK}({given})`: give the number of ranks, as in "
-            "@pytest.mark.ranks(4), and, if they are to go on in another order, order='reversed' or order='random:7'.",
+            f"{test.nodeid} is marked with `{_RANKS_MARK}({given})`: give the number "
+            "of ranks, as in @pytest.mark.ranks(4), and, if they are to go on in "
+            "another order, order='reversed' or order='random:7'.",
             pytrace=False,
         )
     return int(mark.args[0]), mark.kwargs.get("order")
@@ -509,7 +571,7 @@ def _ranks_of(test: pytest.Function, mark: pytest.Mark) -> tuple[int, Any]:
 
 @pytest.fixture
 def no_leaks() -> Iterator[None]:
-    """Fails the test that leaves threads, an open scope, or another state of torch behind."""
+    """Fails the test that leaves threads, an open scope or another state of torch."""
     from torchstrategy.testing import _leaks
 
     with _leaks.no_leaks():
@@ -518,7 +580,10 @@ def no_leaks() -> Iterator[None]:
 
 @pytest.fixture
 def no_thread_leaks() -> Iterator[None]:
-    """Fails the test that leaves threads behind, but for those of strategies that are still in use."""
+    """Fails the test that leaves threads behind.
+
+    Those of strategies that are still in use may stay.
+    """
     from torchstrategy.testing import _leaks
 
     with _leaks.no_thread_leaks():
@@ -536,7 +601,10 @@ def no_scope_leaks() -> Iterator[None]:
 
 @pytest.fixture
 def no_torch_state_leaks() -> Iterator[None]:
-    """Fails the test that leaves a setting of torch changed: grad mode, autocast, default dtype, modes, hooks ..."""
+    """Fails the test that leaves a setting of torch changed.
+
+    Grad mode, autocast, default dtype, modes, hooks ...
+    """
     from torchstrategy.testing import _leaks
 
     with _leaks.no_torch_state_leaks():

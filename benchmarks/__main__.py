@@ -2,8 +2,8 @@
 
     python benchmarks [--rounds N] [--json FILE] [--simulated GPU] [names...]
 
-Each script runs in an interpreter of its own: none meets what another one has left, such as simulated devices. What a
-script cannot measure here it says, and leaves out.
+Each script runs in an interpreter of its own: none meets what another one has left,
+such as simulated devices. What a script cannot measure here it says, and leaves out.
 """
 
 from __future__ import annotations

@@ -1,12 +1,17 @@
-"""On one GPU: one device against plain PyTorch, replicas that share it, and parameters and optimizers on the CPU.
+"""One GPU: plain PyTorch, replicas that share it, and parameters on the CPU.
 
-python benchmarks/accelerator.py [--rounds N] [--json FILE] [--simulated GPU [--timelines FOLDER]]
+Each contest is against plain PyTorch; optimizers are on the CPU, too.
 
-Times are wall clock, with all that was queued on the device done. Where there is no GPU, it says so and ends. Each
-contest can be held on another device, the CPU included, and smaller: its logic is the same there.
+python benchmarks/accelerator.py [--rounds N] [--json FILE] [--simulated GPU
+[--timelines FOLDER]]
 
-With `--simulated H100` nothing is measured: the contests run in virtual time, and the table has what a model predicts.
-`--timelines` keeps what happens in each contest, as a picture and as a file for https://ui.perfetto.dev.
+Times are wall clock, with all that was queued on the device done. Where there is no
+GPU, it says so and ends. Each contest can be held on another device, the CPU included,
+and smaller: its logic is the same there.
+
+With `--simulated H100` nothing is measured: the contests run in virtual time, and the
+table has what a model predicts. `--timelines` keeps what happens in each contest, as a
+picture and as a file for https://ui.perfetto.dev.
 """
 
 from __future__ import annotations
@@ -70,7 +75,7 @@ def model(width: int, layers: int = 5) -> nn.Sequential:
 
 
 def check_alike(trainings: Mapping[str, Training]) -> None:
-    """Says which trainings change their parameters in another way than the first does, if there are any."""
+    """Says which trainings change parameters otherwise than the first, if any do."""
     if next(iter(trainings.values())).parameters[0].device.type == "sim":
         return  # only shapes are computed, and no parameters
     changes = {name: change(training) for name, training in trainings.items()}
@@ -79,7 +84,8 @@ def check_alike(trainings: Mapping[str, Training]) -> None:
         error = float((found - expected).norm() / expected.norm())
         if not error < 0.01:
             note(
-                f"{name} is not the same training as {first}: what two steps change differs by {error:.0%}."
+                f"{name} is not the same training as {first}: what two steps change "
+                f"differs by {error:.0%}."
             )
 
 
@@ -119,7 +125,10 @@ def plain(device: torch.device, net: nn.Module, batch: Batch) -> Training:
 
 
 def in_device_context(device: torch.device, training: Training) -> Training:
-    """The same training, whose step has the device as its default device: torch asks a function mode at each call."""
+    """The same training, whose step has the device as its default device.
+
+    Torch asks a function mode at each call.
+    """
 
     def step() -> None:
         with device:
@@ -195,7 +204,10 @@ def piece_by_piece(
 def data_parallel(
     device: torch.device, net: nn.Module, replicas: int, batch: Batch
 ) -> tuple[str, Training]:
-    """`nn.DataParallel` with the device listed several times; if torch refuses that, the part of it that it allows."""
+    """`nn.DataParallel` with the device listed several times.
+
+    If torch refuses that, the part of it that it allows.
+    """
     net.to(device)
     x, y = batch
     whole = nn.DataParallel(net, device_ids=[device.index or 0] * replicas)
@@ -204,7 +216,8 @@ def data_parallel(
         whole(x).sum().backward()
     except (RuntimeError, ValueError) as error:
         note(
-            f"DataParallel refuses one device several times, so its threads are measured alone: {error}"
+            "DataParallel refuses one device several times, so its threads are "
+            f"measured alone: {error}"
         )
         name, forward = (
             "parallel_apply",
@@ -223,7 +236,7 @@ def data_parallel(
 def sharing(
     device: torch.device, rounds: int, sizes: Sequence[int] = (SMALL, LARGE)
 ) -> Iterator[Row]:
-    """CentralStorage with several replicas on the one device, against `nn.DataParallel` on it."""
+    """CentralStorage with several replicas on one device, against `nn.DataParallel`."""
     for width in sizes:
         batch = (
             torch.randn(width, width, device=device),
@@ -261,7 +274,7 @@ def pinned(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def linears(layers: int, width: int) -> nn.Sequential:
-    """Layers that are large for what they compute, and keep numbers at the size that they have."""
+    """Layers that are large for what they compute, and that keep numbers' size."""
     torch.manual_seed(0)
     net = nn.Sequential(*[nn.Linear(width, width, bias=False) for _ in range(layers)])
     for parameter in net.parameters():
@@ -285,7 +298,10 @@ def the_link(device: torch.device, net: nn.Module) -> Work:
 
 
 def layer_by_layer(device: torch.device, net: nn.Sequential, x: torch.Tensor) -> Work:
-    """By hand: a layer computes when its parameters are there, and each gradient leaves when it is."""
+    """By hand: a layer waits for its parameters, and each gradient leaves at once.
+
+    It computes when they are there.
+    """
     lanes: Any = torch.get_device_module(device)
     here = [
         pinned(parameter.detach().clone(), device) for parameter in net.parameters()
@@ -328,7 +344,7 @@ def layer_by_layer(device: torch.device, net: nn.Sequential, x: torch.Tensor) ->
 def central(
     device: torch.device, net: nn.Module, loss: Callable[[nn.Module], torch.Tensor]
 ) -> Work:
-    """CentralStorage: parameters, which have changed, to the device, and their gradients back."""
+    """CentralStorage: changed parameters go to the device, and gradients come back."""
     strategy = torchstrategy.CentralStorageStrategy([device], "cpu")
     strategy.distribute_module(net)
     parameters = list(net.parameters())
@@ -345,7 +361,10 @@ def central(
 
 
 def in_pinned_memory(net: nn.Module, device: torch.device) -> nn.Module:
-    """The same module, its parameters where a device copies from without waiting for the CPU."""
+    """The same module, with parameters in memory from which a device copies by itself.
+
+    It copies without waiting for the CPU.
+    """
     for parameter in net.parameters():
         parameter.data = pinned(parameter.data, device)
     return net
@@ -358,7 +377,10 @@ def central_memory(
     width: int = WIDE,
     rows: int = 256,
 ) -> Iterator[Row]:
-    """Parameters in the CPU's memory and compute on the device, where the link between them is what limits a step."""
+    """Parameters in the CPU's memory and compute on the device.
+
+    The link between them is what limits a step.
+    """
     x = torch.randn(rows, width, device=device)
     by_hand = layer_by_layer(device, linears(layers, width), x)
     size = layers * width * width * 4 / 1e6
@@ -373,7 +395,10 @@ def central_memory(
 
 
 def transformer(width: int, layers: int) -> nn.Module:
-    """GPT-2 in the CPU's memory, with numbers that nobody looks at, and so takes no time to make."""
+    """GPT-2 in the CPU's memory.
+
+    Nobody looks at its numbers, so they take no time to make.
+    """
     with torch.device("meta"):
         net = GPT2(is_fused=True, width=width, layers=layers)
     zeros = {
@@ -391,7 +416,10 @@ def central_transformer(
     width: int = 1024,
     tokens: int = 512,
 ) -> Iterator[Row]:
-    """The same with GPT-2 355M, which has many small parameters, computes in bfloat16 and uses one parameter twice."""
+    """The same with GPT-2 355M.
+
+    It has many small parameters, computes in bfloat16 and uses one parameter twice.
+    """
     words = torch.zeros(1, tokens, dtype=torch.int64, device=device)
 
     def loss(net: nn.Module) -> torch.Tensor:
@@ -414,7 +442,10 @@ def beside_the_link(
     loss: Callable[[nn.Module], torch.Tensor],
     by_hand: Work | None = None,
 ) -> list[Row]:
-    """CentralStorage beside what the link takes for as many bytes, from pinned memory and from other memory."""
+    """CentralStorage beside what the link takes for as many bytes.
+
+    They are in pinned memory and in other memory.
+    """
     works = {
         LINK: (the_link(device, in_pinned_memory(net(), device)), ""),
         "Central, in pinned memory": (
@@ -480,7 +511,10 @@ def adam_alone(net: nn.Module) -> Work:
 def offloaded_by_fsdp(
     device: torch.device, net: nn.Sequential, x: torch.Tensor
 ) -> Training:
-    """A whole step with FSDP2 on one rank, which keeps parameters and gradients on the CPU, and Adam there."""
+    """A whole step with FSDP2 on one rank, with Adam on the CPU.
+
+    FSDP2 keeps parameters and gradients there, too.
+    """
     mesh = init_device_mesh(device.type, (1,))
     offload = CPUOffloadPolicy(pin_memory=device.type != "cpu")
     for part in (*net, net):
@@ -513,7 +547,7 @@ def place_of_optimizer(
     width: int = WIDE,
     rows: int = 256,
 ) -> Iterator[Row]:
-    """Adam on the CPU, with all cores, against Adam on the device, and against what FSDP2 does."""
+    """Adam on all cores of the CPU, against Adam on the device and against FSDP2."""
 
     def net() -> nn.Sequential:
         return linears(layers, width)
@@ -524,7 +558,10 @@ def place_of_optimizer(
             key: Contender(measure, () if key == name else (name,))
             for key, measure in measures.items()
         }
-        size = f"{layers * width * width * 4 / 1e6:,.0f} MB, {torch.get_num_threads()} threads"
+        size = (
+            f"{layers * width * width * 4 / 1e6:,.0f} MB, {torch.get_num_threads()} "
+            "threads"
+        )
         return compared(f"{contest}, {size}", contenders, rounds)
 
     with all_cores():
@@ -561,7 +598,8 @@ def place_of_optimizer(
                 )
         except Exception as error:
             note(
-                f"{FSDP} is left out, since it fails here: {type(error).__name__}: {error}"
+                f"{FSDP} is left out, since it fails here: {type(error).__name__}: "
+                f"{error}"
             )
 
 
@@ -594,9 +632,12 @@ class InTurns(threading.Thread):
 
 @contextmanager
 def threads_of_torch_in_turns() -> Iterator[None]:
-    """A block in which the threads of `nn.DataParallel` run one after the other, so that two runs are the same.
+    """A block in which the threads of `nn.DataParallel` run one after the other.
 
-    They share Python's lock, and so they share a clock in virtual time: together they take as long as in turns.
+    So two runs are the same.
+
+    They share Python's lock, and so they share a clock in virtual time: together they
+    take as long as in turns.
     """
     module: Any = sys.modules["torch.nn.parallel.parallel_apply"]
     before = module.threading
@@ -612,7 +653,10 @@ def in_virtual_time(
     gpu: str,
     timelines: Path | None = None,
 ) -> Contest:
-    """A contest whose clock is virtual. One round says what all would; `compared` warms up for two."""
+    """A contest whose clock is virtual.
+
+    One round says what all would; `compared` warms up for two.
+    """
 
     def held(rounds: int) -> Iterator[Row]:
         with (

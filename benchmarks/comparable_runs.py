@@ -1,13 +1,16 @@
-"""How `public_programs` starts a program so that its numbers can be compared with those of another run of it.
+"""How `public_programs` starts a program whose numbers are to be compared.
 
-A GPU has a generator of random numbers of its own, and so has a simulated device: what a program draws there is not
-what it draws on the CPU. Here simulated devices draw from the generator of the CPU, and torch, Python and NumPy are
-seeded before the program begins: those that set no seed print other numbers in each run. Then all numbers are to be
-equal, but for rounding, and the gradients of each step of an optimizer, too.
+They are compared with those of another run of it.
+
+A GPU has a generator of random numbers of its own, and so has a simulated device: what
+a program draws there is not what it draws on the CPU. Here simulated devices draw from
+the generator of the CPU, and torch, Python and NumPy are seeded before the program
+begins: those that set no seed print other numbers in each run. Then all numbers are to
+be equal, but for rounding, and the gradients of each step of an optimizer, too.
 """
 
-# Before one of the others, for programs that load data otherwise on GPUs: they shuffle there alone, and with workers,
-# in which Python draws numbers of its own.
+# Before one of the others, for programs that load data otherwise on GPUs: they shuffle
+# there alone, and with workers, in which Python draws numbers of its own.
 LOADED_ALIKE = """
 from torch.utils.data import DataLoader, RandomSampler
 
@@ -16,7 +19,7 @@ def make_without_workers(loader, *values, make=DataLoader.__init__, **options):
 
 DataLoader.__init__ = make_without_workers
 RandomSampler.__iter__ = lambda sampler: (i % len(sampler.data_source) for i in range(len(sampler)))
-"""
+"""  # noqa: E501
 
 _BOTH = """
 import atexit, json, random, runpy, sys
@@ -40,9 +43,10 @@ register_optimizer_step_pre_hook(note_gradients)
 def write_notes():
     with open(notes, "w") as file:
         json.dump(gradients, file)
-"""
+"""  # noqa: E501
 
-# python -c ... NOTES OPTIONS: as `python -m torchstrategy.testing.run OPTIONS`. Writes the gradients' norms to NOTES.
+# python -c ... NOTES OPTIONS: as `python -m torchstrategy.testing.run OPTIONS`. Writes
+# the gradients' norms to NOTES.
 ON_SIMULATED_DEVICES = f"""{_BOTH}
 from torchstrategy.testing._simulation import generators
 
@@ -55,7 +59,8 @@ generators.make_default_generators = make_default_generators
 runpy.run_module("torchstrategy.testing.run", run_name="__main__", alter_sys=True)
 """
 
-# python -c ... NOTES STEPS FILE ARGUMENTS: as `python FILE ARGUMENTS`, for a number of steps; 0: until it ends.
+# python -c ... NOTES STEPS FILE ARGUMENTS: as `python FILE ARGUMENTS`, for a number of
+# steps; 0: until it ends.
 ON_THE_CPU = f"""{_BOTH}
 most, file, steps = int(sys.argv.pop(1)), sys.argv[1], {{}}
 

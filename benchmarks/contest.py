@@ -1,8 +1,10 @@
-"""How contenders are compared: in turns, in one process, each with its measure in the same round.
+"""How contenders are compared: in turns, in one process, in the same round.
 
-A row shows the median of what a contender took, and the median and the middle half of its ratios: how often that is
-what the other took in the same round. So a machine that is busy for a while slows both, and one bad round changes
-nothing.
+Each has its own measure.
+
+A row shows the median of what a contender took, and the median and the middle half of
+its ratios: how often that is what the other took in the same round. So a machine that
+is busy for a while slows both, and one bad round changes nothing.
 """
 
 from __future__ import annotations
@@ -42,7 +44,9 @@ UNITS = {
 
 
 class Contender(NamedTuple):
-    """Who takes part: how it is measured, what it is compared with (the largest of those), and how often it may be.
+    """Who takes part: how it is measured, and what it is compared with.
+
+    It is compared with the largest of those, with a bar for the ratio.
 
     One that is compared with nothing may have a limit, in seconds or bytes.
     """
@@ -64,24 +68,25 @@ class Row(NamedTuple):
     ratio: float
     low: float  # a quarter of the rounds are below
     high: float  # a quarter of the rounds are above
-    bar: (
-        float | None
-    )  # that the ratio should not exceed; or the amount, where there is no ratio
+    # That the ratio should not exceed; or the amount, where there is no ratio.
+    bar: float | None
 
 
 def compared(
     contest: str, contenders: dict[str, Contender], rounds: int, unit: str = "ms"
 ) -> list[Row]:
-    """Measures all contenders in every round, each time in another order, after one that does not count.
+    """Measures all contenders in every round, each time in another order.
 
-    One round alone shows that everything runs, and its figures mean nothing: nothing is warmed up for it.
+    The first round does not count.
+
+    One round alone shows that everything runs, and its figures mean nothing: nothing is
+    warmed up for it.
     """
     if rounds > 1:
         for contender in contenders.values():
             contender.measure()
-    shuffled = random.Random(
-        0
-    )  # torch's generators and Python's own are those of the contenders
+    # Torch's generators and Python's own are those of the contenders.
+    shuffled = random.Random(0)
     orders = [shuffled.sample(list(contenders), len(contenders)) for _ in range(rounds)]
     amounts = [{name: contenders[name].measure() for name in order} for order in orders]
     return rows_of(contest, contenders, amounts, unit)
@@ -124,7 +129,10 @@ def rows_of(
 def timed(
     work: Work, repeats: int, clock: Callable[[], float] = time.thread_time
 ) -> Measure:
-    """The seconds of one call; by default of this thread's CPU time, which other processes do not touch."""
+    """The seconds of one call.
+
+    By default it is of this thread's CPU time, which other processes do not touch.
+    """
 
     def measure() -> float:
         began = clock()
@@ -152,7 +160,9 @@ def in_fresh_processes(
     timeout: float = 120,
     before: Sequence[Sequence[str]] | None = None,
 ) -> list[Any]:
-    """What a script's `worker` returns for each argument: each in an interpreter of its own, all at the same time.
+    """What a script's `worker` returns for each argument.
+
+    Each runs in an interpreter of its own, all at the same time.
 
     A script calls `work` first thing under `__main__`.
 
@@ -160,7 +170,8 @@ def in_fresh_processes(
         script: The script.
         arguments: What each of the workers is given.
         timeout: How many seconds they may take.
-        before: The words that stand before each command, as `ip netns exec NAME`. None: none do.
+        before: The words that stand before each command, as `ip netns exec NAME`. None:
+            none do.
 
     Raises:
         subprocess.TimeoutExpired: If one takes longer. None is left behind.
@@ -186,7 +197,10 @@ def in_fresh_processes(
 
 
 def work(worker: Callable[[Any], Any]) -> None:
-    """In a process of `in_fresh_processes`: prints what `worker` returns, and ends. Elsewhere: nothing."""
+    """In a process of `in_fresh_processes`: prints what `worker` returns, and ends.
+
+    Elsewhere: nothing.
+    """
     if sys.argv[1:2] == [WORKER]:
         print(json.dumps(worker(json.loads(sys.argv[2]))))
         raise SystemExit
@@ -198,9 +212,8 @@ def left_out(what: str, why: object) -> None:
 
 
 HEADER = "| | | | times | spread | of | bar |\n|---|---|---:|---:|---:|---|---:|"
-PREDICTED = HEADER.replace(
-    "| | | |", "| | | predicted |", 1
-)  # of what was not measured
+# Of what was not measured.
+PREDICTED = HEADER.replace("| | | |", "| | | predicted |", 1)
 
 
 def line(row: Row) -> str:
@@ -212,7 +225,10 @@ def line(row: Row) -> str:
         return f"| {row.contest} | {row.name} | {amount} | | | | {bar} |"
     bar = "" if row.bar is None else f"{row.bar:.2f}"
     times, spread = f"{row.ratio:.3f}", f"{row.low:.3f} to {row.high:.3f}"
-    return f"| {row.contest} | {row.name} | {amount} | {times} | {spread} | {row.against} | {bar} |"
+    return (
+        f"| {row.contest} | {row.name} | {amount} | {times} | {spread} | {row.against} "
+        f"| {bar} |"
+    )
 
 
 def machine() -> str:
@@ -224,8 +240,8 @@ def machine() -> str:
         else torch.get_device_module(device).get_device_name(0)
     )
     return (
-        f"torch {torch.__version__}, Python {platform.python_version()}, {platform.machine()}, "
-        f"{torch.get_num_threads()} thread, {name}"
+        f"torch {torch.__version__}, Python {platform.python_version()}, "
+        f"{platform.machine()}, {torch.get_num_threads()} thread, {name}"
     )
 
 
@@ -249,7 +265,11 @@ def hold(
     told: argparse.Namespace | None = None,
     header: str = HEADER,
 ) -> None:
-    """What each script does: holds its contests, prints their rows as one table, and writes them if it is told to."""
+    """What each script does.
+
+    It holds its contests, prints their rows as one table, and writes them if it is told
+    to.
+    """
     told = told or arguments(description).parse_args()
     torch.set_num_threads(1)
     gc.freeze()  # a collection of all that torch has made would fall on one contender

@@ -1,9 +1,12 @@
-"""What sending gradients adds to a step on several GPUs: `MultiWorkerMirroredStrategy` beside DDP, in virtual time.
+"""What sending gradients adds to a step on several GPUs, in virtual time.
+
+`MultiWorkerMirroredStrategy` runs beside DDP.
 
 python benchmarks/exposed.py [--json FILE]
 
-Nothing is measured here: these are predictions. Each rank has a GPU. Shown is the time of a step without that of
-the same step alone: what of the communication, and of the work for it, does not hide under the backward.
+Nothing is measured here: these are predictions. Each rank has a GPU. Shown is the time
+of a step without that of the same step alone: what of the communication, and of the
+work for it, does not hide under the backward.
 """
 
 from __future__ import annotations
@@ -42,7 +45,10 @@ Step = Callable[[torch.Tensor], Any]
 
 
 def stepping(net: nn.Module, model: nn.Module) -> Step:
-    """The step, which is the same for all. `model` is the network, or what joins it to others."""
+    """The step, which is the same for all.
+
+    `model` is the network, or what joins it to others.
+    """
     optimizer = torch.optim.AdamW(net.parameters(), fused=True)
 
     def step(tokens: torch.Tensor) -> None:
@@ -97,7 +103,10 @@ WAYS: dict[str, Callable[[Make, torch.device], Step]] = {
 def seconds_of(
     way: str, ranks: int, make: Make, shape: tuple[int, int], profile: DeviceProfile
 ) -> float:
-    """The predicted seconds of a step whose batch has so many rows of so many tokens for each rank."""
+    """The predicted seconds of a step.
+
+    Its batch has so many rows of so many tokens for each rank.
+    """
 
     def main(rank: int, trace: VirtualTrace) -> None:
         device = torch.device("sim", rank)
@@ -125,7 +134,10 @@ def exposed_of(
 
 
 def exposed(rounds: int) -> Iterator[Row]:
-    """GPT-2 124M in float32 on H100s that are joined by NVLink, and by 25 GB/s. One round says what all would."""
+    """GPT-2 124M in float32 on H100s that are joined by NVLink, and by 25 GB/s.
+
+    One round says what all would.
+    """
     simulate_devices(4)
     for ranks, peer in ((2, 450.0), (4, 450.0), (2, 25.0)):
         profile = replace(DeviceProfile.named("H100"), peer=peer)
@@ -134,7 +146,10 @@ def exposed(rounds: int) -> Iterator[Row]:
             VIEWS: Contender(float, (DDP,)),
             OURS: Contender(float, (DDP,), 1.0),
         }
-        contest = f"predicted: what sending adds to a step of GPT-2, {ranks} H100, {peer:.0f} GB/s"
+        contest = (
+            f"predicted: what sending adds to a step of GPT-2, {ranks} H100, "
+            f"{peer:.0f} GB/s"
+        )
         yield from rows_of(
             contest, contenders, [exposed_of(ranks, GPT2, (8, 1024), profile)], "ms"
         )

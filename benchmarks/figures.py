@@ -2,10 +2,12 @@
 
 python benchmarks/figures.py [--json FILE] [--measure DEVICE]
 
-Nothing is measured here, unless you ask for it: `--measure cuda:0` takes the time of some steps on that GPU, and
-prints it beside what was predicted for an H100. Constants of the cost model were fitted to figures marked `fitted`,
-and to none that is marked `seen` or `held out`. Figures with a line `foretold` were predicted, and the predictions
-committed, before they were looked up or measured. Then the profile of the RTX 4090 was corrected by two of them.
+Nothing is measured here, unless you ask for it: `--measure cuda:0` takes the time of
+some steps on that GPU, and prints it beside what was predicted for an H100. Constants
+of the cost model were fitted to figures marked `fitted`, and to none that is marked
+`seen` or `held out`. Figures with a line `foretold` were predicted, and the predictions
+committed, before they were looked up or measured. Then the profile of the RTX 4090 was
+corrected by two of them.
 """
 
 from __future__ import annotations
@@ -41,16 +43,13 @@ class Figure(NamedTuple):
     channels_last: bool = False
     trains: bool = True
     optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW
-    published: float | None = (
-        None  # images, or rows of tokens, a second; None: nobody has measured it yet
-    )
+    # Images, or rows of tokens, a second; None: nobody has measured it yet.
+    published: float | None = None
     source: str = ""
-    used: str = (
-        "seen"  # known, and no constant was fitted to it; or fitted; or held out
-    )
-    foretold: float | None = (
-        None  # the ms of the prediction that was committed before the figure was looked up
-    )
+    # Known, and no constant was fitted to it; or fitted; or held out.
+    used: str = "seen"
+    # The ms of the prediction that was committed before the figure was looked up.
+    foretold: float | None = None
 
 
 def sgd(parameters: Iterator[nn.Parameter]) -> torch.optim.Optimizer:
@@ -59,7 +58,8 @@ def sgd(parameters: Iterator[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 _4090 = DeviceProfile.named("RTX-4090")
-# The figures of https://www.nvidia.com/content/PDF/nvidia-ampere-ga-102-gpu-architecture-whitepaper-v2.pdf
+# The figures of
+# https://www.nvidia.com/content/PDF/nvidia-ampere-ga-102-gpu-architecture-whitepaper-v2.pdf
 _3090 = replace(
     _4090,
     name="RTX-3090",
@@ -76,9 +76,15 @@ _3090 = replace(
 OTHERS: Mapping[str, DeviceProfile] = {_3090.name: _3090}
 
 LECTURE = '"Let\'s reproduce GPT-2 (124M)", A. Karpathy, 2024: batch 16 of 1,024 tokens'
-NANOGPT = "README of nanoGPT, December 2022: batch 8 of that commit's train.py assumed, no dropout"
+NANOGPT = (
+    "README of nanoGPT, December 2022: batch 8 of that commit's train.py assumed, no "
+    "dropout"
+)
 EXAMPLES_A100 = "NVIDIA DeepLearningExamples, ResNet-50 v1.5, 21.03: batch 256 assumed"
-EXAMPLES_V100 = "NVIDIA DeepLearningExamples, ResNet-50 v1.5, V100 16 GB: batch 128 assumed for FP32 and 256 for AMP"
+EXAMPLES_V100 = (
+    "NVIDIA DeepLearningExamples, ResNet-50 v1.5, V100 16 GB: batch 128 assumed for "
+    "FP32 and 256 for AMP"
+)
 TIMM = "timm at aa4b5850, results/benchmark-"
 TORCHVISION = (
     "github.com/sandeepkumar-skb/pytorch_experiments, torchvision_exp: batch 128"
@@ -148,10 +154,8 @@ def own(
     )
 
 
-CORRECTING = (
-    ("ViT-L/16", False),
-    ("ResNet-50", True),
-)  # what the profile of the RTX 4090 was corrected by
+# What the profile of the RTX 4090 was corrected by.
+CORRECTING = (("ViT-L/16", False), ("ResNet-50", True))
 INFER_4090 = "infer-amp-{}-pt240-cu124-rtx4090"
 TRAIN_3090 = "train-amp-{}-pt112-cu113-rtx3090"
 FIGURES = [
@@ -460,7 +464,10 @@ def predicted(figure: Figure) -> float:
 
 
 def measured(figure: Figure, device: torch.device) -> float:
-    """The seconds of a step on a GPU that is here: the median of five times that a few steps take."""
+    """The seconds of a step on a GPU that is here.
+
+    It is the median of five times that a few steps take.
+    """
     with precision(figure):
         step = step_of(figure, device)
         for _ in range(3):  # kernels are chosen and loaded, and memory is taken
@@ -471,7 +478,10 @@ def measured(figure: Figure, device: torch.device) -> float:
 
 @contextmanager
 def precision(figure: Figure) -> Iterator[None]:
-    """A block in which products and convolutions of float32 have a figure's precision."""
+    """A block in which float32's products and convolutions have a given precision.
+
+    It is the precision of a figure.
+    """
     tf32 = (
         torch.backends.cuda.matmul.fp32_precision,
         torch.backends.cudnn.conv.fp32_precision,
@@ -492,7 +502,10 @@ def precision(figure: Figure) -> Iterator[None]:
 def parts(
     figure: Figure, device: torch.device
 ) -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
-    """The network, a batch and its labels: random numbers, since a GPU computes with zeros faster than with others."""
+    """The network, a batch and its labels.
+
+    They are random numbers: a GPU computes with zeros faster than with others.
+    """
     layout = torch.channels_last if figure.channels_last else torch.contiguous_format
     with device:
         model = figure.make()
@@ -548,7 +561,7 @@ def inferred(figure: Figure, device: torch.device) -> Callable[[], None]:
 
 
 def figures(rounds: int) -> Iterator[Row]:
-    """Every figure, and a line for each prediction; a model says the same in each round."""
+    """Every figure, and a line for each prediction, which is the same in each round."""
     errors: dict[str, list[float]] = {}
     seconds = {figure: predicted(figure) for figure in FIGURES}
     for figure in FIGURES:
@@ -576,7 +589,8 @@ def figures(rounds: int) -> Iterator[Row]:
         )
     right = [(slow, fast, seconds[fast] < seconds[slow]) for slow, fast in pairs()]
     print(
-        f"{sum(is_right for *_, is_right in right)} of {len(right)} gains on the right side",
+        f"{sum(is_right for *_, is_right in right)} of {len(right)} gains on the right "
+        "side",
         file=sys.stderr,
     )
     for slow, fast, is_right in right:
@@ -585,16 +599,21 @@ def figures(rounds: int) -> Iterator[Row]:
 
 
 def measure(device: torch.device) -> None:
-    """Prints what each of this script's own figures takes on a device, beside what was predicted."""
+    """Prints what each of this script's own figures takes, beside the prediction.
+
+    They are taken on a device.
+    """
     print(
-        f"{machine()}\n\n| | measured | a second | foretold | of measured |\n|---|---:|---:|---:|---:|"
+        f"{machine()}\n\n| | measured | a second | foretold | of measured "
+        "|\n|---|---:|---:|---:|---:|"
     )
     for figure in FIGURES:
         if figure.source == OWN:
             seconds, foretold = measured(figure, device), figure.foretold or math.nan
             rate, ratio = figure.batch / seconds, foretold / 1e3 / seconds
             print(
-                f"| {named(figure)} | {1e3 * seconds:.2f} ms | {rate:,.1f} | {foretold:.2f} ms | {ratio:.2f} |"
+                f"| {named(figure)} | {1e3 * seconds:.2f} ms | {rate:,.1f} | "
+                f"{foretold:.2f} ms | {ratio:.2f} |"
             )
 
 
@@ -602,11 +621,17 @@ def named(figure: Figure) -> str:
     """What was measured."""
     layout = ", NHWC" if figure.channels_last else ""
     does = "training" if figure.trains else "inference"
-    return f"{figure.what} on {figure.gpu}, {does}, {figure.precision}{layout}, {figure.batch}"
+    return (
+        f"{figure.what} on {figure.gpu}, {does}, {figure.precision}{layout}, "
+        f"{figure.batch}"
+    )
 
 
 def pairs() -> Iterator[tuple[Figure, Figure]]:
-    """Figures of one source that differ in precision or layout, by 10 % or more: the slower and the faster."""
+    """Figures of one source that differ by 10 % or more: the slower and the faster.
+
+    They differ in precision or layout.
+    """
     for one, other in itertools.combinations(FIGURES, 2):
         alike = (
             one[:2] == other[:2]

@@ -1,9 +1,12 @@
-"""What replicas on one device take of its memory, beside plain PyTorch: a model of 200 MB, each in a fresh process.
+"""What replicas on one device take of its memory, beside plain PyTorch.
+
+The model has 200 MB, each in a fresh process.
 
 python benchmarks/memory.py [--rounds N] [--json FILE]
 
-`distinct parameters` counts the storages that the replicas' parameters are in. The rest is resident memory, without
-what was there before the model; the peak is the kernel's own, so that none is missed.
+`distinct parameters` counts the storages that the replicas' parameters are in. The rest
+is resident memory, without what was there before the model; the peak is the kernel's
+own, so that none is missed.
 """
 
 from __future__ import annotations
@@ -31,7 +34,7 @@ CONTENDERS = {
 
 
 def resident(which: str = "VmRSS") -> int:
-    """The bytes of this process: now, or at most since the peak was forgotten (`VmHWM`)."""
+    """The bytes of this process: now, or at most since `VmHWM` was reset."""
     lines = dict(line.split(":") for line in STATUS.read_text().splitlines())
     return 1024 * int(lines[which].split()[0])
 

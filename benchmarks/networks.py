@@ -1,4 +1,7 @@
-"""Networks whose times are published, as their authors define them: as far as it matters for what a GPU has to do."""
+"""Networks whose times are published, as their authors define them.
+
+They do as far as it matters for what a GPU has to do.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,8 @@ class ResidualBlock(nn.Module):
     def __init__(self, before: int, width: int, stride: int, is_deep: bool) -> None:
         super().__init__()
         after = width * (4 if is_deep else 1)
-        # Kernels and strides as in version 1.5: the stride stands in the convolution of 3x3.
+        # Kernels and strides as in version 1.5: the stride stands in the convolution of
+        # 3x3.
         plan = [(before, width, 1, 1), (width, width, 3, stride), (width, after, 1, 1)]
         plan = plan if is_deep else [(before, width, 3, stride), (width, width, 3, 1)]
         self.convolutions, self.norms = nn.ModuleList(), nn.ModuleList()

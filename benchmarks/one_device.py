@@ -1,4 +1,6 @@
-"""One replica on one CPU: a training loop in plain PyTorch, under a strategy, and as other libraries have it.
+"""One replica on one CPU: a loop in plain PyTorch, and under a strategy.
+
+It is also there as other libraries have it.
 
 python benchmarks/one_device.py [--rounds N] [--json FILE]
 """
@@ -75,7 +77,8 @@ def stepping(
     return step
 
 
-def plain(context: AbstractContextManager[Any] = nullcontext()) -> Trainer:  # noqa: B008  it holds nothing
+# It holds nothing.
+def plain(context: AbstractContextManager[Any] = nullcontext()) -> Trainer:  # noqa: B008
     """Plain PyTorch, in a context."""
     net, optimizer, loader = made()
     return Trainer(net, loader, stepping(net, optimizer), context)
@@ -157,9 +160,8 @@ def training(rounds: int) -> Iterator[Row]:
             )
             for name, trainer in found.items()
         }
-        yield from compared(
-            contest, contenders, 40 * rounds
-        )  # the turns are short, and a percent is looked for
+        # The turns are short, and a percent is looked for.
+        yield from compared(contest, contenders, 40 * rounds)
 
 
 def per_step(trainer: Trainer, batches: Iterable[Batch]) -> Measure:
@@ -189,7 +191,10 @@ def nothing(batch: object = None) -> None:
 
 
 def call(rounds: int) -> Iterator[Row]:
-    """What a call of `run` takes: again and again, and between steps, when no cache holds its code any more."""
+    """What a call of `run` takes: again and again, and between steps.
+
+    Between steps, no cache holds its code any more.
+    """
     trainer = plain()
     (batch, *_) = trainer.loader
 

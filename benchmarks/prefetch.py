@@ -1,4 +1,6 @@
-"""What reading ahead gains, and what dealing out costs: distributed loops against the same in plain PyTorch.
+"""What reading ahead gains, and what dealing out costs.
+
+Distributed loops run against the same in plain PyTorch.
 
 python benchmarks/prefetch.py [--rounds N] [--json FILE]
 """
@@ -61,7 +63,7 @@ def loop(batches: Iterable[Any], step: Callable[[Any], Any]) -> float:
 
 
 def overlap(rounds: int) -> Iterator[Row]:
-    """Reading ahead hides the smaller of loader and step; reading on demand takes their sum."""
+    """Reading ahead hides the smaller of loader and step; on demand, they add up."""
     strategy = torchstrategy.CentralStorageStrategy(["cpu"] * REPLICAS)
 
     def step(batch: Any) -> None:
@@ -99,7 +101,10 @@ BATCHES = 16
 
 
 def reading(batches: Iterable[Any], count: int = BATCHES) -> Measure:
-    """CPU seconds, of all threads, of a batch that nothing is done with; the start of the loader is left out."""
+    """CPU seconds, of all threads, of a batch that nothing is done with.
+
+    The start of the loader is left out.
+    """
 
     def measure() -> float:
         iterator = iter(batches)
@@ -109,7 +114,10 @@ def reading(batches: Iterable[Any], count: int = BATCHES) -> Measure:
 
 
 def throughput(rounds: int) -> Iterator[Row]:
-    """Batches of 1 MB through 4 replicas, over iterating the plain loader; also the threads' CPU time counts."""
+    """Batches of 1 MB through 4 replicas, over iterating the plain loader.
+
+    The threads' CPU time counts, too.
+    """
     rows = TensorDataset(torch.rand(BATCHES * 1024, 256))
     loaders: dict[str, DataLoader[Any]] = {
         "a loader that collates": DataLoader(rows, batch_size=1024),
@@ -155,7 +163,10 @@ BARRED = ("on demand, pinned", "`load_ahead=True`, pinned")
 def double_buffered(
     batches: Iterable[torch.Tensor], device: torch.device
 ) -> Iterator[torch.Tensor]:
-    """As it is written by hand: the next batch is copied on a stream of its own while the step computes."""
+    """As it is written by hand: the next batch is copied while the step computes.
+
+    It is on a stream of its own.
+    """
     side = torch.Stream(device)
 
     def depart(batch: torch.Tensor) -> tuple[torch.Tensor, torch.Event]:

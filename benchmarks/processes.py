@@ -1,9 +1,12 @@
-"""Two replicas in one process, against two processes of `DistributedDataParallel`, on the same global batch.
+"""Two replicas in one process, against two of `DistributedDataParallel`.
+
+These two are processes. The global batch is the same.
 
 python benchmarks/processes.py [--rounds N] [--json FILE]
 
-Two replicas on one CPU run in turns: on one core, or with two threads for each operation. Two processes use two cores.
-Every contender starts in fresh interpreters, once a round. Times are wall time, but for the CPU time of all processes.
+Two replicas on one CPU run in turns: on one core, or with two threads for each
+operation. Two processes use two cores. Every contender starts in fresh interpreters,
+once a round. Times are wall time, but for the CPU time of all processes.
 """
 
 from __future__ import annotations
@@ -26,7 +29,10 @@ WARM_UP = 5
 
 
 class Task(NamedTuple):
-    """A model of linear layers, the rows of the global batch, and how many steps are measured."""
+    """A model of linear layers, the global batch's rows, and the number of steps.
+
+    So many steps are measured.
+    """
 
     width: int
     layers: int
@@ -96,9 +102,8 @@ def plain(task: Task) -> tuple[nn.Module, Callable[[], None]]:
 
 def under(name: str, task: Task) -> tuple[nn.Module, Callable[[], None]]:
     """Two replicas in one process."""
-    torchstrategy = importlib.import_module(
-        "torchstrategy"
-    )  # here: it would count in the start of the others, too
+    # Here: it would count in the start of the others, too.
+    torchstrategy = importlib.import_module("torchstrategy")
     strategy = getattr(torchstrategy, name)(["cpu"] * 2)
     with strategy.scope():
         net, batch = made(task)
@@ -121,7 +126,10 @@ def in_ddp(task: Task, rank: int, store: str) -> tuple[nn.Module, Callable[[], N
 
 
 def memory() -> tuple[float, float]:
-    """The bytes of this process, its part of what it shares included: of all, and of what is no file."""
+    """The bytes of this process with its part of what it shares: of all, of no file.
+
+    The second counts what is no file.
+    """
     sizes = dict(
         line.split(":")
         for line in Path("/proc/self/smaps_rollup").read_text().splitlines()[1:]

@@ -1,4 +1,4 @@
-"""The public programs that `public_programs` runs, and the data that is made up for them."""
+"""The public programs that `public_programs` runs, and the data made up for them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ class Program(NamedTuple):
         short: What of the arguments the table shows.
         why: If it is known to fail: why, and what to do.
         differs: If numbers are known to be others than on the CPU: why.
-        loads_otherwise_on_gpus: Whether it shuffles on GPUs alone, or has workers there alone.
+        loads_otherwise_on_gpus: Whether it shuffles on GPUs alone, or has workers there
+            alone.
     """
 
     repository: str
@@ -69,7 +70,10 @@ def make_data(program: Program, clone: Path) -> None:
 
 
 def digits(clone: Path) -> None:
-    """Images of noise in the files of MNIST, beside all programs that look for them in `../data` or `./data`."""
+    """Images of noise in the files of MNIST.
+
+    They lie beside all programs that look for them in `../data` or `./data`.
+    """
     places = (
         "data",
         "data/mnist",
@@ -226,7 +230,10 @@ def papers(clone: Path) -> None:
 
 
 def small_images(clone: Path) -> None:
-    """Images of noise in the files of CIFAR. torchvision is told not to look at the sums of files."""
+    """Images of noise in the files of CIFAR.
+
+    Torchvision is told not to look at the sums of files.
+    """
     chance = random.Random(0)
     data = clone / ("tutorials/data" if (clone / "tutorials").is_dir() else "data")
     for folder, files, labels, names in (
@@ -250,7 +257,8 @@ def small_images(clone: Path) -> None:
         meta.write_bytes(pickle.dumps({names: [str(i) for i in range(100)]}))
     (clone / "no_sums").mkdir(exist_ok=True)
     (clone / "no_sums" / "sitecustomize.py").write_text(
-        "import torchvision.datasets.cifar as cifar\ncifar.check_integrity = lambda *_: True\n"
+        "import torchvision.datasets.cifar as cifar\ncifar.check_integrity = lambda "
+        "*_: True\n"
     )
 
 
@@ -681,9 +689,8 @@ PROGRAMS = [
     _tutorial("02-intermediate/recurrent_neural_network"),
     _tutorial("02-intermediate/bidirectional_recurrent_neural_network"),
     _tutorial("02-intermediate/language_model", steps=3, data=train_txt),
-    _tutorial(
-        "03-advanced/generative_adversarial_network", steps=2
-    ),  # of 100 images; it takes no batch of fewer
+    # Of 100 images; it takes no batch of fewer.
+    _tutorial("03-advanced/generative_adversarial_network", steps=2),
     _tutorial("03-advanced/variational_autoencoder", steps=6),
     _tutorial(
         "02-intermediate/deep_residual_network",

@@ -1,17 +1,23 @@
-"""Runs public programs as they are on simulated devices, and writes the table of docs/public-programs.md.
+"""Runs public programs as they are on simulated devices.
 
-python benchmarks/public_programs.py FOLDER [--only WORD] [--for SECONDS] [--again] [--page FILE]
+Writes the table of docs/public-programs.md.
+
+python benchmarks/public_programs.py FOLDER [--only WORD] [--for SECONDS] [--again]
+[--page FILE]
 
 FOLDER has clones of the repositories, each by the last part of its name: `git clone
-https://github.com/pytorch/examples FOLDER/examples`. A repository that is not there is left out. Nothing in the
-programs is changed. Data that they would download is made up, and put where they look for it. The packages that they
-need have to be there; the table says which is missing.
+https://github.com/pytorch/examples FOLDER/examples`. A repository that is not there is
+left out. Nothing in the programs is changed. Data that they would download is made up,
+and put where they look for it. The packages that they need have to be there; the table
+says which is missing.
 
-Each program is run by `python -m torchstrategy.testing.run`. If it can do without a GPU, it is run twice more, with as
-many steps of its optimizer: by plain Python on the CPU, and on simulated devices that draw the random numbers of the
-CPU; `comparable_runs` tells how. The losses and the like that these print are compared, and the gradients of each step.
-Results are kept in FOLDER/results.json, so that a second call goes on where the first one stopped. Rows of the table
-whose programs have no result there stay as they are.
+Each program is run by `python -m torchstrategy.testing.run`. If it can do without a
+GPU, it is run twice more, with as many steps of its optimizer: by plain Python on the
+CPU, and on simulated devices that draw the random numbers of the CPU; `comparable_runs`
+tells how. The losses and the like that these print are compared, and the gradients of
+each step. Results are kept in FOLDER/results.json, so that a second call goes on where
+the first one stopped. Rows of the table whose programs have no result there stay as
+they are.
 """
 
 from __future__ import annotations
@@ -39,13 +45,18 @@ SECONDS = 240  # that a program may take, on a busy machine
 TOLERANCE = 2e-4  # of gradients, and of numbers that programs print with a few digits
 NUMBER = r"-?(?:\d+\.?\d*(?:[eE][-+]?\d+)?|nan|inf)"
 SAID = re.compile(
-    rf"(?i)\b(loss\w*|ppl|perplexity|accuracy|acc@?\d*|mse|average loss|\w*return)\b[^-\d\n]{{0,12}}?({NUMBER})"
+    r"(?i)\b(loss\w*|ppl|perplexity|accuracy|acc@?\d*|mse|average "
+    rf"loss|\w*return)\b[^-\d\n]{{0,12}}?({NUMBER})"
 )
 TO_DO = {
     "ModuleNotFoundError": "Install it.",
     "not done": "Give it less to do.",
-    "IndexError: invalid index of a 0-dim tensor": "It is older than torch 0.5: write `.item()` there.",
-    "RuntimeError: one of the variables needed": "It is older than torch 1.5: step after both losses went backward.",
+    "IndexError: invalid index of a 0-dim tensor": (
+        "It is older than torch 0.5: write `.item()` there."
+    ),
+    "RuntimeError: one of the variables needed": (
+        "It is older than torch 1.5: step after both losses went backward."
+    ),
     "TypeError: TransformObservation": "Install gymnasium before 1.0.",
     "huggingface_hub": "Download the weights before, or name a checkpoint.",
     "NameError": "Nothing in it defines this name: mend the program.",
@@ -105,7 +116,10 @@ def main() -> None:
 
 
 def result_of(program: Program, folder: Path) -> dict[str, Any]:
-    """What came of a program: on simulated devices, on the CPU, and on simulated devices with the CPU's numbers."""
+    """What came of a program on simulated devices, and on the CPU.
+
+    It also runs on simulated devices with the CPU's numbers.
+    """
     make_data(program, folder / program.clone)
     with tempfile.TemporaryDirectory() as scratch:
         report, notes = Path(scratch) / "report.json", Path(scratch) / "notes.json"
@@ -219,9 +233,8 @@ def commit(clone: Path) -> str:
     return done.stdout.strip() or "?"
 
 
-Called: TypeAlias = tuple[
-    str, str, str
-]  # a program in the table: its repository, its file and its options
+# A program in the table: its repository, its file and its options.
+Called: TypeAlias = tuple[str, str, str]
 
 
 def called(program: Program) -> Called:
@@ -247,7 +260,7 @@ def row(program: Program, result: Mapping[str, Any]) -> list[str]:
 
 
 def ended(program: Program, result: Mapping[str, Any]) -> str:
-    """How it ended; a failure with the reason that is known of it, or with its error."""
+    """How it ended; a failure with its known reason, or with its error."""
     if not result["status"]:
         steps = result["steps"]
         return f"well, {steps} step{'s' if steps > 1 else ''}" if steps else "well"
@@ -331,7 +344,10 @@ def what_was_found(result: Mapping[str, Any]) -> str:
     found += [f"{result['races']} races"] if result["races"] else []
     found += (
         [
-            f"{result['waits']:.1f} waits and {result['blocking']:.1f} blocking copies a step"
+            (
+                f"{result['waits']:.1f} waits and {result['blocking']:.1f} blocking "
+                "copies a step"
+            )
         ]
         if result["steps"]
         else []
@@ -365,7 +381,7 @@ def read_row(line: str) -> tuple[Called, list[str]]:
 
 
 def summary(rows: Sequence[Sequence[str]]) -> str:
-    """How many there are, how many ended well, and of how many the numbers are those of the CPU."""
+    """How many there are, how many ended well, and how many have the CPU's numbers."""
     well = [numbers for _, _, _, ended, numbers, _ in rows if ended.startswith("well")]
     both = [numbers for numbers in well if numbers and not numbers.startswith("not ")]
     equal = [
@@ -376,8 +392,9 @@ def summary(rows: Sequence[Sequence[str]]) -> str:
     as_they_are = [numbers for numbers in equal if DRAWN_ALIKE not in numbers]
     version = torch.__version__.partition("+")[0]
     return (
-        f"{len(rows)} programs with torch {version}: {len(well)} ended well. {len(both)} of them ran on the CPU, too. "
-        f"The numbers of {len(equal)} were equal, of {len(as_they_are)} without the CPU's random numbers."
+        f"{len(rows)} programs with torch {version}: {len(well)} ended well. "
+        f"{len(both)} of them ran on the CPU, too. The numbers of {len(equal)} were "
+        f"equal, of {len(as_they_are)} without the CPU's random numbers."
     )
 
 

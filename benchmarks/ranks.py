@@ -1,4 +1,6 @@
-"""What ranks in one process cost: eight ranks of a small DDP program, against the same steps in plain PyTorch.
+"""What ranks in one process cost, against the same steps in plain PyTorch.
+
+They are eight ranks of a small DDP program.
 
 python benchmarks/ranks.py [--rounds N] [--json FILE]
 """
@@ -46,7 +48,10 @@ def one_after_another() -> None:
 
 
 def ranks(rounds: int) -> Iterator[Row]:
-    """A whole run, with the threads and the process groups, which other threads than this one compute."""
+    """A whole run, with the threads and the process groups.
+
+    Other threads than this one compute.
+    """
     contenders = {
         "plain PyTorch": Contender(timed(one_after_another, 1, time.perf_counter)),
         "run_ranks": Contender(

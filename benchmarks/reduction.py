@@ -1,4 +1,6 @@
-"""What it costs to add up what replicas have: 100 MB in each of 4, against `torch._foreach_add_` by hand.
+"""What it costs to add up what replicas have: 100 MB in each of 4.
+
+It is compared with `torch._foreach_add_` by hand.
 
 python benchmarks/reduction.py [--rounds N] [--json FILE]
 """
@@ -92,7 +94,10 @@ class Way(NamedTuple):
 
 
 def by_hand(layout: str, is_new: bool = False) -> Way:
-    """Plain PyTorch: the total is written over the gradients of the first replica, or has memory of its own."""
+    """Plain PyTorch: the total is written over the first replica's gradients.
+
+    It may have memory of its own instead.
+    """
     model = Model.of(layout, nn.Parameter)
 
     def combine() -> None:
@@ -137,7 +142,10 @@ def reduced(layout: str) -> Way:
 
 
 def gradients(rounds: int) -> Iterator[Row]:
-    """From gradients of each replica's parameters to those of the owners, which lie where the first replica's lay."""
+    """From gradients of each replica's parameters to those of the owners.
+
+    These lie where the first replica's lay.
+    """
     for layout in LAYOUTS:
         ways = {
             "by hand": by_hand(layout),
@@ -192,7 +200,7 @@ def values(rounds: int) -> Iterator[Row]:
 
 
 def all_reductions(rounds: int) -> Iterator[Row]:
-    """From a value of each replica to their sum in each replica, in memory of its own."""
+    """From each replica's value to their sum in each replica, in memory of its own."""
     for layout in ("10 of 10 MB", "1,000 of 100 kB"):
         brought = in_replicas(layout)
         strategy = torchstrategy.CentralStorageStrategy(["cpu"] * REPLICAS)
@@ -249,7 +257,10 @@ def everywhere(brought: list[Tensors]) -> list[Tensors]:
 def against_hand(
     contest: str, ways: dict[str, Callable[[], list[Tensors]]], rounds: int
 ) -> list[Row]:
-    """All ways against the one by hand, whose results they have, in each replica or in one."""
+    """All ways with the results of the one by hand, in each replica or in one.
+
+    They are compared with it.
+    """
     for way in ways.values():
         for found, expected in zip(way(), ways["by hand"](), strict=True):
             assert torch.allclose(torch.cat(list(found)), torch.cat(list(expected)))

@@ -1,10 +1,13 @@
-"""Replicas that share one CPU, against the same pieces of the batch one after another by hand.
+"""Replicas that share one CPU, against the same pieces of the batch by hand.
+
+These come one after another.
 
     python benchmarks/replicas.py [--rounds N] [--json FILE]
 
-By hand, a model is one and its gradients are added up where backward leaves them; or each piece has a thread, and
-modules that share the memory of the parameters; or, as MirroredStrategy has it, each has a model and an optimizer of
-its own, and gradients are added up before each takes the same step.
+By hand, a model is one and its gradients are added up where backward leaves them; or
+each piece has a thread, and modules that share the memory of the parameters; or, as
+MirroredStrategy has it, each has a model and an optimizer of its own, and gradients are
+added up before each takes the same step.
 """
 
 from __future__ import annotations
@@ -55,7 +58,10 @@ def by_hand(make: Callable[[], Made], replicas: int, batch: Batch) -> Work:
 
 
 def threads_by_hand(make: Callable[[], Made], replicas: int, batch: Batch) -> Work:
-    """The least that replicas are: modules that share the memory of parameters, each on a thread, one after another."""
+    """The least that replicas are: modules that share the parameters' memory.
+
+    Each is on a thread, one after another.
+    """
     model, optimizer = make()
     owners = list(model.parameters())
     copies = [
@@ -95,7 +101,10 @@ def threads_by_hand(make: Callable[[], Made], replicas: int, batch: Batch) -> Wo
 
 
 def copies_by_hand(make: Callable[[], Made], replicas: int, batch: Batch) -> Work:
-    """Each piece has a copy of the model and an optimizer; all of them step on the sum of the gradients."""
+    """Each piece has a copy of the model and an optimizer.
+
+    All of them step on the sum of the gradients.
+    """
     first, _ = make()
     models = [first, *(copy.deepcopy(first) for _ in range(1, replicas))]
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.01) for model in models]
@@ -202,7 +211,7 @@ def same_batch(rounds: int, replicas: int, width: int, modules: int = 100) -> li
 
 
 def overhead(rounds: int) -> Iterator[Row]:
-    """Two, four and eight replicas of layers that take no time, and four of larger ones."""
+    """Two, four and eight replicas of layers without cost, and four of larger ones."""
     for replicas, width in ((2, 64), (4, 64), (8, 64), (4, 256), (4, 1024)):
         yield from same_batch(
             rounds if width < 1024 else min(rounds, 5), replicas, width
@@ -230,7 +239,9 @@ def growth(rounds: int) -> list[Row]:
 
 
 def clipping(rounds: int) -> Iterator[Row]:
-    """What it costs to clip gradients in the step, where every read of a gradient is one of the whole batch.
+    """What it costs to clip gradients in the step.
+
+    Every read of a gradient is one of the whole batch.
 
     The layers are small, so that the reads are most of what is measured.
     """
@@ -240,9 +251,8 @@ def clipping(rounds: int) -> Iterator[Row]:
     for parameters in (100, 400, 1600):
 
         def make(parameters: int = parameters) -> Made:
-            return made(
-                parameters, width
-            )  # every second module is a linear layer, with two parameters
+            # Every second module is a linear layer, with two parameters.
+            return made(parameters, width)
 
         strategy = torchstrategy.CentralStorageStrategy(["cpu", "cpu"])
         works = {

@@ -1,10 +1,12 @@
-"""What replicas' copies of a model cost: making them, and keeping them in step with the originals.
+"""What replicas' copies of a model cost: making them, and keeping them in step.
+
+They are kept in step with the originals.
 
 python benchmarks/replication.py [--rounds N] [--json FILE]
 
-A parameter on the device of its replica shares the memory of the original. What "Mirrored" stands for here copies
-all parameters to every replica but the first all the same, as MirroredStrategy does where each replica has a device
-of its own.
+A parameter on the device of its replica shares the memory of the original. What
+"Mirrored" stands for here copies all parameters to every replica but the first all the
+same, as MirroredStrategy does where each replica has a device of its own.
 """
 
 from __future__ import annotations
@@ -56,7 +58,7 @@ def nothing() -> None:
 
 
 def put_into(strategy: torchstrategy.Strategy, model: str) -> nn.Module:
-    """A model of the strategy's, with its copies made, and known to be those of the original."""
+    """A model of the strategy's, with copies that are known to be the original's."""
     with strategy.scope():
         made = MODELS[model]()
     strategy.run(nothing)
@@ -65,7 +67,10 @@ def put_into(strategy: torchstrategy.Strategy, model: str) -> nn.Module:
 
 
 def first_run(rounds: int, replicas: int = 4) -> Iterator[Row]:
-    """The run that makes the copies, which `torch.nn.parallel.replicate` makes at each forward."""
+    """The run that makes the copies.
+
+    `torch.nn.parallel.replicate` makes them at each forward.
+    """
     for model in ("10 modules", "100 modules", "1,000 modules"):
         contenders = {
             "copy.deepcopy for each": Contender(
@@ -115,7 +120,10 @@ def first(
 
 
 def structure(model: nn.Module, replicas: int) -> list[nn.Module]:
-    """What `replicate` does besides the broadcast. It knows CUDA devices only, and is told that these are some."""
+    """What `replicate` does besides the broadcast.
+
+    It knows CUDA devices only, and is told that these are some.
+    """
     own = sys.modules[replicate.__module__]
     with (
         mock.patch.object(own, "_get_device_index", lambda device, optional: device),
@@ -135,7 +143,7 @@ def once(work: Work) -> float:
 
 
 def unchanged(rounds: int, replicas: int = 2) -> Iterator[Row]:
-    """A run when nothing was written on the parameters since the last one: nothing is copied."""
+    """A run when nobody wrote on the parameters since the last: nothing is copied."""
     for model in MODELS:
         central, mirrored, empty = strategies(replicas)
         models = [put_into(strategy, model) for strategy in (central, mirrored)]
@@ -160,7 +168,7 @@ def unchanged(rounds: int, replicas: int = 2) -> Iterator[Row]:
 
 
 def strategies(replicas: int) -> list[torchstrategy.Strategy]:
-    """One that shares the memory of parameters, one that copies them, and one to have no model."""
+    """One that shares parameters' memory, one that copies, one to have no model."""
     devices = ["cpu"] * replicas
     kinds = (
         torchstrategy.CentralStorageStrategy,
@@ -171,7 +179,10 @@ def strategies(replicas: int) -> list[torchstrategy.Strategy]:
 
 
 def mirrored(devices: Sequence[str]) -> torchstrategy.Strategy:
-    """One that copies parameters to every replica but the first, though all are on one device."""
+    """One that copies parameters to all replicas but the first.
+
+    All of them are on one device.
+    """
     compute = [torch.device(device) for device in devices]
     storage = ReplicatedStorage(
         Placement(compute, compute[0], may_alias=False, is_mirrored=True)
@@ -185,10 +196,13 @@ def each(work: Measure, without: Measure, count: int) -> Measure:
 
 
 def changed(rounds: int, replicas: int = 2) -> Iterator[Row]:
-    """A run when all parameters were written since the last one, against a plain copy of the same bytes.
+    """A run when all parameters were written since the last one.
 
-    MirroredStrategy copies them, to all replicas but the first. Where a model is small, a run costs more than the copy
-    whatever was written, so what it costs more than one without changes is shown beside.
+    It is compared with a plain copy of the same bytes.
+
+    MirroredStrategy copies them, to all replicas but the first. Where a model is small,
+    a run costs more than the copy whatever was written, so what it costs more than one
+    without changes is shown beside.
     """
     for model in MODELS:
         central, mirrored, _ = strategies(replicas)
@@ -232,10 +246,13 @@ def copy_to(copies: list[list[torch.Tensor]], originals: list[torch.Tensor]) -> 
 def check_copied(
     strategy: torchstrategy.Strategy, parameters: Sequence[torch.Tensor]
 ) -> None:
-    """Every parameter is copied once to each replica but the first, when it has changed, and soon no more.
+    """Every changed parameter is copied once to each replica but the first.
 
-    In the first runs without a change large ones are copied again: whoever writes on the memory of a CPU can do so in
-    ways that torch does not count, and a copy costs no more than looking for them.
+    Soon no more is copied.
+
+    In the first runs without a change large ones are copied again: whoever writes on
+    the memory of a CPU can do so in ways that torch does not count, and a copy costs no
+    more than looking for them.
     """
     rewriting(parameters)()
     for expected in (len(parameters) * (strategy.num_replicas_in_sync - 1), 0):
@@ -257,7 +274,10 @@ def resting(strategy: torchstrategy.Strategy, others: Sequence[torch.Tensor]) ->
 
 
 def until_at_rest(strategy: torchstrategy.Strategy) -> None:
-    """The runs after a change in which the library begins to look for writes that torch does not count."""
+    """The runs after a change in which the library begins to look for writes.
+
+    They are those that torch does not count.
+    """
     for _ in range(2):
         strategy.run(nothing)
 

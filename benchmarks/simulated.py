@@ -1,4 +1,6 @@
-"""What a simulated device costs: the time of operations and steps on `sim:0`, against the same on the CPU.
+"""What a simulated device costs, against the same on the CPU.
+
+It is the time of operations and steps on `sim:0`.
 
 And what virtual time and lints cost beyond that, for each operator.
 
@@ -139,7 +141,8 @@ WATCHED = (
     "`TransformerEncoderLayer(64, 4, 128)`: forward and backward",
     "Adam, 20 parameters, in a loop",
 )
-# What these may cost beyond an operator of the simulation, which is 16 to 18 us on the machine of benchmarks/README.md.
+# What these may cost beyond an operator of the simulation, which is 16 to 18 us on the
+# machine of benchmarks/README.md.
 BARS = {"in virtual time": 0.9, "under lint_training": 0.9}
 BLOCKS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "in virtual time": partial(virtual_time, "H100"),
@@ -148,7 +151,7 @@ BLOCKS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
 
 
 class Counts(TorchDispatchMode):
-    """Counts the operators that run, views included, since virtual time looks at these, too."""
+    """Counts the operators that run, views included, as virtual time does."""
 
     count = 0
 
@@ -160,7 +163,7 @@ class Counts(TorchDispatchMode):
 
 
 def watched(rounds: int) -> Iterator[Row]:
-    """What an operator costs in blocks that watch it, beyond what it costs on a simulated device."""
+    """What an operator costs in blocks that watch it, beyond a simulated device."""
     torchstrategy.testing.simulate_devices(1)
     for name in WATCHED:
         work = WORK[name]("sim:0")

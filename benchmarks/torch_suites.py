@@ -1,16 +1,23 @@
-"""Runs torch's own tests of distributed code in ranks of one process, and counts how many pass.
+"""Runs torch's own tests of distributed code in ranks, and counts how many pass.
 
-python benchmarks/torch_suites.py FOLDER [PATTERNS...] [--as-cuda] [--ranks N] [--processes] [--json FILE]
+The ranks are in one process.
 
-FOLDER is `test/distributed` of a copy of PyTorch's repository. Nothing in it is changed. Each file runs in an
-interpreter of its own. torch's test classes start a process for each rank; here `run_ranks` calls the same function for
-each rank. `--as-cuda` runs what asks for GPUs, on simulated devices: four, or as many as `--ranks` says.
+python benchmarks/torch_suites.py FOLDER [PATTERNS...] [--as-cuda] [--ranks N]
+[--processes] [--json FILE]
 
-`--processes` runs the tests as they are, in processes that talk through gloo: what fails there, too, is no fault of the
-ranks. `--without-profilers` lets the tests of collectives check numbers alone: each rank opens torch's profiler there,
-and one process has one.
+FOLDER is `test/distributed` of a copy of PyTorch's repository. Nothing in it is
+changed. Each file runs in an interpreter of its own. torch's test classes start a
+process for each rank; here `run_ranks` calls the same function for each rank.
+`--as-cuda` runs what asks for GPUs, on simulated devices: four, or as many as `--ranks`
+says.
 
-It prints what failed, with the first line of the error, and a table by suite. FILE gets the result of each test.
+`--processes` runs the tests as they are, in processes that talk through gloo: what
+fails there, too, is no fault of the ranks. `--without-profilers` lets the tests of
+collectives check numbers alone: each rank opens torch's profiler there, and one process
+has one.
+
+It prints what failed, with the first line of the error, and a table by suite. FILE gets
+the result of each test.
 """
 
 from __future__ import annotations
@@ -40,7 +47,8 @@ ROOT = Path(__file__).resolve().parents[1]
 RANKS = 4
 SECONDS = 60  # of CPU time that a test may take
 SECONDS_OF_A_FILE = 1200
-TESTS = "torch.testing._internal.distributed.distributed_test"  # what `test_distributed_spawn.py` runs
+# What `test_distributed_spawn.py` runs.
+TESTS = "torch.testing._internal.distributed.distributed_test"
 SUITES = {
     "functional collectives": [
         "test_functional_api.py",
@@ -88,9 +96,8 @@ def main() -> None:
         help="start processes, as torch's own runner does",
     )
     parser.add_argument("--json", type=Path, help="where to write the results")
-    parser.add_argument(
-        "--file", type=Path, help=argparse.SUPPRESS
-    )  # what an interpreter of its own is to run
+    # What an interpreter of its own is to run.
+    parser.add_argument("--file", type=Path, help=argparse.SUPPRESS)
     told = parser.parse_args()
     if told.file:
         run_file(told)
@@ -120,7 +127,8 @@ def main() -> None:
                         for result in results
                     )
     print(
-        "\n| suite | ran | passed | failed | skipped by the test |\n| --- | --- | --- | --- | --- |"
+        "\n| suite | ran | passed | failed | skipped by the test |\n| --- | --- | --- "
+        "| --- | --- |"
     )
     for suite, found in counts.items():
         passed, skipped = found["passed"], found["skipped"]
@@ -162,7 +170,10 @@ def results_of(file: Path, told: argparse.Namespace) -> list[dict[str, str]]:
                 timeout=SECONDS_OF_A_FILE,
             )
             if done.returncode:
-                said = f"ended with status {done.returncode}: {done.stderr.decode(errors='replace').strip()[-300:]}"
+                said = (
+                    f"ended with status {done.returncode}: "
+                    f"{done.stderr.decode(errors='replace').strip()[-300:]}"
+                )
         except subprocess.TimeoutExpired:
             said = f"not done after {SECONDS_OF_A_FILE} seconds"
         results = (
@@ -181,9 +192,9 @@ def run_file(told: argparse.Namespace) -> None:
     with contextlib.ExitStack() as stack:
         if told.as_cuda:
             from torchstrategy.testing import simulate_devices
-            from torchstrategy.testing._runner.deep_alias import (
-                deep_alias,
-            )  # as `python -m torchstrategy.testing.run`
+
+            # As `python -m torchstrategy.testing.run`.
+            from torchstrategy.testing._runner.deep_alias import deep_alias
 
             simulate_devices(told.ranks)
             stack.enter_context(deep_alias())
@@ -257,7 +268,8 @@ class Results(unittest.TestResult):
     def _watch(self, is_over: threading.Event, begin: float) -> None:
         while not is_over.wait(0.5):
             if time.process_time() - begin > SECONDS:
-                # A timer's signal may go to another thread, and then does not wake this one.
+                # A timer's signal may go to another thread, and then does not wake this
+                # one.
                 signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
                 return
 
@@ -266,7 +278,7 @@ class Results(unittest.TestResult):
 
 
 def fork_processes() -> None:
-    """Lets torch's test classes fork their processes: each would import torch otherwise."""
+    """Lets torch's test classes fork: each process would import torch otherwise."""
     import torch.multiprocessing
     from torch.testing._internal.common_distributed import MultiProcessTestCase
 
@@ -360,9 +372,9 @@ def put_ranks() -> None:
                 type(test)._rel_tol,
             )
         if torch.cuda.is_available():
-            torch.cuda.set_device(
-                0
-            )  # where each of torch's threads begins, and some tests put all of their tensors
+            # Where each of torch's threads begins, and some tests put all of their
+            # tensors.
+            torch.cuda.set_device(0)
         dist.init_process_group("gloo")
         test.perThreadSetUp()
         try:
@@ -387,7 +399,8 @@ def put_ranks() -> None:
         return decorate if function is None else decorate(function)
 
     def sync(cls: type, wait_for: int | None = None, timeout: int = 10) -> None:
-        # torch's waits for a file of each process. As that one, this is no collective of a group.
+        # torch's waits for a file of each process. As that one, this is no collective
+        # of a group.
         store, rank = dist.TCPStore("localhost", 0), os.environ["RANK"]
         number = store.add(f"barriers of rank {rank}", 1)
         if store.add(f"barrier {number}", 1) == (wait_for or dist.get_world_size()):

@@ -1,10 +1,13 @@
-"""How often a program waits for a device in a warm step, under each strategy and in plain PyTorch, in virtual time.
+"""How often a program waits for a device in a warm step, in virtual time.
+
+It does under each strategy and in plain PyTorch.
 
 python benchmarks/waits.py [--json FILE]
 
-Nothing is measured here: the waits are counted on simulated devices. Each family of models is trained as it is, with
-clipped gradients, and in half precision with a GradScaler, for which plain PyTorch waits, too: it asks the device
-whether gradients are finite.
+Nothing is measured here: the waits are counted on simulated devices. Each family of
+models is trained as it is, with clipped gradients, and in half precision with a
+GradScaler, for which plain PyTorch waits, too: it asks the device whether gradients are
+finite.
 """
 
 from __future__ import annotations
@@ -153,7 +156,10 @@ def stepping(
 
 
 def waits_of(step: Step, trace: VirtualTrace, rank: int | None = None) -> list[str]:
-    """Why the program, or a rank, waits in a warm step: once for each wait, for a device or for other ranks."""
+    """Why the program, or a rank, waits in a warm step.
+
+    It is once for each wait, for a device or for other ranks.
+    """
 
     def until_now() -> list[str]:
         own = [
@@ -183,8 +189,8 @@ def waits_in_process(family: str, change: str, way: str) -> list[str]:
 def waits_in_workers(family: str, change: str) -> list[str]:
     """Of the rank that waits most often, in two workers with a replica each.
 
-    They also wait for each other, on the CPU, while devices go on: each backward, and each layer of `SyncBatchNorm`,
-    compares what the workers have.
+    They also wait for each other, on the CPU, while devices go on: each backward, and
+    each layer of `SyncBatchNorm`, compares what the workers have.
     """
     found: dict[int, list[str]] = {}
 
@@ -211,7 +217,10 @@ def by_whom(reasons: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def waits(family: str, change: str) -> dict[str, list[str]]:
-    """Why the program waits in a warm step of a family of models, in plain PyTorch and in every other way."""
+    """Why the program waits in a warm step of a family of models.
+
+    It is in plain PyTorch and in every other way.
+    """
     found = {
         way: waits_in_process(family, change, way) for way in (PLAIN, *strategies())
     }
@@ -219,7 +228,10 @@ def waits(family: str, change: str) -> dict[str, list[str]]:
 
 
 def counted(rounds: int) -> Iterator[Row]:
-    """All families, each as it is, clipped and scaled. One round says what all would."""
+    """All families, each as it is, clipped and scaled.
+
+    One round says what all would.
+    """
     simulate_devices(2)
     for family in FAMILIES:
         for change in CHANGES:

@@ -1,12 +1,16 @@
-"""`MultiWorkerMirroredStrategy` against `DistributedDataParallel` with gloo and against FSDP2, on the same rows.
+"""`MultiWorkerMirroredStrategy` against DDP with gloo and FSDP2, on the same rows.
+
+DDP is `DistributedDataParallel`.
 
 python benchmarks/workers.py [--rounds N] [--json FILE]
 
-For the times of a step, every process makes both, and all processes take turns with them. They are joined by the
-loopback device, or by a slow link: two network namespaces and a pair of virtual devices, which `tc` slows down until
-the gradients take as long to send as the backward takes to compute. Making namespaces needs root. For memory and the
-start, each contender has processes of its own. A step is measured twice: by the clock on the wall, and by the CPU time
-of the thread that makes it, which has no waiting in it. Backward runs on this thread, too, where all is on the CPU.
+For the times of a step, every process makes both, and all processes take turns with
+them. They are joined by the loopback device, or by a slow link: two network namespaces
+and a pair of virtual devices, which `tc` slows down until the gradients take as long to
+send as the backward takes to compute. Making namespaces needs root. For memory and the
+start, each contender has processes of its own. A step is measured twice: by the clock
+on the wall, and by the CPU time of the thread that makes it, which has no waiting in
+it. Backward runs on this thread, too, where all is on the CPU.
 """
 
 from __future__ import annotations
@@ -46,7 +50,7 @@ TIMEOUT = 600
 
 
 class Task(NamedTuple):
-    """A model of linear layers, the rows of each process, and how many steps a turn has."""
+    """A model of linear layers, each process's rows, and how many steps a turn has."""
 
     width: int
     layers: int
@@ -66,7 +70,8 @@ TASKS = {
     "82 tensors": (Task(64, 41, 32, 8), Bars(wall=1.10, cpu=1.05)),
     "5,200,000 parameters": (Task(1320, 3, 16, 3), Bars(wall=1.10, cpu=1.05)),
 }
-SHARDED_TASKS = {  # blocks of a transformer: those of examples/sharded.py, and larger ones
+# Blocks of a transformer: those of examples/sharded.py, and larger ones.
+SHARDED_TASKS = {
     "2 blocks of 32": (Task(32, 2, 50, 8), Bars(wall=1.05, cpu=1.05)),
     "2 blocks of 256": (Task(256, 2, 32, 3), Bars(wall=1.05, cpu=1.05)),
 }
@@ -79,9 +84,8 @@ ALONE = {
 }
 
 Step = Callable[[], None]
-Make = Callable[
-    [Task, int], tuple[nn.Module, torch.Tensor]
-]  # makes a model, and the rows of all processes
+# Makes a model, and the rows of all processes.
+Make = Callable[[Task, int], tuple[nn.Module, torch.Tensor]]
 
 
 def made(task: Task, size: int) -> tuple[nn.Module, torch.Tensor]:
@@ -108,7 +112,7 @@ def stepping(net: nn.Module) -> Callable[[torch.Tensor], None]:
 
 
 def maker(name: str) -> Callable[[Task, int, int], tuple[nn.Module, Step]]:
-    """What makes the model of a contender, and a function that trains it for one step."""
+    """What makes a contender's model, and a function that trains it for one step."""
     makers = {
         DDP: in_ddp,
         OURS: under_strategy,
@@ -122,7 +126,10 @@ def maker(name: str) -> Callable[[Task, int, int], tuple[nn.Module, Step]]:
 def plain(
     task: Task, rank: int, size: int, make: Make = made
 ) -> tuple[nn.Module, Step]:
-    """A process that does nothing to send gradients, with its rows. A sharded model sends them itself."""
+    """A process that does nothing to send gradients, with its rows.
+
+    A sharded model sends them itself.
+    """
     net, rows = make(task, size)
     step, own = stepping(net), rows.chunk(size)[rank]
     return net, lambda: step(own)
@@ -142,9 +149,8 @@ def under_strategy(
     task: Task, rank: int, size: int, make: Make = made
 ) -> tuple[nn.Module, Step]:
     """The same under a strategy, which splits the rows of all."""
-    torchstrategy = importlib.import_module(
-        "torchstrategy"
-    )  # here: it would count in the start of DDP, too
+    # Here: it would count in the start of DDP, too.
+    torchstrategy = importlib.import_module("torchstrategy")
     strategy = torchstrategy.MultiWorkerMirroredStrategy(devices=["cpu"])
     with strategy.scope():
         net, rows = make(task, size)
@@ -154,10 +160,12 @@ def under_strategy(
 
 
 def sharded(task: Task, size: int) -> tuple[nn.Module, torch.Tensor]:
-    """Blocks of a transformer that are sharded, and the rows of all processes, each of eight words."""
-    fully_shard = importlib.import_module(
-        "torch.distributed.fsdp"
-    ).fully_shard  # here: it counts in nobody's start
+    """Blocks of a transformer that are sharded, and the rows of all processes.
+
+    Each row has eight words.
+    """
+    # Here: it counts in nobody's start.
+    fully_shard = importlib.import_module("torch.distributed.fsdp").fully_shard
     torch.manual_seed(0)
     width = task.width
     blocks = [
@@ -211,12 +219,13 @@ def in_turns(
 def turns(
     task: Task, rank: int, size: int, rounds: int, names: Sequence[str]
 ) -> list[list[Amounts]]:
-    """What is measured of one task: `WALL`, `CPU` and `SENT`. One round alone shows that everything runs."""
+    """What is measured of one task: `WALL`, `CPU` and `SENT`.
+
+    One round alone shows that everything runs.
+    """
     made_of = {name: maker(name)(task, rank, size) for name in names}
-    shuffled, repeats = (
-        random.Random(0),
-        task.steps if rounds > 1 else 1,
-    )  # all processes have the same order
+    # All processes have the same order.
+    shuffled, repeats = random.Random(0), task.steps if rounds > 1 else 1
     measured: list[list[Amounts]] = [[], [], []]
     for number in range(rounds + (rounds > 1)):
         amounts: list[Amounts] = [{}, {}, {}]
@@ -235,7 +244,7 @@ def turns(
 
 
 def bytes_sent() -> float:
-    """The bytes that have left the device by which the processes are joined; 0 for loopback."""
+    """The bytes that left the device that joins the processes; 0 for loopback."""
     device = os.environ.get("GLOO_SOCKET_IFNAME")
     return (
         float(Path(f"/sys/class/net/{device}/statistics/tx_bytes").read_text())
@@ -302,7 +311,8 @@ def on_loopback(rounds: int) -> Iterator[Row]:
                 ("step, CPU time", CPU, bars.cpu),
             ):
                 amounts = slowest([of_process[number][kind] for of_process in told])
-                # Four processes on two cores wait for one another to be given a core: there the figures have no bar.
+                # Four processes on two cores wait for one another to be given a core:
+                # there the figures have no bar.
                 yield from rows_of(
                     f"{size} processes, {title}: {what}",
                     contenders(bar if size == 2 else None),
@@ -336,7 +346,7 @@ def in_shards_of_a_model(rounds: int) -> Iterator[Row]:
 
 
 def on_a_slow_link(rounds: int) -> Iterator[Row]:
-    """Steps of 2 processes, where sending the gradients takes as long as the backward."""
+    """Steps of 2 processes in which gradients travel as long as the backward takes."""
     if not can_be_joined():
         return
     rate = bytes_of_gradients(SLOW_TASK) / backward_seconds(SLOW_TASK)
@@ -375,7 +385,10 @@ def backward_seconds(task: Task) -> float:
 
 @contextlib.contextmanager
 def slow_link(rate: float) -> Iterator[list[list[str]]]:
-    """Two namespaces, each with an end of a link of so many bytes a second. Yields what starts a command in each."""
+    """Two namespaces, each with an end of a link of so many bytes a second.
+
+    Yields what starts a command in each.
+    """
     names, ends = (
         [f"{word}{os.getpid()}{side}" for side in "ab"]
         for word in ("torchstrategy-", "ts")
@@ -435,10 +448,8 @@ def in_processes_of_their_own(rounds: int) -> Iterator[Row]:
     """The start and the memory, of all processes."""
     if not can_be_joined() or not Path("/proc/self/smaps_rollup").exists():
         return
-    title, size = (
-        "5,200,000 parameters",
-        2 if rounds > 1 else 1,
-    )  # an import of torch takes longer than all else here
+    # An import of torch takes longer than all else here.
+    title, size = "5,200,000 parameters", 2 if rounds > 1 else 1
     task, _ = TASKS[title]
     seen = [
         {name: told_by("alone", size, name, task, time.time()) for name in (DDP, OURS)}

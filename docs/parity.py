@@ -1,4 +1,6 @@
-"""Makes docs/parity.md from docs/parity.csv: what tf.distribute has, name by name, and how it is here.
+"""Makes docs/parity.md from docs/parity.csv: how tf.distribute is here.
+
+It goes name by name.
 
 The table is edited by hand; then `python docs/parity.py` makes the page.
 """
@@ -17,13 +19,16 @@ PAGE = Path(__file__).with_suffix(".md")
 
 STATUSES = {
     "same": "It is here, and does what TensorFlow documents.",
-    "differs": "It is here, and does what TensorFlow documents, except as the table says.",
+    "differs": (
+        "It is here, and does what TensorFlow documents, except as the table says."
+    ),
     "absent": "It is for TPUs, sessions or Estimator, which PyTorch does not have.",
     "torch": "It is not here: PyTorch has its own way, which the table names.",
     "cluster": "It is useful only with several machines, and is not here.",
     "extra": "It is torchstrategy's own.",
 }
-# The sections of the page, and where the names in them are here. The longest beginning of a name counts.
+# The sections of the page, and where the names in them are here. The longest beginning
+# of a name counts.
 SECTIONS = {
     "tf.distribute.": "torchstrategy.",
     "tf.distribute.experimental.": "torchstrategy.experimental.",
@@ -44,7 +49,7 @@ elsewhere in `tf` that they use. Every public class, function and enumeration th
 means that a name is in TensorFlow's documentation only. A parameter has its own line only if it is not the same.
 Inherited names are listed with the class that defines them.
 
-"""
+"""  # noqa: E501
 
 
 class Row(NamedTuple):
@@ -56,7 +61,8 @@ class Row(NamedTuple):
     default: str  # of a parameter; empty: it must be given
     releases: str
     status: str
-    here: str  # where the name is, or how the parameter is called, if not as in TensorFlow
+    # Where the name is, or how the parameter is called, if not as in TensorFlow.
+    here: str
     why: str  # how it differs, or why it is not there
 
     @property
@@ -115,7 +121,7 @@ def _section(section: str, table: Sequence[Row]) -> str:
 
 
 def _lines(of_name: Sequence[Row]) -> Iterator[str]:
-    """The lines of one name: its own, and those of the parameters that are not the same."""
+    """The lines of one name: its own, and those of parameters that are not the same."""
     for row in of_name:
         name = row.name.removeprefix(row.section)
         if not row.parameter:

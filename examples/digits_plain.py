@@ -1,6 +1,7 @@
 """A small convolutional network learns the 1,797 handwritten digits of scikit-learn.
 
-digits_plain.py is plain PyTorch, and digits.py is the same program under a strategy. To see all that changes:
+digits_plain.py is plain PyTorch, and digits.py is the same program under a strategy. To
+see all that changes:
 
     diff examples/digits_plain.py examples/digits.py
 """
@@ -19,7 +20,8 @@ import digits_problem as problem
 def build(options: Namespace) -> tuple[nn.Module, torch.optim.Optimizer]:
     model = problem.Net()
     if options.optimizer == "adam":
-        # The usual eps of 1e-8 is as small as float32's rounding errors here, and Adam would amplify these errors.
+        # The usual eps of 1e-8 is as small as float32's rounding errors here, and Adam
+        # would amplify these errors.
         return model, torch.optim.Adam(model.parameters(), lr=options.lr, eps=1e-6)
     return model, torch.optim.SGD(model.parameters(), lr=options.lr, momentum=0.9)
 

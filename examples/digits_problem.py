@@ -1,4 +1,7 @@
-"""What the two digits programs share: the data, the network, the command line, and how two runs are compared."""
+"""What the two digits programs share: data, network, and the comparison.
+
+They share the command line, and how two runs are compared.
+"""
 
 from __future__ import annotations
 
@@ -25,12 +28,11 @@ Train = Callable[[argparse.Namespace], tuple[nn.Module, list[Tensor]]]
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 LEARNING_RATES = {"sgd": 0.2, "adam": 0.005}
 
-# N replicas add the same numbers in another order, so the two runs may differ by rounding and by no more. Adam divides
-# a gradient by its own size, so the rounding error of a gradient near zero matters as much as that of a large one.
-ALLOWED_LOSS = {
-    "float32": 1e-5,
-    "float64": 1e-9,
-}  # times the loss, if the loss is above 1
+# N replicas add the same numbers in another order, so the two runs may differ by
+# rounding and by no more. Adam divides a gradient by its own size, so the rounding
+# error of a gradient near zero matters as much as that of a large one.
+# Times the loss, if the loss is above 1.
+ALLOWED_LOSS = {"float32": 1e-5, "float64": 1e-9}
 ALLOWED_WEIGHT = {
     "float32": {"sgd": 1e-5, "adam": 1e-4},
     "float64": {"sgd": 1e-9, "adam": 1e-9},
@@ -40,9 +42,11 @@ ALLOWED_WEIGHT = {
 class Net(nn.Module):
     """Two convolutions and two linear layers.
 
-    There is no dropout, which would draw another mask in each replica, and no batch normalisation, which would see
-    smaller batches: the step on N replicas is the step on one device. The functions are smooth, because the slope of a
-    ReLU or of max pooling jumps, and then rounding in the last digit decides between two different gradients.
+    There is no dropout, which would draw another mask in each replica, and no batch
+    normalisation, which would see smaller batches: the step on N replicas is the step
+    on one device. The functions are smooth, because the slope of a ReLU or of max
+    pooling jumps, and then rounding in the last digit decides between two different
+    gradients.
     """
 
     def __init__(self) -> None:
@@ -53,15 +57,17 @@ class Net(nn.Module):
         self.linear2 = nn.Linear(64, 10)
 
     def forward(self, images: Tensor) -> Tensor:
-        features = torch.tanh(
-            self.conv2(torch.tanh(self.conv1(images)))
-        )  # [rows, 32, 8, 8]
+        # [rows, 32, 8, 8].
+        features = torch.tanh(self.conv2(torch.tanh(self.conv1(images))))
         features = F.avg_pool2d(features, 2).flatten(1)  # [rows, 512]
         return self.linear2(torch.tanh(self.linear1(features)))
 
 
 def digits() -> tuple[TensorDataset, TensorDataset]:
-    """1,437 images to train on and 360 to test on: every fifth, since neighbours in the file are by one writer."""
+    """1,437 images to train on and 360 to test on: every fifth.
+
+    Neighbours in the file are by one writer.
+    """
     bunch = load_digits()
     images = (
         torch.as_tensor(bunch.images, dtype=torch.get_default_dtype()).unsqueeze(1) / 16
@@ -74,7 +80,10 @@ def digits() -> tuple[TensorDataset, TensorDataset]:
 
 
 def batches(options: argparse.Namespace) -> DataLoader[tuple[Tensor, ...]]:
-    """The training images, shuffled by torch's global generator. The last batch is smaller than the others."""
+    """The training images, shuffled by torch's global generator.
+
+    The last batch is smaller than the others.
+    """
     training, _ = digits()
     return DataLoader(training, batch_size=options.batch_size, shuffle=True)
 
@@ -88,7 +97,7 @@ def progress(loader: Iterable[Batch], epoch: int) -> Iterable[Batch]:
 
 
 def is_first_process() -> bool:
-    """Whether this process prints: of the workers that torchrun has started, one does."""
+    """Whether this process prints: of the workers of torchrun, one does."""
     return (
         not (distributed.is_available() and distributed.is_initialized())
         or distributed.get_rank() == 0
@@ -97,7 +106,10 @@ def is_first_process() -> bool:
 
 @torch.no_grad()
 def accuracy(model: nn.Module) -> float:
-    """The share of the test images that the model classifies correctly. Outside `run` a model is plain PyTorch."""
+    """The share of the test images that the model classifies correctly.
+
+    Outside `run` a model is plain PyTorch.
+    """
     _, test = digits()
     images, labels = (
         tensor.to(next(model.parameters()).device) for tensor in test.tensors
@@ -155,8 +167,11 @@ def add_strategy_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--replicas",
         type=positive,
-        help="of central or mirrored, or of each of the workers that torchrun starts; default: as many as devices, and "
-        "for one device 2 of central or mirrored and 1 of each worker",
+        help=(
+            "of central or mirrored, or of each of the workers that torchrun starts; "
+            "default: as many as devices, and for one device 2 of central or mirrored "
+            "and 1 of each worker"
+        ),
     )
     parser.add_argument(
         "--device", help="of one, or of the replicas, with commas between; default: cpu"
@@ -174,7 +189,8 @@ def add_strategy_arguments(parser: argparse.ArgumentParser) -> None:
 
 def new_strategy(options: argparse.Namespace) -> torchstrategy.Strategy:
     """The strategy that the command line asks for."""
-    # Not at the top of the file, because digits_plain imports this file and does not need torchstrategy.
+    # Not at the top of the file, because digits_plain imports this file and does not
+    # need torchstrategy.
     import torchstrategy
 
     if options.strategy == "central":
@@ -189,25 +205,31 @@ def new_strategy(options: argparse.Namespace) -> torchstrategy.Strategy:
         )
     if options.replicas not in (None, 1):
         sys.exit(
-            f"--strategy {options.strategy} has one replica, and --replicas asks for {options.replicas}"
+            f"--strategy {options.strategy} has one replica, and --replicas asks for "
+            f"{options.replicas}"
         )
     if options.strategy == "one":
         return torchstrategy.OneDeviceStrategy(options.device or "cpu")
     if options.device is not None:
         sys.exit(
-            "--strategy default runs where the tensors are and takes no --device: --strategy one does"
+            "--strategy default runs where the tensors are and takes no --device: "
+            "--strategy one does"
         )
     return torchstrategy.get_strategy()
 
 
 def compute_devices(options: argparse.Namespace, default: int) -> list[str]:
-    """One device for each replica. `default` is how many replicas one device has if the command line does not say."""
+    """One device for each replica.
+
+    `default` is how many replicas one device has if the command line does not say.
+    """
     devices = (options.device or "cpu").split(",")
     if len(devices) == 1:
         return devices * (options.replicas or default)
     if options.replicas not in (None, len(devices)):
         sys.exit(
-            f"--replicas asks for {options.replicas}, and --device lists {len(devices)}: leave one of the two out"
+            f"--replicas asks for {options.replicas}, and --device lists "
+            f"{len(devices)}: leave one of the two out"
         )
     return devices
 
@@ -217,9 +239,8 @@ def main(train: Train, options: argparse.Namespace) -> None:
     if options.lr is None:
         options.lr = LEARNING_RATES[options.optimizer]
     if options.check:
-        torch.backends.cudnn.allow_tf32 = (
-            False  # a GPU would round to ten bits, and the plain twin is on the CPU
-        )
+        # A GPU would round to ten bits, and the plain twin is on the CPU.
+        torch.backends.cudnn.allow_tf32 = False
     start = time.perf_counter()
     model, losses = train(options)
     seconds = time.perf_counter() - start
@@ -244,7 +265,10 @@ def main(train: Train, options: argparse.Namespace) -> None:
 
 
 def check(options: argparse.Namespace, model: nn.Module, losses: list[Tensor]) -> None:
-    """Trains the plain twin, and exits with an error unless losses and weights are the same. Each worker does so."""
+    """Trains the plain twin, and fails unless losses and weights are the same.
+
+    It exits with an error then. Each worker does so.
+    """
     import digits_plain
 
     compare(options, model, losses, *digits_plain.train(options))
@@ -265,12 +289,11 @@ def compare(
     )
     if is_first_process():
         print(
-            f"largest difference from plain PyTorch: losses {loss:.1e} (allowed {allowed_loss:.0e}), "
-            f"weights {weight:.1e} (allowed {allowed_weight:.0e})"
+            f"largest difference from plain PyTorch: losses {loss:.1e} (allowed "
+            f"{allowed_loss:.0e}), weights {weight:.1e} (allowed {allowed_weight:.0e})"
         )
-    if not (
-        loss <= allowed_loss and weight <= allowed_weight
-    ):  # written like this, so that a NaN fails
+    # Written like this, so that a NaN fails.
+    if not (loss <= allowed_loss and weight <= allowed_weight):
         sys.exit("the run under the strategy is not the plain one")
 
 
@@ -281,7 +304,7 @@ def plot(
     right: float,
     plain_right: float,
 ) -> None:
-    """Draws the losses of the two runs, one over the other, and below their difference."""
+    """Draws the losses of the two runs, one over the other, above their difference."""
     from matplotlib.figure import Figure
 
     found, expected = ([loss.item() for loss in run] for run in (losses, plain_losses))
@@ -307,7 +330,10 @@ def distance(
     expected: Iterable[Tensor],
     relative_above: float = math.inf,
 ) -> float:
-    """The largest difference of two lists of tensors, relative to expected values above `relative_above`."""
+    """The largest difference of two lists of tensors.
+
+    It is relative to expected values above `relative_above`.
+    """
     differences = [
         (tensor.cpu() - wanted).abs() / (wanted.abs() / relative_above).clamp(min=1.0)
         for tensor, wanted in zip(tensors, expected, strict=True)

@@ -1,8 +1,8 @@
 """Evaluates a model. Several replicas find exactly the result of one device.
 
-The 360 test images do not divide into batches of 119, nor the 3 of the last batch among 4 replicas. No row is padded,
-repeated or dropped: a replica that gets no rows skips the step, and `strategy.reduce` adds up the rows of the others.
-To see it:
+The 360 test images do not divide into batches of 119, nor the 3 of the last batch among
+4 replicas. No row is padded, repeated or dropped: a replica that gets no rows skips the
+step, and `strategy.reduce` adds up the rows of the others. To see it:
 
     python examples/evaluate.py --replicas 4 --check
 """
@@ -22,11 +22,12 @@ import digits_plain
 import digits_problem as problem
 import torchstrategy
 
-Found = tuple[
-    int, int, float
-]  # the number of rows, how many of them are classified correctly, and their mean loss
+# The number of rows, how many of them are classified correctly, and their mean loss.
+Found = tuple[int, int, float]
 
-ALLOWED_LOSS = 1e-5  # replicas add the same losses in another order, and so may differ by rounding; counts may not
+# Replicas add the same losses in another order, and so may differ by rounding; counts
+# may not.
+ALLOWED_LOSS = 1e-5
 
 
 def evaluate(
@@ -38,7 +39,8 @@ def evaluate(
     def test_step(batch: list[Tensor]) -> dict[str, Tensor]:
         images, labels = batch
         logits = model(images)
-        # A number for each row, because the average of the means of unequal batches is not the mean over all rows.
+        # A number for each row, because the average of the means of unequal batches is
+        # not the mean over all rows.
         return {
             "rows": torch.ones_like(labels),
             "right": logits.argmax(1) == labels,
@@ -89,11 +91,17 @@ def evaluate_under(replicas: int, model: nn.Module, loader: DataLoader) -> Found
 
 def described(found: Found) -> str:
     rows, right, loss = found
-    return f"{right} of {rows} images right, {100 * right / rows:.1f} %, mean loss {loss:.4f}"
+    return (
+        f"{right} of {rows} images right, {100 * right / rows:.1f} %, mean loss "
+        f"{loss:.4f}"
+    )
 
 
 def check(model: nn.Module, loader: DataLoader) -> None:
-    """Evaluates plainly and under 1 to 5 replicas, and exits with an error unless all results are the same."""
+    """Evaluates plainly and under 1 to 5 replicas.
+
+    Exits with an error unless all results are the same.
+    """
     expected = evaluate_plainly(model, loader)
     print(f"plain PyTorch: {described(expected)}")
     for replicas in range(1, 6):
@@ -101,7 +109,8 @@ def check(model: nn.Module, loader: DataLoader) -> None:
         same = found[:2] == expected[:2] and abs(found[2] - expected[2]) <= ALLOWED_LOSS
         if not same:
             sys.exit(
-                f"{replicas} replicas: {described(found)}, which is not what plain PyTorch finds"
+                f"{replicas} replicas: {described(found)}, which is not what plain "
+                "PyTorch finds"
             )
     print("1 to 5 replicas: the same")
 
@@ -111,7 +120,8 @@ def main(options: argparse.Namespace) -> None:
     loader = DataLoader(test, batch_size=options.batch_size)
     model = train()
     print(
-        f"{options.replicas} replicas: {described(evaluate_under(options.replicas, model, loader))}"
+        f"{options.replicas} replicas: "
+        f"{described(evaluate_under(options.replicas, model, loader))}"
     )
     if options.check:
         check(model, loader)

@@ -1,8 +1,11 @@
-"""A generator learns to draw the 8x8 handwritten digits of scikit-learn, against a discriminator, in one step.
+"""A generator learns to draw handwritten digits, against a discriminator.
 
-The step has what adversarial training has: two networks, two optimizers, two updates one after the other, a `detach`
-between them, and batch normalisation, by which each image of a batch depends on all others. After each step an average
-of the generator's weights is updated. This checks that N replicas learn what plain PyTorch learns:
+They are the 8x8 digits of scikit-learn; one step trains both.
+
+The step has what adversarial training has: two networks, two optimizers, two updates
+one after the other, a `detach` between them, and batch normalisation, by which each
+image of a batch depends on all others. After each step an average of the generator's
+weights is updated. This checks that N replicas learn what plain PyTorch learns:
 
     python examples/gan.py --replicas 3 --check
 """
@@ -29,8 +32,9 @@ import torchstrategy
 
 NOISE, WIDTH = 32, 128
 
-# The largest difference allowed in weights and statistics, in float64. In float32, rounding may decide on which side of
-# the bend of a LeakyReLU a value is, and then the two networks, which train against each other, learn differently.
+# The largest difference allowed in weights and statistics, in float64. In float32,
+# rounding may decide on which side of the bend of a LeakyReLU a value is, and then the
+# two networks, which train against each other, learn differently.
 ALLOWED = 1e-9
 
 SHADES = " .:-=+*#%@"
@@ -44,8 +48,9 @@ def digits() -> Tensor:
 def with_noise(images: list[Tensor]) -> tuple[Tensor, Tensor]:
     """A batch: real images, and noise from which the generator makes as many images.
 
-    The noise is drawn here, for the whole batch, and the strategy splits it with the images. Noise drawn in the step
-    would train as well. But there each replica draws its own random numbers, which differ from those of one device.
+    The noise is drawn here, for the whole batch, and the strategy splits it with the
+    images. Noise drawn in the step would train as well. But there each replica draws
+    its own random numbers, which differ from those of one device.
     """
     return torch.stack(images), torch.randn(len(images), NOISE)
 
@@ -75,13 +80,13 @@ class Gan:
         self.discriminator_optimizer = adam(self.discriminator, options.lr)
 
     def step(self, batch: tuple[Tensor, Tensor]) -> None:
-        real, noise = (
-            batch  # local variables, and not attributes: all replicas share `self`
-        )
+        # Local variables, and not attributes: all replicas share `self`.
+        real, noise = batch
         fake = self.generator(noise)
 
         self.discriminator_optimizer.zero_grad()
-        # -log p(real) - log(1 - p(fake)), where p is the sigmoid of what the discriminator returns
+        # -log p(real) - log(1 - p(fake)), where p is the sigmoid of what the
+        # discriminator returns
         judged = F.softplus(-self.discriminator(real)) + F.softplus(
             self.discriminator(fake.detach())
         )
@@ -89,9 +94,8 @@ class Gan:
         self.discriminator_optimizer.step()
 
         self.generator_optimizer.zero_grad()
-        unmasked = F.softplus(
-            -self.discriminator(fake)
-        )  # judged by the updated discriminator
+        # Judged by the updated discriminator.
+        unmasked = F.softplus(-self.discriminator(fake))
         unmasked.mean().backward()
         self.generator_optimizer.step()
 
@@ -101,7 +105,10 @@ def adam(network: nn.Module, lr: float) -> torch.optim.Optimizer:
 
 
 def average_of(network: nn.Module) -> AveragedModel:
-    """A network of the same kind, whose weights and statistics are a moving average of those of `network`."""
+    """A network of the same kind, with moving averages for weights and statistics.
+
+    They are averages of those of `network`.
+    """
     return AveragedModel(
         network, multi_avg_fn=get_ema_multi_avg_fn(0.99), use_buffers=True
     )
@@ -132,16 +139,16 @@ def train(options: argparse.Namespace, steps: int) -> tuple[Gan, AveragedModel]:
     loader = strategy.experimental_distribute_dataset(batches(options))
     with strategy.scope():
         gan = Gan(options)
-        # Each replica sees a part of the batch, but needs the mean and variance of the whole batch.
+        # Each replica sees a part of the batch, but needs the mean and variance of the
+        # whole batch.
         gan.generator = torchstrategy.nn.SyncBatchNorm.convert_sync_batchnorm(
             gan.generator
         )
     average = average_of(gan.generator)
     for batch in repeated(loader, steps):
         strategy.run(gan.step, args=(batch,))
-        average.update_parameters(
-            gan.generator
-        )  # not in the step, which runs in every replica
+        # Not in the step, which runs in every replica.
+        average.update_parameters(gan.generator)
     return gan, average
 
 
@@ -159,7 +166,10 @@ def train_plainly(options: argparse.Namespace, steps: int) -> tuple[Gan, Average
 
 @torch.no_grad()
 def distance_to_digits(generator: nn.Module) -> float:
-    """How far made images are from real ones in the mean and the covariance of their pixels: the Fréchet distance."""
+    """How far made images are from real ones: the Fréchet distance.
+
+    It compares the mean and the covariance of their pixels.
+    """
     real, made = digits(), generator.eval()(torch.randn(2000, NOISE))
     mean = (real.mean(0) - made.mean(0)).square().sum()
     a, b = real.T.cov(), made.T.cov()
@@ -180,7 +190,10 @@ def drawing(generator: nn.Module, count: int = 8) -> str:
 
 
 def check(options: argparse.Namespace, steps: int = 20) -> None:
-    """Trains a little in replicas and plainly, and exits with an error unless the results are the same."""
+    """Trains a little in replicas and plainly.
+
+    Exits with an error unless the results are the same.
+    """
     torch.set_default_dtype(torch.float64)
     (gan, average), (plain_gan, plain_average) = (
         train(options, steps),
@@ -195,7 +208,8 @@ def check(options: argparse.Namespace, steps: int = 20) -> None:
         for a, b in pairs
     )
     print(
-        f"largest difference from plain PyTorch after {steps} steps: {difference:.1e} (allowed {ALLOWED:.0e})"
+        f"largest difference from plain PyTorch after {steps} steps: {difference:.1e} "
+        f"(allowed {ALLOWED:.0e})"
     )
     if not difference <= ALLOWED:  # written like this, so that a NaN fails
         sys.exit("the run under the strategy is not the plain one")
@@ -210,7 +224,8 @@ def main(options: argparse.Namespace) -> None:
     print(f"{options.steps} steps in {time.perf_counter() - start:.1f} s")
     before, after = distance_to_digits(untrained), distance_to_digits(generator)
     print(
-        f"Fréchet distance of made images to real ones: {before:.1f} after one step, {after:.1f} now"
+        f"Fréchet distance of made images to real ones: {before:.1f} after one step, "
+        f"{after:.1f} now"
     )
     print(drawing(generator))
     if options.check and not after < before / 4:

@@ -1,10 +1,14 @@
-"""A word-level LSTM learns the manual of the Python language: mixed precision, padded batches, accumulated gradients.
+"""A word-level LSTM learns the manual of the Python language.
 
-The text is what `help("class")` and the like show. It comes with every Python, as `pydoc_data.topics`: some 2,300
-different sentences of 55,000 words, of which every tenth sentence is held out.
+Mixed precision, padded batches, accumulated gradients.
 
-Sentences differ in length, so replicas, batches and updates have different numbers of words, and the loss is the mean
-over all words of an update. By `gradient_reduction="loss"`, N replicas and K batches compute exactly this mean, and
+The text is what `help("class")` and the like show. It comes with every Python, as
+`pydoc_data.topics`: some 2,300 different sentences of 55,000 words, of which every
+tenth sentence is held out.
+
+Sentences differ in length, so replicas, batches and updates have different numbers of
+words, and the loss is the mean over all words of an update. By
+`gradient_reduction="loss"`, N replicas and K batches compute exactly this mean, and
 learn what plain PyTorch learns from one large batch:
 
     python examples/language_model.py --replicas 3 --accumulate 4 --check
@@ -34,14 +38,18 @@ from tqdm import tqdm
 import torchstrategy
 
 PAD, UNKNOWN, END = range(3)
-# How much losses and weights may differ from those of plain PyTorch in the same precision: replicas add the same
-# numbers in another order, and mixed precision keeps two or three digits of each sum.
+# How much losses and weights may differ from those of plain PyTorch in the same
+# precision: replicas add the same numbers in another order, and mixed precision keeps
+# two or three digits of each sum.
 ALLOWED = {"float32": (1e-5, 1e-5), "bfloat16": (5e-3, 5e-2), "float16": (5e-3, 5e-2)}
 
 
 @functools.cache
 def corpus() -> tuple[list[list[int]], list[list[int]], int]:
-    """Sentences to train on, and others to test on, as numbers of words; and how many different words there are."""
+    """Sentences to train on, and others to test on, as numbers of words.
+
+    It also returns how many different words there are.
+    """
     paragraphs = (
         " ".join(paragraph.split())
         for topic in topics.values()
@@ -50,9 +58,8 @@ def corpus() -> tuple[list[list[int]], list[list[int]], int]:
     sentences = dict.fromkeys(
         s for p in paragraphs if p.endswith(".") for s in re.split(r"(?<=[.:;]) ", p)
     )
-    tokens = [
-        re.findall(r"\w+|[^\w\s]", sentence.lower()) for sentence in sentences
-    ]  # words and punctuation
+    # Words and punctuation.
+    tokens = [re.findall(r"\w+|[^\w\s]", sentence.lower()) for sentence in sentences]
     counts = Counter(word for sentence in tokens for word in sentence)
     known = [word for word, count in counts.items() if count > 1]
     numbers = {word: number for number, word in enumerate(known, start=END + 1)}
@@ -68,7 +75,7 @@ def corpus() -> tuple[list[list[int]], list[list[int]], int]:
 
 
 def padded(sentences: list[list[int]]) -> tuple[Tensor, int]:
-    """A batch, of shape [sentences, longest]; and how many words there are in it to predict."""
+    """A batch, of shape [sentences, longest]; and its number of words to predict."""
     batch = pad_sequence(
         [torch.tensor(s) for s in sentences], batch_first=True, padding_value=PAD
     )
@@ -76,7 +83,10 @@ def padded(sentences: list[list[int]]) -> tuple[Tensor, int]:
 
 
 class LanguageModel(nn.Module):
-    """The logits of each next word. The decoder shares its weight with the embedding."""
+    """The logits of each next word.
+
+    The decoder shares its weight with the embedding.
+    """
 
     def __init__(self, words: int, width: int = 64) -> None:
         super().__init__()
@@ -87,7 +97,8 @@ class LanguageModel(nn.Module):
         self.decoder.weight = self.embedding.weight
 
     def forward(self, words: Tensor) -> Tensor:
-        # On the CPU in float32: torch's LSTM has no bfloat16 there, unless the processor has.
+        # On the CPU in float32: torch's LSTM has no bfloat16 there, unless the
+        # processor has.
         with torch.autocast("cpu", enabled=False):
             features, _ = self.lstm(self.embedding(words))
         return self.decoder(features)
@@ -109,12 +120,14 @@ def word_loss(
 def build(options: argparse.Namespace, updates: int) -> tuple[Any, ...]:
     """The model, and its optimizer, scheduler and scaler."""
     model = LanguageModel(corpus()[2])
-    # The usual eps of 1e-8 is as small as float32's rounding errors here, and Adam would amplify these errors.
+    # The usual eps of 1e-8 is as small as float32's rounding errors here, and Adam
+    # would amplify these errors.
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, eps=1e-6)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(
         optimizer, max_lr=options.lr, total_steps=updates
     )
-    # Only float16 needs a scaler. For the others it is disabled and does nothing, and the step is the same for all.
+    # Only float16 needs a scaler. For the others it is disabled and does nothing, and
+    # the step is the same for all.
     scaler = torch.amp.GradScaler(
         torch.device(options.device).type, enabled=options.precision == "float16"
     )
@@ -203,7 +216,10 @@ def train_plainly(
 
 @torch.no_grad()
 def perplexity(model: nn.Module, device: str) -> float:
-    """The perplexity of the held-out sentences. Outside `run` the model is plain PyTorch."""
+    """The perplexity of the held-out sentences.
+
+    Outside `run` the model is plain PyTorch.
+    """
     loader = DataLoader(corpus()[1], 64, collate_fn=padded)
     loss = sum(
         word_loss(model, sentences.to(device)).item() * words
@@ -213,7 +229,7 @@ def perplexity(model: nn.Module, device: str) -> float:
 
 
 def unigram_perplexity() -> float:
-    """The perplexity of a model that knows how frequent each word is, and nothing else."""
+    """The perplexity of a model that only knows how frequent each word is."""
     sentences, held_out, different = corpus()
     counts = Counter(word for sentence in sentences for word in sentence[1:])
     total = sum(counts.values()) + different
@@ -226,7 +242,10 @@ def unigram_perplexity() -> float:
 
 
 def check(options: argparse.Namespace, precision: str, updates: int = 8) -> None:
-    """Trains a little in replicas and plainly, and exits with an error unless the results are the same."""
+    """Trains a little in replicas and plainly.
+
+    Exits with an error unless the results are the same.
+    """
     options = argparse.Namespace(**{**vars(options), "precision": precision})
     model, losses = train(options, updates)
     plain_model, plain_losses = train_plainly(options, updates)
@@ -234,12 +253,12 @@ def check(options: argparse.Namespace, precision: str, updates: int = 8) -> None
     weight = distance(model.state_dict().values(), plain_model.state_dict().values())
     allowed_loss, allowed_weight = ALLOWED[precision]
     print(
-        f"largest difference from plain PyTorch in {precision}: losses {loss:.1e} (allowed {allowed_loss:.0e}), "
-        f"weights {weight:.1e} (allowed {allowed_weight:.0e})"
+        f"largest difference from plain PyTorch in {precision}: losses {loss:.1e} "
+        f"(allowed {allowed_loss:.0e}), weights {weight:.1e} (allowed "
+        f"{allowed_weight:.0e})"
     )
-    if not (
-        loss <= allowed_loss and weight <= allowed_weight
-    ):  # written like this, so that a NaN fails
+    # Written like this, so that a NaN fails.
+    if not (loss <= allowed_loss and weight <= allowed_weight):
         sys.exit("the run under the strategy is not the plain one")
 
 
@@ -256,11 +275,13 @@ def main(options: argparse.Namespace) -> None:
     start = time.perf_counter()
     model, losses = train(options, options.updates)
     print(
-        f"{len(losses)} updates in {time.perf_counter() - start:.1f} s, last loss {losses[-1]:.4f}"
+        f"{len(losses)} updates in {time.perf_counter() - start:.1f} s, last loss "
+        f"{losses[-1]:.4f}"
     )
     found, unigram = perplexity(model, options.device), unigram_perplexity()
     print(
-        f"perplexity of held-out sentences: {found:.1f}; of a unigram model: {unigram:.1f}"
+        f"perplexity of held-out sentences: {found:.1f}; of a unigram model: "
+        f"{unigram:.1f}"
     )
     if options.check and not found < unigram / 2:
         sys.exit("the model has not learned the language")

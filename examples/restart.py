@@ -1,14 +1,19 @@
-"""A training that goes on after one of its processes was killed, and ends with the weights of an unbroken run.
+r"""A training that goes on after one of its processes was killed.
+
+It ends with the weights of an unbroken run.
 
     export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
-    torchrun --standalone --nproc-per-node 2 --max-restarts 1 examples/restart.py --kill 20 --check
+    torchrun --standalone --nproc-per-node 2 --max-restarts 1 \
+        examples/restart.py --kill 20 --check
 
-After step 20, in the middle of an epoch, the last process kills itself, as the system does where memory runs out.
-torchrun ends the other one and starts both again, and they go on from the last checkpoint. With --check they then train
-once more without a break, and fail unless all weights are the same, to the bit.
+After step 20, in the middle of an epoch, the last process kills itself, as the system
+does where memory runs out. torchrun ends the other one and starts both again, and they
+go on from the last checkpoint. With --check they then train once more without a break,
+and fail unless all weights are the same, to the bit.
 
-Without the first line, torchrun gives the processes that it restarts the addresses of those that are gone, and they may
-not find each other: https://github.com/pytorch/pytorch/issues/135712.
+Without the first line, torchrun gives the processes that it restarts the addresses of
+those that are gone, and they may not find each other:
+https://github.com/pytorch/pytorch/issues/135712.
 """
 
 from __future__ import annotations
@@ -29,7 +34,10 @@ import torchstrategy
 
 
 class Training:
-    """All that changes in the course of the training, which is all that a checkpoint has to hold."""
+    """All that changes in the course of the training.
+
+    A checkpoint has to hold this and nothing else.
+    """
 
     def __init__(self, strategy: torchstrategy.Strategy) -> None:
         torch.manual_seed(0)
@@ -58,23 +66,25 @@ class Training:
         self.optimizer.step()
 
     def save(self, path: Path) -> None:
-        """Writes a checkpoint, in one of the processes: all of them have the same state."""
+        """Writes a checkpoint, in one of the processes: all have the same state."""
         if not self.strategy.extended.should_checkpoint:
             return
         state = {
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "scheduler": self.scheduler.state_dict(),
-            "dataset": self.dataset.state_dict(),  # how many batches of this epoch are done, and their order
-            "random": torch.get_rng_state(),  # from which dropout draws; on GPUs also torch.cuda.get_rng_state_all()
+            # How many batches of this epoch are done, and their order.
+            "dataset": self.dataset.state_dict(),
+            # From which dropout draws; on GPUs also torch.cuda.get_rng_state_all().
+            "random": torch.get_rng_state(),
             "steps": self.steps,
             "epoch": self.epoch,
         }
         new = path.with_suffix(".new")
         torch.save(state, new)
-        os.replace(
-            new, path
-        )  # so that a process that is killed while it writes leaves the last checkpoint whole
+        # So that a process that is killed while it writes leaves the last checkpoint
+        # whole.
+        os.replace(new, path)
 
     def load(self, path: Path) -> None:
         """Reads the checkpoint, in every process."""
@@ -92,7 +102,10 @@ def train(
     options: argparse.Namespace,
     checkpoint: Path | None,
 ) -> nn.Module:
-    """The trained model. Without a checkpoint it begins at the first step, and saves nothing."""
+    """The trained model.
+
+    Without a checkpoint it begins at the first step, and saves nothing.
+    """
     training = Training(strategy)
     if checkpoint is not None and checkpoint.exists():
         training.load(checkpoint)
@@ -112,7 +125,7 @@ def train(
 
 
 def is_to_be_killed() -> bool:
-    """Whether this is the last of the processes, and torchrun has not restarted it yet."""
+    """Whether this is the last process, and torchrun has not restarted it yet."""
     rank, size = (
         int(os.environ.get(name, default))
         for name, default in (("RANK", "0"), ("WORLD_SIZE", "1"))
@@ -150,9 +163,8 @@ def main(options: argparse.Namespace) -> None:
     if options.check:
         check(model, train(strategy, options, None))
     if strategy.extended.should_checkpoint:
-        options.checkpoint.unlink(
-            missing_ok=True
-        )  # the training is over, and the next one is not to go on from here
+        # The training is over, and the next one is not to go on from here.
+        options.checkpoint.unlink(missing_ok=True)
 
 
 def argument_parser() -> argparse.ArgumentParser:

@@ -1,13 +1,17 @@
-"""A small transformer whose blocks are sharded by FSDP2: each process has a part of each weight, and of Adam's state.
+"""A small transformer whose blocks are sharded by FSDP2.
+
+Each process has a part of each weight, and of Adam's state.
 
     torchrun --standalone --nproc-per-node 2 examples/sharded.py --check
 
-The strategy splits the batches, and weighs gradients by rows: the last batch of an epoch has 37 rows, of which two
-processes get 19 and 18. With --check every process also trains the whole model in plain PyTorch, and the program fails
-unless both have the same weights.
+The strategy splits the batches, and weighs gradients by rows: the last batch of an
+epoch has 37 rows, of which two processes get 19 and 18. With --check every process also
+trains the whole model in plain PyTorch, and the program fails unless both have the same
+weights.
 
-Each process writes its part of a checkpoint, and another number of processes can read it. --stop 20 ends the training
-after step 20, as if the machine were taken away. The same command without --stop goes on, with 2 processes or with 4:
+Each process writes its part of a checkpoint, and another number of processes can read
+it. --stop 20 ends the training after step 20, as if the machine were taken away. The
+same command without --stop goes on, with 2 processes or with 4:
 
     torchrun --standalone --nproc-per-node 2 examples/sharded.py --stop 20
     torchrun --standalone --nproc-per-node 4 examples/sharded.py --check
@@ -41,7 +45,8 @@ import torchstrategy
 class Transformer(nn.Module):
     """Reads an image as a text of eight words, which are its rows.
 
-    There is no dropout, which would draw another mask in each process: the step is that of one device.
+    There is no dropout, which would draw another mask in each process: the step is that
+    of one device.
     """
 
     def __init__(self, width: int = 32) -> None:
@@ -111,9 +116,8 @@ class Training:
                 "steps": self.steps,
                 "epoch": self.epoch,
             }
-            torch.save(
-                state | {"random": torch.get_rng_state()}, newest / "rest.pt"
-            )  # the same in all processes
+            # The same in all processes.
+            torch.save(state | {"random": torch.get_rng_state()}, newest / "rest.pt")
         dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=newest)
 
     def load(self, folder: Path) -> None:
@@ -167,7 +171,7 @@ def say(text: str) -> None:
 
 
 def check(model: nn.Module, plain: nn.Module) -> None:
-    """Exits with an error unless the weights of the two are the same, but for rounding."""
+    """Exits with an error unless the weights of the two agree, but for rounding."""
     whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
     if problem.is_first_process():  # the others get no whole weights
         distance = problem.distance(whole.values(), plain.state_dict().values())
@@ -185,9 +189,8 @@ def main(options: argparse.Namespace) -> None:
     if options.check:
         check(model, train_plainly(options))
     if strategy.extended.should_checkpoint:
-        shutil.rmtree(
-            options.checkpoints, ignore_errors=True
-        )  # the next training is not to go on from here
+        # The next training is not to go on from here.
+        shutil.rmtree(options.checkpoints, ignore_errors=True)
 
 
 def argument_parser() -> argparse.ArgumentParser:

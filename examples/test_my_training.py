@@ -1,10 +1,13 @@
-"""A training step, tested for several GPUs on a machine without a GPU; and four bugs that only several GPUs show.
+"""A training step, tested for several GPUs on a machine without a GPU.
+
+There are four bugs that only several GPUs show.
 
     pytest examples/test_my_training.py --simulate-devices=4
 
-To test your own step, copy the code above the bugs, and put your model, optimizer, batches and step in. Below, the same
-step has one bug at a time, and each test shows the words of the message that name the bug. Without the option, the
-tests run on replicas of the CPU, and pytest skips the test that needs several devices.
+To test your own step, copy the code above the bugs, and put your model, optimizer,
+batches and step in. Below, the same step has one bug at a time, and each test shows the
+words of the message that name the bug. Without the option, the tests run on replicas of
+the CPU, and pytest skips the test that needs several devices.
 """
 
 from __future__ import annotations
@@ -32,11 +35,8 @@ def make_optimizer(model: nn.Module) -> Optimizer:
 
 
 def make_batches() -> Iterator[Batch]:
-    for rows in (
-        8,
-        7,
-        3,
-    ):  # four replicas get 2, 2, 2, 2 rows; 2, 2, 2, 1; and 1, 1, 1, 0
+    # Four replicas get 2, 2, 2, 2 rows; 2, 2, 2, 1; and 1, 1, 1, 0.
+    for rows in (8, 7, 3):
         yield torch.randn(rows, 6), torch.randint(3, (rows,))
 
 
@@ -65,9 +65,8 @@ def test_replicas_train_as_one_device_does(strategy: torchstrategy.Strategy) -> 
 def test_a_tensor_left_on_device_0(
     strategy: torchstrategy.Strategy, simulated_devices: list[torch.device]
 ) -> None:
-    class_weights = torch.tensor(
-        [1.0, 2.0, 0.5], device=simulated_devices[0]
-    )  # the bug: the other devices have none
+    # The bug: the other devices have none.
+    class_weights = torch.tensor([1.0, 2.0, 0.5], device=simulated_devices[0])
 
     def step(model: nn.Module, optimizer: Optimizer, batch: Batch) -> Tensor:
         inputs, labels = batch
@@ -91,9 +90,8 @@ def test_a_loss_that_depends_on_the_replica_count(
         inputs, labels = batch
         losses = F.cross_entropy(model(inputs), labels, reduction="none")
         replicas = torchstrategy.get_strategy().num_replicas_in_sync
-        return update(
-            optimizer, losses / replicas
-        )  # the bug: gradients are averaged already
+        # The bug: gradients are averaged already.
+        return update(optimizer, losses / replicas)
 
     with pytest.raises(
         AssertionError, match=r"The loss depends on the number of replicas"
@@ -127,9 +125,8 @@ def test_a_shared_generator(strategy: torchstrategy.Strategy) -> None:
 
     def step(model: nn.Module, optimizer: Optimizer, batch: Batch) -> Tensor:
         inputs, labels = batch
-        noise = torch.randn(
-            inputs.shape, generator=generator, device="cpu"
-        )  # the bug: all replicas share it
+        # The bug: all replicas share it.
+        noise = torch.randn(inputs.shape, generator=generator, device="cpu")
         return update(
             optimizer,
             F.cross_entropy(

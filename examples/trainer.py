@@ -1,4 +1,6 @@
-"""A whole trainer under a strategy: mixed precision, accumulation, warm-up, clipping, a moving average, checkpoints.
+"""A whole trainer under a strategy, with all that trainers usually have.
+
+Mixed precision, accumulation, warm-up, clipping, a moving average, checkpoints.
 
 trainer_plain.py is the same program in plain PyTorch. To see all that changes:
 
@@ -20,7 +22,10 @@ import trainer_problem as problem
 
 
 class Trainer:
-    """Trains a network on digits. A checkpoint has all that changes in the course of the training."""
+    """Trains a network on digits.
+
+    A checkpoint has all that changes in the course of the training.
+    """
 
     def __init__(self, options: Namespace) -> None:
         torch.manual_seed(options.seed)
@@ -93,7 +98,7 @@ class Trainer:
         return right / len(self.test_loader.dataset)
 
     def fit(self, epochs: int) -> None:
-        """Trains until that many epochs are done, and writes a checkpoint after each of them."""
+        """Trains until that many epochs are done, with a checkpoint after each."""
         while self.epoch < epochs:
             self.train_epoch()
             self.epoch += 1

@@ -1,4 +1,7 @@
-"""What the two trainers share: the data, the log, the command line, and how two trainings are compared."""
+"""What the two trainers share: the data, the log, and the comparison.
+
+They share the command line, and how two trainings are compared.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +17,16 @@ from torch.utils.data import DataLoader
 
 import digits_problem
 
-# The largest difference of losses and weights. Each replica rounds its own results to bfloat16.
+# The largest difference of losses and weights. Each replica rounds its own results to
+# bfloat16.
 ALLOWED = {"float64": 1e-9, "bfloat16": 0.03}
 
 
 def loaders(options: argparse.Namespace) -> tuple[DataLoader, DataLoader]:
-    """The rows to train on, in an order that torch's generator draws, and the rows to validate on."""
+    """The rows to train on, in an order of torch's generator, and to validate on.
+
+    The generator draws the order.
+    """
     training, test = digits_problem.digits()
     return DataLoader(training, options.batch_size, shuffle=True), DataLoader(
         test, options.batch_size
@@ -31,7 +38,7 @@ def autocast(options: argparse.Namespace) -> torch.autocast:
 
 
 class Log:
-    """Prints the numbers of each epoch, and writes them for TensorBoard if that is installed."""
+    """Prints each epoch's numbers, and writes them for TensorBoard if installed."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.quiet = options.quiet or not digits_problem.is_first_process()
@@ -58,7 +65,10 @@ class Log:
 
 
 def save(state: dict[str, object], path: Path | None) -> None:
-    """Writes a checkpoint in one process. If the process is killed meanwhile, the last checkpoint stays whole."""
+    """Writes a checkpoint in one process.
+
+    If the process is killed meanwhile, the last checkpoint stays whole.
+    """
     if path is not None and digits_problem.is_first_process():
         torch.save(state, path.with_suffix(".new"))
         os.replace(path.with_suffix(".new"), path)
@@ -105,7 +115,10 @@ def main(trainer: Any, options: argparse.Namespace) -> None:
 
 
 def check(trainer: Any, options: argparse.Namespace) -> None:
-    """Trains half of the epochs, resumes from the checkpoint, and fails unless the plain trainer learns the same."""
+    """Trains half of the epochs, and resumes from the checkpoint.
+
+    Fails unless the plain trainer learns the same.
+    """
     # Not at the top of the file, because trainer_plain imports this file.
     import trainer_plain
 
@@ -124,7 +137,8 @@ def check(trainer: Any, options: argparse.Namespace) -> None:
     )
     right, expected = resumed.validate(), plain.validate()
     print(
-        f"largest difference from plain PyTorch: losses {loss:.1e}, weights {weight:.1e}"
+        f"largest difference from plain PyTorch: losses {loss:.1e}, weights "
+        f"{weight:.1e}"
     )
     print(f"accuracy {right:.4f}, and {expected:.4f} in plain PyTorch")
     if not (max(loss, weight, abs(right - expected)) <= ALLOWED[options.precision]):

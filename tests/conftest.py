@@ -1,4 +1,7 @@
-"""What every test runs under: a fixed seed, torch's state as it was found, no scope left open, no thread left busy."""
+"""What every test runs under: a fixed seed, and torch's state as it was found.
+
+No scope is left open, and no thread is left busy.
+"""
 
 from __future__ import annotations
 
@@ -19,18 +22,19 @@ from topologies import EVERY, MAKERS, SEVERAL, TOPOLOGIES, central_in_one_place
 from torchstrategy.testing import simulated_devices
 
 if "PYTEST_XDIST_WORKER" in os.environ:
-    # Workers have a core each. With more threads than cores, those of an operation wait for each other by spinning.
+    # Workers have a core each. With more threads than cores, those of an operation wait
+    # for each other by spinning.
     torch.set_num_threads(1)
     os.environ["OMP_NUM_THREADS"] = "1"  # for the processes that tests start
 
 if sys.version_info >= (3, 14) and hasattr(os, "fork"):
-    # The default there is `forkserver`. It pickles what it starts, of which tests define much in functions, and each
-    # worker of a loader imports torch. `tests/surroundings` has loaders of every kind.
+    # The default there is `forkserver`. It pickles what it starts, of which tests
+    # define much in functions, and each worker of a loader imports torch.
+    # `tests/surroundings` has loaders of every kind.
     multiprocessing.set_start_method("fork")
 
-with suppress(
-    ImportError
-):  # `python -m tests.gpu` runs the tests that need no package but torch and pytest
+# `python -m tests.gpu` runs the tests that need no package but torch and pytest.
+with suppress(ImportError):
     import hypothesis
 
     # A machine that is busy with something else is no failure.
@@ -40,12 +44,12 @@ with suppress(
     )
     hypothesis.settings.load_profile("no_deadline")
 
-collect_ignore = [
-    "thirdparty"
-]  # a package of its own, which test_thirdparty.py installs and runs
+# A package of its own, which test_thirdparty.py installs and runs.
+collect_ignore = ["thirdparty"]
 if simulated_devices():
-    # What no device can change: text, settings, the order of rows, and which context holds where. What moves data,
-    # reads gradients, copies models or draws numbers runs. `unit/testing` simulates devices in processes of its own.
+    # What no device can change: text, settings, the order of rows, and which context
+    # holds where. What moves data, reads gradients, copies models or draws numbers
+    # runs. `unit/testing` simulates devices in processes of its own.
     collect_ignore += [
         "house",
         "pages",
@@ -89,7 +93,10 @@ def pytest_collection_modifyitems(
 
 
 def pytest_collection_finish() -> None:
-    """Keeps what was imported out of the collections that tests ask for: there is far more of it than they make."""
+    """Keeps what was imported out of the collections that tests ask for.
+
+    There is far more of it than they make.
+    """
     gc.collect()
     gc.freeze()
 
@@ -114,15 +121,18 @@ def in_one_place(request: pytest.FixtureRequest) -> torchstrategy.Strategy:
 
 @pytest.fixture(params=MAKERS)
 def make(request: pytest.FixtureRequest) -> Callable[[int], torchstrategy.Strategy]:
-    """What makes a strategy of so many replicas: with parameters that share the owner's memory, and with copies."""
+    """What makes a strategy of so many replicas.
+
+    One has parameters that share the owner's memory, one has copies.
+    """
     return MAKERS[request.param]
 
 
 @pytest.fixture(autouse=True)
 def as_found() -> Iterator[None]:
-    """Seeds torch, and fails the test that leaves a scope, a mode or a setting behind."""
-    # Without accelerators, `torch.manual_seed` notes a stack trace for each kind of accelerator, for a later use of it:
-    # that takes longer than many a test.
+    """Seeds torch, and fails a test that leaves a scope, mode or setting behind."""
+    # Without accelerators, `torch.manual_seed` notes a stack trace for each kind of
+    # accelerator, for a later use of it: that takes longer than many a test.
     seed = (
         torch.manual_seed
         if torch.accelerator.is_available()

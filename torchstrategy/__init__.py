@@ -1,11 +1,12 @@
-"""Your PyTorch training step on one device, on several, or in several processes, with the result of one device.
+"""Your PyTorch training step on one device or on several, with the result of one.
 
-A strategy splits each batch among replicas, runs your step in each, and gives their gradients the weights of their
-rows. It brings the API of `tf.distribute` to PyTorch, and takes the place of `torch.nn.DataParallel`.
+A strategy splits each batch among replicas, runs your step in each, and gives their
+gradients the weights of their rows. It brings the API of `tf.distribute` to PyTorch,
+and takes the place of `torch.nn.DataParallel`.
 
     import torch, torchstrategy
 
-    strategy = torchstrategy.MirroredStrategy()  # all GPUs; MirroredStrategy(["cpu"] * 4) on a laptop
+    strategy = torchstrategy.MirroredStrategy()  # (["cpu"] * 4) on a laptop
     with strategy.scope():
         model = Net()
         optimizer = torch.optim.Adam(model.parameters())
@@ -17,23 +18,25 @@ rows. It brings the API of `tf.distribute` to PyTorch, and takes the place of `t
         optimizer.step()
         return loss.detach()
 
-    for batch in strategy.experimental_distribute_dataset(loader):  # of the global batch size
+    for batch in strategy.experimental_distribute_dataset(loader):
         loss = strategy.run(train_step, args=batch)
     print(strategy.reduce("mean", loss, axis=None, weights=batch))
 
 Which strategy:
-    MirroredStrategy             all GPUs of one machine, each with a copy of the parameters
+    MirroredStrategy             all GPUs of one machine, each with copied parameters
     MultiWorkerMirroredStrategy  one process for each GPU, which torchrun starts
     OneDeviceStrategy            one device, to write and debug a script with
     CentralStorageStrategy       one copy of the parameters, on a device that you name
-    DataParallel                 a module in place of torch.nn.DataParallel, and nothing else changes
+    DataParallel                 a module in place of torch.nn.DataParallel
 
-What you call: `run`, `reduce`, `gather`, `count_rows`, `barrier`, `scope`, `experimental_distribute_dataset`,
-`experimental_local_results`, `distribute_module` and `distribute_optimizer` of a strategy; in the step
-`get_replica_context()`, which has `all_reduce` and `all_gather`.
+What you call: `run`, `reduce`, `gather`, `count_rows`, `barrier`, `scope`,
+`experimental_distribute_dataset`, `experimental_local_results`, `distribute_module` and
+`distribute_optimizer` of a strategy; in the step `get_replica_context()`, which has
+`all_reduce` and `all_gather`.
 
-`torchstrategy.testing` tests all this without a GPU, and `python -m torchstrategy` prints what your machine has.
-Names that TensorFlow 1 had are in `torchstrategy.compat.v1`, and names that may change in `torchstrategy.experimental`.
+`torchstrategy.testing` tests all this without a GPU, and `python -m torchstrategy`
+prints what your machine has. Names that TensorFlow 1 had are in
+`torchstrategy.compat.v1`, and names that may change in `torchstrategy.experimental`.
 """
 
 import sys as _sys
@@ -141,14 +144,16 @@ __all__ = [
 
 __version__ = "0.2.0"  # the one place that says it
 
-# The one fact that looks up: what `_base/context` answers where nothing was entered stands on a floor above it.
+# The one fact that looks up: what `_base/context` answers where nothing was entered
+# stands on a floor above it.
 _default_strategy = DefaultStrategy()
 set_default(_default_strategy, LoneFrame(_default_strategy).replica_context)
 
 for _name in __all__:
     if getattr(globals()[_name], "__module__", "").startswith("torchstrategy."):
         globals()[_name].__module__ = "torchstrategy"
-# Those that a run makes are left out: it makes many of them. So is a function that is the same object in `compat.v1`.
+# Those that a run makes are left out: it makes many of them. So is a function that is
+# the same object in `compat.v1`.
 _LEFT_OUT = {
     "DistributedValues",
     "PerReplica",
@@ -165,7 +170,8 @@ del _name, _called, DefaultStrategy, LoneFrame, set_default
 if TYPE_CHECKING:
     from torchstrategy import testing as testing
 else:
-    # Programs that do not test start sooner without `testing`. It comes when somebody says `torchstrategy.testing`.
+    # Programs that do not test start sooner without `testing`. It comes when somebody
+    # says `torchstrategy.testing`.
 
     def __getattr__(name: str) -> object:
         if name == "testing":
@@ -178,9 +184,8 @@ else:
         )
 
     def __dir__() -> list[str]:
-        return sorted(
-            {*__all__, "testing", "__version__", "__doc__"} - {"compat"}
-        )  # what users need
+        # What users need.
+        return sorted({*__all__, "testing", "__version__", "__doc__"} - {"compat"})
 
 
 del TYPE_CHECKING

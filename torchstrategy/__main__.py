@@ -1,4 +1,7 @@
-"""`python -m torchstrategy`: what this machine has, and whether a small step runs on each of its devices."""
+"""`python -m torchstrategy`.
+
+It says what this machine has, and whether a small step runs on each of its devices.
+"""
 
 import sys
 

@@ -1,16 +1,20 @@
-"""The module `DataParallel`, whose forward runs in replicas, for scripts that compute the loss outside of them.
+"""The module `DataParallel`, whose forward runs in replicas.
 
-inputs --- one piece for each replica ---> forward in each ---> outputs, gathered on one device
-                                                                            |
-the user's parameters <--- gradients of all replicas, added up <--- the loss, and its backward
+It is for scripts that compute the loss outside of them.
 
-                        scattered                        gathered
-a tensor                pieces along `dim`               concatenated along `dim`
-... without dimensions  given to each replica            stacked to a vector
-None                    given to each replica            None
-a list, tuple or dict   the same container of pieces     the same container of gathered values
-a dataclass, a mapping  a copy with pieces               a copy of the first, with gathered values
-anything else           given to each replica            a list with one item from each replica
+inputs --- one piece for each replica ---> forward in each ---> outputs, gathered on one
+                                                                device
+                                                                           |
+the user's parameters <--- gradients of all replicas, added up <--- the loss, and its
+                                                                    backward
+
+                        scattered                     gathered
+a tensor                pieces along `dim`            concatenated along `dim`
+... without dimensions  given to each replica         stacked to a vector
+None                    given to each replica         None
+a list, tuple or dict   the same container of pieces  the same of gathered values
+a dataclass, a mapping  a copy with pieces            the first, with gathered values
+anything else           given to each replica         a list with each replica's item
 """
 
 from __future__ import annotations
@@ -67,44 +71,56 @@ from torchstrategy.strategies import CentralStorageStrategy, devices_of_replicas
 
 @final
 class DataParallel(nn.Module):
-    """Runs the forward of a module in several replicas, each with its part of the batch.
+    """Runs a module's forward in several replicas, each with its part of the batch.
 
-    It takes the place of `torch.nn.DataParallel` in scripts that compute the loss outside: `criterion(model(inputs),
-    targets)`. Such a script trains as it does on one device, also with uneven batches, on the CPU, or with two replicas
-    on one device. If each replica computes its own loss, in a step for `Strategy.run`, no outputs have to be gathered.
+    It takes the place of `torch.nn.DataParallel` in scripts that compute the loss
+    outside: `criterion(model(inputs), targets)`. Such a script trains as it does on one
+    device, also with uneven batches, on the CPU, or with two replicas on one device. If
+    each replica computes its own loss, in a step for `Strategy.run`, no outputs have to
+    be gathered.
 
-    Every tensor in the inputs, also in lists, tuples, dicts and dataclasses, is cut along `dim` into pieces of
-    ceil(rows / replicas) rows, one for each replica. Any other value, and a tensor without dimensions, is given to
-    every replica. There may be fewer pieces than replicas; if no input has rows, only the first replica runs.
+    Every tensor in the inputs, also in lists, tuples, dicts and dataclasses, is cut
+    along `dim` into pieces of ceil(rows / replicas) rows, one for each replica. Any
+    other value, and a tensor without dimensions, is given to every replica. There may
+    be fewer pieces than replicas; if no input has rows, only the first replica runs.
 
-    Outputs may be nested in the same ways. Their tensors are gathered along `dim`, and tensors without dimensions
-    become a vector. None stays None. Any other value becomes a list with one item from each replica that had rows. With
-    one device the output is what the module returns.
+    Outputs may be nested in the same ways. Their tensors are gathered along `dim`, and
+    tensors without dimensions become a vector. None stays None. Any other value becomes
+    a list with one item from each replica that had rows. With one device the output is
+    what the module returns.
 
-    A loss of the gathered outputs is that of the whole batch, and so is its gradient, whatever the loss is a mean over:
-    rows, tokens, class weights, what a mask leaves, or pairs of rows. Nothing has to be said of it. A loss that
-    `forward` returns is one for each replica, a mean over its own rows or tokens: compute it outside, or train with a
-    strategy, whose `gradient_reduction="loss"` is for that.
+    A loss of the gathered outputs is that of the whole batch, and so is its gradient,
+    whatever the loss is a mean over: rows, tokens, class weights, what a mask leaves,
+    or pairs of rows. Nothing has to be said of it. A loss that `forward` returns is one
+    for each replica, a mean over its own rows or tokens: compute it outside, or train
+    with a strategy, whose `gradient_reduction="loss"` is for that.
 
-    Replicas are made at the first forward, and kept. Running statistics of normalisation layers become the mean of the
-    replicas'. The state dict has the names of the module's own state dict. One with `module.` before each name, as
+    Replicas are made at the first forward, and kept. Running statistics of
+    normalisation layers become the mean of the replicas'. The state dict has the names
+    of the module's own state dict. One with `module.` before each name, as
     `torch.nn.DataParallel` saves it, can be loaded, too.
 
     Args:
-        module: The module to run. Its parameters and buffers have to be on the first device when it is called.
-        device_ids: The device of each replica: a `torch.device`, a name, or the index of an accelerator. A device may
-            be in the list several times. None: all accelerators of this machine; if it has none, the module is called
-            as it is.
+        module: The module to run. Its parameters and buffers have to be on the first
+            device when it is called.
+        device_ids: The device of each replica: a `torch.device`, a name, or the index
+            of an accelerator. A device may be in the list several times. None: all
+            accelerators of this machine; if it has none, the module is called as it is.
         output_device: The device on which outputs are gathered. None: the first device.
         dim: The dimension of rows in inputs and outputs.
 
     Attributes:
-        module: The module. Its other methods and attributes are found there, as in `model.module.encode`.
-        device_ids: The devices, an accelerator by its index. Empty on a machine without accelerators.
-        output_device: The device of outputs, an accelerator by its index. None if outputs stay where they are.
+        module: The module. Its other methods and attributes are found there, as in
+            `model.module.encode`.
+        device_ids: The devices, an accelerator by its index. Empty on a machine without
+            accelerators.
+        output_device: The device of outputs, an accelerator by its index. None if
+            outputs stay where they are.
 
     Example:
-        >>> model = torchstrategy.DataParallel(torch.nn.Linear(2, 1), device_ids=["cpu", "cpu"])
+        >>> model = torchstrategy.DataParallel(
+        ...     torch.nn.Linear(2, 1), device_ids=["cpu", "cpu"]
+        ... )
         >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         >>> inputs, targets = torch.ones(5, 2), torch.ones(5, 1)
         >>> loss = torch.nn.functional.mse_loss(model(inputs), targets)
@@ -113,17 +129,20 @@ class DataParallel(nn.Module):
         >>> list(model.state_dict())
         ['weight', 'bias']
 
-    Differs from torch.nn.DataParallel:
-        Inputs with different numbers of rows, and devices that do not exist, are refused. There are no `scatter`,
-        `replicate`, `parallel_apply` and `gather` to override. `torch.compile` of a DataParallel compiles nothing:
-        compile the module. docs/data_parallel.md has the whole table.
+    Differs from torch.nn.DataParallel: Inputs with different numbers of rows, and
+        devices that do not exist, are refused. There are no `scatter`, `replicate`,
+        `parallel_apply` and `gather` to override. `torch.compile` of a DataParallel
+        compiles nothing: compile the module. docs/data_parallel.md has the whole table.
 
     Raises:
-        TypeError: If `module` is no module, or is one that cannot be copied; if an argument is of the wrong kind; from
-            a call, if it is not known how to cut an input.
-        ValueError: If a device is none, or one that this machine does not have; from a call, if inputs have different
-            numbers of rows, or outputs do not fit together.
-        RuntimeError: From a call, if the module is not on the first device or belongs to a strategy, or in a replica.
+        TypeError: If `module` is no module, or is one that cannot be copied; if an
+            argument is of the wrong kind; from a call, if it is not known how to cut an
+            input.
+        ValueError: If a device is none, or one that this machine does not have; from a
+            call, if inputs have different numbers of rows, or outputs do not fit
+            together.
+        RuntimeError: From a call, if the module is not on the first device or belongs
+            to a strategy, or in a replica.
 
     Source: https://docs.pytorch.org/docs/stable/generated/torch.nn.DataParallel.html
     """
@@ -140,7 +159,8 @@ class DataParallel(nn.Module):
         super().__init__()
         if isinstance(device_ids, (str, int, torch.device)):
             raise TypeError(
-                f"device_ids is a list of devices, one for each replica: write [{device_ids!r}]."
+                "device_ids is a list of devices, one for each replica: write "
+                f"[{device_ids!r}]."
             )
         devices = (
             local_accelerators()
@@ -151,7 +171,8 @@ class DataParallel(nn.Module):
         require_type(module, nn.Module, "DataParallel runs a torch.nn.Module")
         if isinstance(module, DataParallel):
             raise TypeError(
-                "The module is a DataParallel already: its replicas would have replicas. Wrap it once."
+                "The module is a DataParallel already: its replicas would have "
+                "replicas. Wrap it once."
             )
         if len(self._devices) > 1:
             with own_weights_in_place(module):
@@ -178,7 +199,8 @@ class DataParallel(nn.Module):
             move(module, memory_device(self._devices[0]))
 
     def __getstate__(self) -> dict[str, Any]:
-        # The threads of a strategy can be neither copied nor pickled. The copy makes a strategy at its first forward.
+        # The threads of a strategy can be neither copied nor pickled. The copy makes a
+        # strategy at its first forward.
         return {**self.__dict__, "_strategy": None}
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -220,7 +242,8 @@ class DataParallel(nn.Module):
         inputs: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        # `self.module` may have been replaced since the last forward, by one that the strategy does not have.
+        # `self.module` may have been replaced since the last forward, by one that the
+        # strategy does not have.
         if (
             self._strategy is None
             or not self._strategy.extended.variable_created_in_scope(self.module)
@@ -228,8 +251,9 @@ class DataParallel(nn.Module):
             self._strategy = _strategy_for(self.module, self._devices)
             self._strategy.distribute_module(self.module)
         pieces = cut(inputs, kwargs, self._devices, self.dim)
-        # In a script for `torch.nn.DataParallel`, `torch.zeros(2)` in forward is on the caller's default device. With a
-        # default device of the replicas' type, it is on the replica's device, as in a step.
+        # In a script for `torch.nn.DataParallel`, `torch.zeros(2)` in forward is on the
+        # caller's default device. With a default device of the replicas' type, it is on
+        # the replica's device, as in a step.
         default = torch.get_default_device()
         callers_device = None if default.type == self._devices[0].type else default
         weights = (
@@ -250,7 +274,8 @@ class DataParallel(nn.Module):
         )
 
 
-# A compiler that traced a DataParallel would trace its threads and locks, and not the forward that they run.
+# A compiler that traced a DataParallel would trace its threads and locks, and not the
+# forward that they run.
 hide_from_compiler(DataParallel.forward)
 
 
@@ -262,13 +287,16 @@ def data_parallel(
     dim: int = 0,
     module_kwargs: dict[str, Any] | None = None,
 ) -> Any:
-    """Calls a module in several replicas, as `DataParallel` does: for modules that split a part of their forward.
+    """Calls a module in several replicas, as `DataParallel` does.
+
+    It is for modules that split a part of their forward.
 
     The replicas are kept until the module is gone, or is called with other devices.
 
     Args:
         module: The module to call, which is on the first device.
-        inputs: Its positional arguments: a tuple, or the only one. None: there are none.
+        inputs: Its positional arguments: a tuple, or the only one. None: there are
+            none.
         device_ids: The device of each replica; see `DataParallel`.
         output_device: The device on which outputs are gathered. None: the first device.
         dim: The dimension of rows in inputs and outputs.
@@ -277,7 +305,10 @@ def data_parallel(
     Example:
         >>> layer = torch.nn.Linear(2, 1)
         >>> inputs = torch.ones(5, 2)
-        >>> torch.equal(torchstrategy.data_parallel(layer, inputs, device_ids=["cpu", "cpu"]), layer(inputs))
+        >>> torch.equal(
+        ...     torchstrategy.data_parallel(layer, inputs, device_ids=["cpu", "cpu"]),
+        ...     layer(inputs),
+        ... )
         True
 
     Differs from torch.nn.parallel.data_parallel:
@@ -302,7 +333,8 @@ def data_parallel(
     return output
 
 
-# The strategies of modules that `data_parallel` has called: without them, each call would make replicas anew.
+# The strategies of modules that `data_parallel` has called: without them, each call
+# would make replicas anew.
 _of_calls: weakref.WeakKeyDictionary[nn.Module, CentralStorageStrategy | None] = (
     weakref.WeakKeyDictionary()
 )
@@ -313,8 +345,12 @@ _lock = threading.Lock()
 def _strategy_for(
     module: nn.Module, devices: tuple[Device, ...]
 ) -> CentralStorageStrategy:
-    """The strategy for a module: that of another DataParallel on these devices if they share a part, else a new one."""
-    # A module or parameter belongs to one strategy, so two DataParallels over the same layers have to share theirs.
+    """The strategy for a module, which other DataParallels on these devices share.
+
+    They share it if they share a part; else it is a new one.
+    """
+    # A module or parameter belongs to one strategy, so two DataParallels over the same
+    # layers have to share theirs.
     things: list[Any] = [*module.modules(), *module.parameters()]
     with _lock:
         for strategy in _strategies:
@@ -323,7 +359,8 @@ def _strategy_for(
                 map(extended.variable_created_in_scope, things)
             ):
                 return strategy
-        # Gradients of a backward within forward are added up over the replicas, as those of a backward outside are.
+        # Gradients of a backward within forward are added up over the replicas, as
+        # those of a backward outside are.
         strategy = CentralStorageStrategy(
             devices, devices[0], gradient_reduction=ReduceOp.SUM
         )
@@ -355,17 +392,19 @@ def forward(
 def _refuse_in_replica() -> None:
     if is_in_replica():
         raise RuntimeError(
-            "A DataParallel was called in a replica, where the batch is split already. In a step, or in a module that "
-            "is in a DataParallel itself, call the module that it wraps, `.module`."
+            "A DataParallel was called in a replica, where the batch is split already. "
+            "In a step, or in a module that is in a DataParallel itself, call the "
+            "module that it wraps, `.module`."
         )
 
 
 _TRANSFORMED = (
-    "A DataParallel with several devices was called in a transform of torch.func: grad, vmap, jvp, jacrev, hessian and "
-    "so on. Its replicas run on threads of their own, which no transform sees. Transform the module that it wraps, "
-    "which runs on one device: torch.func.functional_call(model.module, weights, inputs). Or let each replica "
-    "transform it, in a step that strategy.run runs. Derivatives by torch.autograd.grad(..., create_graph=True) work "
-    "as they are."
+    "A DataParallel with several devices was called in a transform of torch.func: "
+    "grad, vmap, jvp, jacrev, hessian and so on. Its replicas run on threads of their "
+    "own, which no transform sees. Transform the module that it wraps, which runs on "
+    "one device: torch.func.functional_call(model.module, weights, inputs). Or let "
+    "each replica transform it, in a step that strategy.run runs. Derivatives by "
+    "torch.autograd.grad(..., create_graph=True) work as they are."
 )
 
 
@@ -391,8 +430,9 @@ def _require_place(module: nn.Module, device: Device) -> None:
     ):
         if tensor.device != place:
             raise RuntimeError(
-                f"The module of a DataParallel has to be on the first of its devices, {place}, and {name} is on "
-                f"{tensor.device}. Move it there before the forward: model.to({str(place)!r})."
+                "The module of a DataParallel has to be on the first of its devices, "
+                f"{place}, and {name} is on {tensor.device}. Move it there before the "
+                f"forward: model.to({str(place)!r})."
             )
 
 
@@ -412,8 +452,8 @@ def _take_prefix_off(
             if key.startswith(long)
         },
     )
-    # The versions of modules stay under their long names and get the short ones, too: the state dict may be loaded with
-    # a DataParallel or without.
+    # The versions of modules stay under their long names and get the short ones, too:
+    # the state dict may be loaded with a DataParallel or without.
     versions = getattr(state_dict, "_metadata", {})
     for key, version in list(versions.items()):
         path = f"{key}."
@@ -438,7 +478,8 @@ def _put_prefix_on(
     if num_without < num_with:
         return  # it was saved with them
     _rename(state_dict, {key: long + key.removeprefix(prefix) for key in keys})
-    # Only a whole state dict has the versions of modules. For a part of one, as of a parent module, there are none.
+    # Only a whole state dict has the versions of modules. For a part of one, as of a
+    # parent module, there are none.
     versions = getattr(state_dict, "_metadata", {"module": None})
     if "module" not in versions:
         versions.update(
@@ -456,12 +497,16 @@ def _rename(state_dict: dict[str, Any], names: dict[str, str]) -> None:
 def cut(
     inputs: tuple[Any, ...], kwargs: dict[str, Any], devices: Sequence[Device], dim: int
 ) -> PerReplica:
-    """The arguments of each replica, on its device: the pieces have ceil(rows / replicas) rows, the last ones fewer.
+    """The arguments of each replica, on its device.
 
-    If nothing has rows, only the first replica gets the arguments. Gradients flow back to them.
+    The pieces have ceil(rows / replicas) rows, the last ones fewer.
+
+    If nothing has rows, only the first replica gets the arguments. Gradients flow back
+    to them.
 
     Raises:
-        ValueError: If two tensors have different numbers of rows, or one has no such dimension.
+        ValueError: If two tensors have different numbers of rows, or one has no such
+            dimension.
         TypeError: If something has rows and cannot be cut.
     """
     rows = _rows([("inputs", inputs), *kwargs.items()], dim)
@@ -483,9 +528,8 @@ def cut(
             else ABSENT
         )
 
-    parts = split_equally(
-        len(devices), rows
-    )  # as `torch.chunk` cuts the inputs of `torch.nn.DataParallel`
+    # As `torch.chunk` cuts the inputs of `torch.nn.DataParallel`.
+    parts = split_equally(len(devices), rows)
     return PerReplica(
         list(map(piece, parts, devices)),
         tuple(part.stop - part.start for part in parts),
@@ -499,7 +543,9 @@ def put_together(
     device: Device,
     name: str = "output",
 ) -> Tree:
-    """Makes one value on `device` of the values that replicas returned as `name`. Gradients flow back to these.
+    """Makes one value on `device` of the values that replicas returned as `name`.
+
+    Gradients flow back to these.
 
     Raises:
         ValueError: If they differ in structure, or tensors do not fit together.
@@ -539,13 +585,14 @@ def _rows(arguments: Sequence[tuple[str, Tree]], dim: int) -> int | None:
     ):
         if isinstance(leaf, DistributedValues):
             raise TypeError(
-                f"{name} is a distributed value, which is in pieces already. Give the whole batch, or call the module "
-                "in a step that strategy.run runs."
+                f"{name} is a distributed value, which is in pieces already. Give the "
+                "whole batch, or call the module in a step that strategy.run runs."
             )
         if isinstance(leaf, PackedSequence):
             raise TypeError(
-                f"{name} is {an(type(leaf).__name__)}, whose tensors have no dimension with a row for each sequence. "
-                "Give the padded sequences and their lengths, and pack them in the module."
+                f"{name} is {an(type(leaf).__name__)}, whose tensors have no dimension "
+                "with a row for each sequence. Give the padded sequences and their "
+                "lengths, and pack them in the module."
             )
         if not isinstance(leaf, torch.Tensor) or not leaf.dim():
             continue
@@ -574,8 +621,9 @@ def _unite(
     for r, other in zip(replicas, parts, strict=True):
         if other.keys() != parts[0].keys():
             raise ValueError(
-                f"Replicas {replicas[0]} and {r} returned an {name} of different structure. They differ in what they "
-                f"hold: {', '.join(parts[0])} and {', '.join(other)}. Return the same containers whatever the rows are."
+                f"Replicas {replicas[0]} and {r} returned an {name} of different "
+                f"structure. They differ in what they hold: {', '.join(parts[0])} and "
+                f"{', '.join(other)}. Return the same containers whatever the rows are."
             )
 
     def unite_part(part: str, _: Tree) -> Tree:
@@ -598,10 +646,12 @@ def _unite_tensors(
             dict.fromkeys(f"{tuple(tensor.shape)} {tensor.dtype}" for tensor in tensors)
         )
         raise ValueError(
-            f"What the replicas returned as {name} cannot be put together along dim={dim}: {shapes}. The tensors may "
-            "differ in the size of that dimension only. Two causes are frequent: squeeze() takes away the rows, too, "
-            "where there is one: name the dimension, as in squeeze(1). And pad_packed_sequence pads to the longest of "
-            "a replica's own rows: give it total_length."
+            f"What the replicas returned as {name} cannot be put together along "
+            f"dim={dim}: {shapes}. The tensors may differ in the size of that "
+            "dimension only. Two causes are frequent: squeeze() takes away the rows, "
+            "too, where there is one: name the dimension, as in squeeze(1). And "
+            "pad_packed_sequence pads to the longest of a replica's own rows: give it "
+            "total_length."
         ) from None
     return (
         tensors[0].to(device)

@@ -1,7 +1,9 @@
-"""What `Strategy.extended` offers, and what a kind of strategy brings: the methods with an underscore.
+"""What `Strategy.extended` offers, and what a kind of strategy brings.
 
-All are optional: some have a default, and calling another one that a subclass does not define raises
-NotImplementedError.
+It brings the methods with an underscore.
+
+All are optional: some have a default, and calling another one that a subclass does not
+define raises NotImplementedError.
 """
 
 from __future__ import annotations
@@ -53,19 +55,25 @@ from torchstrategy.cluster_resolver import ClusterResolver
 
 @final
 class MultiStepContext:
-    """What `StrategyExtended.experimental_run_steps_on_iterator` hands to each step, and returns after the last.
+    """What each step of `experimental_run_steps_on_iterator` gets.
+
+    After the last step, that method of `StrategyExtended` returns it.
 
     Attributes:
         last_step_outputs: For each name, the output that was set last.
-        non_tensor_outputs: For each name, the value that `set_non_tensor_output` was given last.
+        non_tensor_outputs: For each name, the value that `set_non_tensor_output` was
+            given last.
 
     Example:
         >>> strategy = torchstrategy.CentralStorageStrategy(["cpu", "cpu"])
-        >>> iterator = strategy.make_dataset_iterator([torch.ones(4), torch.ones(4) * 3])
+        >>> iterator = strategy.make_dataset_iterator(
+        ...     [torch.ones(4), torch.ones(4) * 3]
+        ... )
         >>> def steps(context, batch):
         ...     losses = strategy.run(lambda rows: rows.mean(), args=(batch,))
         ...     context.set_last_step_output("loss", losses, "mean")
-        >>> strategy.extended.experimental_run_steps_on_iterator(steps, iterator, 2).last_step_outputs
+        >>> run_steps = strategy.extended.experimental_run_steps_on_iterator
+        >>> run_steps(steps, iterator, 2).last_step_outputs
         {'loss': tensor(3.)}
     """
 
@@ -76,13 +84,15 @@ class MultiStepContext:
     def set_last_step_output(
         self, name: str, output: Tree, reduce_op: ReduceOp | str | None = None
     ) -> None:
-        """Keeps `output` under `name` in `last_step_outputs`. In a replica this is a synchronization point.
+        """Keeps `output` under `name` in `last_step_outputs`.
+
+        In a replica this is a synchronization point.
 
         Args:
             name: The name under which the output is kept.
             output: What to keep.
-            reduce_op: How the outputs of the replicas are reduced to one. None: they are kept as they are, which is not
-                allowed in a replica.
+            reduce_op: How the outputs of the replicas are reduced to one. None: they
+                are kept as they are, which is not allowed in a replica.
 
         Raises:
             ValueError: If it is called in a replica without `reduce_op`.
@@ -90,12 +100,13 @@ class MultiStepContext:
         context = current_replica_context()
         if context is not None and reduce_op is None:
             raise ValueError(
-                f"set_last_step_output({name!r}, ...) was called in a replica, where reduce_op has to say how the "
-                "outputs of all replicas become one: give it, or keep what strategy.run returns."
+                f"set_last_step_output({name!r}, ...) was called in a replica, where "
+                "reduce_op has to say how the outputs of all replicas become one: give "
+                "it, or keep what strategy.run returns."
             )
 
-        # The name is not brought to the synchronization point: a name that each replica has put together is another
-        # object in each of them.
+        # The name is not brought to the synchronization point: a name that each replica
+        # has put together is another object in each of them.
         def keep(strategy: StrategyLike, merged: Tree) -> None:
             reduced = (
                 merged
@@ -110,7 +121,9 @@ class MultiStepContext:
             context.merge_call(keep, args=(output,))
 
     def set_non_tensor_output(self, name: str, output: Tree) -> None:
-        """Keeps `output` under `name` in `non_tensor_outputs`. In a replica this is a synchronization point.
+        """Keeps `output` under `name` in `non_tensor_outputs`.
+
+        In a replica this is a synchronization point.
 
         What is set in replicas is kept as a tuple, with an item for each of them.
         """
@@ -126,12 +139,16 @@ class MultiStepContext:
 
 
 class StrategyExtended(VariablesOfExtended):
-    """What `Strategy.extended` offers, for libraries that are built on strategies, and for strategies of one's own.
+    """What `Strategy.extended` offers.
 
-    A subclass of yours brings what `Strategy` is to do; docs/custom-strategies.md says how.
+    It is for libraries that are built on strategies, and for strategies of one's own.
+
+    A subclass of yours brings what `Strategy` is to do; docs/custom-strategies.md says
+    how.
 
     Args:
-        container_strategy: The strategy to which this object belongs. None: the one that it will be given to.
+        container_strategy: The strategy to which this object belongs. None: the one
+            that it will be given to.
 
     Example:
         >>> strategy = torchstrategy.CentralStorageStrategy(["cpu:0", "cpu:1"])
@@ -141,9 +158,8 @@ class StrategyExtended(VariablesOfExtended):
     Source: https://www.tensorflow.org/versions/r2.4/api_docs/python/tf/distribute/StrategyExtended
     """
 
-    _cluster_resolver: ClusterResolver | None = (
-        None  # what a strategy over several processes was given
-    )
+    # What a strategy over several processes was given.
+    _cluster_resolver: ClusterResolver | None = None
 
     @property
     def worker_devices(self) -> tuple[Device, ...]:
@@ -157,7 +173,10 @@ class StrategyExtended(VariablesOfExtended):
 
     @property
     def experimental_between_graph(self) -> bool:
-        """Whether TensorFlow builds a graph for each worker under this strategy; here there are no graphs."""
+        """Whether TensorFlow builds a graph for each worker under this strategy.
+
+        Here there are no graphs.
+        """
         raise self._missing("experimental_between_graph")
 
     @property
@@ -167,7 +186,10 @@ class StrategyExtended(VariablesOfExtended):
 
     @property
     def should_checkpoint(self) -> bool:
-        """Whether this process saves checkpoints and summaries: the first of several does, and any that is alone."""
+        """Whether this process saves checkpoints and summaries.
+
+        That is the first of several does, and any that is alone.
+        """
         return self._workers.index == 0
 
     should_save_summary = should_checkpoint
@@ -205,8 +227,8 @@ class StrategyExtended(VariablesOfExtended):
         Args:
             reduce_op: `SUM` or `MEAN`.
             value: What `run` returned; containers are reduced leaf by leaf.
-            destinations: A device, a tensor whose device is meant, or a `DistributedValues`, for a copy on the device
-                of each of its components.
+            destinations: A device, a tensor whose device is meant, or a
+                `DistributedValues`, for a copy on the device of each of its components.
             options: How values are sent.
 
         Returns:
@@ -219,7 +241,8 @@ class StrategyExtended(VariablesOfExtended):
             tensor([4., 4.])
 
         Raises:
-            ValueError: If shapes differ, the destination is not there, or an option asks for what cannot be done.
+            ValueError: If shapes differ, the destination is not there, or an option
+                asks for what cannot be done.
             TypeError: If the destination is a list or tuple.
             RuntimeError: If called in a replica or in another strategy's scope.
 
@@ -241,7 +264,9 @@ class StrategyExtended(VariablesOfExtended):
         value_destination_pairs: Sequence[tuple[Tree, Any]],
         options: CommunicationOptions | None = None,
     ) -> list[Tree]:
-        """`reduce_to` for each of several (value, destinations) pairs, which may be sent together.
+        """`reduce_to` for several (value, destinations) pairs.
+
+        They may be sent together.
 
         Example:
             >>> strategy = torchstrategy.CentralStorageStrategy(["cpu", "cpu"])
@@ -258,7 +283,8 @@ class StrategyExtended(VariablesOfExtended):
             for pair in pairs:
                 if not isinstance(pair, tuple) or len(pair) != 2:
                     raise ValueError(
-                        f"batch_reduce_to takes (value, destinations) pairs; got {pair!r}."
+                        "batch_reduce_to takes (value, destinations) pairs; got "
+                        f"{pair!r}."
                     )
                 _check_destinations(pair[1])
             return self._batch_reduce_to(
@@ -272,8 +298,8 @@ class StrategyExtended(VariablesOfExtended):
 
         Args:
             tensor: What to copy. A number is returned as it is.
-            destinations: A device, a tensor whose device is meant, or a `DistributedValues`, for a copy on the device
-                of each of its components.
+            destinations: A device, a tensor whose device is meant, or a
+                `DistributedValues`, for a copy on the device of each of its components.
 
         Returns:
             A tensor, or a mirrored value for a distributed destination.
@@ -289,7 +315,8 @@ class StrategyExtended(VariablesOfExtended):
 
         Raises:
             ValueError: If the destination is not there.
-            TypeError: If the destination is a list or tuple, or `tensor` is neither a tensor nor a number.
+            TypeError: If the destination is a list or tuple, or `tensor` is neither a
+                tensor nor a number.
             NotImplementedError: Under the default strategy.
             RuntimeError: If called in a replica or in another strategy's scope.
         """
@@ -301,7 +328,9 @@ class StrategyExtended(VariablesOfExtended):
         return self._broadcast_to(tensor, destinations)
 
     def non_slot_devices(self, var_list: Iterable[Any]) -> tuple[Device, ...]:
-        """Where what an optimizer keeps only once lives, such as the number of steps: with the parameters.
+        """Where what an optimizer keeps only once lives: with the parameters.
+
+        The number of steps is such a thing.
 
         Args:
             var_list: The parameters that it optimizes.
@@ -311,8 +340,8 @@ class StrategyExtended(VariablesOfExtended):
             >>> strategy.extended.non_slot_devices([torch.ones(1)])
             (device(type='cpu', index=0),)
 
-        Differs from tf.distribute:
-            Under central storage and the default strategy, TensorFlow returns one of the variables.
+        Differs from tf.distribute: Under central storage and the default strategy,
+            TensorFlow returns one of the variables.
         """
         return self.parameter_devices
 
@@ -324,26 +353,33 @@ class StrategyExtended(VariablesOfExtended):
         kwargs: Mapping[str, Tree] | None = None,
         group: bool = True,
     ) -> Tree:
-        """Calls `fn(*args, **kwargs)` once for each device of `colocate_with`, with that device in use.
+        """Calls `fn(*args, **kwargs)` once for each device of `colocate_with`.
 
-        A distributed value in the arguments is, in the first call, its first component, and so on.
+        That device is in use then.
+
+        A distributed value in the arguments is, in the first call, its first component,
+        and so on.
 
         Args:
-            colocate_with: What `non_slot_devices` returned; or a device, or a tensor whose device is meant.
+            colocate_with: What `non_slot_devices` returned; or a device, or a tensor
+                whose device is meant.
             fn: What to call.
             args: Its positional arguments.
             kwargs: Its keyword arguments.
-            group: Whether what the calls returned is put together as by `Strategy.run`. False: to a tuple with an item
-                for each call, at each leaf.
+            group: Whether what the calls returned is put together as by `Strategy.run`.
+                False: to a tuple with an item for each call, at each leaf.
 
         Example:
             >>> strategy = torchstrategy.OneDeviceStrategy("cpu")
             >>> steps = torch.zeros(())
-            >>> strategy.extended.update_non_slot(strategy.extended.non_slot_devices([]), steps.add_, (1,))
+            >>> strategy.extended.update_non_slot(
+            ...     strategy.extended.non_slot_devices([]), steps.add_, (1,)
+            ... )
             tensor(1.)
 
         Raises:
-            ValueError: If there is no device in `colocate_with`, or the calls return different structures.
+            ValueError: If there is no device in `colocate_with`, or the calls return
+                different structures.
             RuntimeError: If called in a replica or in another strategy's scope.
         """
         strategy = self._container_strategy()
@@ -355,7 +391,8 @@ class StrategyExtended(VariablesOfExtended):
         )
         if not places:
             raise ValueError(
-                "update_non_slot(colocate_with=()) names no device to call its function for."
+                "update_non_slot(colocate_with=()) names no device to call its "
+                "function for."
             )
         named = [one.device if isinstance(one, torch.Tensor) else one for one in places]
         devices = [canonical_device(one) for one in named]
@@ -381,7 +418,8 @@ class StrategyExtended(VariablesOfExtended):
         )
         if session is not None:
             raise ValueError(
-                f"experimental_make_numpy_dataset(session={session!r}): there are no sessions here."
+                f"experimental_make_numpy_dataset(session={session!r}): there are no "
+                "sessions here."
             )
         return ArrayDataset(numpy_input)
 
@@ -392,23 +430,31 @@ class StrategyExtended(VariablesOfExtended):
         iterations: int = 1,
         initial_loop_values: Mapping[str, Tree] | None = None,
     ) -> MultiStepContext:
-        """Calls `fn(context, batch)` for several batches in a row, in the scope of the strategy.
+        """Calls `fn(context, batch)` for several batches, in the scope of the strategy.
 
         Args:
-            fn: Calls `Strategy.run` with the batch, and keeps in the `context` what is wanted when all is done.
-            iterator: What `Strategy.make_dataset_iterator` returned, or another with `get_next()`.
+            fn: Calls `Strategy.run` with the batch, and keeps in the `context` what is
+                wanted when all is done.
+            iterator: What `Strategy.make_dataset_iterator` returned, or another with
+                `get_next()`.
             iterations: How many batches to run.
             initial_loop_values: What `last_step_outputs` holds where `fn` sets nothing.
 
         Returns:
-            The `MultiStepContext`: its `last_step_outputs` and `non_tensor_outputs` are what was set last.
+            The `MultiStepContext`: its `last_step_outputs` and `non_tensor_outputs` are
+            what was set last.
 
         Example:
             >>> strategy = torchstrategy.OneDeviceStrategy("cpu")
-            >>> iterator = strategy.make_dataset_iterator([torch.ones(2), torch.ones(3)])
+            >>> iterator = strategy.make_dataset_iterator(
+            ...     [torch.ones(2), torch.ones(3)]
+            ... )
             >>> def fn(context, batch):
-            ...     context.set_last_step_output("rows", strategy.run(len, args=(batch,)))
-            >>> strategy.extended.experimental_run_steps_on_iterator(fn, iterator, iterations=2).last_step_outputs
+            ...     context.set_last_step_output(
+            ...         "rows", strategy.run(len, args=(batch,))
+            ...     )
+            >>> run_steps = strategy.extended.experimental_run_steps_on_iterator
+            >>> run_steps(fn, iterator, iterations=2).last_step_outputs
             {'rows': 3}
 
         Differs from tf.distribute:
@@ -424,7 +470,8 @@ class StrategyExtended(VariablesOfExtended):
         with self._exchanging("experimental_run_steps_on_iterator"):
             if iterations < 0:
                 raise ValueError(
-                    f"experimental_run_steps_on_iterator(iterations={iterations}): a number of batches."
+                    f"experimental_run_steps_on_iterator(iterations={iterations}): a "
+                    "number of batches."
                 )
         context = MultiStepContext(initial_loop_values or {})
         with strategy.scope():
@@ -432,7 +479,8 @@ class StrategyExtended(VariablesOfExtended):
                 fn(context, next_of(iterator))
         return context
 
-    # What a kind of strategy brings. The first four are all that `run` and `reduce` need.
+    # What a kind of strategy brings. The first four are all that `run` and `reduce`
+    # need.
 
     @property
     def _num_replicas_in_sync(self) -> int:
@@ -442,7 +490,10 @@ class StrategyExtended(VariablesOfExtended):
     def _call_for_each_replica(
         self, fn: ReplicaFn, args: tuple[Tree, ...], kwargs: dict[str, Tree]
     ) -> Tree:
-        """Calls `fn` in a `ReplicaContext` for each replica, and puts together what the calls return."""
+        """Calls `fn` in a `ReplicaContext` for each replica.
+
+        Puts together what the calls return.
+        """
         raise self._missing("_call_for_each_replica")
 
     def _local_results(self, distributed_value: Tree) -> tuple[Tree, ...]:
@@ -480,7 +531,8 @@ class StrategyExtended(VariablesOfExtended):
     ) -> Tree:
         if options != NO_OPTIONS:
             raise ValueError(
-                f"{type(self).__name__} has no use for {options}: call run without options."
+                f"{type(self).__name__} has no use for {options}: call run without "
+                "options."
             )
         with self._container_strategy().scope():
             return self._call_for_each_replica(fn, args, kwargs)
@@ -538,7 +590,7 @@ class StrategyExtended(VariablesOfExtended):
     def _reduce_along_axis(
         self, op: ReduceOp, value: Tree, axis: int | tuple[int, ...]
     ) -> Tree:
-        """The sum or mean of one leaf over the replicas and, in each of them, along one or several axes."""
+        """The sum or mean of one leaf over the replicas, and along axes in each."""
         total = self._reduce_leaf(
             ReduceOp.SUM,
             self._run(lambda v: sum_along(v, axis)[0], (value,), {}, NO_OPTIONS),
@@ -554,18 +606,25 @@ class StrategyExtended(VariablesOfExtended):
         raise self._missing("_gather")
 
     def _agree_on_parts(self, paths: Callable[[], Sequence[str]]) -> None:
-        """Refuses a value of which several workers have other parts. `paths` says how Python code reads each part."""
+        """Refuses a value of which several workers have other parts.
+
+        `paths` says how Python code reads each part.
+        """
 
     def _gathering(self, axis: int) -> Callable[[Tree], Tree]:
-        """A function that gathers a leaf: a value of all replicas, or a list of Python objects."""
+        """A function that gathers a leaf: all replicas' value, or a list of objects.
+
+        These are Python objects.
+        """
 
         def gather(leaf: Tree) -> Tree:
             if not is_row_list(leaf):
                 return self._gather(leaf, axis)
             if as_axis(axis) != 0:
                 raise ValueError(
-                    f"A list with a Python object for each row is gathered along axis=0; got axis={axis!r}. Only "
-                    "tensors have other dimensions: make one of the numbers in the step, or leave them as rows."
+                    "A list with a Python object for each row is gathered along "
+                    f"axis=0; got axis={axis!r}. Only tensors have other dimensions: "
+                    "make one of the numbers in the step, or leave them as rows."
                 )
             return self._gather_rows(leaf)
 
@@ -602,11 +661,17 @@ class StrategyExtended(VariablesOfExtended):
         raise self._missing("_distribute_optimizer")
 
     def _exchanging(self, call: str) -> AbstractContextManager[None]:
-        """A block of a call in which several processes exchange values: if it fails, the others are told why."""
+        """A block of a call in which several processes exchange values.
+
+        If it fails, the others are told why.
+        """
         return _ALONE
 
     def _refuse_run(self, error: Exception) -> None:
-        """Tells the other processes that this one refuses the arguments of a run before it begins."""
+        """Tells the other processes that this one refuses the arguments of a run.
+
+        It does so before the run begins.
+        """
 
     def _creation_scope(self) -> AbstractContextManager[Any]:
         return nullcontext()
@@ -621,11 +686,13 @@ _ALONE = nullcontext()  # what no other process waits for
 def _check_destinations(destinations: object) -> None:
     if isinstance(destinations, (list, tuple)):
         raise TypeError(
-            f"destinations is one device, tensor or distributed value; got {destinations!r}."
+            "destinations is one device, tensor or distributed value; got "
+            f"{destinations!r}."
         )
     if destinations is None:
         raise ValueError(
-            "destinations says where the result goes: a device, tensor or distributed value; got None."
+            "destinations says where the result goes: a device, tensor or distributed "
+            "value; got None."
         )
 
 
@@ -639,7 +706,9 @@ def _rows(component: Tree, batch: Tree) -> int:
 def _weighted_parts(
     value: DistributedValues, weights: Tree
 ) -> tuple[PerReplica, PerReplica]:
-    """The components times their weights, and the weights; the mean is the sum of the former over that of the latter.
+    """The components times their weights, and the weights.
+
+    The mean is the sum of the former over that of the latter.
 
     Raises:
         ValueError: If it is not known how much a replica weighs.
@@ -656,9 +725,8 @@ def _weighted_parts(
         )
         products.append(product)
         sizes.append(size)
-    spare = getattr(
-        value, "understudy", None
-    )  # of a worker without rows: what it would bring does not count
+    # Of a worker without rows: what it would bring does not count.
+    spare = getattr(value, "understudy", None)
     product, size = (None, None) if spare is None else _multiply(spare, 0)
     return PerReplica(products, understudy=product), PerReplica(sizes, understudy=size)
 
@@ -667,7 +735,8 @@ def _multiply(component: Tree, weight: Tree) -> tuple[torch.Tensor, torch.Tensor
     """A component times its weight, and the weight, as tensors."""
     if weight is ABSENT:
         raise ValueError(
-            "weights=... has no weight for a replica that has a value: give the batch of the same step."
+            "weights=... has no weight for a replica that has a value: give the batch "
+            "of the same step."
         )
     tensor = as_tensor(component)
     # A sum of many rows may be more than a half can hold.
@@ -677,12 +746,12 @@ def _multiply(component: Tree, weight: Tree) -> tuple[torch.Tensor, torch.Tensor
     size = as_tensor(weight).detach().to(wide)
     if size.numel() != 1:
         raise ValueError(
-            f"A weight is one number for each replica; got one of shape {tuple(size.shape)}."
+            "A weight is one number for each replica; got one of shape "
+            f"{tuple(size.shape)}."
         )
     size = size.reshape(())
-    return torch.where(
-        size == 0, 0, wide * size
-    ), size  # the mean of no rows is NaN, and does not count
+    # The mean of no rows is NaN, and does not count.
+    return torch.where(size == 0, 0, wide * size), size
 
 
 def _weights(weights: Tree, count: int) -> Sequence[Tree]:
@@ -704,6 +773,7 @@ def _weights(weights: Tree, count: int) -> Sequence[Tree]:
         else f"{weights!r}"
     )
     raise ValueError(
-        "weights=... says how much each replica weighs: give the batch that the strategy split, what strategy.run "
-        f"returned, such as a count of tokens, or a list of {plural(count, 'number')}, one for each replica. Got {got}."
+        "weights=... says how much each replica weighs: give the batch that the "
+        "strategy split, what strategy.run returned, such as a count of tokens, or a "
+        f"list of {plural(count, 'number')}, one for each replica. Got {got}."
     )

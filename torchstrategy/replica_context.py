@@ -1,4 +1,4 @@
-"""What a replica can ask and do: who it is, and where it synchronizes with the others."""
+"""What a replica can ask and do: who it is, and where it synchronizes."""
 
 from __future__ import annotations
 
@@ -20,17 +20,20 @@ from torchstrategy._group.workers import refusing
 from torchstrategy._parity.options import CommunicationOptions, as_options, check_usable
 from torchstrategy.strategy import Strategy
 
-# A block in which a merge function runs, and what makes of a replica's function one over the user's own objects.
+# A block in which a merge function runs, and what makes of a replica's function one
+# over the user's own objects.
 Published = AbstractContextManager[Callable[[Any], Any] | None]
 
 
 @final
 class ReplicaContext:
-    """The replica that a step runs in. Ask for it with `torchstrategy.get_replica_context()`.
+    """The replica that a step runs in.
 
-    It belongs to one call of the step: kept longer, it can still be asked who it was, and nothing more. A strategy of
-    one's own makes one and calls the step in it: `with ReplicaContext(strategy, 0): ...`. Such a replica has nobody
-    to synchronize with.
+    Ask for it with `torchstrategy.get_replica_context()`.
+
+    It belongs to one call of the step: kept longer, it can still be asked who it was,
+    and nothing more. A strategy of one's own makes one and calls the step in it: `with
+    ReplicaContext(strategy, 0): ...`. Such a replica has nobody to synchronize with.
 
     Args:
         strategy: The strategy whose replica it is.
@@ -48,8 +51,8 @@ class ReplicaContext:
           1: 3.0
         }
 
-    Differs from tf.distribute:
-        `replica_id_in_sync_group` is an int, not a tensor; `devices` is a tuple of one `torch.device`.
+    Differs from tf.distribute: `replica_id_in_sync_group` is an int, not a tensor;
+        `devices` is a tuple of one `torch.device`.
 
     Raises:
         ValueError: If `replica_id_in_sync_group` is not an integer.
@@ -76,7 +79,8 @@ class ReplicaContext:
     @property
     def strategy(self) -> Strategy:
         """The strategy whose replica this is."""
-        return self._strategy  # type: ignore[return-value]  # one of compat.v1 only in its own replicas
+        # One of compat.v1 only in its own replicas.
+        return self._strategy  # type: ignore[return-value]
 
     @property
     def replica_id_in_sync_group(self) -> int:
@@ -87,9 +91,12 @@ class ReplicaContext:
 
     @property
     def is_first_replica(self) -> bool:
-        """Whether this is the first replica that takes part in the step, of all workers: exactly one is.
+        """Whether this is the first replica that takes part in the step.
 
-        `if context.is_first_replica:` is how a step prints, counts or writes a file once.
+        Of all workers, exactly one is.
+
+        `if context.is_first_replica:` is how a step prints, counts or writes a file
+        once.
         """
         if self._group is None:
             return self._replica_id == 0
@@ -119,14 +126,17 @@ class ReplicaContext:
         args: Sequence[Tree] = (),
         kwargs: Any = None,
     ) -> Tree:
-        """Synchronizes with the other replicas: `merge_fn(strategy, *args, **kwargs)` is called once for all of them.
+        """Synchronizes with the other replicas.
 
-        It runs in the cross-replica context, on the thread that called `run`, with the arguments of all replicas put
-        together as `run` puts results together. A distributed value in its result comes back as this replica's
-        component.
+        `merge_fn(strategy, *args, **kwargs)` is called once for all of them.
+
+        It runs in the cross-replica context, on the thread that called `run`, with the
+        arguments of all replicas put together as `run` puts results together. A
+        distributed value in its result comes back as this replica's component.
 
         Args:
-            merge_fn: What to call. Replicas that pass different functions get that of the lowest.
+            merge_fn: What to call. Replicas that pass different functions get that of
+                the lowest.
             args: Its positional arguments after the strategy.
             kwargs: Its keyword arguments.
 
@@ -134,13 +144,16 @@ class ReplicaContext:
             >>> strategy = torchstrategy.CentralStorageStrategy(["cpu", "cpu"])
             >>> def step(value):
             ...     context = torchstrategy.get_replica_context()
-            ...     return context.merge_call(lambda strategy, v: strategy.reduce("sum", v, axis=None), args=(value,))
+            ...     return context.merge_call(
+            ...         lambda strategy, v: strategy.reduce("sum", v, axis=None),
+            ...         args=(value,),
+            ...     )
             >>> strategy.run(lambda: step(torch.tensor(1.0) * 1))
             tensor(2.)
 
         Raises:
-            RuntimeError: If this is not the replica that the caller is in; from `run`, if not every replica makes the
-                call.
+            RuntimeError: If this is not the replica that the caller is in; from `run`,
+                if not every replica makes the call.
             ValueError: If the replicas' arguments differ in structure.
         """
         group = self._require_active("merge_call")
@@ -167,30 +180,36 @@ class ReplicaContext:
         value: Tree,
         options: CommunicationOptions | None = None,
     ) -> Tree:
-        """Synchronizes with the other replicas, and returns the sum or mean of their values, of any nesting.
+        """Synchronizes with the other replicas; returns their values' sum or mean.
 
-        Each replica gets a tensor of its own. Gradients flow through it, scaled by the replicas' shares in
-        the gradient: see `RunOptions`.
+        The values may have any nesting.
+
+        Each replica gets a tensor of its own. Gradients flow through it, scaled by the
+        replicas' shares in the gradient: see `RunOptions`.
 
         Args:
-            reduce_op: `SUM`, or `MEAN` over the replicas that take part. The mean of integers is of torch's default
-                dtype.
-            value: A tensor or number, or containers of them: in every replica of the same shapes and dtypes.
+            reduce_op: `SUM`, or `MEAN` over the replicas that take part. The mean of
+                integers is of torch's default dtype.
+            value: A tensor or number, or containers of them: in every replica of the
+                same shapes and dtypes.
             options: How values are sent.
 
         Example:
             >>> strategy = torchstrategy.CentralStorageStrategy(["cpu", "cpu"])
-            >>> strategy.run(lambda: torchstrategy.get_replica_context().all_reduce("mean", {"x": torch.ones(2)})["x"])
+            >>> def step():
+            ...     context = torchstrategy.get_replica_context()
+            ...     return context.all_reduce("mean", {"x": torch.ones(2)})["x"]
+            >>> strategy.run(step)
             PerReplica:{
               0: tensor([1., 1.]),
               1: tensor([1., 1.])
             }
 
         Raises:
-            RuntimeError: If this is not the replica that the caller is in; from `run`, if not every replica makes the
-                call.
-            ValueError: If shapes or dtypes differ, `reduce_op` names no reduction, or an option asks for what cannot be
-                done.
+            RuntimeError: If this is not the replica that the caller is in; from `run`,
+                if not every replica makes the call.
+            ValueError: If shapes or dtypes differ, `reduce_op` names no reduction, or
+                an option asks for what cannot be done.
             TypeError: If a value cannot be added.
         """
         group = self._require_active("all_reduce")
@@ -219,7 +238,9 @@ class ReplicaContext:
     def all_gather(
         self, value: Tree, axis: int, options: CommunicationOptions | None = None
     ) -> Tree:
-        """Synchronizes with the other replicas, and returns their values, of any nesting, joined along `axis`.
+        """Synchronizes with the other replicas, and returns their joined values.
+
+        They are joined along `axis`, and may have any nesting.
 
         Sizes along `axis` may differ. Gradients flow through it.
 
@@ -230,17 +251,20 @@ class ReplicaContext:
 
         Example:
             >>> strategy = torchstrategy.CentralStorageStrategy(["cpu", "cpu"])
-            >>> strategy.run(lambda: torchstrategy.get_replica_context().all_gather(torch.ones(1, 2), axis=0).shape)
+            >>> def step():
+            ...     context = torchstrategy.get_replica_context()
+            ...     return context.all_gather(torch.ones(1, 2), axis=0).shape
+            >>> strategy.run(step)
             PerReplica:{
               0: torch.Size([2, 2]),
               1: torch.Size([2, 2])
             }
 
         Raises:
-            RuntimeError: If this is not the replica that the caller is in; from `run`, if not every replica makes the
-                call.
-            ValueError: If a value is a scalar, two differ elsewhere than along `axis`, there is no such axis, or an
-                option asks for what cannot be done.
+            RuntimeError: If this is not the replica that the caller is in; from `run`,
+                if not every replica makes the call.
+            ValueError: If a value is a scalar, two differ elsewhere than along `axis`,
+                there is no such axis, or an option asks for what cannot be done.
         """
         group = self._require_active("all_gather")
         with refusing():
@@ -262,7 +286,10 @@ class ReplicaContext:
         self._entries.pop().__exit__(*exception)
 
     def __repr__(self) -> str:
-        return f"<torchstrategy.ReplicaContext {self._replica_id} of {self.num_replicas_in_sync}>"
+        return (
+            f"<torchstrategy.ReplicaContext {self._replica_id} of "
+            f"{self.num_replicas_in_sync}>"
+        )
 
     def _ends(self) -> None:
         """The call of the step is over: the replica cannot synchronize any more."""
@@ -273,8 +300,8 @@ class ReplicaContext:
         self._require_here(what, can_synchronize=not self._is_over)
         if self._group is None and self.num_replicas_in_sync > 1:
             raise RuntimeError(
-                f"{what} is where replicas synchronize, and replica {self._replica_id} of {self.num_replicas_in_sync} "
-                f"of {self._strategy!r} {self._alone}."
+                f"{what} is where replicas synchronize, and replica {self._replica_id} "
+                f"of {self.num_replicas_in_sync} of {self._strategy!r} {self._alone}."
             )
         if self._group is not None:
             self._group.replica.num_calls += 1
@@ -289,19 +316,22 @@ class ReplicaContext:
                 else "elsewhere"
             )
             raise RuntimeError(
-                f"Mismatching replica context: {what} was called on replica {self._replica_id}, and the caller is "
-                f"{where}. A context is good for one call of the step: ask torchstrategy.get_replica_context() in it."
+                f"Mismatching replica context: {what} was called on replica "
+                f"{self._replica_id}, and the caller is {where}. A context is good for "
+                "one call of the step: ask torchstrategy.get_replica_context() in it."
             )
 
 
 def get_replica_context() -> ReplicaContext | None:
-    """The replica that the caller is in; None exactly when `in_cross_replica_context()`.
+    """The caller's replica; None exactly when `in_cross_replica_context()`.
 
     Outside of every scope, it is the only replica of the default strategy.
 
     Example:
         >>> strategy = torchstrategy.CentralStorageStrategy(["cpu", "cpu"])
-        >>> ids = strategy.run(lambda: torchstrategy.get_replica_context().replica_id_in_sync_group)
+        >>> ids = strategy.run(
+        ...     lambda: torchstrategy.get_replica_context().replica_id_in_sync_group
+        ... )
         >>> strategy.experimental_local_results(ids)
         (0, 1)
 
@@ -320,8 +350,9 @@ def running_context(
     Args:
         strategy: The strategy whose replica it is.
         group: The replicas of the run.
-        published: A block in which a merge function runs: there, the parameters of the user's own model have the
-            gradients. It may give a function that makes, of a replica's function, one over the user's own objects.
+        published: A block in which a merge function runs: there, the parameters of the
+            user's own model have the gradients. It may give a function that makes, of a
+            replica's function, one over the user's own objects.
     """
     context = ReplicaContext(
         strategy, group.workers.index * len(group.devices) + group.replica.index
@@ -333,19 +364,23 @@ def running_context(
 def counting_context(strategy: StrategyLike, replica: int) -> ReplicaContext:
     """The context of a replica that is asked how much it counts, before its step."""
     context = ReplicaContext(strategy, replica)
-    context._alone = "is asked how much it counts: examples= tells its own number, and the strategy adds up those of all"
+    context._alone = (
+        "is asked how much it counts: examples= tells its own number, and the strategy "
+        "adds up those of all"
+    )
     return context
 
 
 @final
 class LoneFrame(Frame):
-    """The frame of a replica that is the only one in its process, and uses the user's own objects.
+    """The frame of the only replica in its process, which uses the user's own objects.
 
     Its context is made when somebody asks for it, which few steps do.
 
     Args:
         strategy: The strategy that the thread has entered.
-        make_group: Makes the group in which the replica synchronizes with others. None: there are no others.
+        make_group: Makes the group in which the replica synchronizes with others. None:
+            there are no others.
     """
 
     __slots__ = ("_make_group",)
@@ -384,6 +419,7 @@ def refuse_unfinished(result: object) -> None:
 
 
 _NOT_RUN = (
-    "The step is a function with yield, or an async one: its call returned a {}, and ran nothing yet. Whoever runs it "
-    "later runs it on your own objects, once for each replica. Let the step do its work and return what it made."
+    "The step is a function with yield, or an async one: its call returned a {}, and "
+    "ran nothing yet. Whoever runs it later runs it on your own objects, once for each "
+    "replica. Let the step do its work and return what it made."
 )

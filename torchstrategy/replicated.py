@@ -1,4 +1,4 @@
-"""Several replicas, in one process or in several workers, and the story of a step in them."""
+"""Several replicas, in one process or in several, and the story of a step in them."""
 
 from __future__ import annotations
 
@@ -77,16 +77,22 @@ from torchstrategy.replica_context import LoneFrame, refuse_unfinished, running_
 
 
 class ReplicatedExtended(StrategyExtended):
-    """Several replicas, or a single one. Each gets its part of a batch, and their results are put together.
+    """Several replicas, or a single one.
+
+    Each gets its part of a batch, and their results are put together.
 
     Args:
-        storage: Where parameters live, on which devices replicas run, and which processes train together.
-        gradient_reduction: How the gradients of the replicas become one, where a run does not say.
+        storage: Where parameters live, on which devices replicas run, and which
+            processes train together.
+        gradient_reduction: How the gradients of the replicas become one, where a run
+            does not say.
         ops: How `reduce` and the like bring values together on the parameter device.
-        examples: A function that says how much a replica counts, where a run does not say.
+        examples: A function that says how much a replica counts, where a run does not
+            say.
     """
 
-    _makes_containers = True  # whether a lone replica gets lists and dicts of its own, as several replicas do
+    # Whether a lone replica gets lists and dicts of its own, as several replicas do.
+    _makes_containers = True
 
     def __init__(
         self,
@@ -101,9 +107,8 @@ class ReplicatedExtended(StrategyExtended):
             storage.placement.workers,
             storage.placement.streams,
         )
-        self._num_local = len(
-            storage.devices
-        )  # all workers have the same number of replicas
+        # All workers have the same number of replicas.
+        self._num_local = len(storage.devices)
         self._replicas = Replicas(
             storage.devices, self._workers.index * self._num_local
         )
@@ -113,19 +118,16 @@ class ReplicatedExtended(StrategyExtended):
         self._gradient_reduction = self._losses.reduction
         self._examples = examples
         self._ops = ops
-        self._alone_on: Device | None = storage.devices[
-            0
-        ]  # where a lone replica runs; None: wherever the caller is
+        # Where a lone replica runs; None: wherever the caller is.
+        self._alone_on: Device | None = storage.devices[0]
         self._owns = storage.owns
         self._accelerators = list(
             filter(is_accelerator, (*storage.devices, storage.parameter_device))
         )
-        self._side_streams: tuple[
-            torch.Stream, ...
-        ] = ()  # those that the steps of the last run have used
-        self._is_running = (
-            False  # whether a run is under way, where there are several workers
-        )
+        # Those that the steps of the last run have used.
+        self._side_streams: tuple[torch.Stream, ...] = ()
+        # Whether a run is under way, where there are several workers.
+        self._is_running = False
 
     @property
     def worker_devices(self) -> tuple[Device, ...]:
@@ -158,19 +160,24 @@ class ReplicatedExtended(StrategyExtended):
         return self._storage.devices[replica % self._num_local]
 
     # Note [The story of a step]
-    # 1. Compute the weights: how much each replica counts follows from its rows, or from `RunOptions`
-    #    (`_group/participants`).
-    # 2. Begin the run: each replica gets copies that have the user's latest values. Where the step says `model`, it
-    #    gets the copy of its replica (`_copies/replicated_storage`; Note [The order of a run and of its undoing]
+    # 1. Compute the weights: how much each replica counts follows from its rows, or
+    #    from `RunOptions` (`_group/participants`).
+    # 2. Begin the run: each replica gets copies that have the user's latest values.
+    #    Where the step says `model`, it gets the copy of its replica
+    #    (`_copies/replicated_storage`; Note [The order of a run and of its undoing]
     #    there tells what undoes it).
-    # 3. Call the step in each replica: on this thread, and on threads of their own where replicas have to wait for one
-    #    another (`_group/replica_threads`).
-    # 4. Synchronize: at `optimizer.step()`, `all_reduce` and the like all replicas stand still while one function runs
-    #    for them on this thread. At `optimizer.step()` gradients become one (`_copies/gradients/gradient_reducer`).
-    # 5. Regroup: what the replicas returned becomes one result (`_base/distributed_values`).
-    # 6. End the run: what the step has changed in its copies comes to the user's own objects. If the changes of the
-    #    replicas do not fit together, the run raises an error and is undone.
-    # A strategy with a plain `Storage` has nothing of this to do: it calls the step with the user's own objects.
+    # 3. Call the step in each replica: on this thread, and on threads of their own
+    #    where replicas have to wait for one another (`_group/replica_threads`).
+    # 4. Synchronize: at `optimizer.step()`, `all_reduce` and the like all replicas
+    #    stand still while one function runs for them on this thread. At
+    #    `optimizer.step()` gradients become one (`_copies/gradients/gradient_reducer`).
+    # 5. Regroup: what the replicas returned becomes one result
+    #    (`_base/distributed_values`).
+    # 6. End the run: what the step has changed in its copies comes to the user's own
+    #    objects. If the changes of the replicas do not fit together, the run raises an
+    #    error and is undone.
+    # A strategy with a plain `Storage` has nothing of this to do: it calls the step
+    # with the user's own objects.
     def _run(
         self,
         fn: ReplicaFn,
@@ -196,8 +203,9 @@ class ReplicatedExtended(StrategyExtended):
         """A run in which other workers have replicas, too."""
         if self._is_running:
             raise RuntimeError(
-                "strategy.run was called in a merge function, or on a second thread, during another run of the same "
-                "strategy. Workers could not tell to which an exchange belongs: call run when the other has returned."
+                "strategy.run was called in a merge function, or on a second thread, "
+                "during another run of the same strategy. Workers could not tell to "
+                "which an exchange belongs: call run when the other has returned."
             )
         self._is_running, before = True, self._workers.num_exchanges
         self._workers.begin_run()
@@ -249,7 +257,8 @@ class ReplicatedExtended(StrategyExtended):
         weights = self._weights(
             storage, leaves, options, self._counts(args, kwargs, options)
         )  # 1
-        # What a settled step is, `RunLosses.settled` says. `_run/lone_replica.py` has this line, too.
+        # What a settled step is, `RunLosses.settled` says. `_run/lone_replica.py` has
+        # this line, too.
         is_settled = (
             options.gradient_reduction is None
             and getattr(fn, "__code__", None) in self._losses.settled
@@ -269,9 +278,8 @@ class ReplicatedExtended(StrategyExtended):
             if self._accelerators
             else None
         )
-        run = storage.begin_run(
-            weights, fn, leaves, partial(Frame, strategy)
-        )  # 2 and, when the block is left, 6
+        # 2 and, when the block is left, 6.
+        run = storage.begin_run(weights, fn, leaves, partial(Frame, strategy))
         telling = self._workers.arrive if self._workers.count > 1 else None
         with streams or _NO_BLOCK, run as run_state, uncounted, caching:
 
@@ -318,7 +326,10 @@ class ReplicatedExtended(StrategyExtended):
     def _regroup_results(
         self, results: dict[int, Tree], weights: Participants, run_state: ReplicatedRun
     ) -> Tree:
-        """What the replicas have returned, as one result. The program may call backward on it when the run is over."""
+        """What the replicas have returned, as one result.
+
+        The program may call backward on it when the run is over.
+        """
         if any(_may_require_grad(leaf) for leaf in tree_leaves(list(results.values()))):
             run_state.replica_set.gradients.deliver_late_ones()
         return weights.regroup(results, self._workers, are_results=True)
@@ -326,7 +337,10 @@ class ReplicatedExtended(StrategyExtended):
     def _counts(
         self, args: tuple[Tree, ...], kwargs: dict[str, Tree], options: RunOptions
     ) -> Sequence[float] | None:
-        """What a function of the user's says of the replicas of this worker; None: there is none."""
+        """What a function of the user's says of the replicas of this worker.
+
+        None: there is none.
+        """
         count = self._examples if options.examples is None else options.examples
         if not callable(count):
             return None
@@ -347,7 +361,10 @@ class ReplicatedExtended(StrategyExtended):
         options: RunOptions,
         counts: Sequence[float] | None,
     ) -> Participants:
-        """How much each replica counts. Where there are several workers, they tell each other their rows."""
+        """How much each replica counts.
+
+        Where there are several workers, they tell each other their rows.
+        """
         n, default = self._num_local, self._gradient_reduction
         if self._streams is None:
             return Participants.of(leaves, n, options, default, counts=counts)
@@ -367,13 +384,16 @@ class ReplicatedExtended(StrategyExtended):
         kwargs: dict[str, Tree],
         options: RunOptions,
     ) -> Tree:
-        """Calls the step in a single replica, which uses the user's own objects. This has to cost next to nothing.
+        """Calls the step in a single replica, which uses the user's own objects.
 
-        It runs between steps, when its code is in no cache of the processor: each function that it calls takes half a
-        microsecond or more.
+        This has to cost next to nothing.
+
+        It runs between steps, when its code is in no cache of the processor: each
+        function that it calls takes half a microsecond or more.
         """
         if options.examples is not None or self._examples is not None:
-            # The only replica is the whole batch. But counts that do not fit are refused, as where there are several.
+            # The only replica is the whole batch. But counts that do not fit are
+            # refused, as where there are several.
             Participants.of(
                 (),
                 1,
@@ -392,7 +412,8 @@ class ReplicatedExtended(StrategyExtended):
                 )
         frame, frames = LoneFrame(self._container_strategy()), this_thread.frames
         depth, device = len(frames), self._alone_on
-        try:  # not a block: see Note [What happens on Ctrl-C] in `_group/replica_threads`
+        # Not a block: see Note [What happens on Ctrl-C] in `_group/replica_threads`.
+        try:
             frames.append(frame)
             if device is None or not needs_device_context(device):
                 return call_step_alone(fn, args, kwargs)
@@ -416,7 +437,10 @@ class ReplicatedExtended(StrategyExtended):
     def _of_all_workers(
         self, put_together: Callable[..., torch.Tensor], value: Tree
     ) -> torch.Tensor:
-        """One tensor of what all workers have of a value; `put_together` is `reduce_values` or `gather_values`."""
+        """One tensor of what all workers have of a value.
+
+        `put_together` is `reduce_values` or `gather_values`.
+        """
         with self._exchanging("strategy.reduce or strategy.gather"):
             check_component_counts([value], self._num_local)
             values, matter = self._parts_of(value)
@@ -428,9 +452,12 @@ class ReplicatedExtended(StrategyExtended):
             return total
 
     def _parts_of(self, value: Tree) -> tuple[Sequence[Tree], bool]:
-        """What this worker has of a value, and whether it counts. A plain value is the same in every replica.
+        """What this worker has of a value, and whether it counts.
 
-        If no replica of this worker is present, it brings a value that only tells the shape and dtype.
+        A plain value is the same in every replica.
+
+        If no replica of this worker is present, it brings a value that only tells the
+        shape and dtype.
         """
         if not isinstance(value, DistributedValues):
             return [value] * self._num_local, True
@@ -476,9 +503,8 @@ class ReplicatedExtended(StrategyExtended):
         if self._workers.count == 1:
             return
         own = list(paths())
-        if own == [
-            ""
-        ]:  # a value of one part; a worker with several comes to another exchange
+        # A value of one part; a worker with several comes to another exchange.
+        if own == [""]:
             return
         of_all = self._workers.all_gather_object(own, "the parts of a value")
         for w, theirs in enumerate(of_all):
@@ -486,10 +512,11 @@ class ReplicatedExtended(StrategyExtended):
             if theirs != of_all[0]:
                 shown = f"value{differing[0]}" if differing else "some part twice"
                 error = ValueError(
-                    f"Workers 0 and {w} brought values of different structure: only one of them has {shown}. Each part "
-                    "is put together with that of the same name, so every worker brings the same parts: a number for "
-                    "each metric, also where there was nothing to measure. Rows belong into one tensor, or into one "
-                    "list of Python objects."
+                    f"Workers 0 and {w} brought values of different structure: only "
+                    f"one of them has {shown}. Each part is put together with that of "
+                    "the same name, so every worker brings the same parts: a number "
+                    "for each metric, also where there was nothing to measure. Rows "
+                    "belong into one tensor, or into one list of Python objects."
                 )
                 self._workers.note_of_all(error)
                 raise error
@@ -501,9 +528,8 @@ class ReplicatedExtended(StrategyExtended):
             and len(leaves) > 1
             and all(map(given_values.holds_tensors, leaves))
         ):
-            with suppress(
-                TypeError, ValueError
-            ):  # the value that does not fit is named below
+            # The value that does not fit is named below.
+            with suppress(TypeError, ValueError):
                 return spec.unflatten(self._reduce_leaves(op, leaves, USUAL_OPTIONS))
         return super()._reduce_nested(op, value)
 
@@ -520,7 +546,8 @@ class ReplicatedExtended(StrategyExtended):
                 for value in apart
             ]
         else:
-            # Outside of replicas a variable acts as one tensor. Its values for the replicas are what is reduced.
+            # Outside of replicas a variable acts as one tensor. Its values for the
+            # replicas are what is reduced.
             values = [
                 value if isinstance(value, PerReplica) else PerReplica(value.values)
                 for value in apart
@@ -534,7 +561,8 @@ class ReplicatedExtended(StrategyExtended):
                 )
             if op is ReduceOp.MEAN:
                 for i, value in enumerate(values):
-                    # The mean of integers is of torch's default dtype, also if one replica was present.
+                    # The mean of integers is of torch's default dtype, also if one
+                    # replica was present.
                     if len(value.values) == 1:
                         totals[i] = totals[i] / 1
         in_order = iter(totals)
@@ -544,7 +572,10 @@ class ReplicatedExtended(StrategyExtended):
         ]
 
     def _without_sending(self, op: ReduceOp, value: Tree) -> Tree:
-        """The sum or mean of a value that is known to be the same in all replicas; else the value itself."""
+        """The sum or mean of a value that is known to be the same in all replicas.
+
+        Else it is the value itself.
+        """
         if isinstance(value, DistributedValues):
             is_equal = isinstance(value, (Mirrored, MirroredVariable))
             return value.values[0] if is_equal and op is ReduceOp.MEAN else value
@@ -618,7 +649,8 @@ class ReplicatedExtended(StrategyExtended):
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         if self._workers.count > 1:
             raise TypeError(
-                "A strategy of several processes cannot be copied: its exchanges would have no order."
+                "A strategy of several processes cannot be copied: its exchanges would "
+                "have no order."
             )
         return type(self)(
             type(self._storage)(self._storage.placement),
@@ -632,7 +664,10 @@ _NO_BLOCK: AbstractContextManager[None] = nullcontext()
 
 
 def _may_require_grad(value: Tree) -> bool:
-    """Whether a backward may begin at a leaf of a result: an object of the user's own may hold tensors."""
+    """Whether a backward may begin at a leaf of a result.
+
+    An object of the user's own may hold tensors.
+    """
     if isinstance(value, torch.Tensor):
         return value.requires_grad
     return not isinstance(value, _WITHOUT_TENSORS) and torch.is_grad_enabled()

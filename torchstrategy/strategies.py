@@ -1,6 +1,7 @@
-"""The strategies: each is a constructor, which picks where the replicas run and where parameters live.
+"""The strategies: each constructor picks where replicas and parameters live.
 
-A base class holds the constructor of those that TensorFlow 1 has, too: `compat.v1` gives it the methods of version 1.
+A base class holds the constructor of those that TensorFlow 1 has, too: `compat.v1`
+gives it the methods of version 1.
 """
 
 from __future__ import annotations
@@ -51,7 +52,10 @@ from torchstrategy.strategy import ONE_DEFAULT, Strategy, StrategyBase, T
 
 
 class OneDeviceExtended(ReplicatedExtended):
-    """One replica, on the caller's thread and on the user's own objects: nothing is wrapped, nothing put together."""
+    """One replica, on the caller's thread and on the user's own objects.
+
+    Nothing is wrapped, nothing put together.
+    """
 
     _makes_containers = False
     _run = ReplicatedExtended._run_alone
@@ -62,9 +66,8 @@ class OneDeviceExtended(ReplicatedExtended):
         return list(map(_own_value, leaves))
 
     def _reduce_nested(self, op: ReduceOp, value: Tree) -> Tree:
-        return map_results(
-            _own_value, value
-        )  # which is what the above comes to, and costs less
+        # Which is what the above comes to, and costs less.
+        return map_results(_own_value, value)
 
     def _reduce_along_axis(
         self, op: ReduceOp, value: Tree, axis: int | tuple[int, ...]
@@ -80,7 +83,8 @@ class OneDeviceExtended(ReplicatedExtended):
     ) -> Any:
         if options.experimental_replication_mode is InputReplicationMode.PER_REPLICA:
             raise NotImplementedError(
-                "OneDeviceStrategy has one replica: leave out InputReplicationMode.PER_REPLICA."
+                "OneDeviceStrategy has one replica: leave out "
+                "InputReplicationMode.PER_REPLICA."
             )
         return super()._distribute_from_function(dataset_fn, options)
 
@@ -90,7 +94,7 @@ class OneDeviceExtended(ReplicatedExtended):
 
 @final
 class DefaultExtended(OneDeviceExtended):
-    """The same, wherever the caller is: it has no device of its own, and nothing belongs to it."""
+    """The same, wherever the caller is: it has no device, and nothing belongs to it."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -101,7 +105,8 @@ class DefaultExtended(OneDeviceExtended):
     @property
     def worker_devices(self) -> tuple[Device, ...]:
         raise RuntimeError(
-            "The default strategy has no devices of its own: it runs wherever its caller is."
+            "The default strategy has no devices of its own: it runs wherever its "
+            "caller is."
         )
 
     parameter_devices = worker_devices
@@ -109,7 +114,8 @@ class DefaultExtended(OneDeviceExtended):
     @property
     def experimental_between_graph(self) -> bool:
         raise NotImplementedError(
-            "The default strategy does not say: there are no graphs, and it has no devices."
+            "The default strategy does not say: there are no graphs, and it has no "
+            "devices."
         )
 
     def non_slot_devices(self, var_list: Iterable[Any]) -> tuple[Device, ...]:
@@ -117,23 +123,25 @@ class DefaultExtended(OneDeviceExtended):
 
     def _broadcast_to(self, tensor: torch.Tensor, destinations: Any) -> Tree:
         raise NotImplementedError(
-            "The default strategy has no devices of its own to broadcast to. Use tensor.to()."
+            "The default strategy has no devices of its own to broadcast to. Use "
+            "tensor.to()."
         )
 
     def _distribute_dataset(self, dataset: Any, options: InputOptions) -> Any:
         if options != InputOptions():
             raise ValueError(
-                f"The default strategy returns the dataset itself, so options={options} would do nothing. Leave "
-                "them out, or distribute the dataset with a strategy that has a device, such as OneDeviceStrategy."
+                "The default strategy returns the dataset itself, so "
+                f"options={options} would do nothing. Leave them out, or distribute "
+                "the dataset with a strategy that has a device, such as "
+                "OneDeviceStrategy."
             )
         return dataset
 
     def _distribute_from_function(
         self, dataset_fn: DatasetFn, options: InputOptions
     ) -> Any:
-        return self._distribute_dataset(dataset_fn, options)(
-            InputContext()
-        )  # the options are checked before the call
+        # The options are checked before the call.
+        return self._distribute_dataset(dataset_fn, options)(InputContext())
 
     def _distribute_module(self, module: nn.Module) -> nn.Module:
         return module
@@ -152,7 +160,9 @@ def _own_value(value: Tree) -> Tree:
 
 @final
 class DefaultStrategy(Strategy):
-    """Plain PyTorch: one replica, wherever the caller is. There is one; `torchstrategy.get_strategy()` returns it.
+    """Plain PyTorch: one replica, wherever the caller is.
+
+    There is one; `torchstrategy.get_strategy()` returns it.
 
     Raises:
         RuntimeError: When another one is made.
@@ -195,13 +205,15 @@ class OneDeviceBase(StrategyBase):
 class OneDeviceStrategy(OneDeviceBase, Strategy):
     """Runs the step on one device, on the caller's thread.
 
-    What is created in its scope is created on the device, batches are moved to it, and the step costs what it costs
-    without a strategy. It is the strategy to write and debug a script with, before more devices are given to it.
+    What is created in its scope is created on the device, batches are moved to it, and
+    the step costs what it costs without a strategy. It is the strategy to write and
+    debug a script with, before more devices are given to it.
 
     Args:
-        device: `"cpu"`, `"cuda:0"`, `"/gpu:0"`, a `torch.device`, or the index of an accelerator.
-        examples: As for strategies of several replicas. It is called and checked, and changes no number: the only
-            replica is the whole batch.
+        device: `"cpu"`, `"cuda:0"`, `"/gpu:0"`, a `torch.device`, or the index of an
+            accelerator.
+        examples: As for strategies of several replicas. It is called and checked, and
+            changes no number: the only replica is the whole batch.
 
     Example:
         >>> strategy = torchstrategy.OneDeviceStrategy("cpu")
@@ -210,8 +222,8 @@ class OneDeviceStrategy(OneDeviceBase, Strategy):
         >>> strategy.run(lambda x: model(x).shape, args=(torch.ones(2, 3),))
         torch.Size([2, 1])
 
-    Differs from tf.distribute:
-        A device that is not there is refused here, not at its first use. `examples` is ours.
+    Differs from tf.distribute: A device that is not there is refused here, not at its
+        first use. `examples` is ours.
 
     Raises:
         ValueError: If `device` is no device, or one that this machine does not have.
@@ -249,44 +261,54 @@ class CentralStorageBase(StrategyBase):
 
 @final
 class CentralStorageStrategy(CentralStorageBase, Strategy):
-    """Keeps parameters on one device, and runs the step on each of several with copies of them.
+    """Keeps parameters on one device, and runs the step on several with copies of them.
 
-    Gradients are brought together on the parameter device, where the optimizer takes one step for all replicas. Each
-    replica computes the loss of its own rows, so nothing but gradients is gathered.
+    Gradients are brought together on the parameter device, where the optimizer takes
+    one step for all replicas. Each replica computes the loss of its own rows, so
+    nothing but gradients is gathered.
 
     Args:
-        compute_devices: The device of each replica. A device may stand there several times: `["cpu"] * 4` are four
-            replicas on one CPU. None: all accelerators of this machine, or one CPU where there is none.
-        parameter_device: Where parameters and the optimizer's state live. Default: the compute device if there is
-            exactly one; with several, the CPU. This is slow on accelerators, and you are warned of it: name one of
-            them, or `"cpu"` if their memory is too small.
-        gradient_reduction: How the gradients of the replicas become one; see `RunOptions`. None: `"mean"`, with a
-            `LossWeightWarning` where a loss is a mean over something else than rows.
-        buffer_aggregation: What becomes of the running statistics of normalisation layers, which each replica takes
-            of its own rows. `"mean"`: they are averaged, each replica weighing its rows. `"only_first_replica"`: the
-            first replica's statistics are kept, as `torch.nn.DataParallel` does. All other buffers always get the first
-            replica's values, so that counters count each step once.
-        examples: A function that says how much each replica counts, for runs whose `RunOptions` do not say. It is
-            called with the arguments of every step of the strategy; see `RunOptions`.
+        compute_devices: The device of each replica. A device may stand there several
+            times: `["cpu"] * 4` are four replicas on one CPU. None: all accelerators of
+            this machine, or one CPU where there is none.
+        parameter_device: Where parameters and the optimizer's state live. Default: the
+            compute device if there is exactly one; with several, the CPU. This is slow
+            on accelerators, and you are warned of it: name one of them, or `"cpu"` if
+            their memory is too small.
+        gradient_reduction: How the gradients of the replicas become one; see
+            `RunOptions`. None: `"mean"`, with a `LossWeightWarning` where a loss is a
+            mean over something else than rows.
+        buffer_aggregation: What becomes of the running statistics of normalisation
+            layers, which each replica takes of its own rows. `"mean"`: they are
+            averaged, each replica weighing its rows. `"only_first_replica"`: the first
+            replica's statistics are kept, as `torch.nn.DataParallel` does. All other
+            buffers always get the first replica's values, so that counters count each
+            step once.
+        examples: A function that says how much each replica counts, for runs whose
+            `RunOptions` do not say. It is called with the arguments of every step of
+            the strategy; see `RunOptions`.
 
     Example:
         >>> strategy = torchstrategy.CentralStorageStrategy(["cpu"] * 3)
         >>> strategy.num_replicas_in_sync
         3
-        >>> strategy.run(lambda: torchstrategy.get_replica_context().replica_id_in_sync_group * 1000)
+        >>> def step():
+        ...     context = torchstrategy.get_replica_context()
+        ...     return context.replica_id_in_sync_group * 1000
+        >>> strategy.run(step)
         PerReplica:{
           0: 0,
           1: 1000,
           2: 2000
         }
 
-    Differs from tf.distribute:
-        A device that is not there is refused. An empty list of devices is an error. `gradient_reduction`,
-        `buffer_aggregation` and `examples` are ours.
+    Differs from tf.distribute: A device that is not there is refused. An empty list of
+        devices is an error. `gradient_reduction`, `buffer_aggregation` and `examples`
+        are ours.
 
     Raises:
-        ValueError: If a name is not a device, or this machine does not have the device; or if there is no compute
-            device.
+        ValueError: If a name is not a device, or this machine does not have the device;
+            or if there is no compute device.
         TypeError: If a device, or the list of them, is of the wrong kind.
 
     Source: https://www.tensorflow.org/versions/r2.4/api_docs/python/tf/distribute/experimental/CentralStorageStrategy
@@ -316,7 +338,8 @@ class MirroredBase(StrategyBase):
             "cross_device_ops is a torchstrategy.CrossDeviceOps or None",
         )
         ops._check_devices(on)
-        # Where nobody has chosen and there is no NCCL, gradients are added up as they come, and the sums are sent.
+        # Where nobody has chosen and there is no NCCL, gradients are added up as they
+        # come, and the sums are sent.
         is_all_reduced = cross_device_ops is not None or not isinstance(
             ops, ReductionToOneDevice
         )
@@ -330,10 +353,11 @@ class MirroredBase(StrategyBase):
 
 
 def _warn_if_each_process_trains_alone() -> None:
-    """Warns in a process that a launcher started beside others, and that has not joined them.
+    """Warns in a process that a launcher started and that has not joined the others.
 
-    With no list of devices, each of them would train the same job on all devices of its machine. Whoever names the
-    devices, or has joined the processes before, may mean what the program says.
+    With no list of devices, each of them would train the same job on all devices of its
+    machine. Whoever names the devices, or has joined the processes before, may mean
+    what the program says.
     """
     count = os.environ.get("WORLD_SIZE", "")
     is_one_of_several = (
@@ -344,11 +368,12 @@ def _warn_if_each_process_trains_alone() -> None:
     if not is_one_of_several or (dist.is_available() and dist.is_initialized()):
         return
     warn(
-        f"MirroredStrategy() was made in process {os.environ['RANK']} of {count} that torchrun or another launcher "
-        "started: RANK, WORLD_SIZE and MASTER_ADDR are set. It knows nothing of the others, so each of them trains "
-        "alone: the same job, on all devices of its machine. To train together, write "
-        "torchstrategy.MultiWorkerMirroredStrategy(). If each is to train alone, say on which devices: "
-        "MirroredStrategy(devices) does not warn.",
+        f"MirroredStrategy() was made in process {os.environ['RANK']} of {count} that "
+        "torchrun or another launcher started: RANK, WORLD_SIZE and MASTER_ADDR are "
+        "set. It knows nothing of the others, so each of them trains alone: the same "
+        "job, on all devices of its machine. To train together, write "
+        "torchstrategy.MultiWorkerMirroredStrategy(). If each is to train alone, say "
+        "on which devices: MirroredStrategy(devices) does not warn.",
         UserWarning,
     )
 
@@ -357,25 +382,31 @@ def _warn_if_each_process_trains_alone() -> None:
 class MirroredStrategy(MirroredBase, Strategy):
     """Every device holds and updates its own copy of the parameters.
 
-    The user's own modules are those of the first replica, and the user's own optimizer updates them. Replicas on the
-    same device share their memory: all replicas do on `["cpu", "cpu"]`. Each replica on another device has parameters,
-    and an optimizer, in memory of its own. Whenever the user's optimizer takes a step, in a run or after it, theirs
-    take the same on the same gradients, those of the whole batch; so all stay equal, bit by bit, and no parameter is
-    sent. What is written on parameters by other ways, such as `load_state_dict`, is sent before the next run. So are
-    the values that an optimizer has computed which is none of torch's own, or which writes on gradients in its step, as
-    SGD does with nesterov momentum on accelerators.
+    The user's own modules are those of the first replica, and the user's own optimizer
+    updates them. Replicas on the same device share their memory: all replicas do on
+    `["cpu", "cpu"]`. Each replica on another device has parameters, and an optimizer,
+    in memory of its own. Whenever the user's optimizer takes a step, in a run or after
+    it, theirs take the same on the same gradients, those of the whole batch; so all
+    stay equal, bit by bit, and no parameter is sent. What is written on parameters by
+    other ways, such as `load_state_dict`, is sent before the next run. So are the
+    values that an optimizer has computed which is none of torch's own, or which writes
+    on gradients in its step, as SGD does with nesterov momentum on accelerators.
 
     Args:
-        devices: The device of each replica. A device may stand there several times: `["cpu"] * 4` are four replicas on
-            one CPU. None: all accelerators of this machine, or one CPU where there is none; a warning says so in a
-            process that `torchrun` started beside others.
-        cross_device_ops: How gradients, and what `reduce` is given, are brought together. None: by NCCL where all
-            devices are different CUDA devices, else on the first device.
-        gradient_reduction: How the gradients of the replicas become one; see `RunOptions`. None: `"mean"`, with a
-            `LossWeightWarning` where a loss is a mean over something else than rows.
-        buffer_aggregation: What becomes of the running statistics of normalisation layers; see
+        devices: The device of each replica. A device may stand there several times:
+            `["cpu"] * 4` are four replicas on one CPU. None: all accelerators of this
+            machine, or one CPU where there is none; a warning says so in a process that
+            `torchrun` started beside others.
+        cross_device_ops: How gradients, and what `reduce` is given, are brought
+            together. None: by NCCL where all devices are different CUDA devices, else
+            on the first device.
+        gradient_reduction: How the gradients of the replicas become one; see
+            `RunOptions`. None: `"mean"`, with a `LossWeightWarning` where a loss is a
+            mean over something else than rows.
+        buffer_aggregation: What becomes of the running statistics of normalisation
+            layers; see `CentralStorageStrategy`.
+        examples: A function that says how much each replica counts; see
             `CentralStorageStrategy`.
-        examples: A function that says how much each replica counts; see `CentralStorageStrategy`.
 
     Example:
         >>> strategy = torchstrategy.MirroredStrategy(["cpu", "cpu"])
@@ -390,21 +421,26 @@ class MirroredStrategy(MirroredBase, Strategy):
         ...     strategy.run(step, args=(batch,))
         >>> torchstrategy.testing.assert_replicas_agree(strategy, model, optimizer)
 
-    Differs from tf.distribute:
-        A device that is not there is refused. Without accelerators there is one replica, and not one for each logical
-        CPU. A device may be listed twice. `gradient_reduction`, `buffer_aggregation` and `examples` are ours.
+    Differs from tf.distribute: A device that is not there is refused. Without
+        accelerators there is one replica, and not one for each logical CPU. A device
+        may be listed twice. `gradient_reduction`, `buffer_aggregation` and `examples`
+        are ours.
 
     Raises:
-        ValueError: If a name is not a device, or this machine does not have the device; or if there is no device.
-            Or if `cross_device_ops` cannot be used with these devices.
-        TypeError: If a device, or the list of them, or `cross_device_ops` is of the wrong kind.
+        ValueError: If a name is not a device, or this machine does not have the device;
+            or if there is no device. Or if `cross_device_ops` cannot be used with these
+            devices.
+        TypeError: If a device, or the list of them, or `cross_device_ops` is of the
+            wrong kind.
 
     Source: https://www.tensorflow.org/versions/r2.4/api_docs/python/tf/distribute/MirroredStrategy
     """
 
 
 def get_strategy() -> Strategy:
-    """The strategy in whose scope, or in whose replica, the caller is; outside, the default strategy.
+    """The strategy in whose scope, or in whose replica, the caller is.
+
+    Outside it is the default strategy.
 
     Example:
         >>> strategy = torchstrategy.OneDeviceStrategy("cpu")
@@ -416,11 +452,14 @@ def get_strategy() -> Strategy:
 
     Source: https://www.tensorflow.org/versions/r2.4/api_docs/python/tf/distribute/get_strategy
     """
-    return current_strategy()  # type: ignore[return-value]  # one of compat.v1 only in its own scope and replicas
+    # One of compat.v1 only in its own scope and replicas.
+    return current_strategy()  # type: ignore[return-value]
 
 
 def experimental_set_strategy(strategy: StrategyBase | None) -> None:
-    """Makes `strategy` the current one for the rest of this thread, as if all that follows stood in its scope.
+    """Makes `strategy` the current one for the rest of this thread.
+
+    All that follows runs as if it stood in its scope.
 
     Calling it again replaces the strategy; `None` takes it away.
 
@@ -448,7 +487,9 @@ def experimental_set_strategy(strategy: StrategyBase | None) -> None:
 def devices_of_replicas(
     name: str, devices: Sequence[DeviceLike] | None
 ) -> list[Device]:
-    """The device of each replica; for None all accelerators of this machine, or a CPU. `name` is that of the argument.
+    """The device of each replica; for None all accelerators of this machine, or a CPU.
+
+    `name` is that of the argument.
 
     Raises:
         ValueError: If there is none, or one is not there.
@@ -466,8 +507,10 @@ def devices_of_replicas(
             f"cuda:{index}" for index in range(count)
         ]
         raise TypeError(
-            f"{name} is a list of devices, one for each replica; got {devices!r}. For {plural(count, 'replica')} write "
-            f'["cpu"] * {count} on the CPU, or {here[:count]} on accelerators; leave it out for all accelerators.'
+            f"{name} is a list of devices, one for each replica; got {devices!r}. For "
+            f"{plural(count, 'replica')} write "
+            f'["cpu"] * {count} on the CPU, or {here[:count]} on accelerators; leave '
+            "it out for all accelerators."
         )
     if not isinstance(devices, Iterable) or isinstance(
         devices, (bytes, dict, set, frozenset)
@@ -478,24 +521,31 @@ def devices_of_replicas(
     found = [canonical_device(device) for device in devices]
     if not found:
         raise ValueError(
-            f"{name}=[] names no device to run on. Leave it out for all devices of this machine."
+            f"{name}=[] names no device to run on. Leave it out for all devices of "
+            "this machine."
         )
     return found
 
 
 def _default_owner(devices: Sequence[Device]) -> Device:
-    """The CPU, as in TensorFlow, for parameters of replicas on several devices; with a warning if these are faster."""
+    """The CPU, as in TensorFlow, for parameters of replicas on several devices.
+
+    With a warning if these are faster.
+    """
     places = list(
         dict.fromkeys(str(device) for device in devices if device.type != "cpu")
     )
     if places:
         listed = ", ".join(f'"{device}"' for device in devices)
         warn(
-            "CentralStorageStrategy keeps parameters and the optimizer's state on the CPU by default, as TensorFlow's "
-            f"does, and its replicas are on {', '.join(places)}: each step sends all parameters to them, and the CPU "
-            f"updates them. For a faster step write MirroredStrategy([{listed}]), which keeps a copy on every device, "
-            f'or CentralStorageStrategy([{listed}], "{places[0]}"), which keeps the only copy there. If their memory '
-            f'is too small, keep the CPU, and write CentralStorageStrategy([{listed}], "cpu") so as not to see this.',
+            "CentralStorageStrategy keeps parameters and the optimizer's state on the "
+            "CPU by default, as TensorFlow's does, and its replicas are on "
+            f"{', '.join(places)}: each step sends all parameters to them, and the CPU "
+            f"updates them. For a faster step write MirroredStrategy([{listed}]), "
+            "which keeps a copy on every device, "
+            f'or CentralStorageStrategy([{listed}], "{places[0]}"), which keeps the '
+            "only copy there. If their memory is too small, keep the CPU, and write "
+            f'CentralStorageStrategy([{listed}], "cpu") so as not to see this.',
             UserWarning,
         )
     return canonical_device("cpu:0")
@@ -504,14 +554,17 @@ def _default_owner(devices: Sequence[Device]) -> Device:
 def make_storage(
     devices: list[Device], owner: Device, buffer_aggregation: str, **mirrored: Any
 ) -> Storage:
-    """The storage: one replica on the parameter device uses the user's own objects, all others have copies.
+    """The storage: one replica on the parameter device uses the user's own objects.
+
+    All others have copies.
 
     Raises:
         ValueError: If there is no such `buffer_aggregation`.
     """
     if buffer_aggregation not in ("mean", "only_first_replica"):
         raise ValueError(
-            f"buffer_aggregation={buffer_aggregation!r} is neither 'mean' nor 'only_first_replica'."
+            f"buffer_aggregation={buffer_aggregation!r} is neither 'mean' nor "
+            "'only_first_replica'."
         )
     placement = Placement(
         devices, owner, averages_buffers=buffer_aggregation == "mean", **mirrored

@@ -1,7 +1,10 @@
-"""Strategy: where replicas run, where parameters live, how values become one and how data is split, put together.
+"""Strategy: where replicas run, where parameters live, and how data is split.
 
-`StrategyBase` has the methods that strategies of TensorFlow 1 and 2 share. Each checks its call and passes it to
-`extended`. Each version has a class `Strategy` with further methods. A strategy is a subclass of it with a constructor.
+It puts that together, and how values become one.
+
+`StrategyBase` has the methods that strategies of TensorFlow 1 and 2 share. Each checks
+its call and passes it to `extended`. Each version has a class `Strategy` with further
+methods. A strategy is a subclass of it with a constructor.
 """
 
 from __future__ import annotations
@@ -78,7 +81,10 @@ _Run: TypeAlias = "RunOptions | None"
 _Axis: TypeAlias = "int | tuple[int, ...] | None"
 _Container: TypeAlias = "tuple[Any, ...] | list[Any] | dict[Any, Any]"
 
-ONE_DEFAULT = "There is one default strategy; torchstrategy.get_strategy() returns it outside any scope."
+ONE_DEFAULT = (
+    "There is one default strategy; torchstrategy.get_strategy() returns it outside "
+    "any scope."
+)
 
 
 def _says_axis(reduce: F) -> F:
@@ -93,9 +99,12 @@ def _says_axis(reduce: F) -> F:
                 else "reduce(op, value, axis="
             )
             raise TypeError(
-                f"reduce({args[1]!r}, value) does not say over what: give it axis. Write\n"
-                f"  {call}None)      over replicas, as for a loss of each; for a mean over rows also weights=batch\n"
-                f"  {call}0)         over the rows of all replicas, as for a loss of each row"
+                f"reduce({args[1]!r}, value) does not say over what: give it axis. "
+                "Write\n"
+                f"  {call}None)      over replicas, as for a loss of each; for a mean "
+                "over rows also weights=batch\n"
+                f"  {call}0)         over the rows of all replicas, as for a loss of "
+                "each row"
             )
         return reduce(*args, **kwargs)
 
@@ -112,7 +121,10 @@ class _Entry(NamedTuple):
 
 @final
 class StrategyScope(Generic[S]):
-    """What `Strategy.scope` returns. May be entered several times, also within itself."""
+    """What `Strategy.scope` returns.
+
+    May be entered several times, also within itself.
+    """
 
     def __init__(self, strategy: S) -> None:
         self._strategy = strategy
@@ -127,8 +139,9 @@ class StrategyScope(Generic[S]):
                 stack.enter_context(strategy.extended._creation_scope())
             elif current is not None and not is_default(current.strategy):
                 raise RuntimeError(
-                    f"Must not nest the default strategy's scope in the scope of {current.strategy!r}. Leave that "
-                    "scope: outside of scopes the default strategy is the current one."
+                    "Must not nest the default strategy's scope in the scope of "
+                    f"{current.strategy!r}. Leave that scope: outside of scopes the "
+                    "default strategy is the current one."
                 )
             self._entries.append(_Entry(get_ident(), current_frame(), stack.pop_all()))
         return strategy
@@ -142,8 +155,9 @@ class StrategyScope(Generic[S]):
         ]
         if not here:
             raise RuntimeError(
-                f"Scope nesting error: the scope of {self._strategy!r} was left, and it is not the one that was "
-                "entered last on this thread. Leave scopes in the reverse order of entering them; `with` does."
+                f"Scope nesting error: the scope of {self._strategy!r} was left, and "
+                "it is not the one that was entered last on this thread. Leave scopes "
+                "in the reverse order of entering them; `with` does."
             )
         last = here[-1]
         self._entries.remove(last)
@@ -151,7 +165,9 @@ class StrategyScope(Generic[S]):
 
 
 class StrategyBase:
-    """What `torchstrategy.Strategy` and `torchstrategy.compat.v1.Strategy` have in common, which is nearly all.
+    """What `torchstrategy.Strategy` and `compat.v1.Strategy` have in common.
+
+    That is nearly all. The other one is `torchstrategy.compat.v1.Strategy`.
 
     Args:
         extended: How this strategy does it.
@@ -163,7 +179,8 @@ class StrategyBase:
 
     def __copy__(self) -> Self:
         raise RuntimeError(
-            "Must only deepcopy a Strategy: a shallow copy would share the replicas of the first."
+            "Must only deepcopy a Strategy: a shallow copy would share the replicas of "
+            "the first."
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
@@ -182,15 +199,15 @@ class StrategyBase:
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise unpicklable(
             self,
-            "its replicas are threads of this process. Save model.state_dict() and optimizer.state_dict(), and make "
-            "the strategy anew. An object that holds a strategy leaves it out of its pickle, in __getstate__.",
+            "its replicas are threads of this process. Save model.state_dict() and "
+            "optimizer.state_dict(), and make the strategy anew. An object that holds "
+            "a strategy leaves it out of its pickle, in __getstate__.",
         )
 
     def __repr__(self) -> str:
         facts = []
-        with suppress(
-            AttributeError, RuntimeError
-        ):  # it is being made, or has no devices
+        # It is being made, or has no devices.
+        with suppress(AttributeError, RuntimeError):
             facts.append(plural(self.num_replicas_in_sync, "replica"))
             workers = self._extended._workers.count
             of_each = f" of each of {workers} workers" if workers > 1 else ""
@@ -204,9 +221,8 @@ class StrategyBase:
 
         def __getattr__(self, name: str) -> Any:
             if hasattr(type(self), name):
-                return object.__getattribute__(
-                    self, name
-                )  # a property failed: once more, for its own error
+                # A property failed: once more, for its own error.
+                return object.__getattribute__(self, name)
             meant = did_you_mean(name, dir(type(self)))
             raise AttributeError(
                 f"{type(self).__name__} has no attribute {name!r}.{meant}",
@@ -216,7 +232,7 @@ class StrategyBase:
 
     @property
     def extended(self) -> StrategyExtended:
-        """What a library that is built on strategies needs, beyond what a training script does."""
+        """What a library built on strategies needs, and a training script does not."""
         return self._extended
 
     @property
@@ -226,14 +242,19 @@ class StrategyBase:
 
     @property
     def cluster_resolver(self) -> ClusterResolver | None:
-        """What knows the processes of a strategy over several; None if all replicas are in this process."""
+        """What knows the processes of a strategy over several.
+
+        It is None if all replicas are in this process.
+        """
         return self._extended._cluster_resolver
 
     def scope(self) -> StrategyScope[Self]:
-        """A context manager: modules and optimizers created inside belong to this strategy, the current one there.
+        """A context manager: what you create inside belongs to this strategy.
 
-        Modules and optimizers that are created in it can be used in the step as they are. It may be entered again, also
-        within itself.
+        Modules and optimizers do. It is the current strategy there.
+
+        Modules and optimizers that are created in it can be used in the step as they
+        are. It may be entered again, also within itself.
 
         Example:
             >>> strategy = torchstrategy.OneDeviceStrategy("cpu")
@@ -242,13 +263,15 @@ class StrategyBase:
             True
 
         Raises:
-            RuntimeError: When it is entered in the scope of another strategy, or in a replica.
+            RuntimeError: When it is entered in the scope of another strategy, or in a
+                replica.
 
         Source: https://www.tensorflow.org/versions/r2.4/api_docs/python/tf/distribute/Strategy#scope
         """
         return StrategyScope(self)
 
-    # For type checkers: of containers each leaf may become a `PerReplica`, for which there is no type.
+    # For type checkers: of containers each leaf may become a `PerReplica`, for which
+    # there is no type.
     @overload
     def run(
         self,
@@ -282,34 +305,41 @@ class StrategyBase:
     ) -> Tree:
         """Calls `fn` once in each replica and returns what the calls returned.
 
-        Each replica receives its own component of any distributed argument. What the replicas return is put together
-        leaf by leaf. If all replicas return the same object, you get it; otherwise a `DistributedValues`. With one
-        replica there is nothing to put together, and plain values come back.
+        Each replica receives its own component of any distributed argument. What the
+        replicas return is put together leaf by leaf. If all replicas return the same
+        object, you get it; otherwise a `DistributedValues`. With one replica there is
+        nothing to put together, and plain values come back.
 
-        In a replica, a module or an optimizer of this strategy *is* the replica's own. After the run the parameters'
-        `.grad` hold the gradient that plain PyTorch computes with the same step for the whole batch: the replicas'
-        gradients are averaged, each weighing the rows that it got, and added to what was there.
-        `optimizer.step()` in the step is taken once for all replicas, when each of them has come to it.
+        In a replica, a module or an optimizer of this strategy *is* the replica's own.
+        After the run the parameters' `.grad` hold the gradient that plain PyTorch
+        computes with the same step for the whole batch: the replicas' gradients are
+        averaged, each weighing the rows that it got, and added to what was there.
+        `optimizer.step()` in the step is taken once for all replicas, when each of them
+        has come to it.
 
-        What the step writes on a trainer, an object that holds models or optimizers, is the replica's own: `self.fake =
-        self.generator(noise)`. After the run, an attribute that is equal in all replicas, such as a counter, has that
-        value. Any other attribute is a `DistributedValues`, and in the next run each replica finds its component there.
-        All replicas share lists, dicts and variables.
+        What the step writes on a trainer, an object that holds models or optimizers, is
+        the replica's own: `self.fake = self.generator(noise)`. After the run, an
+        attribute that is equal in all replicas, such as a counter, has that value. Any
+        other attribute is a `DistributedValues`, and in the next run each replica finds
+        its component there. All replicas share lists, dicts and variables.
 
-        Replicas on one device run one after the other, in order. The next one gets its turn only where a replica
-        synchronizes or ends, so a run with the same seed gives the same numbers. Replica 0 draws from the caller's
-        random generator, and each other replica from a stream derived from it.
+        Replicas on one device run one after the other, in order. The next one gets its
+        turn only where a replica synchronizes or ends, so a run with the same seed
+        gives the same numbers. Replica 0 draws from the caller's random generator, and
+        each other replica from a stream derived from it.
 
         A replica that got no rows sits the step out: it has no component in the result.
 
-        If a replica raises, the others are stopped and the very same exception comes out of `run`, with a note that
-        names the replica. If no update had begun, parameters, gradients, buffers and the optimizer's state are then
-        what they were before. A completed update stays. An update that fails halfway leaves the parameters half
-        updated, as in plain PyTorch. A write of the step on a parameter is refused only afterwards: the value stays
-        changed.
+        If a replica raises, the others are stopped and the very same exception comes
+        out of `run`, with a note that names the replica. If no update had begun,
+        parameters, gradients, buffers and the optimizer's state are then what they were
+        before. A completed update stays. An update that fails halfway leaves the
+        parameters half updated, as in plain PyTorch. A write of the step on a parameter
+        is refused only afterwards: the value stays changed.
 
-        The traceback has the call of `run` and then the lines of the step. With `TORCHSTRATEGY_FULL_TRACEBACK=1` in the
-        environment, what is between them is shown, too.
+        The traceback has the call of `run` and then the lines of the step. With
+        `TORCHSTRATEGY_FULL_TRACEBACK=1` in the environment, what is between them is
+        shown, too.
 
         Args:
             fn: The step.
@@ -328,15 +358,16 @@ class StrategyBase:
               1: 11.0
             }
 
-        Differs from tf.distribute:
-            Gradients arrive in the parameters. An empty replica sits out (`RunOptions(run_empty_replicas=True)` runs
-            it). A value with more components than there are replicas is refused.
+        Differs from tf.distribute: Gradients arrive in the parameters. An empty replica
+            sits out (`RunOptions(run_empty_replicas=True)` runs it). A value with more
+            components than there are replicas is refused.
 
         Raises:
-            ValueError: If `args` is neither a tuple nor a list, the replicas return different structures, or a value
-                has another number of components than there are replicas.
-            RuntimeError: If called in a replica or in another strategy's scope, or if the replicas synchronize a
-                different number of times.
+            ValueError: If `args` is neither a tuple nor a list, the replicas return
+                different structures, or a value has another number of components than
+                there are replicas.
+            RuntimeError: If called in a replica or in another strategy's scope, or if
+                the replicas synchronize a different number of times.
             TypeError: If `fn` cannot be called.
 
         Source: https://www.tensorflow.org/versions/r2.4/api_docs/python/tf/distribute/Strategy#run
@@ -380,7 +411,9 @@ class StrategyBase:
         fn: ReplicaFn,
         input_iterator: InputIterator | DistributedIterator | None = None,
     ) -> Tree:
-        """Runs `fn` with the next batch of an iterator as its one argument; without an iterator, with none.
+        """Runs `fn` with the next batch of an iterator as its one argument.
+
+        Without an iterator, it has none.
 
         A batch that is a tuple is one argument, too.
 
@@ -403,10 +436,12 @@ class StrategyBase:
         )
 
     def make_dataset_iterator(self, dataset: Any) -> InputIterator:
-        """`experimental_distribute_dataset` with one iterator, which can be begun again.
+        """`experimental_distribute_dataset` with one iterator, which can begin again.
 
         Example:
-            >>> strategy = torchstrategy.compat.v1.experimental.CentralStorageStrategy(["cpu", "cpu"])
+            >>> strategy = torchstrategy.compat.v1.experimental.CentralStorageStrategy(
+            ...     ["cpu", "cpu"]
+            ... )
             >>> iterator = strategy.make_dataset_iterator([torch.ones(3)])
             >>> iterator.initialize()
             >>> strategy.experimental_run(len, iterator).values
@@ -423,24 +458,32 @@ class StrategyBase:
         input_fn: DatasetFn,
         replication_mode: InputReplicationMode = InputReplicationMode.PER_WORKER,
     ) -> InputIterator:
-        """`distribute_datasets_from_function` with one iterator, which can be begun again.
+        """`distribute_datasets_from_function` with one iterator, which can begin again.
 
         Args:
-            input_fn: Called with an `InputContext`, now and once, in the scope of this strategy. Returns a dataset, or
-                a function that is called for each element, without end unless it raises.
+            input_fn: Called with an `InputContext`, now and once, in the scope of this
+                strategy. Returns a dataset, or a function that is called for each
+                element, without end unless it raises.
             replication_mode: `PER_WORKER`.
 
         Example:
-            >>> strategy = torchstrategy.compat.v1.experimental.CentralStorageStrategy(["cpu", "cpu"])
-            >>> iterator = strategy.make_input_fn_iterator(lambda context: [torch.zeros(2), torch.ones(2)])
-            >>> strategy.experimental_run(lambda batch: int(batch.sum()), iterator).values
+            >>> strategy = torchstrategy.compat.v1.experimental.CentralStorageStrategy(
+            ...     ["cpu", "cpu"]
+            ... )
+            >>> iterator = strategy.make_input_fn_iterator(
+            ...     lambda context: [torch.zeros(2), torch.ones(2)]
+            ... )
+            >>> strategy.experimental_run(
+            ...     lambda batch: int(batch.sum()), iterator
+            ... ).values
             (0, 2)
 
         Differs from tf.distribute:
             No element is lost where the data runs out in the middle of a step.
 
         Raises:
-            ValueError: If `input_fn` returns neither, or `replication_mode` is another one.
+            ValueError: If `input_fn` returns neither, or `replication_mode` is another
+                one.
             TypeError: If `input_fn` cannot be called with a context.
             RuntimeError: If called in a replica or in another strategy's scope.
 
@@ -449,8 +492,10 @@ class StrategyBase:
         require_cross_replica(self, "Strategy.make_input_fn_iterator")
         if replication_mode is not InputReplicationMode.PER_WORKER:
             raise ValueError(
-                f"Input replication mode not supported: {replication_mode!r}. make_input_fn_iterator calls input_fn "
-                "once; distribute_datasets_from_function can call a function for each replica."
+                f"Input replication mode not supported: {replication_mode!r}. "
+                "make_input_fn_iterator calls input_fn once; "
+                "distribute_datasets_from_function can call a function for each "
+                "replica."
             )
         _require_dataset_fn("input_fn", input_fn)
         with self.scope():
@@ -461,7 +506,9 @@ class StrategyBase:
             )
 
     def update_config_proto(self, config_proto: T) -> T:
-        """A copy of a configuration. There are no sessions to configure here, and it is left as it is.
+        """A copy of a configuration.
+
+        There are no sessions to configure here, and it is left as it is.
 
         Source: https://www.tensorflow.org/versions/r2.2/api_docs/python/tf/compat/v1/distribute/Strategy#update_config_proto
         """
@@ -491,20 +538,27 @@ class StrategyBase:
     def reduce(
         self, reduce_op: ReduceOp | str, value: Tree, axis: _Axis, weights: Tree = None
     ) -> Tree:
-        """The sum or mean of a value over the replicas and, if `axis` is given, along that axis in each of them.
+        """The sum or mean of a value over the replicas.
 
-        `reduce(MEAN, losses, axis=0)` of per-example losses is the mean over all examples, also of an uneven batch.
-        `reduce(MEAN, loss, axis=None, weights=batch)` of a loss that each replica averaged over its rows is that mean,
-        too. Without `weights`, `axis=None` is the unweighted mean over the replicas that are present, which is another
-        number if the batch is uneven.
+        If `axis` is given, it is also taken along that axis in each of them.
+
+        `reduce(MEAN, losses, axis=0)` of per-example losses is the mean over all
+        examples, also of an uneven batch. `reduce(MEAN, loss, axis=None,
+        weights=batch)` of a loss that each replica averaged over its rows is that mean,
+        too. Without `weights`, `axis=None` is the unweighted mean over the replicas
+        that are present, which is another number if the batch is uneven.
 
         Args:
-            reduce_op: `SUM` or `MEAN`. The mean of integers is of torch's default floating dtype.
-            value: What `run` returned; containers and dataclasses are reduced leaf by leaf. A plain tensor counts as
-                the same in every replica: its `MEAN` is itself, and without `axis` its `SUM` is refused.
-            axis: None, or along which dimension (or dimensions) of each component, whose sizes may differ.
-            weights: How much each replica weighs in a `MEAN` with `axis=None`: the batch of the step, whose rows count;
-                or a number for each replica of this process, which `run` may have returned, such as a count of tokens.
+            reduce_op: `SUM` or `MEAN`. The mean of integers is of torch's default
+                floating dtype.
+            value: What `run` returned; containers and dataclasses are reduced leaf by
+                leaf. A plain tensor counts as the same in every replica: its `MEAN` is
+                itself, and without `axis` its `SUM` is refused.
+            axis: None, or along which dimension (or dimensions) of each component,
+                whose sizes may differ.
+            weights: How much each replica weighs in a `MEAN` with `axis=None`: the
+                batch of the step, whose rows count; or a number for each replica of
+                this process, which `run` may have returned, such as a count of tokens.
                 None: all weigh the same. The result has no gradient.
 
         Returns:
@@ -518,17 +572,19 @@ class StrategyBase:
             tensor([3., 5., 7.])
             >>> strategy.reduce("mean", batch, axis=0)
             tensor(2.5000)
-            >>> batch = next(iter(strategy.experimental_distribute_dataset([torch.arange(5.0)])))
-            >>> means = strategy.run(torch.mean, args=(batch,))  # 1.0 of three rows, 3.5 of two
+            >>> dataset = strategy.experimental_distribute_dataset([torch.arange(5.0)])
+            >>> batch = next(iter(dataset))
+            >>> means = strategy.run(torch.mean, args=(batch,))  # 1.0 of 3, 3.5 of 2
             >>> strategy.reduce("mean", means, axis=None, weights=batch)
             tensor(2.)
 
-        Differs from tf.distribute:
-            Containers are mapped. The mean of integers is float32, not float64. `weights` is ours.
+        Differs from tf.distribute: Containers are mapped. The mean of integers is
+            float32, not float64. `weights` is ours.
 
         Raises:
-            ValueError: If shapes do not fit, there is no such axis, the reduction is unknown, or a value that is not
-                distributed is summed over several replicas; if `weights` do not fit, or come with a `SUM` or an `axis`.
+            ValueError: If shapes do not fit, there is no such axis, the reduction is
+                unknown, or a value that is not distributed is summed over several
+                replicas; if `weights` do not fit, or come with a `SUM` or an `axis`.
             TypeError: If `reduce_op` or `axis` is of the wrong kind.
             RuntimeError: If called in a replica or in another strategy's scope.
 
@@ -541,8 +597,9 @@ class StrategyBase:
             if weights is not None:
                 if op is not ReduceOp.MEAN or axis is not None:
                     raise ValueError(
-                        f"weights=... weighs the replicas in a mean, and this is a {op.value} along axis={axis}, in "
-                        "which every row counts once. Leave them out, or write "
+                        "weights=... weighs the replicas in a mean, and this is a "
+                        f"{op.value} along axis={axis}, in which every row counts "
+                        "once. Leave them out, or write "
                         'reduce("mean", value, axis=None, weights=batch).'
                     )
                 return map_results(
@@ -557,20 +614,22 @@ class StrategyBase:
     def count_rows(self, batch: Tree) -> int:
         """How many rows a batch has in all replicas of all workers together.
 
-        It is the same line for one device and for many. It waits for no accelerator. Under several workers all call
-        it, as they call `reduce`.
+        It is the same line for one device and for many. It waits for no accelerator.
+        Under several workers all call it, as they call `reduce`.
 
         Args:
-            batch: A batch that this strategy split, a part of one, or what `run` returned for each row. A batch that is
-                not distributed counts as it is.
+            batch: A batch that this strategy split, a part of one, or what `run`
+                returned for each row. A batch that is not distributed counts as it is.
 
         Example:
             >>> strategy = torchstrategy.MirroredStrategy(["cpu", "cpu"])
             >>> total, count = torch.zeros(()), 0
-            >>> for batch in strategy.experimental_distribute_dataset([torch.ones(7, 3), torch.ones(4, 3)]):
+            >>> batches = [torch.ones(7, 3), torch.ones(4, 3)]
+            >>> for batch in strategy.experimental_distribute_dataset(batches):
             ...     loss = strategy.run(torch.mean, args=(batch,))
             ...     rows = strategy.count_rows(batch)
-            ...     total += rows * strategy.reduce("mean", loss, axis=None, weights=batch)
+            ...     mean = strategy.reduce("mean", loss, axis=None, weights=batch)
+            ...     total += rows * mean
             ...     count += rows
             >>> count, (total / count).item()
             (11, 1.0)
@@ -579,18 +638,23 @@ class StrategyBase:
             It is ours.
 
         Raises:
-            ValueError: If nothing in it has rows, or its parts have different numbers of them.
+            ValueError: If nothing in it has rows, or its parts have different numbers
+                of them.
             TypeError: If it is not known what the rows of a part are.
-            RuntimeError: If called in a replica (use `len` there) or in another strategy's scope.
+            RuntimeError: If called in a replica (use `len` there) or in another
+                strategy's scope.
         """
         require_cross_replica(self, "Strategy.count_rows", instead="len()")
         with self._extended._exchanging("strategy.count_rows"):
             return self._extended._count_rows(batch)
 
     def barrier(self) -> None:
-        """Waits until all workers have come here. A process that trains alone goes on at once.
+        """Waits until all workers have come here.
 
-        Outside of the step, it keeps the others from reading a file before one worker has written it.
+        A process that trains alone goes on at once.
+
+        Outside of the step, it keeps the others from reading a file before one worker
+        has written it.
 
         Example:
             >>> strategy = torchstrategy.MirroredStrategy(["cpu", "cpu"])
@@ -603,7 +667,8 @@ class StrategyBase:
             It is ours.
 
         Raises:
-            WorkerError: If a worker is gone, hangs, or is somewhere else in the program.
+            WorkerError: If a worker is gone, hangs, or is somewhere else in the
+                program.
             RuntimeError: If called in a replica or in another strategy's scope.
         """
         require_cross_replica(self, "Strategy.barrier")
@@ -615,24 +680,28 @@ class StrategyBase:
     ) -> DistributedDataset[T]:
         """Splits each batch of `dataset` among the replicas.
 
-        A batch of b rows is cut into contiguous pieces of ceil(b / n) rows, one for each of the n replicas, in order;
-        the last ones may be smaller or empty. No row is dropped or repeated, and batches are not mixed. What has no
-        rows, a number, None, a tensor without dimensions, each replica is given whole.
+        A batch of b rows is cut into contiguous pieces of ceil(b / n) rows, one for
+        each of the n replicas, in order; the last ones may be smaller or empty. No row
+        is dropped or repeated, and batches are not mixed. What has no rows, a number,
+        None, a tensor without dimensions, each replica is given whole.
 
-        A loader with workers is read ahead on a background thread, and any other on the caller's, when the next batch
-        is asked for; see `InputOptions`. Copies to accelerators are made from pinned memory on a stream of their own.
+        A loader with workers is read ahead on a background thread, and any other on the
+        caller's, when the next batch is asked for; see `InputOptions`. Copies to
+        accelerators are made from pinned memory on a stream of their own.
 
         Args:
-            dataset: A `torch.utils.data.DataLoader`, or another iterable of batches, made for the global batch size.
-                A batch is a tensor, a numpy array, a `PackedSequence`, a list with a thing for each row (strings, say),
-                an object of a type that `register_batch_type` was told of, a dataclass of these, or lists, tuples,
-                named tuples and dicts of these to any depth.
+            dataset: A `torch.utils.data.DataLoader`, or another iterable of batches,
+                made for the global batch size. A batch is a tensor, a numpy array, a
+                `PackedSequence`, a list with a thing for each row (strings, say), an
+                object of a type that `register_batch_type` was told of, a dataclass of
+                these, or lists, tuples, named tuples and dicts of these to any depth.
             options: How it is read, and how it is cut.
 
         Returns:
-            A `DistributedDataset`, which splits the batches each time it is iterated over: containers as the loader
-            makes them, with a `DistributedValues` for each tensor, on the replicas' devices. With one replica, plain
-            tensors. The default strategy returns `dataset` itself.
+            A `DistributedDataset`, which splits the batches each time it is iterated
+            over: containers as the loader makes them, with a `DistributedValues` for
+            each tensor, on the replicas' devices. With one replica, plain tensors. The
+            default strategy returns `dataset` itself.
 
         Example:
             >>> strategy = torchstrategy.CentralStorageStrategy(["cpu", "cpu"])
@@ -648,10 +717,12 @@ class StrategyBase:
             Tensors of one batch must have the same number of rows.
 
         Raises:
-            TypeError: If `dataset` cannot be iterated over; while iterating, if it is not known how to cut a value.
-            ValueError: If `options` do not fit this strategy; while iterating, if a batch has no rows or values with
-                different numbers of rows.
-            NotImplementedError: If `options` ask for an input pipeline for each replica.
+            TypeError: If `dataset` cannot be iterated over; while iterating, if it is
+                not known how to cut a value.
+            ValueError: If `options` do not fit this strategy; while iterating, if a
+                batch has no rows or values with different numbers of rows.
+            NotImplementedError: If `options` ask for an input pipeline for each
+                replica.
 
         Source: https://www.tensorflow.org/versions/r2.4/api_docs/python/tf/distribute/Strategy#experimental_distribute_dataset
         """
@@ -660,27 +731,31 @@ class StrategyBase:
     def distribute_datasets_from_function(
         self, dataset_fn: DatasetFn, options: InputOptions | None = None
     ) -> DistributedDataset[Any]:
-        """Gives each replica elements of the dataset that `dataset_fn` returns, as they are.
+        """Gives each replica elements of `dataset_fn`'s dataset, as they are.
 
-        For a step, the replicas are given the next n elements, in order; so the dataset is made for the batch size of
-        one replica. Where it runs out in the middle of a step, the replicas that are left get tensors without rows,
-        and sit the step out.
+        For a step, the replicas are given the next n elements, in order; so the dataset
+        is made for the batch size of one replica. Where it runs out in the middle of a
+        step, the replicas that are left get tensors without rows, and sit the step out.
 
         Args:
-            dataset_fn: Called with an `InputContext`, now and once, on this thread. Returns what
-                `experimental_distribute_dataset` takes.
-            options: How the dataset is read. `experimental_replication_mode=PER_REPLICA` calls `dataset_fn` for each
+            dataset_fn: Called with an `InputContext`, now and once, on this thread.
+                Returns what `experimental_distribute_dataset` takes.
+            options: How the dataset is read.
+                `experimental_replication_mode=PER_REPLICA` calls `dataset_fn` for each
                 replica, which then reads what was made for it.
 
         Returns:
-            A `DistributedDataset`, with a `DistributedValues` for each leaf of an element. With one replica, plain
-            tensors. The default strategy returns what `dataset_fn` returned.
+            A `DistributedDataset`, with a `DistributedValues` for each leaf of an
+            element. With one replica, plain tensors. The default strategy returns what
+            `dataset_fn` returned.
 
         Example:
             >>> strategy = torchstrategy.CentralStorageStrategy(["cpu", "cpu"])
             >>> def dataset_fn(context):
             ...     batch_size = context.get_per_replica_batch_size(4)
-            ...     return torch.utils.data.DataLoader(torch.arange(6), batch_size=batch_size)
+            ...     return torch.utils.data.DataLoader(
+            ...         torch.arange(6), batch_size=batch_size
+            ...     )
             >>> for batch in strategy.distribute_datasets_from_function(dataset_fn):
             ...     print(batch)
             PerReplica:{
@@ -692,21 +767,22 @@ class StrategyBase:
               1: tensor([], dtype=torch.int64)
             }
 
-        Differs from tf.distribute:
-            No element is lost at the end, which TensorFlow leaves out under some strategies. `PER_REPLICA` works under
-            every strategy with replicas that synchronize.
+        Differs from tf.distribute: No element is lost at the end, which TensorFlow
+            leaves out under some strategies. `PER_REPLICA` works under every strategy
+            with replicas that synchronize.
 
         Raises:
-            TypeError: If `dataset_fn` cannot be called with a context, or returns no dataset.
-            ValueError: If `options` do not fit; while iterating, if elements differ in structure.
+            TypeError: If `dataset_fn` cannot be called with a context, or returns no
+                dataset.
+            ValueError: If `options` do not fit; while iterating, if elements differ in
+                structure.
             NotImplementedError: If `PER_REPLICA` is asked of a strategy on one device.
 
         Source: https://www.tensorflow.org/versions/r2.4/api_docs/python/tf/distribute/Strategy#distribute_datasets_from_function
         """
         _require_dataset_fn("dataset_fn", dataset_fn)
-        return self._extended._distribute_from_function(
-            dataset_fn, _input_options(options)
-        )  # type: ignore[no-any-return]
+        said = _input_options(options)
+        return self._extended._distribute_from_function(dataset_fn, said)  # type: ignore[no-any-return]
 
     def experimental_distribute_datasets_from_function(
         self, dataset_fn: DatasetFn, options: InputOptions | None = None
@@ -718,11 +794,11 @@ class StrategyBase:
         return self.distribute_datasets_from_function(dataset_fn, options)
 
     def experimental_local_results(self, value: T | PerReplica[T]) -> tuple[T, ...]:
-        """The components of a value, in replica order, of the replicas that are present.
+        """The components of a value, in replica order, of the present replicas.
 
         Args:
-            value: A `DistributedValues`, or containers of them, of which each replica gives one. Anything else is the
-                only result.
+            value: A `DistributedValues`, or containers of them, of which each replica
+                gives one. Anything else is the only result.
 
         Example:
             >>> strategy = torchstrategy.CentralStorageStrategy(["cpu", "cpu"])
@@ -736,19 +812,24 @@ class StrategyBase:
         return self._extended._local_results(value)
 
     def distribute_module(self, module: M) -> M:
-        """Gives this strategy a module that was created outside of its scope. It stays the same object.
+        """Gives this strategy a module that was created outside of its scope.
 
-        Its parameters and buffers are moved to the parameter device. Of several replicas each has a copy. A function
-        that the module holds, in an attribute or as a hook, closes in the copy over the parts of the copy.
+        It stays the same object.
+
+        Its parameters and buffers are moved to the parameter device. Of several
+        replicas each has a copy. A function that the module holds, in an attribute or
+        as a hook, closes in the copy over the parts of the copy.
 
         Example:
             >>> strategy = torchstrategy.CentralStorageStrategy(["cpu", "cpu"])
             >>> model = strategy.distribute_module(torch.nn.Linear(2, 1))
 
         Raises:
-            TypeError: If it is not a module; if there can be no copies of it, such as of a ScriptModule or of a tensor
-                with a history in an attribute. It is named by its path in the model.
-            RuntimeError: If it belongs to another strategy, or if called in a replica or in another strategy's scope.
+            TypeError: If it is not a module; if there can be no copies of it, such as
+                of a ScriptModule or of a tensor with a history in an attribute. It is
+                named by its path in the model.
+            RuntimeError: If it belongs to another strategy, or if called in a replica
+                or in another strategy's scope.
         """
         require_cross_replica(self, "Strategy.distribute_module")
         require_type(module, nn.Module, "distribute_module takes a torch.nn.Module")
@@ -756,12 +837,16 @@ class StrategyBase:
         return module
 
     def distribute_optimizer(self, optimizer: O) -> O:
-        """Gives this strategy an optimizer that was created outside of its scope, so that the step can use it.
+        """Gives this strategy an optimizer that was created outside of its scope.
+
+        So the step can use it.
 
         Example:
             >>> strategy = torchstrategy.CentralStorageStrategy(["cpu", "cpu"])
             >>> model = strategy.distribute_module(torch.nn.Linear(2, 1))
-            >>> optimizer = strategy.distribute_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+            >>> optimizer = strategy.distribute_optimizer(
+            ...     torch.optim.SGD(model.parameters(), lr=0.1)
+            ... )
 
         Raises:
             TypeError: If it is not an optimizer.
@@ -773,8 +858,9 @@ class StrategyBase:
         )
         if not hasattr(optimizer, "param_groups"):
             raise TypeError(
-                f"This {type(optimizer).__name__} has no param_groups, so nobody can tell what it updates. Call "
-                "super().__init__(params, defaults) in its __init__; or take those of the optimizer that it is around."
+                f"This {type(optimizer).__name__} has no param_groups, so nobody can "
+                "tell what it updates. Call super().__init__(params, defaults) in its "
+                "__init__; or take those of the optimizer that it is around."
             )
         self._extended._distribute_optimizer(optimizer)
         return optimizer
@@ -799,7 +885,9 @@ class Strategy(StrategyBase):
         ...     losses.mean().backward()
         ...     optimizer.step()
         ...     return losses.detach()
-        >>> loader = torch.utils.data.DataLoader([(torch.ones(2), torch.ones(1))] * 5, batch_size=4)
+        >>> loader = torch.utils.data.DataLoader(
+        ...     [(torch.ones(2), torch.ones(1))] * 5, batch_size=4
+        ... )
         >>> for batch in strategy.experimental_distribute_dataset(loader):
         ...     losses = strategy.run(step, args=(batch,))
         ...     mean = strategy.reduce("mean", losses, axis=0)
@@ -816,16 +904,20 @@ class Strategy(StrategyBase):
     @overload
     def gather(self, value: Any, axis: int) -> Any: ...
     def gather(self, value: Tree, axis: int) -> Tree:
-        """The components of a value one after the other along `axis`, in replica order, as one tensor.
+        """The components of a value, joined along `axis`, as one tensor.
 
-        A list with a Python object for each row, such as texts, ids or dicts of them, becomes a list of the rows of all
-        replicas. The outermost list is the one of rows; put several such lists into a dict or a tuple.
+        They are in replica order.
+
+        A list with a Python object for each row, such as texts, ids or dicts of them,
+        becomes a list of the rows of all replicas. The outermost list is the one of
+        rows; put several such lists into a dict or a tuple.
 
         Args:
-            value: What `run` returned, with components of at least one dimension; containers and dataclasses are
-                gathered leaf by leaf. A value that is not distributed is returned as it is.
-            axis: Along which dimension; sizes along it may differ. Negative ones count from the end. Of a list of
-                Python objects it is 0.
+            value: What `run` returned, with components of at least one dimension;
+                containers and dataclasses are gathered leaf by leaf. A value that is
+                not distributed is returned as it is.
+            axis: Along which dimension; sizes along it may differ. Negative ones count
+                from the end. Of a list of Python objects it is 0.
 
         Returns:
             Tensors on the parameter device, and lists.
@@ -836,18 +928,24 @@ class Strategy(StrategyBase):
             >>> strategy.gather(value, axis=0)
             tensor([[3., 3.],
                     [3., 3.]])
-            >>> batch = next(iter(strategy.experimental_distribute_dataset([["one", "two", "three"]])))
-            >>> strategy.gather(strategy.run(lambda texts: [text.upper() for text in texts], args=(batch,)), axis=0)
+            >>> loader = [["one", "two", "three"]]
+            >>> batch = next(iter(strategy.experimental_distribute_dataset(loader)))
+            >>> def step(texts):
+            ...     return [text.upper() for text in texts]
+            >>> strategy.gather(strategy.run(step, args=(batch,)), axis=0)
             ['ONE', 'TWO', 'THREE']
 
         Differs from tf.distribute:
             Lists of Python objects are ours.
 
         Raises:
-            ValueError: If components are scalars, differ elsewhere than along `axis`, or have no such axis.
-            TypeError: If a component is neither a tensor nor a list; under several workers, if an object in a list is
-                of a class of yours, which cannot be sent.
-            RuntimeError: If called in a replica (use `ReplicaContext.all_gather` there) or in another strategy's scope.
+            ValueError: If components are scalars, differ elsewhere than along `axis`,
+                or have no such axis.
+            TypeError: If a component is neither a tensor nor a list; under several
+                workers, if an object in a list is of a class of yours, which cannot be
+                sent.
+            RuntimeError: If called in a replica (use `ReplicaContext.all_gather` there)
+                or in another strategy's scope.
 
         Source: https://www.tensorflow.org/versions/r2.4/api_docs/python/tf/distribute/Strategy#gather
         """
@@ -861,34 +959,42 @@ class Strategy(StrategyBase):
             )
 
     def experimental_make_numpy_dataset(self, numpy_input: Tree) -> Dataset[Tree]:
-        """A map-style dataset of the rows of arrays, for a `torch.utils.data.DataLoader`. Nothing is copied.
+        """A map-style dataset of the rows of arrays. Nothing is copied.
+
+        It is for a `torch.utils.data.DataLoader`.
 
         Args:
-            numpy_input: An array; or tuples, named tuples and dicts of arrays to any depth, with the same number of
-                rows. A list of arrays is one array: they are stacked. Tensors are fine in place of arrays.
+            numpy_input: An array; or tuples, named tuples and dicts of arrays to any
+                depth, with the same number of rows. A list of arrays is one array: they
+                are stacked. Tensors are fine in place of arrays.
 
         Returns:
-            A dataset whose elements are what `numpy_input` is, with a row in place of each array.
+            A dataset whose elements are what `numpy_input` is, with a row in place of
+            each array.
 
         Example:
             >>> import numpy
             >>> strategy = torchstrategy.CentralStorageStrategy(["cpu", "cpu"])
-            >>> dataset = strategy.experimental_make_numpy_dataset((numpy.arange(3.0), numpy.array([5, 6, 7])))
+            >>> dataset = strategy.experimental_make_numpy_dataset(
+            ...     (numpy.arange(3.0), numpy.array([5, 6, 7]))
+            ... )
             >>> len(dataset), dataset[1]
             (3, (tensor(1., dtype=torch.float64), tensor(6)))
             >>> loader = torch.utils.data.DataLoader(dataset, batch_size=2)
-            >>> numbers, labels = next(iter(strategy.experimental_distribute_dataset(loader)))
+            >>> dataset = strategy.experimental_distribute_dataset(loader)
+            >>> numbers, labels = next(iter(dataset))
             >>> labels
             PerReplica:{
               0: tensor([5]),
               1: tensor([6])
             }
 
-        Differs from tf.distribute:
-            A change of an array is seen in the dataset. TensorFlow 2.4 has it in `compat.v1` only.
+        Differs from tf.distribute: A change of an array is seen in the dataset.
+            TensorFlow 2.4 has it in `compat.v1` only.
 
         Raises:
-            ValueError: If arrays have no dimensions, differ in their numbers of rows, or cannot be stacked.
+            ValueError: If arrays have no dimensions, differ in their numbers of rows,
+                or cannot be stacked.
             TypeError: If something in `numpy_input` is no array.
             RuntimeError: If called in a replica or in another strategy's scope.
 
@@ -899,19 +1005,22 @@ class Strategy(StrategyBase):
     def experimental_distribute_values_from_function(
         self, value_fn: Callable[[ValueContext], Tree]
     ) -> Tree:
-        """A distributed value whose component in each replica is what `value_fn` returns for it.
+        """A distributed value whose component in each replica `value_fn` returns.
 
         Args:
-            value_fn: Called with a `ValueContext` once for each replica, in order, on the caller's thread. May return
-                anything; containers have to be alike for all replicas.
+            value_fn: Called with a `ValueContext` once for each replica, in order, on
+                the caller's thread. May return anything; containers have to be alike
+                for all replicas.
 
         Returns:
-            A `DistributedValues`, or containers of them; with `OneDeviceStrategy` and the default strategy what
-            `value_fn` returned.
+            A `DistributedValues`, or containers of them; with `OneDeviceStrategy` and
+            the default strategy what `value_fn` returned.
 
         Example:
             >>> strategy = torchstrategy.CentralStorageStrategy(["cpu", "cpu"])
-            >>> strategy.experimental_distribute_values_from_function(lambda c: c.replica_id_in_sync_group * 2)
+            >>> strategy.experimental_distribute_values_from_function(
+            ...     lambda c: c.replica_id_in_sync_group * 2
+            ... )
             PerReplica:{
               0: 0,
               1: 2
@@ -925,17 +1034,21 @@ class Strategy(StrategyBase):
         """
         if not callable(value_fn):
             raise TypeError(
-                f"value_fn is called with a ValueContext for each replica; {value_fn!r} cannot be called."
+                "value_fn is called with a ValueContext for each replica; "
+                f"{value_fn!r} cannot be called."
             )
         return self._extended._distribute_values(value_fn)
 
     def experimental_assign_to_logical_device(
         self, tensor: torch.Tensor, logical_device_id: int
     ) -> torch.Tensor:
-        """Places a tensor on one of the logical devices of its replica. A replica here has one: the tensor is returned.
+        """Places a tensor on one of the logical devices of its replica.
+
+        A replica here has one: the tensor is returned.
 
         Example:
-            >>> torchstrategy.OneDeviceStrategy("cpu").experimental_assign_to_logical_device(torch.ones(2), 0)
+            >>> strategy = torchstrategy.OneDeviceStrategy("cpu")
+            >>> strategy.experimental_assign_to_logical_device(torch.ones(2), 0)
             tensor([1., 1.])
 
         Differs from tf.distribute:
@@ -948,35 +1061,43 @@ class Strategy(StrategyBase):
         """
         if logical_device_id != 0:
             raise ValueError(
-                f"Each replica has 1 logical device, number 0; there is no {logical_device_id!r}."
+                "Each replica has 1 logical device, number 0; there is no "
+                f"{logical_device_id!r}."
             )
         return tensor
 
     def experimental_split_to_logical_devices(
         self, tensor: torch.Tensor, partition_dimensions: Sequence[int]
     ) -> torch.Tensor:
-        """Splits a tensor over the logical devices of its replica. A replica here has one: the tensor is returned.
+        """Splits a tensor over the logical devices of its replica.
+
+        A replica here has one: the tensor is returned.
 
         Args:
             tensor: Any tensor.
-            partition_dimensions: For each dimension of the tensor, in how many parts it is split.
+            partition_dimensions: For each dimension of the tensor, in how many parts it
+                is split.
 
         Example:
-            >>> torchstrategy.OneDeviceStrategy("cpu").experimental_split_to_logical_devices(torch.ones(2), [1])
+            >>> strategy = torchstrategy.OneDeviceStrategy("cpu")
+            >>> strategy.experimental_split_to_logical_devices(torch.ones(2), [1])
             tensor([1., 1.])
 
         Differs from tf.distribute:
             TensorFlow raises NotImplementedError for every strategy but TPUStrategy.
 
         Raises:
-            ValueError: If there is not one number for each dimension, one does not divide its dimension, or they ask
-                for more than one part in all.
+            ValueError: If there is not one number for each dimension, one does not
+                divide its dimension, or they ask for more than one part in all.
 
         Source: https://www.tensorflow.org/versions/r2.2/api_docs/python/tf/distribute/Strategy#experimental_split_to_logical_devices
         """
         parts, shape = list(partition_dimensions), tuple(tensor.shape)
         if len(parts) != len(shape):
-            why = f"has {plural(len(parts), 'number')} for a tensor of {plural(len(shape), 'dimension')}"
+            why = (
+                f"has {plural(len(parts), 'number')} for a tensor of "
+                f"{plural(len(shape), 'dimension')}"
+            )
         elif any(
             part < 1 or size % part for size, part in zip(shape, parts, strict=True)
         ):
@@ -986,16 +1107,20 @@ class Strategy(StrategyBase):
         else:
             return tensor
         raise ValueError(
-            f"partition_dimensions={parts} {why}. Each replica has 1 logical device, number 0."
+            f"partition_dimensions={parts} {why}. Each replica has 1 logical device, "
+            "number 0."
         )
 
     def experimental_replicate_to_logical_devices(
         self, tensor: torch.Tensor
     ) -> torch.Tensor:
-        """Replicates a tensor to the logical devices of its replica. A replica here has one: the tensor is returned.
+        """Replicates a tensor to the logical devices of its replica.
+
+        A replica here has one: the tensor is returned.
 
         Example:
-            >>> torchstrategy.OneDeviceStrategy("cpu").experimental_replicate_to_logical_devices(torch.ones(2))
+            >>> strategy = torchstrategy.OneDeviceStrategy("cpu")
+            >>> strategy.experimental_replicate_to_logical_devices(torch.ones(2))
             tensor([1., 1.])
 
         Differs from tf.distribute:
@@ -1009,7 +1134,8 @@ class Strategy(StrategyBase):
 def _check_run(args: object, kwargs: object, options: object) -> None:
     if not isinstance(args, (list, tuple)):
         raise ValueError(
-            f"positional args must be a list or tuple: args=(batch,); got a {type(args).__name__}."
+            "positional args must be a list or tuple: args=(batch,); got a "
+            f"{type(args).__name__}."
         )
     if options is not None and not isinstance(options, RunOptions):
         raise TypeError(
@@ -1034,12 +1160,12 @@ def _input_options(options: InputOptions | None) -> InputOptions:
 
 def _require_dataset_fn(name: str, dataset_fn: Any) -> None:
     try:
-        with suppress(
-            ValueError
-        ):  # some callables written in C have no signature to be seen
+        # Some callables written in C have no signature to be seen.
+        with suppress(ValueError):
             inspect.signature(dataset_fn).bind(InputContext())
     except TypeError as error:
         raise TypeError(
-            f"{name} is called with one argument, an InputContext, and {dataset_fn!r} does not take it: {error}. Write "
-            f"`def {name}(context): ...`; to split a dataset that you have, use experimental_distribute_dataset."
+            f"{name} is called with one argument, an InputContext, and {dataset_fn!r} "
+            f"does not take it: {error}. Write `def {name}(context): ...`; to split a "
+            "dataset that you have, use experimental_distribute_dataset."
         ) from None

@@ -1,7 +1,9 @@
-"""Draws the pictures of docs/how-a-step-runs.md: `python docs/pictures/draw.py` writes the files next to this one.
+"""Draws the pictures of docs/how-a-step-runs.md next to this file.
 
-A drawing follows the light or dark scheme of the site, and elsewhere that of the reader's system. batch.svg and
-step.svg were drawn by hand, in the same style.
+Call it so: `python docs/pictures/draw.py`.
+
+A drawing follows the light or dark scheme of the site, and elsewhere that of the
+reader's system. batch.svg and step.svg were drawn by hand, in the same style.
 """
 
 from __future__ import annotations
@@ -9,8 +11,14 @@ from __future__ import annotations
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
-LIGHT = "--ink:#1f2328;--soft:#59636e;--line:#c5cdd5;--r0:#0072b2;--r1:#d55e00;--r2:#008a63;--r3:#a8568b"
-DARK = "--ink:#e6edf3;--soft:#9da7b1;--line:#4a525b;--r0:#56b4e9;--r1:#f0883e;--r2:#3fc79a;--r3:#d798c3"
+LIGHT = (
+    "--ink:#1f2328;--soft:#59636e;--line:#c5cdd5;"
+    "--r0:#0072b2;--r1:#d55e00;--r2:#008a63;--r3:#a8568b"
+)
+DARK = (
+    "--ink:#e6edf3;--soft:#9da7b1;--line:#4a525b;"
+    "--r0:#56b4e9;--r1:#f0883e;--r2:#3fc79a;--r3:#d798c3"
+)
 FONT = 'font:15px system-ui,-apple-system,"Segoe UI",Roboto,sans-serif'
 COLOURS = "".join(
     f".pic .r{i}{{fill:var(--r{i});stroke:var(--r{i})}}" for i in range(4)
@@ -25,7 +33,7 @@ STYLE = f"""<style>
 .pic rect{{fill-opacity:.16;stroke-width:1.5}}.pic .box{{fill:none;stroke:var(--line)}}
 .pic path{{fill:none;stroke-width:1.5}}
 .pic .arrow{{stroke:var(--soft)}}.pic .wall{{stroke:var(--ink);stroke-dasharray:5 5}}
-</style>"""
+</style>"""  # noqa: E501
 
 
 def box(
@@ -33,7 +41,10 @@ def box(
 ) -> str:
     """A box with a text in its middle."""
     words = label(x + width // 2, y + height // 2 + 5, text, "m") if text else ""
-    return f'<g><rect class="{kind}" x="{x}" y="{y}" width="{width}" height="{height}" rx="4"/>{words}</g>'
+    return (
+        f'<g><rect class="{kind}" x="{x}" y="{y}" width="{width}" height="{height}" '
+        f'rx="4"/>{words}</g>'
+    )
 
 
 def label(x: int, y: int, text: str, kind: str = "s") -> str:
@@ -48,7 +59,10 @@ def arrow(x: int, y: int, to_x: int, to_y: int) -> str:
         for side in (-1, 1)
     )
     (a, b), (c, d) = ends
-    return f'<path class="arrow" d="M{x} {y}L{to_x} {to_y}M{a} {b}L{to_x} {to_y}L{c} {d}"/>'
+    return (
+        f'<path class="arrow" d="M{x} {y}L{to_x} {to_y}M{a} {b}L{to_x} {to_y}L{c} '
+        f'{d}"/>'
+    )
 
 
 def owners() -> tuple[str, str, int, list[str]]:
@@ -85,7 +99,10 @@ def owners() -> tuple[str, str, int, list[str]]:
                 parts.append(
                     box(left + 10, top + 90, 156, 24, "optimizer's state", "r2")
                 )
-    about = "CentralStorageStrategy has one state of the optimizer, on one device; the other two have one on every device."
+    about = (
+        "CentralStorageStrategy has one state of the optimizer, on one device; the "
+        "other two have one on every device."
+    )
     return (
         "Where parameters, gradients and the optimizer's state are",
         about,
@@ -124,8 +141,9 @@ def exchange() -> tuple[str, str, int, list[str]]:
         label(560, 284, "backward returns: .grad is that of all 11 rows", "m s")
     )
     about = (
-        "Two workers run forward and backward of their own rows. Large gradients are added up during backward, and all "
-        "else in one pack when it ends. Then both make the same update."
+        "Two workers run forward and backward of their own rows. Large gradients are "
+        "added up during backward, and all else in one pack when it ends. Then both "
+        "make the same update."
     )
     return "What two workers of one replica each exchange in a step", about, 294, parts
 
@@ -159,7 +177,10 @@ def traffic() -> tuple[str, str, int, list[str]]:
             ]
     parts.append(label(182, 252, "the loss is computed on device 0 alone", "m s"))
     parts.append(label(558, 252, "each device computes the loss of its rows", "m s"))
-    about = "DataParallel copies the module, rows, outputs and gradients. A strategy copies rows, gradients and parameters."
+    about = (
+        "DataParallel copies the module, rows, outputs and gradients. A strategy "
+        "copies rows, gradients and parameters."
+    )
     return "What moves between devices in a step", about, 264, parts
 
 
@@ -182,7 +203,10 @@ def turns() -> tuple[str, str, int, list[str]]:
         label(84, 208, "time, on one CPU"),
         label(530, 208, "optimizer.step()", "m s"),
     ]
-    about = "Each replica runs its step up to optimizer.step(), one after the other. Then there is one update."
+    about = (
+        "Each replica runs its step up to optimizer.step(), one after the other. Then "
+        "there is one update."
+    )
     return "Replicas on one device run one after the other", about, 218, parts
 
 
@@ -196,7 +220,10 @@ def prefetch() -> tuple[str, str, int, list[str]]:
         )
         parts.append(box(184 + 120 * number, 132, 118, 32, f"step {number}", "r0"))
     parts += [arrow(104, 186, 716, 186), label(104, 208, "time")]
-    about = "Without load_ahead, each step waits until its batch is loaded. With it, it is loaded during the step before."
+    about = (
+        "Without load_ahead, each step waits until its batch is loaded. With it, it is "
+        "loaded during the step before."
+    )
     return "The next batch is loaded during the step", about, 218, parts
 
 
@@ -208,7 +235,10 @@ def boundary() -> tuple[str, str, int, list[str]]:
     parts += [label(165, 122, "weight * inputs.to(&quot;sim:0&quot;) works", "m s")]
     parts += [label(555, 122, "weight * inputs raises an error", "m s")]
     parts += [label(360, 214, "torch refuses to mix tensors of two devices", "m s")]
-    about = "A product of tensors of two simulated devices raises an error. After a copy to one device, it works."
+    about = (
+        "A product of tensors of two simulated devices raises an error. After a copy "
+        "to one device, it works."
+    )
     return "A tensor has to be moved over the boundary of a device", about, 222, parts
 
 
@@ -219,8 +249,14 @@ def drawings() -> dict[str, str]:
         name = draw.__name__
         title, about, height, parts = draw()
         ids = f'aria-labelledby="{name}-title {name}-desc"'
-        head = f'<svg class="pic" xmlns="http://www.w3.org/2000/svg" viewBox="0 0 740 {height}" role="img" {ids}>'
-        words = f'<title id="{name}-title">{title}</title>\n<desc id="{name}-desc">{about}</desc>'
+        head = (
+            '<svg class="pic" xmlns="http://www.w3.org/2000/svg" viewBox="0 0 740 '
+            f'{height}" role="img" {ids}>'
+        )
+        words = (
+            f'<title id="{name}-title">{title}</title>\n<desc '
+            f'id="{name}-desc">{about}</desc>'
+        )
         texts[f"{name}.svg"] = "\n".join([head, words, STYLE, *parts, "</svg>"]) + "\n"
     return texts
 

@@ -1,14 +1,18 @@
-"""Builds the site in build/site: `python docs/site/build.py`. It ends with 1 if anything is wrong.
+"""Builds the site in build/site: `python docs/site/build.py`.
 
-The pages in docs/ are written to be read in the repository. For the site, examples become pages, links between files
-become links between pages, and the drawings in docs/pictures are put into the pages, where they follow the light or
-dark scheme. Nothing is downloaded, neither by this program nor by a reader of the site.
+It ends with 1 if anything is wrong.
 
-Zensical builds it. `python docs/site/build.py mkdocs` builds the same pages with MkDocs, if mkdocs-material is
-installed.
+The pages in docs/ are written to be read in the repository. For the site, examples
+become pages, links between files become links between pages, and the drawings in
+docs/pictures are put into the pages, where they follow the light or dark scheme.
+Nothing is downloaded, neither by this program nor by a reader of the site.
 
-If the environment variable REPOSITORY_URL is set, every page has links to the repository and to its own source.
-`--publish FOLDER` also puts the site into this folder, beside those of earlier releases, with a menu of them.
+Zensical builds it. `python docs/site/build.py mkdocs` builds the same pages with
+MkDocs, if mkdocs-material is installed.
+
+If the environment variable REPOSITORY_URL is set, every page has links to the
+repository and to its own source. `--publish FOLDER` also puts the site into this
+folder, beside those of earlier releases, with a menu of them.
 """
 
 from __future__ import annotations
@@ -64,7 +68,7 @@ def page_of(path: Path) -> str:
 
 
 def converted(path: Path) -> tuple[str, set[Path]]:
-    """The text of a page of the site, and the files of the repository to which it links."""
+    """The text of a page of the site, and the repository's files that it links to."""
     page, linked = page_of(path), set()
     up = "../" * page.count("/")
 
@@ -88,7 +92,10 @@ def converted(path: Path) -> tuple[str, set[Path]]:
         return match[0].replace(f"({match[1]})", f"({target(match[1])})")
 
     def drawing(match: re.Match[str]) -> str:
-        return f'<figure class="drawing">{(path.parent / match[1]).read_text().strip()}</figure>'
+        return (
+            "<figure "
+            f'class="drawing">{(path.parent / match[1]).read_text().strip()}</figure>'
+        )
 
     parts = FENCED.split(COMMENT.sub("", path.read_text()))
     parts[::2] = [
@@ -99,12 +106,16 @@ def converted(path: Path) -> tuple[str, set[Path]]:
 
 
 def finished(text: str, source: str, repository: str) -> str:
-    """The text of a page with what the theme wants to know of it, and with the URL to install from, if there is one."""
+    """The text of a page with what the theme wants to know of it.
+
+    It has the URL to install from, if there is one.
+    """
     front = FRONT.match(text)
     settings = front[1] if front else ""
     text = text[front.end() :] if front else text
     if not settings and not re.search(r"^(?:##|:::) ", text, re.MULTILINE):
-        settings = "hide: [toc]\n"  # a page without sections gives the place of their list to its code and tables
+        # A page without sections gives the place of their list to its code and tables.
+        settings = "hide: [toc]\n"
     if repository:
         text = text.replace("git+URL", f"git+{repository}")
         edit = "-/edit" if "gitlab" in repository else "edit"
@@ -113,7 +124,7 @@ def finished(text: str, source: str, repository: str) -> str:
 
 
 def write_pages() -> None:
-    """Writes all pages: those in docs/, the examples, and every file to which one of them links."""
+    """Writes all pages: those in docs/, the examples, and every file they link to."""
     shutil.rmtree(SOURCE, ignore_errors=True)
     todo = {
         *(ROOT / "docs").rglob("*.md"),
@@ -145,9 +156,11 @@ def write_pages() -> None:
 
 def polish(text: str) -> str:
     """The HTML of a page with what neither Markdown nor the theme can say."""
-    # A type in a signature shows on hover where its class is, and that is private: the name of the class is left.
+    # A type in a signature shows on hover where its class is, and that is private: the
+    # name of the class is left.
     text = re.sub(r'title="torchstrategy(?:\.\w+)*\.(?=[A-Z]|\w+")', 'title="', text)
-    # On a phone, the name of a class may go to the next line after a dot, and not within a word.
+    # On a phone, the name of a class may go to the next line after a dot, and not
+    # within a word.
     text = re.sub(
         r'(?<=doc-class-name">)[\w.]+',
         lambda name: name[0].replace(".", ".<wbr>"),
@@ -157,7 +170,10 @@ def polish(text: str) -> str:
 
 
 def label_cells(table: re.Match[str]) -> str:
-    """Names the column in each cell: on a phone, a row with many columns becomes lines, one below the other."""
+    """Names the column in each cell.
+
+    On a phone, a row with many columns becomes lines, one below the other.
+    """
     names = [
         re.sub(r"<[^>]*>", "", name).strip()
         for name in re.findall(r"<th[^>]*>(.*?)</th>", table[0], re.DOTALL)
@@ -174,12 +190,15 @@ def label_cells(table: re.Match[str]) -> str:
 
 
 def version() -> str:
-    """That of the installed package: the site can be tested where its sources are not."""
+    """That of the installed package: the site is tested where its sources are not."""
     return importlib.metadata.version("torchstrategy")
 
 
 def settings_of_the_site(versions: bool) -> dict[str, str]:
-    """The environment for mkdocs.yml: the name with its version, and whether there is a menu of releases."""
+    """The environment for mkdocs.yml: the name with its version.
+
+    It also says whether there is a menu of releases.
+    """
     given = {
         "SITE_NAME": f"torchstrategy {version()}",
         "SITE_VERSIONS": "mike" if versions else "none",
@@ -231,7 +250,8 @@ def main() -> None:
     ]
     print("\n".join(wrong))
     print(
-        f"{len(list(SITE.rglob('*.html')))} pages in {time.perf_counter() - start:.0f} s, {len(wrong)} faults"
+        f"{len(list(SITE.rglob('*.html')))} pages in {time.perf_counter() - start:.0f} "
+        f"s, {len(wrong)} faults"
     )
     if options.publish and not wrong:
         publish.publish(SITE, options.publish, version())

@@ -1,4 +1,7 @@
-"""What a reader of the built site would trip over: links to nothing, files of other hosts, names of private modules."""
+"""What a reader of the built site would trip over.
+
+Links to nothing, files of other hosts, names of private modules.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,10 @@
-"""Looks at the built site in a browser: weak colours, and what is wider than a phone. `python docs/site/look.py`.
+"""Looks at the built site in a browser: weak colours, and what is wider than a phone.
 
-It opens every page in Chromium, 400 and 1280 pixels wide, in the light and the dark scheme. It prints one line for each
-fault, and ends with 1 if there is one. Without Chromium it says so and ends with 0.
+`python docs/site/look.py`.
+
+It opens every page in Chromium, 400 and 1280 pixels wide, in the light and the dark
+scheme. It prints one line for each fault, and ends with 1 if there is one. Without
+Chromium it says so and ends with 0.
 """
 
 from __future__ import annotations
@@ -43,7 +46,7 @@ def browser() -> str | None:
 
 
 def faults_of(site: Path, command: str) -> list[str]:
-    """One line for each fault that the browser sees on a page of the site in this folder."""
+    """One line for each fault that the browser sees on a page in this folder."""
     pages = sorted(path.relative_to(site).as_posix() for path in site.rglob("*.html"))
     script = f"const PAGES = {json.dumps(pages)};\n{SCRIPT.read_text()}"
     faults: list[str] = answer_of(script, site, command)
@@ -51,10 +54,16 @@ def faults_of(site: Path, command: str) -> list[str]:
 
 
 def answer_of(script: str, site: Path, command: str) -> Any:
-    """What a script passes to `answer` in a page of its own, beside the site in this folder."""
+    """What a script passes to `answer` in its own page, beside the site's folder."""
     answers: queue.Queue[Any] = queue.Queue()
-    answer = "const answer = what => fetch('/look/', { method: 'POST', body: JSON.stringify(what) });"
-    page = f"<!doctype html><meta charset='utf-8'><body><script>{answer}\n{script}</script>".encode()
+    answer = (
+        "const answer = what => fetch('/look/', { method: 'POST', body: "
+        "JSON.stringify(what) });"
+    )
+    page = (
+        "<!doctype html><meta "
+        f"charset='utf-8'><body><script>{answer}\n{script}</script>"
+    ).encode()
 
     class Handler(http.server.SimpleHTTPRequestHandler):
         def do_GET(self) -> None:

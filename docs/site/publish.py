@@ -1,4 +1,7 @@
-"""Puts a built site beside those of earlier releases, in a folder that any web server can serve."""
+"""Puts a built site beside those of earlier releases.
+
+The folder is one that any web server can serve.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,8 @@ LINK_TO_LIST = (
     '<noscript><a class="releases" href="{up}releases.html">Releases</a></noscript>'
 )
 
-# The menu reads there which pages a release has. It puts the address of the release in place of this one.
+# The menu reads there which pages a release has. It puts the address of the release in
+# place of this one.
 SITEMAP = """<?xml version="1.0" encoding="UTF-8"?>
 <urlset xmlns="http://www.sitemaps.org/schemas/sitemap/0.9">
 {urls}
@@ -39,10 +43,11 @@ NEWEST = " (latest)"  # how the menu marks the newest release
 
 
 def publish(site: Path, folder: Path, release: str) -> None:
-    """Copies the site to a folder of its minor release, and to `latest` if no later one is there.
+    """Copies the site to its minor release's folder, and to `latest` if it is the last.
 
-    Each page of the site reads `versions.json`, and shows a menu with the releases that it lists. An entry leads to the
-    same page of the other release if its `sitemap.xml` names it, and else to its home page.
+    Each page of the site reads `versions.json`, and shows a menu with the releases that
+    it lists. An entry leads to the same page of the other release if its `sitemap.xml`
+    names it, and else to its home page.
     """
     minor = ".".join(release.split(".")[:2])
     listed = folder / "versions.json"
@@ -81,7 +86,10 @@ def publish(site: Path, folder: Path, release: str) -> None:
 
 
 def link_to_list(release: Path) -> None:
-    """Gives the header of each page a link to the list of releases, for readers without JavaScript."""
+    """Gives the header of each page a link to the list of releases.
+
+    It is for readers without JavaScript.
+    """
     for path in release.rglob("*.html"):
         up = "../" * len(path.relative_to(release).parts)
         text = path.read_text().replace(

@@ -1,7 +1,8 @@
-"""The sections of our docstrings, in words that griffe's parser of Google's style knows.
+"""The sections of our docstrings, in words that griffe's Google parser knows.
 
-`Example:` becomes an example with colours, `Differs from tf.distribute:` a note, and `Source: URL` a link. A class with
-`__new__` and without `__init__` shows the parameters of `__new__`.
+`Example:` becomes an example with colours, `Differs from tf.distribute:` a note, and
+`Source: URL` a link. A class with `__new__` and without `__init__` shows the parameters
+of `__new__`.
 """
 
 from __future__ import annotations
@@ -40,7 +41,10 @@ class Sections(griffe.Extension):
             cls.set_member("__init__", init)
 
     def on_package(self, *, pkg: griffe.Module, **_: object) -> None:
-        """Where a function has the name of its file, an import of that name means the function and not the file."""
+        """Where a function has the name of its file, an import means the function.
+
+        An import of that name does not mean the file.
+        """
         for module in _modules_in(pkg):
             for name, member in list(module.members.items()):
                 where = member.target_path if isinstance(member, griffe.Alias) else ""

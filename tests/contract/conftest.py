@@ -1,4 +1,7 @@
-"""Strategies that several files of the contract are tested with, and the end of runs that hang."""
+"""Strategies that several files of the contract test with, and the end of hangs.
+
+A run that hangs is ended.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,10 @@ def other() -> torchstrategy.Strategy:
 
 @pytest.fixture(params=[central, central_with_copies], ids=["shared", "copied"])
 def three(request: pytest.FixtureRequest) -> torchstrategy.Strategy:
-    """Three replicas that share the memory of the parameters, and three with copies of their own."""
+    """Three replicas that share the parameters' memory, and three with copies.
+
+    The copies are their own.
+    """
     return request.param(3)
 
 

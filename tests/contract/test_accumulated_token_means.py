@@ -1,4 +1,7 @@
-"""A mean over tokens that is divided by a constant: by the number of micro-batches, which may be that of the rows."""
+"""A mean over tokens that is divided by a constant.
+
+It is the number of micro-batches, which may be that of the rows.
+"""
 
 from __future__ import annotations
 
@@ -80,7 +83,10 @@ FACTORS = {
 def test_a_constant_may_be_the_number_of_rows_of_every_replica(
     make: Any, factor: str, loss: Any
 ) -> None:
-    """Gradients were weighted by rows then. The division was taken for one that corrects the weights by hand."""
+    """Gradients were weighted by rows then.
+
+    The division was taken for one that corrects the weights by hand.
+    """
     actual, told = trained(make(2), loss, FACTORS[factor], BY_LOSS)
     assert not told
     model = made()

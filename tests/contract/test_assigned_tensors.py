@@ -1,4 +1,7 @@
-"""Tensors that a step replaces by others, at a place that all replicas share: what several assign is warned of."""
+"""Tensors that a step replaces by others, at a place that all replicas share.
+
+What several assign is warned of.
+"""
 
 from __future__ import annotations
 
@@ -89,7 +92,10 @@ WAYS: dict[str, tuple[Callable[[], Callable[[], None]], str]] = {
 def test_a_tensor_that_several_replicas_replace_is_warned_of_once(
     several: torchstrategy.Strategy, way: str
 ) -> None:
-    """`average[name] = average[name] * 0.9 + weight * 0.1` decayed once in each replica, and nothing said so."""
+    """A moving average decayed once in each replica, and nothing said so.
+
+    It was `average[name] = average[name] * 0.9 + weight * 0.1`.
+    """
     make, name = WAYS[way]
     assign = make()
     (text,) = warned(lambda: [several.run(lambda: assign()) for _ in range(4)])

@@ -188,7 +188,10 @@ def test_what_cannot_be_reduced_or_gathered_in_a_replica_is_refused(
 def test_none_is_not_all_reduced() -> None:
     with pytest.raises(
         ValueError,
-        match=r"^Only tensors, arrays and numbers can be combined across replicas; got None",
+        match=(
+            r"^Only tensors, arrays and numbers can be combined across replicas; got "
+            r"None"
+        ),
     ):
         TWO.run(lambda: context().all_reduce("sum", None))
 

@@ -1,4 +1,7 @@
-"""Where am I? What the four questions answer, thread by thread, and what may be nested in what."""
+"""Where am I?
+
+What the four questions answer, thread by thread, and what may be nested in what.
+"""
 
 from __future__ import annotations
 
@@ -79,7 +82,10 @@ def test_the_default_replica_context_is_one_object_for_replica_0_of_1() -> None:
 def test_there_is_one_default_strategy() -> None:
     with pytest.raises(
         RuntimeError,
-        match=r"^There is one default strategy; torchstrategy\.get_strategy\(\) returns",
+        match=(
+            r"^There is one default strategy; "
+            r"torchstrategy\.get_strategy\(\) returns"
+        ),
     ):
         type(DEFAULT)()
 
@@ -177,7 +183,10 @@ def test_an_exception_leaves_a_scope_as_itself(chosen: Strategy) -> None:
 def test_leaving_a_scope_that_was_not_entered_is_an_error(chosen: Strategy) -> None:
     with pytest.raises(
         RuntimeError,
-        match=rf"^Scope nesting error: the scope of {re.escape(repr(chosen))} was left, ",
+        match=(
+            r"^Scope nesting error: the scope of "
+            rf"{re.escape(repr(chosen))} was left, "
+        ),
     ):
         leave(chosen.scope())
     assert state() == outside()
@@ -543,14 +552,17 @@ def test_the_strategy_that_was_set_can_be_taken_away_in_its_own_scope(
 
 @pytest.mark.parametrize("junk", [3, "cpu", object()], ids=shown)
 def test_what_is_no_strategy_cannot_be_set(junk: Any) -> None:
-    expected = f"^experimental_set_strategy takes a torchstrategy.Strategy or None; got {re.escape(repr(junk))}"
+    expected = (
+        "^experimental_set_strategy takes a torchstrategy.Strategy or None; got "
+        f"{re.escape(repr(junk))}"
+    )
     with pytest.raises(TypeError, match=expected):
         experimental_set_strategy(junk)
     assert state() == outside()
 
 
 def test_a_context_that_was_not_entered_leaves_the_scope_as_it_is() -> None:
-    """Its exit took the frame of the scope, which failed later and far from the mistake."""
+    """Its exit took the frame of the scope, which failed later, far from the cause."""
     strategy = torchstrategy.MirroredStrategy(["cpu", "cpu"])
     context = torchstrategy.ReplicaContext(strategy, 0)
     with strategy.scope():

@@ -1,4 +1,4 @@
-"""`examples=` may be a function: it counts what the loss of a replica is a mean over."""
+"""`examples=` may be a function that counts what a replica's loss is a mean over."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ from torchstrategy.testing import assert_same_as_plain
 
 TOKENS, CLASSES = 5, 4
 WEIGHTS = torch.tensor([1.0, 2.0, 0.5, 3.0], dtype=torch.float64)
-Batch = Any  # inputs of [rows, tokens, 3] and labels of [rows, tokens], where -100 is no token
+# Inputs of [rows, tokens, 3] and labels of [rows, tokens], where -100 is no token.
+Batch = Any
 
 
 def of_rows(*valid: int, seed: int = 0) -> list[torch.Tensor]:
@@ -45,7 +46,8 @@ def of_rows(*valid: int, seed: int = 0) -> list[torch.Tensor]:
 
 
 UNEVEN = of_rows(5, 1, 2, 4, 1, 3, 2)
-# The last of two replicas has rows without tokens; of three or four, the last has no others.
+# The last of two replicas has rows without tokens; of three or four, the last has no
+# others.
 WITHOUT_TOKENS = of_rows(3, 5, 1, 2, 4, 0, 0)
 FEW = of_rows(4, 1)
 BATCHES = {
@@ -67,7 +69,7 @@ def mean_over_tokens(model: nn.Module, batch: Batch) -> torch.Tensor:
 
 
 def masked_mean(model: nn.Module, batch: Batch) -> torch.Tensor:
-    """The same, written by hand: without tokens it is 0 / 0, and its gradient is NaN."""
+    """The same, written by hand: without tokens it is 0 / 0, with a gradient of NaN."""
     losses = F.cross_entropy(
         model(batch[0]).transpose(1, 2), batch[1], reduction="none"
     )
@@ -258,7 +260,10 @@ def test_gradients_that_are_added_up_need_no_counts_but_a_0_drops_one() -> None:
 def test_compute_average_loss_is_exact_as_before(
     several: Strategy, name: str, reduction: str
 ) -> None:
-    """It divides by what the gradient is going to be multiplied by, whoever says how much that is."""
+    """It divides by what the gradient will be multiplied by.
+
+    It does whoever says how much that is.
+    """
 
     def average(model: Any, batch: Batch) -> torch.Tensor:
         losses = F.cross_entropy(
@@ -310,9 +315,8 @@ def test_running_statistics_are_means_over_rows_all_the_same(several: Strategy) 
         model[0](batch[0][:, 0])
         mean_over_tokens(model[1], batch).backward()
 
-    rows = of_rows(
-        5, 1, 1, 2, 1, 1, 1, 2
-    )  # of each replica two at least, or a layer could not normalise them
+    # Of each replica two at least, or a layer could not normalise them.
+    rows = of_rows(5, 1, 1, 2, 1, 1, 1, 2)
     several.run(
         lambda b: step(model, b),
         args=(deal(several, rows),),
@@ -447,7 +451,8 @@ def test_what_counts_is_a_number_or_a_tensor_with_one_element(
 # What is refused
 
 NO_NUMBER = [
-    None, "3", [3], 1j, torch.ones(2), torch.empty(0), torch.tensor(1j), torch.ones((), device="meta"), object(),
+    None, "3", [3], 1j, torch.ones(2), torch.empty(0), torch.tensor(1j),
+    torch.ones((), device="meta"), object(),
 ]  # fmt: skip
 
 
@@ -456,7 +461,10 @@ def test_anything_but_one_number_is_refused_by_name(kind: Strategy, junk: Any) -
     def count_words() -> Any:
         return junk if replica_id() == kind.num_replicas_in_sync - 1 else 1
 
-    name = r"^examples=.*count_words of replica {} returned .*: it returns how much the replica counts, one number"
+    name = (
+        r"^examples=.*count_words of replica {} returned .*: it returns how much the "
+        r"replica counts, one number"
+    )
     with pytest.raises(TypeError, match=name.format(kind.num_replicas_in_sync - 1)):
         kind.run(
             lambda: pytest.fail("it was run"), options=RunOptions(examples=count_words)
@@ -511,7 +519,8 @@ def test_an_error_of_the_function_says_whose_it_is(strategy: Strategy) -> None:
         )
     (note,) = caught.value.__notes__
     assert re.fullmatch(
-        r"raised by examples=.*\.count of replica 0, which gets the arguments of the step",
+        r"raised by examples=.*\.count of replica 0, which gets the arguments of the "
+        r"step",
         note,
     )
 
@@ -522,7 +531,10 @@ def test_replicas_cannot_synchronize_while_they_are_asked(several: Strategy) -> 
 
     with pytest.raises(
         RuntimeError,
-        match=r"all_reduce .* is asked how much it counts: examples= tells its own number",
+        match=(
+            r"all_reduce .* is asked how much it counts: "
+            r"examples= tells its own number"
+        ),
     ):
         several.run(lambda: None, options=RunOptions(examples=count))
 

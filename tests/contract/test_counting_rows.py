@@ -1,4 +1,4 @@
-"""`Strategy.count_rows`, and calls of a strategy that are misspelt or left unfinished."""
+"""`Strategy.count_rows`, and calls of a strategy that are misspelt or unfinished."""
 
 from __future__ import annotations
 
@@ -37,7 +37,10 @@ def test_rows_of_a_batch_and_of_what_a_step_returns_are_counted(
 def test_what_has_no_rows_is_refused(strategy: Any) -> None:
     with pytest.raises(
         ValueError,
-        match="count_rows takes a batch, or a value with rows; nothing in this one has any",
+        match=(
+            "count_rows takes a batch, or a value with rows; nothing in this one has "
+            "any"
+        ),
     ):
         strategy.count_rows(strategy.run(lambda: torch.ones(())))
 

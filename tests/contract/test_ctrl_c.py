@@ -18,16 +18,20 @@ from torchstrategy._group import replica_threads
 pytestmark = pytest.mark.usefixtures("a_hang_is_a_failure")
 
 
-# Simulated devices count their memory in finalizers, where what interrupts a replica is lost: it comes once more.
+# Simulated devices count their memory in finalizers, where what interrupts a replica is
+# lost: it comes once more.
 interrupts_finalizers = pytest.mark.filterwarnings(
     "ignore:Exception ignored in. <finalize:pytest.PytestUnraisableExceptionWarning"
 )
 
 
 class CtrlC:
-    """For the length of a block, pressing it raises KeyboardInterrupt in the main thread, `times` times.
+    """In a block, pressing it raises KeyboardInterrupt in the main thread.
 
-    It is pressed again and again, since a main thread that is just about to wait may miss a signal.
+    It does so `times` times.
+
+    It is pressed again and again, since a main thread that is just about to wait may
+    miss a signal.
     """
 
     def __init__(self, times: int = 1) -> None:
@@ -135,9 +139,8 @@ def test_ctrl_c_lets_replicas_that_wait_clean_up(
             reduce()
         finally:
             if replica() == 1:
-                for _ in range(
-                    1_000_000
-                ):  # there is time to interrupt it, if somebody did
+                # There is time to interrupt it, if somebody did.
+                for _ in range(1_000_000):
                     pass
             cleaned_up.append(replica())
 

@@ -1,4 +1,6 @@
-"""What is done on purpose otherwise than TensorFlow does it, in the situations in which one meets it.
+"""What is done on purpose otherwise than in TensorFlow.
+
+The situations are those in which one meets it.
 
 Each docstring says what happens there and what happens here.
 """
@@ -69,7 +71,10 @@ def listed(strategy: Strategy, value: Any) -> list[Any]:
 def test_a_device_that_is_not_there_is_refused_when_the_strategy_is_made(
     build: Callable[[Any], Any],
 ) -> None:
-    """TensorFlow makes a strategy of any well-formed name, and runs it on the CPU without a word."""
+    """TensorFlow makes a strategy of any well-formed name.
+
+    It runs the strategy on the CPU without a word.
+    """
     with pytest.raises(
         ValueError,
         match=r"^The device 'gpu:77' is not on this machine, which has .*cpu:0",
@@ -81,7 +86,10 @@ def test_a_device_that_is_not_there_is_refused_when_the_strategy_is_made(
 def test_a_device_that_is_listed_twice_is_two_replicas(
     of: Callable[[Any], Any],
 ) -> None:
-    """TensorFlow refuses it for MirroredStrategy, by an AssertionError, and takes it for CentralStorageStrategy."""
+    """TensorFlow refuses it for MirroredStrategy, by an AssertionError.
+
+    It takes it for CentralStorageStrategy.
+    """
     strategy = of(["cpu:1", "/device:CPU:1", torch.device("cpu", 1)])
     assert strategy.extended.worker_devices == (torch.device("cpu", 1),) * 3
     with strategy.scope():
@@ -98,7 +106,10 @@ def test_a_device_that_is_listed_twice_is_two_replicas(
 def test_a_list_of_no_devices_is_refused(
     of: Callable[[Any], Any], nothing: Any
 ) -> None:
-    """TensorFlow makes of it a CentralStorageStrategy of no replicas, and a MirroredStrategy of all devices."""
+    """TensorFlow makes of it a CentralStorageStrategy of no replicas.
+
+    It makes a MirroredStrategy of all devices.
+    """
     with pytest.raises(
         ValueError, match=r"^(compute_)?devices=(\[\]|\(\)) names no device to run on\."
     ):
@@ -134,7 +145,10 @@ WAYS: dict[str, Callable[[Any], Any]] = {
 def test_elements_of_a_function_that_do_not_fill_a_step_are_dealt(
     several: Strategy, whole: int, kind: str, way: str
 ) -> None:
-    """TensorFlow drops them or deals them, by the strategy, the way of asking and what it knows of their shapes."""
+    """TensorFlow drops them or deals them.
+
+    That depends on the strategy, the way of asking and what it knows of their shapes.
+    """
     replicas = several.num_replicas_in_sync
     elements = [ELEMENTS[kind](k) for k in range(whole * replicas + 1)]
     iterator = iter(several.distribute_datasets_from_function(lambda _: elements))
@@ -154,7 +168,7 @@ def test_elements_of_a_function_that_do_not_fill_a_step_are_dealt(
 
 
 def test_a_replica_without_rows_sits_the_step_out(several: Strategy) -> None:
-    """TensorFlow runs the step there with tensors of no rows, as is done here on demand."""
+    """TensorFlow runs the step with tensors of no rows, as is done here on demand."""
     loader = DataLoader(range(5), batch_size=2)
     batches = list(several.experimental_distribute_dataset(loader))
     found = [several.run(lambda rows: rows + 1, args=(batch,)) for batch in batches]
@@ -195,10 +209,16 @@ USES: dict[str, Callable[[Strategy, Any], Any]] = {
 
 @pytest.mark.parametrize("use", USES)
 def test_a_value_of_a_larger_strategy_is_refused(anyone: Strategy, use: str) -> None:
-    """TensorFlow leaves out the components for which there is no replica, adds them up, or hands over the value."""
+    """TensorFlow leaves out the components for which there is no replica.
+
+    Or it adds them up, or hands over the value.
+    """
     replicas = anyone.num_replicas_in_sync
     value = central(replicas + 1).run(lambda: torch.ones(1) * replica_id())
-    sentence = rf"^A value with {replicas + 1} components was given to a strategy with {replicas} replicas?: "
+    sentence = (
+        rf"^A value with {replicas + 1} components was given to a strategy with "
+        rf"{replicas} replicas?: "
+    )
     with pytest.raises(ValueError, match=sentence):
         USES[use](anyone, value)
 
@@ -206,7 +226,7 @@ def test_a_value_of_a_larger_strategy_is_refused(anyone: Strategy, use: str) -> 
 def test_a_value_of_one_component_is_that_component_to_a_lone_replica(
     alone: Strategy,
 ) -> None:
-    """TensorFlow's one-device strategy hands the value itself over, which is no tensor."""
+    """TensorFlow's one-device strategy hands over the value, which is no tensor."""
     value = central(1).experimental_distribute_values_from_function(
         lambda _: torch.tensor([1.0, 2.0])
     )
@@ -250,7 +270,10 @@ SUMS: dict[str, tuple[Callable[[Strategy, Any], Any], Callable[[float], Any]]] =
 def test_a_container_is_reduced_leaf_by_leaf(
     anyone: Strategy, method: str, container: str
 ) -> None:
-    """TensorFlow refuses it as a value that is not distributed, fails inside, or returns it unreduced."""
+    """TensorFlow refuses it, since it is not distributed, or fails inside.
+
+    Or TensorFlow returns it unreduced.
+    """
     (reduce, shape), make, replicas = (
         SUMS[method],
         CONTAINERS[container],
@@ -269,7 +292,7 @@ def test_a_container_is_reduced_leaf_by_leaf(
 
 @pytest.mark.parametrize("container", CONTAINERS)
 def test_a_container_is_gathered_leaf_by_leaf(anyone: Strategy, container: str) -> None:
-    """TensorFlow returns it as it is, or one replica's part of it, and gathers nothing."""
+    """TensorFlow returns it, or one replica's part of it, and gathers nothing."""
     make, replicas = CONTAINERS[container], anyone.num_replicas_in_sync
     value = anyone.run(lambda: make(torch.ones(1) * replica_id(), torch.ones(2, 1)))
     expected = make(torch.arange(float(replicas)), torch.ones(2 * replicas, 1))
@@ -297,7 +320,10 @@ def test_scalars_are_gathered_by_no_strategy(anyone: Strategy) -> None:
 
 
 def test_a_plain_scalar_is_not_gathered_by_a_lone_replica(alone: Strategy) -> None:
-    """TensorFlow returns it. With several replicas a plain value is not theirs, and comes back there and here."""
+    """TensorFlow returns it.
+
+    With several replicas a plain value is not theirs, and comes back there and here.
+    """
     with pytest.raises(ValueError, match=NO_AXIS):
         alone.gather(torch.tensor(1.0), axis=0)
 
@@ -309,7 +335,10 @@ def test_scalars_are_gathered_in_no_replica(anyone: Strategy) -> None:
 
 
 def test_the_mean_of_integers_is_a_true_division(several: Strategy) -> None:
-    """TensorFlow's is of float64, or of float32 where the integers are small. Here it is of the default dtype."""
+    """TensorFlow's is of float64, or of float32 where the integers are small.
+
+    Here it is of the default dtype.
+    """
     replicas = several.num_replicas_in_sync
     value = several.run(lambda: torch.full((1,), replica_id()))
     means = [
@@ -332,7 +361,10 @@ def test_the_mean_of_integers_is_a_true_division(several: Strategy) -> None:
 def test_a_lone_replica_runs_on_the_callers_thread_and_gives_plain_values(
     alone: Strategy,
 ) -> None:
-    """TensorFlow gives plain values too, from another thread where the strategy can have several replicas."""
+    """TensorFlow gives plain values too.
+
+    It gives them from another thread where the strategy can have several replicas.
+    """
     assert alone.run(threading.get_ident) == threading.get_ident()
     value = alone.run(lambda: {"x": torch.ones(2)})
     assert type(value["x"]) is torch.Tensor
@@ -351,7 +383,10 @@ LOGICAL: dict[str, Callable[[Strategy, torch.Tensor], torch.Tensor]] = {
 
 @pytest.mark.parametrize("method", LOGICAL)
 def test_each_replica_has_one_logical_device(anyone: Strategy, method: str) -> None:
-    """TensorFlow has them on TPUs only, and raises NotImplementedError. Here a tensor is at the one there is."""
+    """TensorFlow has them on TPUs only, and raises NotImplementedError.
+
+    Here a tensor is at the one there is.
+    """
 
     def step() -> bool:
         tensor = torch.ones(1, 2)

@@ -1,6 +1,9 @@
-"""Containers that hold themselves, or in thousands of levels: an error says so, wherever they are handed over.
+"""Containers that hold themselves, or have thousands of levels, raise an error.
 
-Python gave up with a RecursionError, hundreds of lines long, of which none was the user's.
+They do wherever they are handed over.
+
+Python gave up with a RecursionError, hundreds of lines long, of which none was the
+user's.
 """
 
 from __future__ import annotations
@@ -104,7 +107,8 @@ WAYS: dict[str, Callable[[torchstrategy.Strategy, Make], Any]] = {
     ),
     "local results": lambda s, make: s.experimental_local_results(make()),
 }
-# One replica returns what its step returns, as it is, and the default strategy reads what a dataset has.
+# One replica returns what its step returns, as it is, and the default strategy reads
+# what a dataset has.
 WAYS_OF_SEVERAL: dict[str, Callable[[torchstrategy.Strategy, Make], Any]] = {
     "a batch": lambda s, make: next(iter(s.experimental_distribute_dataset([make()]))),
     "a batch of a function": lambda s, make: next(

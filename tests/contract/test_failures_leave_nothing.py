@@ -1,4 +1,4 @@
-"""Failures leave nothing that runs, waits or takes memory, and do not disturb others."""
+"""Failures leave nothing that runs, waits or takes memory, and disturb nobody."""
 
 from __future__ import annotations
 
@@ -94,9 +94,8 @@ def test_failures_do_not_use_up_memory() -> None:
         for i in range(6):
             with pytest.raises(ValueError, match="bad"):
                 problem.run(Steps(problem, "after backward", i % 2, ValueError("bad")))
-        for _ in range(
-            2
-        ):  # a tensor's memory may outlive the first collection of a cycle that it is in
+        # A tensor's memory may outlive the first collection of a cycle that it is in.
+        for _ in range(2):
             gc.collect()
         return tracemalloc.get_traced_memory()[0]
 
@@ -105,7 +104,8 @@ def test_failures_do_not_use_up_memory() -> None:
         _, *sizes = [fail() for _ in range(6)]
     finally:
         tracemalloc.stop()
-    # A table of the process may grow once in a while. What failures keep is there after each six of them.
+    # A table of the process may grow once in a while. What failures keep is there after
+    # each six of them.
     assert min(after - before for before, after in pairwise(sizes)) < 6 * 600, (
         "each failure keeps what it allocated"
     )
@@ -175,7 +175,8 @@ HOOKS = pytest.mark.parametrize(
 def test_a_strategy_may_be_collected_while_an_optimizer_steps(
     register: Callable[..., Any],
 ) -> None:
-    # The collector runs when it likes, so also while torch goes through the hooks that it has for all optimizers.
+    # The collector runs when it likes, so also while torch goes through the hooks that
+    # it has for all optimizers.
     parameter = nn.Parameter(torch.ones(1))
     parameter.grad = torch.ones(1)
     optimizer = torch.optim.SGD([parameter], lr=0.5)

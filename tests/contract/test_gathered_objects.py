@@ -1,8 +1,8 @@
 """`Strategy.gather` of Python objects with one for each row: texts, ids, dicts of them.
 
-They were refused: "Only tensors, arrays and numbers can be combined across replicas". So a program that evaluates on
-texts had to make tensors of them, or to put the lists of the replicas together by itself, which several processes
-cannot do.
+They were refused: "Only tensors, arrays and numbers can be combined across replicas".
+So a program that evaluates on texts had to make tensors of them, or to put the lists of
+the replicas together by itself, which several processes cannot do.
 """
 
 from __future__ import annotations
@@ -113,7 +113,10 @@ def test_lists_stand_beside_tensors_in_containers(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", STRATEGIES)
 def test_texts_of_a_loader_are_gathered(kind: str) -> None:
-    """A `DataLoader` makes a tuple of the texts of its rows, and tuples of other lengths were other structures."""
+    """A `DataLoader` makes a tuple of the texts of its rows.
+
+    Tuples of other lengths were other structures.
+    """
     strategy = STRATEGIES[kind]()
     rows = [(torch.ones(2) * i, f"row {i}") for i in range(7)]
     found: list[Any] = []

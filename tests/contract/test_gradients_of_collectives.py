@@ -1,4 +1,4 @@
-"""Gradients through all_reduce and all_gather, and through reduce and gather outside."""
+"""Gradients through all_reduce and all_gather, and outside, reduce and gather."""
 
 from __future__ import annotations
 
@@ -76,9 +76,7 @@ def test_the_gradient_of_an_all_gather_is_the_replicas_own_slice() -> None:
     assert gradients(loss_of, [[1.0], [2.0, 3.0]]) == [[4.0], [8.0, 12.0]]
 
 
-def test_the_gradient_of_an_all_gather_along_the_last_axis_is_the_replicas_own_slice() -> (
-    None
-):
+def test_the_gradient_of_an_all_gather_along_the_last_axis_is_the_own_slice() -> None:
     def loss_of(x: torch.Tensor, r: int) -> torch.Tensor:
         gathered = context().all_gather(x, axis=-1)
         return (gathered * torch.arange(3.0)).sum() * (r + 1)
@@ -173,12 +171,16 @@ def test_a_backward_that_not_every_replica_runs_is_an_error() -> None:
 
     with pytest.raises(
         RuntimeError,
-        match=r"^The replicas synchronized a different number of times,? or in a different order: ",
+        match=(
+            r"^The replicas synchronized a different number of times,? or in a "
+            r"different order: "
+        ),
     ):
         TWO.run(step)
 
 
-# The gradient of the whole step: the sum over replicas of share times loss, in one graph
+# The gradient of the whole step: the sum over replicas of share times loss, in one
+# graph
 
 
 SHARES: dict[str, tuple[RunOptions, list[float]]] = {
@@ -289,9 +291,8 @@ def test_the_gradient_is_that_of_one_graph_also_where_gradients_are_added_up(
 
 
 def test_the_rows_that_were_dealt_are_the_shares() -> None:
-    rows = torch.tensor(
-        [[1.0], [2.0], [4.0]], dtype=torch.float64
-    )  # two of them for replica 0, one for replica 1
+    # Two of them for replica 0, one for replica 1.
+    rows = torch.tensor([[1.0], [2.0], [4.0]], dtype=torch.float64)
     coefficients = torch.tensor([[1.0], [1.0], [5.0]], dtype=torch.float64)
 
     def loss_of(
@@ -357,7 +358,8 @@ def test_a_replica_of_no_examples_has_no_gradient_even_if_it_is_nan() -> None:
 def test_gradients_of_gradients_are_those_of_one_graph(
     shares: str, collective: str
 ) -> None:
-    # In replica i, a gradient is that of the whole step over the share w_i: also one that a loss is made of.
+    # In replica i, a gradient is that of the whole step over the share w_i: also one
+    # that a loss is made of.
     options, weights = SHARES[shares]
     meet, combine = COLLECTIVES[collective]
     values = [[1.0, -0.5], [2.0, 0.3]]
@@ -448,7 +450,10 @@ def test_a_backward_after_the_run_reaches_the_users_parameters(
 
 
 def test_what_a_replica_gets_is_on_the_device_of_the_replica(strategy):
-    """A lone replica on an accelerator got it on the CPU: a loss, say, and then a gradient on another device."""
+    """A lone replica on an accelerator got it on the CPU.
+
+    A loss, say, and then a gradient on another device.
+    """
 
     def step(x: torch.Tensor) -> list[torch.device]:
         here = torchstrategy.get_replica_context()

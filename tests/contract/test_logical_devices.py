@@ -1,4 +1,6 @@
-"""Logical devices: each replica has one, so that code for several of them runs, and asks for no more than there is.
+"""Logical devices: each replica has one, so that code for several of them runs.
+
+It asks for no more than there is.
 
 What the errors say is in test_strategy_and_extended.py.
 """

@@ -1,4 +1,7 @@
-"""`gradient_reduction="loss"` weighs by what a loss was divided by; by default a run warns where rows are not that."""
+"""`gradient_reduction="loss"` weighs by what a loss was divided by.
+
+By default a run warns where rows are not that.
+"""
 
 from __future__ import annotations
 
@@ -41,10 +44,8 @@ UNDECIDED = {
     "accumulation_as_rows",
     "two_heads_halved",
 }
-SLOW = {
-    "compiled_loss",
-    "compiled_model",
-}  # tests/unit/run/test_loss_terms.py reads them
+# tests/unit/run/test_loss_terms.py reads them.
+SLOW = {"compiled_loss", "compiled_model"}
 Gradients = dict[str, torch.Tensor]
 
 
@@ -123,9 +124,8 @@ def test_known_losses_have_the_gradient_of_the_batch_or_are_warned_of(
 ) -> None:
     rows, wrong = rows_of(count), []
     for name, known in KNOWN.items():
-        if (
-            name in SLOW or name == "gathered_by_everybody"
-        ):  # which needs the rows of others
+        # Which needs the rows of others.
+        if name in SLOW or name == "gathered_by_everybody":
             continue
         expected = plain(known.loss, rows)
         make = KINDS[kind]
@@ -141,7 +141,8 @@ def test_known_losses_have_the_gradient_of_the_batch_or_are_warned_of(
         if known.is_exact and name not in UNDECIDED:
             if not agree(by_loss, expected) or told:
                 wrong.append((name, "is not exact by loss", told))
-            # Those of that kind say that gradients are averaged. A checkpoint is not run to look: see the test below.
+            # Those of that kind say that gradients are averaged. A checkpoint is not
+            # run to look: see the test below.
             says_so = kind == "mirrored with copies"
             if not (is_right or warned or says_so or name == "checkpointed_loss"):
                 wrong.append((name, "was not warned of"))
@@ -378,10 +379,11 @@ def test_the_warning_has_the_numbers_of_two_replicas() -> None:
     rows.labels[:3, 1:] = -100
     _, (told,) = trained(central(2), ce, rows)
     assert told == (
-        "The loss of `step` was divided by 3 in replica 0 and by 48 in replica 1 (it leaves out ignored targets, or "
-        "weighs classes), but their gradients are weighted by rows, 3 and 2. The gradient of the whole batch needs "
-        'RunOptions(gradient_reduction="loss"). If each row is meant to count the same, say '
-        'gradient_reduction="mean", which hides this.'
+        "The loss of `step` was divided by 3 in replica 0 and by 48 in replica 1 (it "
+        "leaves out ignored targets, or weighs classes), but their gradients are "
+        "weighted by rows, 3 and 2. The gradient of the whole batch needs "
+        'RunOptions(gradient_reduction="loss"). If each row is meant to count the '
+        'same, say gradient_reduction="mean", which hides this.'
     )
 
 
@@ -474,7 +476,7 @@ def test_unlike_numbers_of_backwards_are_refused() -> None:
 def losses_of_closures(
     strategy: torchstrategy.Strategy, loss: Loss, rows: Rows
 ) -> tuple[list[float], Gradients]:
-    """The losses that an optimizer gets which searches along a line, and where it comes to."""
+    """The losses of an optimizer that searches along a line, and where it ends."""
     with strategy.scope():
         net = Net()
         search = torch.optim.LBFGS(

@@ -1,4 +1,7 @@
-"""torchstrategy.nn's losses: the gradient of the whole batch, whatever rows count and however gradients become one."""
+"""torchstrategy.nn's losses: the gradient of the whole batch.
+
+It is, whatever rows count and however gradients become one.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +73,10 @@ def check(
     plain: Losses,
     options: RunOptions | None = None,
 ) -> None:
-    """The gradient of `step`, the loss of a replica's rows, has to be that of `plain`, the loss of the whole batch."""
+    """The gradient of `step` has to be that of `plain`.
+
+    `step` is the loss of a replica's rows, `plain` that of the whole batch.
+    """
     model, twin = models(strategy)
     for m in (model, twin):
         m.zero_grad()
@@ -89,9 +95,8 @@ def check(
 class Case(NamedTuple):
     tokens: tuple[int, ...]  # in a row
     weights: Callable[[int], Any]  # of so many rows
-    total: Callable[
-        [int, Any], Any
-    ]  # what is divided by, of so many rows and these weights
+    # What is divided by, of so many rows and these weights.
+    total: Callable[[int, Any], Any]
 
 
 def some(*size: int) -> torch.Tensor:
@@ -470,9 +475,8 @@ def test_the_loss_to_report_is_the_reduction_of_losses_and_weights() -> None:
 def test_losses_of_half_precision_are_added_up_in_single_precision(
     dtype: torch.dtype,
 ) -> None:
-    losses = torch.full(
-        (4096,), 60.0, dtype=dtype, requires_grad=True
-    )  # their sum has no number in float16
+    # Their sum has no number in float16.
+    losses = torch.full((4096,), 60.0, dtype=dtype, requires_grad=True)
     loss = compute_average_loss(losses, torch.ones(4096, dtype=dtype))
     loss.backward()
     assert loss.dtype == losses.grad.dtype == dtype
@@ -513,9 +517,8 @@ def test_an_optimizer_with_a_closure_is_given_the_loss_of_the_whole_batch() -> N
 
 
 @pytest.mark.slow  # the first to import the compiler
-@pytest.mark.filterwarnings(
-    "ignore:The .grad attribute of a Tensor that is not a leaf"
-)  # which the compiler asks for
+# Which the compiler asks for.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_a_compiled_loss_is_the_same_and_is_compiled_for_all_runs() -> None:
     graphs = []
 
@@ -549,9 +552,8 @@ def test_a_compiled_loss_is_the_same_and_is_compiled_for_all_runs() -> None:
         for node in graph.graph.nodes
     ]
     assert not any(torchstrategy.nn.__path__[0] in where for where in compiled_from)
-    assert (
-        counts[1] == counts[-1]
-    )  # a size of 1 and a size of more are two kinds to the compiler
+    # A size of 1 and a size of more are two kinds to the compiler.
+    assert counts[1] == counts[-1]
 
 
 # Regularisation
@@ -607,7 +609,10 @@ def test_an_average_without_a_batch_size_is_refused_in_the_cross_replica_context
     None
 ):
     strategy = STRATEGIES[2]
-    message = r"^You are calling `{}` in cross-replica context, while it was expected to be called in replica context"
+    message = (
+        r"^You are calling `{}` in cross-replica context, while it was expected to be "
+        r"called in replica context"
+    )
     losses = torch.ones(2)
     with strategy.scope():
         with pytest.raises(RuntimeError, match=message.format("compute_average_loss")):
@@ -616,9 +621,8 @@ def test_an_average_without_a_batch_size_is_refused_in_the_cross_replica_context
             RuntimeError, match=message.format("scale_regularization_loss")
         ):
             scale_regularization_loss(1.0)
-        assert (
-            compute_average_loss(losses, global_batch_size=4) == 0.5
-        )  # nobody has to be asked
+        # Nobody has to be asked.
+        assert compute_average_loss(losses, global_batch_size=4) == 0.5
     with pytest.raises(RuntimeError, match=message.format("compute_average_loss")):
         strategy.run(
             lambda: context().merge_call(lambda strategy: compute_average_loss(losses))
@@ -656,7 +660,10 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "weights of other rows": (
         lambda: compute_average_loss(torch.ones(2), torch.ones(3)),
         ValueError,
-        r"^sample_weight of shape \(3,\) cannot be broadcast to per_example_loss of shape \(2,\)\.",
+        (
+            r"^sample_weight of shape \(3,\) cannot be broadcast to per_example_loss "
+            r"of shape \(2,\)\."
+        ),
     ),
     "weights of tokens for rows": (
         lambda: compute_average_loss(torch.ones(2), torch.ones(2, 5)),
@@ -679,7 +686,10 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
                 torch.ones(2), global_batch_size=size
             ),
             TypeError,
-            r"^global_batch_size is an integer, or a tensor that holds one; got .*divide the weights by it",
+            (
+                r"^global_batch_size is an integer, or a tensor that holds one; got "
+                r".*divide the weights by it"
+            ),
         )
         for size in (
             2.0,

@@ -1,4 +1,6 @@
-"""Losses that are not a mean over rows: what docs/features.md says of them is plain PyTorch's gradient, in float64.
+"""Losses that are not a mean over rows, as docs/features.md says of them.
+
+Gradients are those of plain PyTorch, in float64.
 
 Each row of its table is run as the row says, and each snippet below the table.
 """
@@ -119,7 +121,10 @@ LOSSES: dict[str, tuple[Loss, Loss]] = {
 def test_the_line_in_the_docs_is_plain_pytorch(
     strategy: torchstrategy.Strategy, name: str, rows: int
 ) -> None:
-    """Replicas with different numbers of rows, and none: a loss over the rows of each is off by up to a half."""
+    """Replicas with different numbers of rows, and none.
+
+    A loss over the rows of each is off by up to a half.
+    """
     loss, plain = LOSSES[name]
     twin = nn.Linear(3, 4, dtype=F64)
     model = strategy.distribute_module(copy.deepcopy(twin))
@@ -244,9 +249,8 @@ def test_every_row_of_the_table_is_run() -> None:
     assert all(sum(said.startswith(kind) for said in table()) == 1 for kind in KINDS)
 
 
-@pytest.mark.filterwarnings(
-    "ignore:The .grad attribute of a Tensor:UserWarning"
-)  # torch's own, as it compiles
+# Torch's own, as it compiles.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("rows", [9, 5, 2])
 def test_a_row_of_the_table_is_plain_pytorch(
@@ -255,7 +259,8 @@ def test_a_row_of_the_table_is_plain_pytorch(
     generator = torch.Generator().manual_seed(rows)
     inputs = torch.rand(rows, 3, dtype=F64, generator=generator)
     marks = torch.rand(rows, 4, dtype=F64, generator=generator).round()
-    # Of no two replicas with unlike numbers of rows do equal numbers count: those would be taken for a constant.
+    # Of no two replicas with unlike numbers of rows do equal numbers count: those would
+    # be taken for a constant.
     classes = torch.tensor([0, 3, 2, -100, 1, 1, -100, 3, 0])[:rows]
     targets = classes if KINDS[kind].has_classes else marks
     for loss, plain in KINDS[kind].losses:

@@ -1,4 +1,7 @@
-"""The memory of a finished model is free at once: nothing of it waits for the collector of cycles."""
+"""The memory of a finished model is free at once.
+
+Nothing of it waits for the collector of cycles.
+"""
 
 from __future__ import annotations
 
@@ -106,7 +109,11 @@ LIVES = [_train, _clip, _fail, _evaluate, _results_that_require_grad, _hooks, _g
 
 
 def _kept(references: list[weakref.ref[Any]]) -> list[Any]:
-    """What is still alive. The collector is off, so a cycle stays; a replica's thread may let go a moment later."""
+    """What is still alive.
+
+    The collector is off, so a cycle stays; a replica's thread may let go a moment
+    later.
+    """
     for _ in range(1000):
         if all(reference() is None for reference in references):
             break
@@ -119,7 +126,10 @@ def _kept(references: list[weakref.ref[Any]]) -> list[Any]:
 )
 @pytest.mark.parametrize("keeps_strategy", [True, False])
 def test_the_memory_of_a_model_is_free_at_its_end(make, life, keeps_strategy):
-    """What has the gradients of all replicas and the parameters of each held one another, and the user's with them."""
+    """All replicas' gradients and each one's parameters held one another.
+
+    The user's were held with them.
+    """
     strategy = make(2)
 
     def trial() -> list[weakref.ref[Any]]:
@@ -210,7 +220,10 @@ def test_a_forward_of_data_parallel_leaves_no_cycle_behind():
 
 
 def test_an_output_that_a_module_no_longer_keeps_is_not_held(make):
-    """A random program: pruning keeps a product in `weight`, whose graph held the parameter that was to be swapped."""
+    """A random program: pruning keeps a product in `weight`.
+
+    Its graph held the parameter that was to be swapped.
+    """
     strategy = make(2)
     with strategy.scope():
         layer = nn.Linear(2, 2)

@@ -1,4 +1,4 @@
-"""Merge functions: what they are given, what they return, and that every replica comes to them."""
+"""Merge functions: what they get and return, and that every replica comes to them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from runs import Opaque, from_each, one_of, per_replica
 from topologies import EVERY, TOPOLOGIES, central
 from torchstrategy import Strategy
 
-UNEQUAL = r"^The replicas synchronized a different number of times,? or in a different order: "
+UNEQUAL = (
+    r"^The replicas synchronized a different number of times,? or in a different "
+    r"order: "
+)
 
 
 def test_a_merge_function_is_called_once_with_the_arguments_of_all_replicas(
@@ -118,9 +121,8 @@ def test_a_merge_function_may_run_a_step_that_merges_again(strategy: Strategy) -
     n = strategy.num_replicas_in_sync
     results = from_each(strategy, strategy.run(outer))
     assert [int(result) for result in results] == [100 * n + n * (n - 1) // 2] * n
-    stages = [
-        sorted(log[k * n : (k + 1) * n]) for k in range(3)
-    ]  # replicas on different devices run at the same time
+    # Replicas on different devices run at the same time.
+    stages = [sorted(log[k * n : (k + 1) * n]) for k in range(3)]
     assert stages == [
         [(where, r) for r in range(n)] for where in ("outer", "inner", "back")
     ]

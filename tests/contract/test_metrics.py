@@ -1,4 +1,7 @@
-"""Metrics over all replicas are those of one device: docs/metrics.md runs, and torchmetrics' objects do in a step."""
+"""Metrics over all replicas are those of one device.
+
+docs/metrics.md runs, and torchmetrics' objects do in a step.
+"""
 
 from __future__ import annotations
 
@@ -170,9 +173,8 @@ def test_a_metric_that_a_replica_calls_returns_that_of_its_own_rows(
 def test_a_mean_over_updates_weighs_them_alike(several: torchstrategy.Strategy) -> None:
     metric = created(several, Running)
     for start in (0.0, 30.0):
-        update(
-            several, metric, (start + torch.tensor([0.0, 1.0, 2.0, 3.0, 9.0]),)
-        )  # two rows, two, and one
+        # Two rows, two, and one.
+        update(several, metric, (start + torch.tensor([0.0, 1.0, 2.0, 3.0, 9.0]),))
     assert metric.compute().item() == pytest.approx(18.0)
 
 
@@ -181,9 +183,8 @@ def test_a_collection_has_what_a_loop_outside_of_runs_has_made_of_it(
 ) -> None:
     build, batches = METRICS["collection"]
     metric, plain = created(several, build), build()
-    for index, batch in enumerate(
-        batches
-    ):  # metrics that share states do so from the first update outside on
+    # Metrics that share states do so from the first update outside on.
+    for index, batch in enumerate(batches):
         if index % 2:
             update(several, metric, batch)
         else:

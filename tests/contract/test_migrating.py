@@ -1,4 +1,4 @@
-"""What people rely on who come from torch.nn.DataParallel, as far as no other test says it."""
+"""What people from torch.nn.DataParallel rely on, if no other test says it."""
 
 from __future__ import annotations
 

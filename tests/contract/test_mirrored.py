@@ -1,4 +1,7 @@
-"""MirroredStrategy: what it has of its own. All that it shares with others is tested where they are."""
+"""MirroredStrategy: what it has of its own.
+
+All that it shares with others is tested where they are.
+"""
 
 from __future__ import annotations
 
@@ -90,9 +93,8 @@ def test_all_replicas_stay_equal_bit_by_bit(name: str, inside: bool) -> None:
             optimizer.step()
 
     for k in range(4):
-        strategy.run(
-            step, args=(deal(strategy, data((8, 6)[k % 2], seed=k)),)
-        )  # of 6 rows, one has none
+        # Of 6 rows, one has none.
+        strategy.run(step, args=(deal(strategy, data((8, 6)[k % 2], seed=k)),))
         if not inside:
             optimizer.step()
     assert_replicas_agree(strategy, model, optimizer)
@@ -299,9 +301,8 @@ def test_what_is_sent_is_gradients_and_no_parameters() -> None:
         strategy.run(step, args=(batch,))
     size = sum(p.numel() * p.element_size() for p in model.parameters())
     buffers = sum(b.numel() * b.element_size() for b in model.buffers())
-    assert (
-        size * 4 <= traffic.bytes <= size * 4 + 8 * buffers + 64
-    )  # to the first replica, and back to two others
+    # To the first replica, and back to two others.
+    assert size * 4 <= traffic.bytes <= size * 4 + 8 * buffers + 64
 
 
 # ---- how gradients get to all replicas
@@ -382,7 +383,10 @@ def test_gradients_go_the_way_that_one_says(name: str, inside: bool) -> None:
 def test_what_cannot_bring_gradients_together_is_refused() -> None:
     with pytest.raises(
         TypeError,
-        match=r"cross_device_ops is a torchstrategy\.CrossDeviceOps or None; got 'nccl'",
+        match=(
+            r"cross_device_ops is a "
+            r"torchstrategy\.CrossDeviceOps or None; got 'nccl'"
+        ),
     ):
         torchstrategy.MirroredStrategy(["cpu", "cpu"], "nccl")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="NCCL"):

@@ -1,4 +1,7 @@
-"""What belongs to this process is not saved and not sent to another one, and the error says what is."""
+"""What belongs to this process is not saved and not sent to another one.
+
+The error says what it is.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +46,10 @@ THINGS: dict[str, tuple[Callable[[Strategy], Any], str]] = {
 def test_what_is_of_this_process_says_that_it_cannot_be_pickled(
     several: Strategy, thing: str, save: Any
 ) -> None:
-    """A strategy, a dataset or an iterator in what is saved ended in `cannot pickle 'weakref.ReferenceType' object`."""
+    """A strategy, a dataset or an iterator in what is saved ended in an error.
+
+    It was `cannot pickle 'weakref.ReferenceType' object`.
+    """
     make, message = THINGS[thing]
     with pytest.raises(TypeError, match=message):
         save(make(several))
@@ -55,7 +61,10 @@ def test_a_value_of_several_replicas_says_what_to_save(several: Strategy) -> Non
     assert isinstance(value, DistributedValues)
     with pytest.raises(
         TypeError,
-        match=r"This PerReplica cannot be pickled: .*experimental_local_results\(value\)",
+        match=(
+            r"This PerReplica cannot be pickled: "
+            r".*experimental_local_results\(value\)"
+        ),
     ):
         torch.save({"losses": value}, io.BytesIO())
     file = io.BytesIO()

@@ -1,4 +1,7 @@
-"""What a process does to runs: Ctrl-C at any moment, a fork, its end. Each program has a process of its own."""
+"""What a process does to runs: Ctrl-C at any moment, a fork, its end.
+
+Each program has a process of its own.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,10 @@ ROOT = Path(torchstrategy.__file__).resolve().parents[1]
 
 
 def run_program(program: str) -> subprocess.CompletedProcess[str]:
-    """Runs a program in which a warning is an error. If it hangs, it exits with 1 and the stacks of its threads."""
+    """Runs a program in which a warning is an error.
+
+    If it hangs, it exits with 1 and the stacks of its threads.
+    """
     return python("-W", "error", "-c", textwrap.dedent(program), PYTHONPATH=str(ROOT))
 
 
@@ -132,15 +138,16 @@ EVERYWHERE = """
         where, found = attempt(number)
         report += [(kind, f"{number}. {where}: {what}") for kind, what in found]
     print(json.dumps([len(moments), report]))
-"""
+"""  # noqa: E501
 
 
 @needs_signals
 @for_changes
 @pytest.mark.slow
 def test_ctrl_c_may_arrive_anywhere() -> None:
-    # run: it comes out of `run`. next run: that one works. state: it is that from before or from after the run.
-    # traces: nothing of ours stays in the user's objects or in torch. threads: none of ours dies aloud.
+    # run: it comes out of `run`. next run: that one works. state: it is that from
+    # before or from after the run. traces: nothing of ours stays in the user's objects
+    # or in torch. threads: none of ours dies aloud.
     done = run_program(EVERYWHERE)
     assert done.returncode == 0, done.stderr
     number, broken = json.loads(done.stdout)
@@ -228,13 +235,16 @@ FORK = """
         os._exit(0)
     train()
     print(json.dumps(outcomes))
-"""
+"""  # noqa: E501
 
 
 @needs_fork
 @pytest.mark.slow
 def test_a_forked_child_can_run_and_does_not_hang() -> None:
-    """It was forked between runs, and in a merge function, where it may also go on with the run."""
+    """It was forked between runs, and in a merge function.
+
+    There it may also go on with the run.
+    """
     done = run_program(FORK)
     assert done.returncode == 0, done.stderr
     whens = ("between runs", "in a merge function", "and goes on with the run")
@@ -287,7 +297,10 @@ print(statuses[::2], statuses[1::2])
 
 @needs_fork
 def test_a_child_forked_in_a_replica_waits_for_nobody() -> None:
-    """It waited for ever at the next meeting, and at the end of the step, and its parent waited for it."""
+    """It waited for ever at the next meeting, and at the end of the step.
+
+    Its parent waited for it.
+    """
     done = run_program(FORK_IN_A_REPLICA)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split("\n")[0] == "[1, 1, 1, 5, 6, 1, 7] [1, 1, 1, 5, 6, 1, 7]"
@@ -325,7 +338,7 @@ EXITS: dict[str, str] = {
         except ValueError:
             pass
         atexit.register(lambda: strategy.run(step))
-    """,
+    """,  # noqa: E501
     "while a daemon thread's run waits": """
         import threading, torch, torchstrategy
 

@@ -1,4 +1,7 @@
-"""Which random numbers replicas draw: each its own, the same under the same seed, and plain torch's in replica 0."""
+"""Which random numbers replicas draw: each its own, the same for the same seed.
+
+Replica 0 draws plain torch's.
+"""
 
 from __future__ import annotations
 
@@ -281,8 +284,9 @@ def test_a_run_that_draws_nothing_leaves_the_generator_alone(
 def test_numbers_that_replica_0_does_not_draw_are_others_in_the_next_run(
     several: torchstrategy.Strategy,
 ) -> None:
-    # A replica's seed is made of the caller's state. Where only another replica drew, this state stayed as it was, and
-    # the other replica drew the same noise in every step.
+    # A replica's seed is made of the caller's state. Where only another replica drew,
+    # this state stayed as it was, and the other replica drew the same noise in every
+    # step.
     def step() -> list[float]:
         return draws() if replica() > 0 else []
 
@@ -297,7 +301,8 @@ def test_numbers_that_replica_0_does_not_draw_are_others_in_the_next_run(
 def test_half_of_a_pair_of_normal_numbers_is_not_lost_between_replicas(
     several: torchstrategy.Strategy,
 ) -> None:
-    # A generator makes normal numbers in pairs and keeps the second one: it is a part of the state of a stream.
+    # A generator makes normal numbers in pairs and keeps the second one: it is a part
+    # of the state of a stream.
     def step() -> list[float]:
         numbers = [torch.empty(1, dtype=torch.float64).normal_().item()]
         meet()
@@ -413,7 +418,8 @@ def test_a_merge_function_draws_from_the_callers_stream(
     first, *others = in_each(several, step)
     after = draws()
 
-    # As plain torch draws them where the merge function stands in the middle of the step.
+    # As plain torch draws them where the merge function stands in the middle of the
+    # step.
     torch.manual_seed(10)
     assert first[:4] == draws()
     assert merged == [draws()]
@@ -467,7 +473,8 @@ def test_what_a_merge_function_seeds_holds_for_the_caller(
 def test_a_step_that_seeds_draws_what_it_asked_for(
     in_one_place: torchstrategy.Strategy,
 ) -> None:
-    # Not on several devices: torch.manual_seed seeds those on which other replicas run at the same time.
+    # Not on several devices: torch.manual_seed seeds those on which other replicas run
+    # at the same time.
     def step() -> list[float]:
         torch.manual_seed(100 + replica())
         meet()
@@ -625,7 +632,7 @@ def test_replicas_that_sit_out_do_not_change_what_the_others_draw() -> None:
 
 
 class Noisy(nn.Linear):
-    """Draws the same noise on every machine, by a generator of the CPU, and moves it."""
+    """Draws the same noise on every machine, by a CPU generator, and moves it."""
 
     def __init__(self) -> None:
         super().__init__(3, 2)
@@ -640,7 +647,10 @@ class Noisy(nn.Linear):
 def test_a_generator_of_the_cpu_draws_on_the_cpu_as_in_torch(
     strategy: torchstrategy.Strategy,
 ) -> None:
-    """The default device of a replica is its own, and torch refused a generator that cannot draw there."""
+    """The default device of a replica is its own.
+
+    Torch refused a generator that cannot draw there.
+    """
     plain = Noisy()
     model = strategy.distribute_module(copy.deepcopy(plain))
     x = torch.randn(5, 3, device="cpu")

@@ -65,7 +65,10 @@ def test_what_is_no_reduction_is_refused(
 ) -> None:
     with pytest.raises(
         TypeError,
-        match=r"^Expected reduce_op to be a torchstrategy\.ReduceOp or its name, 'SUM' or 'M",
+        match=(
+            r"^Expected reduce_op to be a torchstrategy\.ReduceOp or its name, 'SUM' "
+            r"or 'M"
+        ),
     ):
         kind.reduce(junk, torch.ones(2), axis=axis)
 
@@ -264,14 +267,20 @@ def test_an_axis_that_is_not_there_is_refused(
     missing = 1 if axis == (0, 1) else axis
     with pytest.raises(
         ValueError,
-        match=rf"^There is no axis {missing} to reduce along: a value has the shape \(3,\)\.",
+        match=(
+            rf"^There is no axis {missing} to reduce along: a value has the shape "
+            r"\(3,\)\."
+        ),
     ):
         kind.reduce(op, value, axis=axis)
 
 
 @pytest.mark.parametrize("op", ["sum", "mean"])
 def test_scalars_have_no_axis_to_reduce_along(kind: Strategy, op: str) -> None:
-    told = r"^There is no axis 0 to reduce along: a value has the shape \(\)\. Each .* axis=None, weights=batch\), "
+    told = (
+        r"^There is no axis 0 to reduce along: a value has the shape \(\)\. Each .* "
+        r"axis=None, weights=batch\), "
+    )
     with pytest.raises(ValueError, match=told):
         kind.reduce(op, kind.run(lambda: torch.tensor(1.0)), axis=0)
 
@@ -313,7 +322,10 @@ def test_booleans_are_counted_along_an_axis() -> None:
 def test_a_plain_value_is_not_summed_over_several_replicas(several: Strategy) -> None:
     n = several.num_replicas_in_sync
     for plain in (torch.ones(2), torch.tensor(0.5), 1.0, "text", None):
-        sentence = rf"^A value that is not distributed, .*, cannot be summed over {n} replicas: "
+        sentence = (
+            rf"^A value that is not distributed, .*, cannot be summed over {n} "
+            r"replicas: "
+        )
         with pytest.raises(ValueError, match=sentence):
             several.reduce("sum", plain, axis=None)
 
@@ -384,7 +396,10 @@ def test_a_value_with_another_number_of_components_is_refused(
     value = per_replica(central(components), [[1.0]] * components)
     with pytest.raises(
         ValueError,
-        match=rf"^A value with {components} components? was given to a strategy with 2 ",
+        match=(
+            rf"^A value with {components} components? was "
+            r"given to a strategy with 2 "
+        ),
     ):
         if method == "gather":
             TWO.gather(value, axis=0)

@@ -1,4 +1,4 @@
-"""What a replica knows of itself, and what a context of a replica is good for elsewhere."""
+"""What a replica knows of itself, and what its context is good for elsewhere."""
 
 from __future__ import annotations
 
@@ -337,7 +337,10 @@ def test_a_failed_merge_at_top_level_leaves_nothing_behind() -> None:
 
 
 def test_a_run_of_one_replica_that_is_interrupted_anywhere_leaves_no_frame() -> None:
-    """A signal's handler raises where a function begins: on the way into the end of a block, the block stayed open."""
+    """A signal's handler raises where a function begins.
+
+    On the way into the end of a block, the block stayed open.
+    """
     strategy = torchstrategy.OneDeviceStrategy("cpu")
     calls = [0, 0]  # so far, and at which to raise
 

@@ -63,22 +63,22 @@ def test_datasets_and_iterators_say_what_they_read_and_for_whom() -> None:
     strategy = torchstrategy.CentralStorageStrategy(["cpu"] * 2)
     loader = DataLoader(TensorDataset(torch.arange(6.0)), batch_size=4)
     dataset = strategy.experimental_distribute_dataset(loader)
-    assert (
-        repr(dataset)
-        == "DistributedDataset(DataLoader of a TensorDataset, batch_size=4, for 2 replicas)"
+    assert repr(dataset) == (
+        "DistributedDataset(DataLoader of a TensorDataset, batch_size=4, for 2 "
+        "replicas)"
     )
-    assert (
-        repr(iter(dataset))
-        == "DistributedIterator(DataLoader of a TensorDataset, batch_size=4, for 2 replicas)"
+    assert repr(iter(dataset)) == (
+        "DistributedIterator(DataLoader of a TensorDataset, batch_size=4, for 2 "
+        "replicas)"
     )
     assert (
         repr(strategy.experimental_distribute_dataset([torch.ones(2)]))
         == "DistributedDataset(list, for 2 replicas)"
     )
     of_function = strategy.distribute_datasets_from_function(lambda context: loader)
-    assert (
-        repr(of_function)
-        == "DistributedDataset(DataLoader of a TensorDataset, batch_size=4, for 2 replicas)"
+    assert repr(of_function) == (
+        "DistributedDataset(DataLoader of a TensorDataset, batch_size=4, for 2 "
+        "replicas)"
     )
 
 

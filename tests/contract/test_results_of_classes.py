@@ -1,4 +1,7 @@
-"""`gather` and `reduce` take what people return from a step: dataclasses, named tuples, the outputs of models."""
+"""`gather` and `reduce` take what people return from a step.
+
+Dataclasses, named tuples, the outputs of models.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +39,7 @@ class Pair(NamedTuple):
 
 
 class ModelOutput(OrderedDict[str, Any]):
-    """A mapping whose items are attributes, too, as the models of transformers return."""
+    """A mapping whose items are attributes, too, as models of transformers return."""
 
     def __getattr__(self, name: str) -> Any:
         if name in self:
@@ -124,7 +127,10 @@ def test_a_scalar_among_tensors_is_named_by_its_path(
     strategy: Strategy, make: Any, path: str
 ) -> None:
     found, _ = run(strategy, make)
-    sentence = rf'^{path}: Scalars cannot be gathered: .* unsqueeze\(0\) .* strategy\.reduce\("mean", value, axis=None\)'
+    sentence = (
+        rf"^{path}: Scalars cannot be gathered: .* unsqueeze\(0\) .* "
+        r'strategy\.reduce\("mean", value, axis=None\)'
+    )
     with pytest.raises(ValueError, match=sentence):
         strategy.gather(found, axis=0)
 

@@ -33,7 +33,10 @@ def test_positional_arguments_must_be_a_list_or_tuple(
     name = type(junk).__name__
     with pytest.raises(
         ValueError,
-        match=rf"^positional args must be a list or tuple: args=\(batch,\); got a {name}\.",
+        match=(
+            r"^positional args must be a list or tuple: args=\(batch,\); got a "
+            rf"{name}\."
+        ),
     ):
         kind.run(lambda *args: None, args=junk)
 
@@ -164,7 +167,10 @@ def test_a_value_with_another_number_of_components_is_refused(
         )
         if "nested" in where:
             value = {"x": [value]}
-        sentence = rf"^A value with {components} components? was given to a strategy with {n} replicas?: "
+        sentence = (
+            rf"^A value with {components} components? was given to a strategy with {n} "
+            r"replicas?: "
+        )
         with pytest.raises(ValueError, match=sentence):
             if where.endswith("kwargs"):
                 strategy.run(lambda x: None, kwargs={"x": value})
@@ -278,7 +284,10 @@ def test_replicas_that_wait_run_on_threads_of_their_own_which_stay(
 
 @pytest.mark.skipif(
     torch.__version__ < "2.11" and bool(simulated_devices()),
-    reason="torch 2.10 takes no default device in the block of another one, and keeps the first for later tests",
+    reason=(
+        "torch 2.10 takes no default device in the block of another one, and keeps the "
+        "first for later tests"
+    ),
 )
 def test_what_a_step_sets_on_its_thread_stays_in_its_replica(several: Strategy) -> None:
     """No other replica sees it, nor does the caller."""
@@ -406,9 +415,8 @@ def test_replicas_that_stand_at_a_meeting_are_unwound_when_another_fails_after_i
 def test_three_threads_may_run_one_strategy_at_once(topology: str) -> None:
     strategy = TOPOLOGIES[topology]()
     n = strategy.num_replicas_in_sync
-    barriers = [
-        threading.Barrier(3) for _ in range(n)
-    ]  # replicas of one run may run at the same time
+    # Replicas of one run may run at the same time.
+    barriers = [threading.Barrier(3) for _ in range(n)]
 
     def step(x: torch.Tensor) -> torch.Tensor:
         all_three = barriers[replica_id()]

@@ -25,7 +25,10 @@ from torchstrategy import ReduceOp, RunOptions, Strategy
 def test_options_must_be_run_options(kind: Strategy, junk: Any) -> None:
     with pytest.raises(
         TypeError,
-        match=rf"^options is a torchstrategy\.RunOptions or None; got {re.escape(repr(junk))}\.",
+        match=(
+            r"^options is a torchstrategy\.RunOptions or None; got "
+            rf"{re.escape(repr(junk))}\."
+        ),
     ):
         kind.run(lambda: None, options=junk)
 
@@ -43,7 +46,10 @@ def test_options_of_tpus_are_refused(option: dict[str, Any]) -> None:
     (name,) = option
     with pytest.raises(
         ValueError,
-        match=rf"^RunOptions\({name}=.*\) is an option of TPUs and has no meaning here\.",
+        match=(
+            rf"^RunOptions\({name}=.*\) is an option of TPUs "
+            r"and has no meaning here\."
+        ),
     ):
         RunOptions(**option)
 
@@ -130,7 +136,10 @@ def test_an_example_count_is_a_number_of_examples(bad: float) -> None:
 def test_examples_of_another_type_are_refused_by_name(junk: Any) -> None:
     with pytest.raises(
         TypeError,
-        match=rf"^RunOptions\(examples={re.escape(repr(junk))}\): it is a list of numbers",
+        match=(
+            rf"^RunOptions\(examples={re.escape(repr(junk))}\): "
+            r"it is a list of numbers"
+        ),
     ):
         RunOptions(examples=junk)
 
@@ -154,13 +163,17 @@ def test_arguments_dealt_with_different_rows_need_examples() -> None:
 
 
 def test_a_replica_with_rows_of_one_argument_only_is_not_left_out() -> None:
-    # It was: who followed the message and said how many examples there are lost the rows of that replica.
+    # It was: who followed the message and said how many examples there are lost the
+    # rows of that replica.
     strategy = central(2)
     batches = dealt(strategy, 2), dealt(strategy, 1)
     for said in (RunOptions(examples=[2, 1]), RunOptions(gradient_reduction="sum")):
         with pytest.raises(
             ValueError,
-            match=r"Replica 1 has rows of one and none of another.*run_empty_replicas=True",
+            match=(
+                r"Replica 1 has rows of one and none of "
+                r"another.*run_empty_replicas=True"
+            ),
         ):
             strategy.run(lambda a, b: None, args=batches, options=said)
     options = RunOptions(examples=[2, 1], run_empty_replicas=True)

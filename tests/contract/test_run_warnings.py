@@ -1,4 +1,7 @@
-"""What a run warns of besides writes on shared tensors: buffers that lose something, batches nobody dealt out."""
+"""What a run warns of besides writes on shared tensors.
+
+Buffers that lose something, batches nobody dealt out.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +49,10 @@ class Queue(nn.Module):
 
 
 class Codebook(nn.Module):
-    """Moving averages of what is nearest to each code, under a name of their own, and put in place of the old."""
+    """Moving averages of what is nearest to each code.
+
+    They have a name of their own, and are put in place of the old.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,9 +88,8 @@ def test_a_buffer_of_which_replicas_lose_rows_is_warned_of_once(
     assert [text.split()[2] for text in texts] == [name]
     assert "all_gather(rows, axis=0)" in texts[0]
     with several.scope():
-        other = (
-            make()
-        )  # copies are made anew, and the old buffer is not warned of again
+        # Copies are made anew, and the old buffer is not warned of again.
+        other = make()
     assert messages_of(BUFFERS, run) == []
     module = other
     assert len(messages_of(BUFFERS, run)) == 1
@@ -120,7 +125,10 @@ def test_rows_that_are_gathered_are_those_of_plain_pytorch(
 
 
 class Counters(nn.Module):
-    """What is not warned of: counts of steps, statistics that are averaged, one writer, what follows the weights."""
+    """What is not warned of.
+
+    Counts of steps, statistics that are averaged, one writer, what follows the weights.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -181,7 +189,7 @@ def test_rows_that_data_parallel_loses_are_warned_of() -> None:
 
 @needs_simulated_devices  # on the CPU nothing is sent
 def test_comparing_ends() -> None:
-    """Numbers of accelerators that are compared have to be waited for: not in each run."""
+    """Numbers of accelerators that are compared need a wait: not in each run."""
     devices = compute_devices(2)
     strategy = torchstrategy.CentralStorageStrategy(devices, devices[0])
     with strategy.scope():
@@ -230,7 +238,10 @@ def rows_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def test_a_plain_batch_is_warned_of_once(
     several: torchstrategy.Strategy, kind: str, updates: bool
 ) -> None:
-    """A batch of the loader that was not distributed was done by each replica, n times the work, silently."""
+    """A batch of the loader that was not distributed was done by each replica.
+
+    That is n times the work, silently.
+    """
     model, optimizer = made(several)
 
     def step(*args: Any, **kwargs: Any) -> None:
@@ -262,7 +273,10 @@ def test_the_warning_of_a_batch_is_at_the_users_line(
 
 
 def test_other_plain_tensors_are_not_warned_of(several: torchstrategy.Strategy) -> None:
-    """Noise and masks beside a batch, scalars, evaluation, values of each replica's own, and rows chosen by the id."""
+    """Noise and masks beside a batch, scalars, evaluation, and replicas' own values.
+
+    Rows are chosen by the id, too.
+    """
     model, optimizer = made(several)
     batch, plain = deal(several, data(6)), data(6)
     mask, rate = torch.ones(2, dtype=torch.float64), torch.tensor(0.1)

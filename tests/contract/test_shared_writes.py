@@ -1,4 +1,7 @@
-"""Tensors that no replica has of its own: several replicas that write on one are warned of, and nobody else is."""
+"""Tensors that no replica has of its own.
+
+Several replicas that write on one are warned of, and nobody else is.
+"""
 
 from __future__ import annotations
 
@@ -164,7 +167,10 @@ def test_a_plain_argument_is_one_for_all_replicas(
 
 
 def test_what_begins_late_is_found(several: torchstrategy.Strategy) -> None:
-    """An average that begins after a warm-up: on several devices it takes one run more to know who wrote."""
+    """An average that begins after a warm-up.
+
+    On several devices it takes one run more to know who wrote.
+    """
     average, steps = torch.zeros(()), [0]
 
     def step() -> None:
@@ -191,7 +197,10 @@ def averaging_model(strategy: torchstrategy.Strategy) -> tuple[nn.Module, Any]:
 def test_a_model_that_is_averaged_through_data_is_warned_of(
     several: torchstrategy.Strategy, how: str
 ) -> None:
-    """Writes through `.data` count no version, so that an averaged model decayed n times in each step, silently."""
+    """Writes through `.data` count no version.
+
+    So an averaged model decayed n times in each step, silently.
+    """
     model, optimizer = averaging_model(several)
     average = copy.deepcopy(model).cpu()
     if how != "parameters":
@@ -270,7 +279,10 @@ def test_merge_functions_and_hooks_of_updates_are_not_warned_of(
 
 
 def test_an_ordinary_step_is_not_warned_of(several: torchstrategy.Strategy) -> None:
-    """It reads tensors, replaces attributes, writes buffers and gradients, and holds views of what others write."""
+    """It reads tensors, replaces attributes, and writes buffers and gradients.
+
+    It holds views of what others write.
+    """
     with several.scope():
         model = nn.Sequential(
             nn.Linear(3, 2, dtype=torch.float64), nn.BatchNorm1d(2, dtype=torch.float64)
@@ -354,7 +366,10 @@ def test_numbers_in_strides_are_read(in_one_place: torchstrategy.Strategy) -> No
 
 
 def test_turns_change_nothing(several: torchstrategy.Strategy) -> None:
-    """The first run with such a tensor is taken in turns on all devices, unless somebody else gives them."""
+    """The first run with such a tensor is taken in turns on all devices.
+
+    Somebody else may give the turns.
+    """
     total = torch.zeros(())
     with Lockstep([1, 0]) as lockstep:
         (text,) = warned(lambda: several.run(lambda: total.add_(1) and None))

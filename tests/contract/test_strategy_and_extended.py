@@ -1,4 +1,7 @@
-"""What else a strategy has: values from functions, logical devices, `extended`, and copies."""
+"""What else a strategy has: values from functions, logical devices, copies.
+
+`extended`, too.
+"""
 
 from __future__ import annotations
 
@@ -95,7 +98,10 @@ def test_a_value_function_of_a_single_replica_returns_what_it_returns(
 def test_a_value_function_must_be_callable(kind: Strategy) -> None:
     with pytest.raises(
         TypeError,
-        match=r"^value_fn is called with a ValueContext for each replica; 3 cannot be called\.",
+        match=(
+            r"^value_fn is called with a ValueContext for each replica; 3 cannot be "
+            r"called\."
+        ),
     ):
         kind.experimental_distribute_values_from_function(3)
 
@@ -315,7 +321,10 @@ def test_reduce_to_gives_a_single_replicas_value_itself(topology: str) -> None:
 def test_reduce_to_of_a_plain_value_is_as_reduce(several: Strategy) -> None:
     with pytest.raises(
         ValueError,
-        match=r"^A value that is not distributed, tensor\(\[1\.\]\), cannot be summed over ",
+        match=(
+            r"^A value that is not distributed, tensor\(\[1\.\]\), cannot be summed "
+            r"over "
+        ),
     ):
         several.extended.reduce_to("sum", torch.ones(1), "cpu")
     assert several.extended.reduce_to("mean", torch.ones(1), "cpu").tolist() == [1]
@@ -395,7 +404,10 @@ def test_batch_reduce_to_reduces_each_pair(several: Strategy) -> None:
 
 @pytest.mark.parametrize("pair", [[1, "cpu"], (1,), (1, "cpu", 2), 1], ids=shown)
 def test_batch_reduce_to_takes_pairs(kind: Strategy, pair: Any) -> None:
-    sentence = rf"^batch_reduce_to takes \(value, destinations\) pairs; got {re.escape(repr(pair))}\."
+    sentence = (
+        r"^batch_reduce_to takes \(value, destinations\) pairs; got "
+        rf"{re.escape(repr(pair))}\."
+    )
     with pytest.raises(ValueError, match=sentence):
         kind.extended.batch_reduce_to("mean", [pair])
 
@@ -423,7 +435,10 @@ def test_a_module_and_its_parameters_are_known_to_their_strategy(topology: str) 
 
 @pytest.mark.parametrize("topology", [name for name in TOPOLOGIES if name != "default"])
 def test_so_is_a_parameter_that_came_with_a_checkpoint(topology: str) -> None:
-    """A random program: `load_state_dict(assign=True)` tells nobody, and an optimizer of the new ones was nobody's."""
+    """A random program: `load_state_dict(assign=True)` tells nobody.
+
+    An optimizer of the new ones was nobody's.
+    """
     strategy, other = TOPOLOGIES[topology](), TOPOLOGIES[topology]()
     with strategy.scope():
         model = torch.nn.Sequential(torch.nn.Linear(1, 1))
@@ -512,7 +527,10 @@ def test_a_deep_copy_reduces_gradients_as_the_original_does() -> None:
 def test_the_default_strategy_is_not_copied() -> None:
     with pytest.raises(
         RuntimeError,
-        match=r"^There is one default strategy; torchstrategy\.get_strategy\(\) returns it",
+        match=(
+            r"^There is one default strategy; torchstrategy\.get_strategy\(\) returns "
+            r"it"
+        ),
     ):
         copy.deepcopy(DEFAULT)
 

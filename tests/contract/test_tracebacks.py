@@ -1,4 +1,4 @@
-"""The traceback of an error in a step has the user's lines, and none of ours between them."""
+"""The traceback of an error in a step has the user's lines, and none of ours."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ import torchstrategy
 from topologies import TOPOLOGIES, central
 
 PACKAGE = str(Path(torchstrategy.__file__).parent)
-# Python 3.10 adds the frame of a function that raises an error again: that of `run`, and of what looks at keywords.
+# Python 3.10 adds the frame of a function that raises an error again: that of `run`,
+# and of what looks at keywords.
 OF_KEYWORDS = ["checked"] if sys.version_info < (3, 11) else []
 OF_RUN = [*OF_KEYWORDS, "run"] if sys.version_info < (3, 11) else []
 

@@ -1,4 +1,4 @@
-"""What replicas that differ in weight or in results get is what one device would have given them."""
+"""What replicas that differ in weight or in results get is what one device gives."""
 
 from __future__ import annotations
 
@@ -21,10 +21,9 @@ def storage_of(strategy: torchstrategy.Strategy) -> ReplicatedStorage:
     return extended._storage
 
 
-def test_half_gradients_through_a_collective_keep_their_bits_if_replicas_weigh_differently() -> (
-    None
-):
-    # They were multiplied by a small weight in half precision, and divided by it again: few of their bits were left.
+def test_half_gradients_of_a_collective_keep_their_bits_if_weights_differ() -> None:
+    # They were multiplied by a small weight in half precision, and divided by it again:
+    # few of their bits were left.
     strategy = torchstrategy.MirroredStrategy(["cpu", "cpu"])
 
     def step() -> torch.Tensor:
@@ -41,9 +40,8 @@ def test_half_gradients_through_a_collective_keep_their_bits_if_replicas_weigh_d
     for weights in ([64, 1], [1, 1]):
         found = strategy.run(step, options=torchstrategy.RunOptions(examples=weights))
         for gradient in strategy.experimental_local_results(found):
-            torch.testing.assert_close(
-                gradient, expected, rtol=0, atol=6e-8
-            )  # one bit of these halves
+            # One bit of these halves.
+            torch.testing.assert_close(gradient, expected, rtol=0, atol=6e-8)
 
 
 @pytest.mark.parametrize("weights", [[1, 1, 1], [3, 1, 2]])
@@ -61,8 +59,9 @@ def test_a_gradient_of_a_gradient_goes_through_an_all_reduce(
     found = strategy.experimental_local_results(
         strategy.run(step, options=torchstrategy.RunOptions(examples=weights))
     )
-    # With n replicas of the weights w, backward of the total adds up (w_j / w_i) times what replica j asks for. So the
-    # first gradient of replica i is 2 * total * sum(w) / w_i, and its own gradient is n times 2 * sum(w) / w_i.
+    # With n replicas of the weights w, backward of the total adds up (w_j / w_i) times
+    # what replica j asks for. So the first gradient of replica i is 2 * total * sum(w)
+    # / w_i, and its own gradient is n times 2 * sum(w) / w_i.
     expected = [2 * 3 * sum(weights) / weight for weight in weights]
     assert [gradient.item() for gradient in found] == pytest.approx(expected, rel=1e-12)
 

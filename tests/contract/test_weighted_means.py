@@ -1,4 +1,7 @@
-"""`reduce("mean", loss, axis=None, weights=batch)`: a scalar loss logs what plain PyTorch logs."""
+"""`reduce("mean", loss, axis=None, weights=batch)` logs what plain PyTorch logs.
+
+The loss is a scalar.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +17,9 @@ import torchstrategy
 from token_losses import logged_over_tokens, printed_over_tokens
 from topologies import TOPOLOGIES, compute_devices
 
-ROWS = (
-    11,
-    7,
-    4,
-    2,
-    1,
-)  # of each batch of an epoch: four replicas get 3 3 3 2, 2 2 2 1, 1 1 1 1, 1 1 0 0, 1 0 0 0
+# Of each batch of an epoch: four replicas get 3 3 3 2, 2 2 2 1, 1 1 1 1, 1 1 0 0, 1 0 0
+# 0.
+ROWS = (11, 7, 4, 2, 1)
 
 
 def epoch() -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -115,7 +114,7 @@ def kinds() -> dict[str, Any]:
 def test_a_loss_over_tokens_is_logged_as_plain_pytorch_prints_it(
     kind: str, counts: str
 ) -> None:
-    """Each step returns its loss and its own count; gradients are weighted by the same counts."""
+    """Each step returns its loss and its count; the counts weight gradients, too."""
     found = logged_over_tokens(kinds()[kind](), counts)
     assert found == pytest.approx(printed_over_tokens(), rel=1e-12)
 
@@ -163,9 +162,8 @@ def test_containers_and_values_that_are_one_for_all(
         lambda batch: {"loss": batch["x"].mean(), "parts": [batch["x"].sum()]},
         args=(batch,),
     )
-    reduced = four.reduce(
-        "mean", {**found, "lr": 0.1}, axis=None, weights=batch
-    )  # 2, 2, 1 and no rows
+    # 2, 2, 1 and no rows.
+    reduced = four.reduce("mean", {**found, "lr": 0.1}, axis=None, weights=batch)
     assert reduced["loss"].item() == 2.0
     assert reduced["parts"][0].item() == pytest.approx((1 * 2 + 5 * 2 + 4 * 1) / 5)
     assert reduced["lr"] == 0.1
@@ -266,7 +264,10 @@ def test_a_weight_of_a_replica_that_sat_out_is_refused(
     counts = four.run(len, args=(short,))
     with pytest.raises(
         ValueError,
-        match=r"no weight for a replica that has a value: give the batch of the same step",
+        match=(
+            r"no weight for a replica that has a value: give "
+            r"the batch of the same step"
+        ),
     ):
         four.reduce("mean", means, axis=None, weights=counts)
 

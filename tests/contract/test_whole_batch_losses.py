@@ -1,4 +1,7 @@
-"""Losses that need numbers of the whole batch are warned of, and losses that are right by rows are not."""
+"""Losses that need numbers of the whole batch are warned of.
+
+Losses that are right by rows are not.
+"""
 
 from __future__ import annotations
 
@@ -155,7 +158,10 @@ BY_LOSS = RunOptions(gradient_reduction="loss")
 def test_a_loss_that_needs_the_whole_batch_is_warned_of_once(
     name: str, maker: str, options: RunOptions | None
 ) -> None:
-    """The balance of Mixtral's experts and the loss of CLIP were off by percents, and nothing said so."""
+    """The balance of Mixtral's experts and the loss of CLIP were off by percents.
+
+    Nothing said so.
+    """
     loss, words = NEED[name]
     told = warned(MAKERS[maker](2), loss, options, runs=3)
     # By loss, what cannot be read is said in any case.

@@ -1,13 +1,17 @@
-"""The same questions to a GPU and to simulated devices: python tests/cuda_answers/questions.py OUT.json
+r"""The same questions to a GPU and to simulated devices.
 
-On a machine with a GPU, the answers are those of CUDA: `h100.json` has them. Under `--as-cuda`, they are those of the
-simulation, and `test_answers.py` compares the two:
+Call it so: python tests/cuda_answers/questions.py OUT.json.
 
-    python -m torchstrategy.testing.run --as-cuda tests/cuda_answers/questions.py OUT.json
+On a machine with a GPU, the answers are those of CUDA: `h100.json` has them. Under
+`--as-cuda`, they are those of the simulation, and `test_answers.py` compares the two:
 
-A question is code in `tables/*.txt`, under a line `== name`. The answer is what its last expression gives, or
-the error that it raises, as a text without what must differ: addresses, names of devices, amounts of memory. A failure
-of CUDA can end a process, so `--resume` goes on after the last answer.
+    python -m torchstrategy.testing.run --as-cuda \
+        tests/cuda_answers/questions.py OUT.json
+
+A question is code in `tables/*.txt`, under a line `== name`. The answer is what its
+last expression gives, or the error that it raises, as a text without what must differ:
+addresses, names of devices, amounts of memory. A failure of CUDA can end a process, so
+`--resume` goes on after the last answer.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """What simulated devices answer under `--as-cuda`, beside what a real H100 answered.
 
-`h100.json` was recorded on 2026-11-27, with torch 2.11 and CUDA 13. `different.txt` names the questions whose answers
-differ, and why. Any other question that is answered otherwise fails here.
+`h100.json` was recorded on 2026-11-27, with torch 2.11 and CUDA 13. `different.txt`
+names the questions whose answers differ, and why. Any other question that is answered
+otherwise fails here.
 """
 
 from __future__ import annotations
@@ -32,7 +33,10 @@ def known() -> set[str]:
 
 
 def are_alike(real: str, simulated: str) -> bool:
-    """Whether two answers are the same text; numbers with a point may differ by a percent."""
+    """Whether two answers are one text; floating-point ones may differ by a percent.
+
+    These are numbers with a point.
+    """
     if NUMBER.sub("#", real) != NUMBER.sub("#", simulated):
         return False
     pairs = zip(NUMBER.findall(real), NUMBER.findall(simulated), strict=True)

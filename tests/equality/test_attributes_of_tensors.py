@@ -1,7 +1,10 @@
-"""Attributes that a program sets on tensors: `weight.is_expert = True`. Every replica's tensor has them.
+"""Attributes that a program sets on tensors: `weight.is_expert = True`.
 
-A model scaled its layers by `getattr(self.weight, "gain", 1.0)`, and a step left parameters with `no_decay` out of its
-penalty. Replicas' tensors had no such attributes, so that all of them took the default, without a word.
+Every replica's tensor has them.
+
+A model scaled its layers by `getattr(self.weight, "gain", 1.0)`, and a step left
+parameters with `no_decay` out of its penalty. Replicas' tensors had no such attributes,
+so that all of them took the default, without a word.
 """
 
 from __future__ import annotations
@@ -52,7 +55,10 @@ class Scale:
 
 
 class Net(nn.Module):
-    """Reads `gain` of a parameter, a buffer, and tensors in plain attributes; each has its own way to count."""
+    """Reads `gain` of a parameter, a buffer, and tensors in plain attributes.
+
+    Each has its own way to count.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -125,7 +131,10 @@ def train(
     step: Step = step_of,
     build: Callable[[], nn.Module] = Net,
 ) -> tuple[Any, Any]:
-    """Trains in plain PyTorch and under the strategy, which have to agree. Returns both models."""
+    """Trains in plain PyTorch and under the strategy, which have to agree.
+
+    Returns both models.
+    """
     plain = build()
     prepare(plain)
     plain_optimizer = sgd(plain)
@@ -226,7 +235,10 @@ def test_what_they_hold_is_written_in_place_between_runs(
 def test_the_names_that_the_library_used_are_the_users(
     strategy: torchstrategy.Strategy,
 ) -> None:
-    """`hasattr(p, "position")` was True in a step, and an attribute of this name would have replaced the library's."""
+    """`hasattr(p, "position")` was True in a step.
+
+    An attribute of this name would have replaced the library's.
+    """
     names = [
         "run",
         "position",
@@ -260,7 +272,10 @@ def test_the_names_that_the_library_used_are_the_users(
 def test_a_function_means_the_parts_of_its_replica(
     strategy: torchstrategy.Strategy,
 ) -> None:
-    """A loader is a bound method of the layer, and a rule closes over another parameter."""
+    """A loader is a bound method of the layer; a rule closes over a parameter.
+
+    It is another parameter.
+    """
 
     def prepare(model: Any) -> None:
         model.inner.weight.gain = lambda: model.inner.bias.sum()
@@ -353,7 +368,10 @@ def test_a_step_chooses_parameters(strategy: torchstrategy.Strategy) -> None:
 def test_a_step_chooses_from_a_list_that_was_made_before(
     strategy: torchstrategy.Strategy,
 ) -> None:
-    """The list has the user's own parameters. What a step sets on one of these is its replica's, as on any other."""
+    """The list has the user's own parameters.
+
+    What a step sets on one of these is its replica's, as on any other.
+    """
 
     def prepare(model: Any) -> None:
         model.inner.weight.factor = torch.tensor(0.5, **F64)
@@ -393,7 +411,10 @@ def test_a_step_chooses_from_a_list_that_was_made_before(
 
 
 def test_a_step_sets_changes_and_deletes_them(strategy: torchstrategy.Strategy) -> None:
-    """After the run the user's tensors have what they have in plain PyTorch, and the next run goes on from there."""
+    """After the run the user's tensors have what they have in plain PyTorch.
+
+    The next run goes on from there.
+    """
 
     def prepare(model: Any) -> None:
         for tensor in model.marked():
@@ -427,7 +448,10 @@ def test_a_step_sets_changes_and_deletes_them(strategy: torchstrategy.Strategy) 
 def test_what_a_step_has_set_first_is_deleted_between_runs(
     strategy: torchstrategy.Strategy,
 ) -> None:
-    """No tensor had attributes before the first run. What it set was deleted, and the next run went on with it."""
+    """No tensor had attributes before the first run.
+
+    What it set was deleted, and the next run went on with it.
+    """
     model = strategy.distribute_module(nn.Linear(2, 1))
 
     def step() -> None:
@@ -463,7 +487,10 @@ def test_replicas_set_other_numbers(strategy: torchstrategy.Strategy) -> None:
 def test_what_only_another_replica_sets_is_gone_in_the_next_run(
     strategy: torchstrategy.Strategy,
 ) -> None:
-    """The user's tensor has what the first replica's has: nothing here, and then no replica has it."""
+    """The user's tensor has what the first replica's has.
+
+    That is nothing here, and then no replica has it.
+    """
     model: Any = strategy.distribute_module(Net())
 
     def step(sets: bool) -> bool:
@@ -603,7 +630,10 @@ def test_two_parameters_are_swapped(strategy: torchstrategy.Strategy) -> None:
 def test_copies_and_pickles_in_a_step_are_those_of_plain_pytorch(
     strategy: torchstrategy.Strategy,
 ) -> None:
-    """`copy.deepcopy` keeps attributes of tensors but not of parameters, and a pickle keeps both."""
+    """`copy.deepcopy` keeps attributes of tensors but not of parameters.
+
+    A pickle keeps both.
+    """
 
     def prepare(model: Any) -> None:
         for tensor in model.marked():

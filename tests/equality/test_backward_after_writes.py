@@ -1,9 +1,12 @@
-"""A backward runs after something was written: on another model, on nothing, or on its own in ways torch does not see.
+"""A backward runs after something was written on a model, or on nothing.
 
-In plain PyTorch a backward is refused only if a tensor that its forward has saved was written since, and torch counted
-it. Replicas whose parameters have memory of their own get values when anything may have been written. Values that had
-not changed were written, too, which torch counted: in a GAN on two accelerators, with its parameters on the CPU,
-`loss.backward()` ended in "modified by an inplace operation".
+It may be its own in ways torch does not see, or another one.
+
+In plain PyTorch a backward is refused only if a tensor that its forward has saved was
+written since, and torch counted it. Replicas whose parameters have memory of their own
+get values when anything may have been written. Values that had not changed were
+written, too, which torch counted: in a GAN on two accelerators, with its parameters on
+the CPU, `loss.backward()` ended in "modified by an inplace operation".
 """
 
 from __future__ import annotations
@@ -52,7 +55,10 @@ def batches(count: int) -> list[torch.Tensor]:
 
 
 class Wide(nn.Module):
-    """A model with a large and a small parameter, a large buffer and a large tensor in a plain attribute."""
+    """A model with a large and a small parameter, and large other tensors.
+
+    One is a buffer, one is in a plain attribute.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,7 +73,7 @@ class Wide(nn.Module):
 
 
 class Models:
-    """Two models with an optimizer each, and a third that follows the first as an average."""
+    """Two models with an optimizer each, and a third as an average of the first."""
 
     def __init__(self, optimizer: Callable[[Any], torch.optim.Optimizer]) -> None:
         self.one, self.other, self.average = Wide(), Wide(), Wide()
@@ -186,7 +192,10 @@ def test_a_backward_may_come_after_writes_on_other_models(
 def test_a_view_of_the_data_that_the_program_holds_is_no_write(
     strategy: torchstrategy.Strategy, between: Writes
 ) -> None:
-    """On an accelerator, the copies of a tensor whose `.data` somebody holds are written at every occasion."""
+    """On an accelerator, copies of a tensor are written at every occasion.
+
+    They are if somebody holds the tensor's `.data`.
+    """
     plain = Models(OPTIMIZERS["SGD"])
     with strategy.scope():
         models = Models(OPTIMIZERS["SGD"])
@@ -205,7 +214,10 @@ def test_a_view_of_the_data_that_the_program_holds_is_no_write(
 def test_the_results_of_several_runs_have_one_backward(
     strategy: torchstrategy.Strategy,
 ) -> None:
-    """When the next run began, large parameters, buffers and constants were written that nobody had changed."""
+    """When the next run began, large tensors were written that nobody had changed.
+
+    They were parameters, buffers and constants.
+    """
     plain = Wide()
     with strategy.scope():
         model = Wide()
@@ -234,7 +246,10 @@ def test_the_results_of_several_runs_have_one_backward(
 def test_a_backward_of_an_earlier_run_is_refused_after_a_write(
     strategy: torchstrategy.Strategy, name: str
 ) -> None:
-    """Copies get new values when a run begins: what an earlier run has computed would get another gradient."""
+    """Copies get new values when a run begins.
+
+    What an earlier run has computed would get another gradient.
+    """
     with strategy.scope():
         model = Wide()
     losses = []
@@ -244,14 +259,12 @@ def test_a_backward_of_an_earlier_run_is_refused_after_a_write(
                 "sum", strategy.run(lambda x: model(x).sum(), args=(batch,)), None
             )
         )
-        if (
-            k == 3
-        ):  # of what is large, a checksum is made when twice nothing was counted
+        # Of what is large, a checksum is made when twice nothing was counted.
+        if k == 3:
             tensor = getattr(model, name)
             with torch.no_grad():
-                written = (
-                    tensor.data if tensor.is_cpu and name != "scale" else tensor
-                )  # a parameter may be shared
+                # A parameter may be shared.
+                written = tensor.data if tensor.is_cpu and name != "scale" else tensor
                 written.view(-1)[:1].add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         torch.stack(losses).sum().backward()

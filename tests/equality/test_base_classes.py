@@ -1,4 +1,7 @@
-"""Trainers, modules and optimizers may have any base classes, in any order, and a metaclass of the user's."""
+"""Trainers, modules and optimizers may have any base classes, in any order.
+
+They may have a metaclass of the user's.
+"""
 
 from __future__ import annotations
 
@@ -78,7 +81,10 @@ def bases(request: pytest.FixtureRequest) -> tuple[Any, ...]:
 def test_a_trainer_has_attributes_of_its_own_in_each_replica(
     several: torchstrategy.Strategy, bases: tuple[Any, ...]
 ) -> None:
-    """Where the first base had empty slots, as ABC and Generic have, the run ended in "object layout differs"."""
+    """Where the first base had empty slots, the run ended in "object layout differs".
+
+    ABC and Generic have such slots.
+    """
 
     class Trainer(*bases):  # type: ignore[misc]
         def __init__(self) -> None:
@@ -110,7 +116,8 @@ def test_a_trainer_has_attributes_of_its_own_in_each_replica(
 
 @pytest.mark.parametrize(
     ("bases", "is_first"),
-    # The `__init__` of a protocol calls no other one, so that it cannot come before that of a module.
+    # The `__init__` of a protocol calls no other one, so that it cannot come before
+    # that of a module.
     [
         (name, is_first)
         for name in BASES
@@ -152,7 +159,10 @@ def test_an_optimizer_has_its_bases_in_any_order(
 
 
 def test_a_dataclass_of_fields_with_slots_is_shared_by_all_replicas() -> None:
-    """There is no room for attributes of each replica; what is written there is refused by name."""
+    """There is no room for attributes of each replica.
+
+    What is written there is refused by name.
+    """
 
     @dataclasses.dataclass(slots=True)
     class Trainer:
@@ -171,9 +181,8 @@ def test_a_dataclass_of_fields_with_slots_is_shared_by_all_replicas() -> None:
     assert trainer.steps == 0
 
 
-@pytest.mark.filterwarnings(
-    "ignore::torchstrategy.ReplicaBufferWarning"
-)  # what it observes depends on the rows
+# What it observes depends on the rows.
+@pytest.mark.filterwarnings("ignore::torchstrategy.ReplicaBufferWarning")
 def test_quantization_aware_training_runs() -> None:
     """`FakeQuantize` has `ABC` as its first base."""
     from torch.ao.quantization import FakeQuantize

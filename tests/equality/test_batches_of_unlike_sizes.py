@@ -1,8 +1,11 @@
-"""A labelled and a larger unlabelled batch in one step, as in semi-supervised training (FixMatch, mean teachers).
+"""A labelled and a larger unlabelled batch in one step.
 
-Such a run was refused twice, one refusal after the other: the first said to give `examples`, and with them the second
-one came. Who gave the labelled rows as examples lost the unlabelled rows of each replica that had no labelled ones.
-Now one message has all that is to be written, and here it is followed to the word.
+Semi-supervised training has them (FixMatch, mean teachers).
+
+Such a run was refused twice, one refusal after the other: the first said to give
+`examples`, and with them the second one came. Who gave the labelled rows as examples
+lost the unlabelled rows of each replica that had no labelled ones. Now one message has
+all that is to be written, and here it is followed to the word.
 """
 
 from __future__ import annotations
@@ -20,10 +23,8 @@ from problems import assert_close, gradients
 from topologies import central, central_with_copies, compute_devices, mirrored
 from torchstrategy import RunOptions
 
-WRITTEN = {
-    "gradient_reduction": "sum",
-    "run_empty_replicas": True,
-}  # what the message says
+# What the message says.
+WRITTEN = {"gradient_reduction": "sum", "run_empty_replicas": True}
 MAKERS = {"central": central, "copies": central_with_copies, "mirrored": mirrored}
 
 
@@ -47,7 +48,7 @@ def data(labelled: int, unlabelled: int, seed: int) -> tuple[Any, Any]:
 def losses_of(
     model: nn.Module, labelled: Any, unlabelled: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The loss of each labelled row, and that of each unlabelled one, where the model is sure."""
+    """Each labelled row's loss, and each unlabelled one's, where the model is sure."""
     (x, y), (weak, strong) = labelled, unlabelled
     outputs = model(torch.cat([x, weak, strong]))
     of_labelled, of_weak, of_strong = outputs.split([len(x), len(weak), len(weak)])
@@ -138,7 +139,10 @@ def test_half_of_it_is_refused_with_the_same_words(options: Any) -> None:
     strategy = central(2)
     with pytest.raises(
         ValueError,
-        match=r"Replica 1 has rows of one and none of another.*run_empty_replicas=True\)",
+        match=(
+            r"Replica 1 has rows of one and none of "
+            r"another.*run_empty_replicas=True\)"
+        ),
     ):
         strategy.run(
             lambda a, b: None, args=given(strategy, 1, 4), options=RunOptions(**options)
@@ -146,7 +150,10 @@ def test_half_of_it_is_refused_with_the_same_words(options: Any) -> None:
 
 
 def test_examples_that_drop_rows_of_an_argument_are_refused() -> None:
-    """The labelled rows, given as examples, dropped the unlabelled rows of replica 1, and nobody was told."""
+    """The labelled rows, given as examples, dropped the unlabelled rows of replica 1.
+
+    Nobody was told.
+    """
     strategy = central(2)
     options = RunOptions(examples=[1, 0], run_empty_replicas=True)
     with pytest.raises(

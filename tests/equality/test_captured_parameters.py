@@ -1,4 +1,7 @@
-"""A step uses parameters that it has not got from its model: a list that was made outside of it."""
+"""A step uses parameters from a list that was made outside of it.
+
+It has not got them from its model.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +48,10 @@ def clipped(loss: torch.Tensor, parameters: Parameters) -> None:
 def test_gradients_of_captured_parameters_are_those_of_plain_torch(
     differentiate: Callable[[torch.Tensor, Parameters], None], make: Make
 ) -> None:
-    """In copies, `backward(inputs=parameters)` reached nothing: no gradient, no update, and no error."""
+    """In copies, `backward(inputs=parameters)` reached nothing.
+
+    There was no gradient, no update, and no error.
+    """
 
     def build() -> nn.Sequential:
         return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()

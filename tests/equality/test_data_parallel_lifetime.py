@@ -1,4 +1,7 @@
-"""How a torchstrategy.DataParallel is made, saved, copied and let go, and where it may be called."""
+"""How a torchstrategy.DataParallel is made, saved, copied and let go.
+
+It also says where it may be called.
+"""
 
 from __future__ import annotations
 
@@ -262,9 +265,7 @@ def test_a_device_may_be_listed_twice_and_named_in_any_way() -> None:
         close(model(x), model.module(x.cpu()))
 
 
-def test_a_buffer_that_counts_counts_each_batch_once_on_a_device_that_is_listed_twice() -> (
-    None
-):
+def test_a_buffer_counts_each_batch_once_on_a_device_that_is_listed_twice() -> None:
     def count(module: Any, x: torch.Tensor) -> torch.Tensor:
         module.batches += 1
         return x + 0
@@ -302,7 +303,7 @@ def test_with_one_device_the_module_is_called_on_the_callers_thread() -> None:
 
 
 def test_what_a_module_holds_that_cannot_be_copied_is_one_for_all_replicas() -> None:
-    """A lock, an open file, a generator or a Python module in an attribute was refused."""
+    """A lock, an open file, a generator or a module in an attribute was refused."""
     with tempfile.TemporaryFile() as file:
         held = [
             threading.Lock(),

@@ -1,4 +1,7 @@
-"""`DataParallel`: a loss of the gathered outputs is that of the whole batch, whatever it is a mean over."""
+"""`DataParallel`: a loss of the gathered outputs is that of the whole batch.
+
+It is, whatever it is a mean over.
+"""
 
 from __future__ import annotations
 
@@ -16,15 +19,8 @@ from topologies import SIMULATED, compute_devices
 from torchstrategy import DataParallel
 
 TOKENS, CLASSES, IGNORED = 6, 4, -100
-VALID = (
-    6,
-    6,
-    5,
-    6,
-    1,
-    1,
-    0,
-)  # tokens of each row that count: of three replicas, the last has one row, and no token
+# Tokens of each row that count: of three replicas, the last has one row, and no token.
+VALID = (6, 6, 5, 6, 1, 1, 0)
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
@@ -94,7 +90,10 @@ def made() -> nn.Module:
 def trained(
     model: nn.Module, loss: Loss, batch: Any, backwards: int = 1
 ) -> list[torch.Tensor]:
-    """The loss and the gradients of a script: nothing in it tells a DataParallel from the module."""
+    """The loss and the gradients of a script.
+
+    Nothing in it tells a DataParallel from the module.
+    """
     where = next(model.parameters()).device
     inputs, labels = (tensor.to(where) for tensor in batch)
     found = loss(model(inputs), labels)
@@ -156,7 +155,10 @@ def test_losses_of_micro_batches_add_up(name: str) -> None:
 
 
 class Split(Net):
-    """A network whose forward runs in replicas. Its parts may be called, too, as in `model.module.head`."""
+    """A network whose forward runs in replicas.
+
+    Its parts may be called, too, as in `model.module.head`.
+    """
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,7 @@
-"""What a torchstrategy.DataParallel is: a module with replicas, in which the caller's state holds."""
+"""What a torchstrategy.DataParallel is: a module with replicas.
+
+The caller's state holds in it.
+"""
 
 from __future__ import annotations
 
@@ -88,9 +91,7 @@ def test_it_may_be_made_anew_for_the_same_module_at_any_time(
         close(output, module(x))
 
 
-def test_parts_of_a_model_may_be_in_data_parallels_of_their_own_and_share_parameters() -> (
-    None
-):
+def test_parts_of_a_model_may_be_in_own_data_parallels_and_share_parameters() -> None:
     encoder, decoder = (
         nn.Linear(3, 3, **F64).to(FIRST),
         nn.Linear(3, 3, **F64).to(FIRST),
@@ -235,9 +236,8 @@ class Indirect(nn.Module):
         }[self.way](x)
 
 
-@pytest.mark.filterwarnings(
-    "ignore:The .grad attribute of a Tensor that is not a leaf"
-)  # which the compiler hides
+# Which the compiler hides.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_a_compiled_module_trains_and_is_compiled_once() -> None:
     torch._dynamo.reset()
     graphs: list[Any] = []

@@ -1,4 +1,7 @@
-"""torchstrategy.DataParallel in a script that computes the loss outside of it trains as plain PyTorch does."""
+"""torchstrategy.DataParallel trains in a script as plain PyTorch does.
+
+The script computes the loss outside of it.
+"""
 
 from __future__ import annotations
 
@@ -132,7 +135,8 @@ def test_several_forwards_may_go_before_one_backward() -> None:
         real, fake = (forward(here(data(6, seed=seed)[0])) for seed in (1, 2))
         (real.sin() - fake.cos()).sum().backward()
     same_gradients(model, plain)
-    # Batch statistics are those of a replica's rows: what they are with two is not what they are with one.
+    # Batch statistics are those of a replica's rows: what they are with two is not what
+    # they are with one.
     for index in (0, 1):
         halves = [data(6, seed=seed)[0].chunk(2)[index] for seed in (1, 2)]
         (plain(here(halves[0])).sin() - plain(here(halves[1])).cos()).sum().backward()
@@ -228,9 +232,8 @@ def test_hooks_on_parameters_see_the_gradient_of_the_whole_batch_once(
     model, plain = alike()
     seen: dict[nn.Module, list[torch.Tensor]] = {model: [], plain: []}
     for forward in (model, plain):
-        forward(
-            here(data(5)[0])
-        ).sum().backward()  # hooks may come after the first backward
+        # Hooks may come after the first backward.
+        forward(here(data(5)[0])).sum().backward()
         forward.zero_grad()
         weight = next(forward.parameters())
 
@@ -343,9 +346,8 @@ class _Checkpointed(nn.Module):
 def test_a_forward_that_takes_gradients_itself_is_as_in_plain_pytorch() -> None:
     def attacked(module: Any, x: torch.Tensor) -> torch.Tensor:
         x = x.detach().requires_grad_()
-        (
-            module.weight * x
-        ).sin().sum().backward()  # which adds to the gradient of the weight, too
+        # Which adds to the gradient of the weight, too.
+        (module.weight * x).sin().sum().backward()
         return module.weight * (x + 0.1 * x.grad.sign()).detach()
 
     model, plain = alike(lambda: Calls(attacked))

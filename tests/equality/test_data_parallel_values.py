@@ -277,7 +277,10 @@ def test_a_dataclass_comes_back_field_by_field() -> None:
 
 
 class ModelOutput(OrderedDict[str, Any]):
-    """What transformers' models return: an ordered dict whose items are attributes, and which is a dataclass."""
+    """What transformers' models return: an ordered dict that is also a dataclass.
+
+    Its items are attributes.
+    """
 
     def __setitem__(self, key: str, value: Any) -> None:
         super().__setitem__(key, value)

@@ -1,4 +1,4 @@
-"""Results of a step that its caller differentiates, where the module belongs to a strategy."""
+"""Results of a step that its caller differentiates, with a strategy's module."""
 
 from __future__ import annotations
 

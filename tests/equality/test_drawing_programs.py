@@ -70,7 +70,7 @@ def test_parts_that_are_left_out_are_not_drawn() -> None:
 
 @dataclasses.dataclass(frozen=True)
 class _Wrong(layers.Layer):
-    """A layer that is no function of its rows: its output depends on how many there are."""
+    """A layer that is no function of its rows: output depends on their number."""
 
     def build(self, width: int, so_far: list[nn.Module]) -> nn.Module:
         class Wrong(nn.Module):
@@ -81,7 +81,10 @@ class _Wrong(layers.Layer):
 
 
 def test_a_difference_is_found_and_shrunk() -> None:
-    """A long program with one part that is wrong becomes a short one, which has that part and little else."""
+    """A long program with one wrong part becomes a short one.
+
+    It has that part and little else.
+    """
     program = Generator(strategies=["central"], most_steps=2).program(5)
     long = dataclasses.replace(
         program,

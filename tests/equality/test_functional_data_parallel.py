@@ -1,4 +1,7 @@
-"""`torchstrategy.data_parallel`: what torch's own tests of the function ask, on any device, and a training."""
+"""`torchstrategy.data_parallel`: what torch's own tests of the function ask.
+
+They run on any device, and there is a training.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ from torchstrategy.data_parallel import _of_calls
 
 
 class Scaled(nn.Module):
-    """Adds a number of its own to each row; some of torch's tests pass it by keyword."""
+    """Adds a number of its own to each row; some torch tests pass it by keyword."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,9 +1,10 @@
-"""`torch.func.functional_call` of a DataParallel: weights that are given for one forward.
+"""`torch.func.functional_call` of a DataParallel: weights given for one forward.
 
-MAML computes fast weights in an inner step, a hypernetwork makes weights, an evaluation takes those of a moving
-average. All of them call the model with these weights, and differentiate through them. Such a call was refused:
-"weight is a Tensor. Replicas can have copies of torch.nn.Parameter, not of its subclasses". And transforms such as
-`vmap` failed within torch, without a word of the DataParallel.
+MAML computes fast weights in an inner step, a hypernetwork makes weights, an evaluation
+takes those of a moving average. All of them call the model with these weights, and
+differentiate through them. Such a call was refused: "weight is a Tensor. Replicas can
+have copies of torch.nn.Parameter, not of its subclasses". And transforms such as `vmap`
+failed within torch, without a word of the DataParallel.
 """
 
 from __future__ import annotations
@@ -25,12 +26,16 @@ from data_parallel import F64, FIRST, alike, parallel
 from topologies import compute_devices
 from torchstrategy._copies.modules.module_replica import ModuleReplica
 
-# torch compiles some formulas of forward-mode derivatives by its own deprecated compiler.
+# torch compiles some formulas of forward-mode derivatives by its own deprecated
+# compiler.
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
 
 
 class Net(nn.Module):
-    """Two layers with one weight, a layer with statistics, and a buffer that forward reads."""
+    """Two layers with one weight, a layer with statistics, and a buffer to read.
+
+    Forward reads it.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,7 +78,10 @@ def same(actual: Any, expected: Any) -> None:
 
 
 def same_state(model: nn.Module, plain: nn.Module) -> None:
-    """Whether a plain forward and its backward, after all that happened, are those of plain PyTorch."""
+    """Whether a plain forward and its backward are those of plain PyTorch.
+
+    They have to be after all that happened.
+    """
     for one in (model, plain):
         one.zero_grad()
         one(rows(5)).square().sum().backward()
@@ -116,7 +124,10 @@ def test_backward_adds_to_the_given_weights() -> None:
 
 @pytest.mark.parametrize("first_order", [False, True])
 def test_maml_is_that_of_plain_pytorch(first_order: bool) -> None:
-    """Two inner steps make fast weights of the parameters; the outer step differentiates through all of it."""
+    """Two inner steps make fast weights of the parameters.
+
+    The outer step differentiates through all of it.
+    """
     model, plain = alike(net)
 
     def train(network: nn.Module, prefix: str) -> list[torch.Tensor]:
@@ -255,7 +266,7 @@ def test_buffers_are_given_too(learns: bool) -> None:
 
 
 def test_given_statistics_are_written_as_in_plain_pytorch() -> None:
-    """With two replicas of equal rows the mean of the statistics is that of all rows."""
+    """With two replicas of equal rows the mean of the statistics is all rows'."""
 
     def build() -> nn.Module:
         return nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3, momentum=0.5)).double()
@@ -391,7 +402,7 @@ def test_without_gradients_weights_are_given_too() -> None:
 
 
 def test_parameters_of_another_model_may_be_given() -> None:
-    """A moving average keeps a model of its own, which may be in a DataParallel, too."""
+    """A moving average keeps its own model, which may be in a DataParallel, too."""
     model, plain = alike(net)
     other = parallel(copy.deepcopy(plain), 3)
     with torch.no_grad():
@@ -448,7 +459,10 @@ def test_parametrizations_are_computed_from_given_weights(is_cached: bool) -> No
 
 
 def test_a_parametrized_module_of_its_own_computes_its_weight_in_each_replica() -> None:
-    """torch's cache knows modules by their ids, and the module that a replica calls by its name has the user's."""
+    """torch's cache knows modules by their ids.
+
+    The module that a replica calls by its name has the user's.
+    """
     model, plain = alike(lambda: parametrizations.weight_norm(nn.Linear(3, 2)).double())
     results = []
     for network in (model, plain):
@@ -469,7 +483,10 @@ def test_a_parametrized_module_of_its_own_computes_its_weight_in_each_replica() 
 def test_a_step_in_a_block_of_cached_parametrizations_is_that_of_plain_pytorch(
     count: int,
 ) -> None:
-    """torch's cache gave one replica the weight of another, which is on another device and in another graph."""
+    """torch's cache gave one replica the weight of another.
+
+    That one is on another device and in another graph.
+    """
     torch.manual_seed(0)
     plain = (
         nn.Sequential(parametrizations.weight_norm(nn.Linear(3, 3)), nn.Linear(3, 2))
@@ -520,7 +537,10 @@ def test_an_error_in_forward_leaves_the_module_as_it_was() -> None:
 
 
 def test_what_was_replaced_for_good_is_used_afterwards() -> None:
-    """The module remembers what was in the place of given weights. What came there later is what counts."""
+    """The module remembers what was in the place of given weights.
+
+    What came there later is what counts.
+    """
     model, plain = alike(net)
     model(rows(5))
     for network in (model.module, plain):
@@ -608,7 +628,10 @@ def test_forward_mode_derivatives_of_inputs_and_weights_are_right() -> None:
 def test_weights_that_a_step_gives_to_its_replicas_model_are_right(
     sizes: tuple[int, ...],
 ) -> None:
-    """MAML within a step: each replica computes fast weights of its own rows, and differentiates through them."""
+    """MAML within a step: each replica computes fast weights of its own rows.
+
+    It differentiates through them.
+    """
     torch.manual_seed(0)
     plain = net().to(FIRST)
     strategy = torchstrategy.CentralStorageStrategy(compute_devices(3), FIRST)
@@ -623,7 +646,8 @@ def test_weights_that_a_step_gives_to_its_replicas_model_are_right(
         fast = {name: p * 0.9 + p.square() for name, p in network.named_parameters()}
         out = functional_call(network, fast, (x,))
         penalty = torch.autograd.grad(out.sum(), list(fast.values()), create_graph=True)
-        # A mean over rows of what each row has, so that the mean over replicas is that over the batch.
+        # A mean over rows of what each row has, so that the mean over replicas is that
+        # over the batch.
         loss = (
             functional_call(network, {"last.bias": fast["last.bias"] * 2}, (x,))
             .square()
@@ -680,7 +704,10 @@ class Gained(nn.Linear):
 
 
 def test_attributes_of_given_weights_come_to_all_replicas() -> None:
-    """Only the rows of the first replica were scaled: the weights of the others had lost the attribute."""
+    """Only the rows of the first replica were scaled.
+
+    The weights of the others had lost the attribute.
+    """
     model = Gained(3, 2).double().to(FIRST)
     given = {name: value.detach().clone() for name, value in model.named_parameters()}
     given["weight"].gain = 5.0  # type: ignore[attr-defined]

@@ -1,4 +1,7 @@
-"""Hooks on the user's parameters see what backward adds, as in plain PyTorch, whatever else the step does."""
+"""Hooks on the user's parameters see what backward adds, as in plain PyTorch.
+
+They do whatever else the step does.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +66,10 @@ def _check(make: Any, step: Any, kinds: str, **options: Any) -> None:
 
 
 def test_a_hook_for_several_parameters_sees_their_gradients(make):
-    """It was never called: gradients came to the parameters one after the other, in a backward each."""
+    """It was never called: gradients came to the parameters one by one.
+
+    They came in a backward each.
+    """
 
     def step(model: Any, optimizer: Any, batch: Any) -> None:
         optimizer.zero_grad()
@@ -74,7 +80,10 @@ def test_a_hook_for_several_parameters_sees_their_gradients(make):
 
 
 def test_hooks_are_called_in_the_order_of_a_backward(make):
-    """Hooks that share something, such as a budget for all gradients, saw the first parameters first."""
+    """Hooks that share something saw the first parameters first.
+
+    They share a budget for all gradients, for example.
+    """
     log: dict[int, list[int]] = {}
 
     def build() -> nn.Module:
@@ -97,7 +106,7 @@ def test_hooks_are_called_in_the_order_of_a_backward(make):
 @pytest.mark.parametrize("kinds", ["tensor", "accumulate"])
 @pytest.mark.parametrize("clear", CLEARS)
 def test_a_hook_sees_what_the_step_clears_after_backward(make, kinds, clear):
-    """It was never called: the gradient was gone before those of the replicas came together."""
+    """It was never called: the gradient was gone before the replicas' came together."""
 
     def step(model: Any, optimizer: Any, batch: Any) -> None:
         mse(model, batch).backward()
@@ -128,7 +137,10 @@ def test_a_hook_does_not_see_what_the_step_puts_there_itself(make, kinds):
 def test_a_gradient_of_its_own_that_a_replica_takes_is_one_that_no_hook_may_change(
     make,
 ):
-    """In plain PyTorch the hook of a tensor changes what `torch.autograd.grad` returns, and here it did not."""
+    """In plain PyTorch a tensor's hook changes what `torch.autograd.grad` returns.
+
+    Here it did not.
+    """
 
     def step(model: Any, optimizer: Any, batch: Any) -> None:
         gradients = torch.autograd.grad(mse(model, batch), list(model.parameters()))
@@ -157,7 +169,7 @@ def test_a_hook_sees_what_backward_adds_to_what_the_step_has_put_there(make, kin
 
 @pytest.mark.parametrize("unfreezes", [False, True])
 def test_a_frozen_parameter_with_a_hook_may_be_given_a_gradient(make, unfreezes):
-    """Its hook was to see zeros that no backward had made, and torch refused to run one."""
+    """Its hook was to see zeros of no backward, and torch refused to run one."""
     log: dict[int, list[float]] = {}
 
     def build() -> nn.Module:
@@ -182,7 +194,10 @@ def test_a_frozen_parameter_with_a_hook_may_be_given_a_gradient(make, unfreezes)
 @pytest.mark.parametrize("clear", ["in the hook", *CLEARS])
 @pytest.mark.parametrize("reads", [False, True])
 def test_an_optimizer_in_backward_updates_whenever_the_step_clears(make, clear, reads):
-    """What a hook updated was taken for a write of the replicas, or the hook was not called at all."""
+    """What a hook updated was taken for the replicas' write.
+
+    Or the hook was not called at all.
+    """
 
     def build() -> nn.Module:
         model = mlp()

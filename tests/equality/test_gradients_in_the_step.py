@@ -1,4 +1,7 @@
-"""What a step may do with gradients: clear them, read them, change them, and put hooks on parameters."""
+"""What a step may do with gradients: clear them, read them, change them.
+
+It may put hooks on parameters, too.
+"""
 
 from __future__ import annotations
 
@@ -158,7 +161,8 @@ def test_every_way_of_clearing_gradients_means_what_it_means_in_plain_torch(make
     "way", [way for way in CLEARING if way not in ("never", "one layer only")]
 )
 def test_replicas_that_disagree_about_clearing_are_an_error(make, way):
-    # In the first step nothing was accumulated before, and what is cleared is only what the step itself has collected.
+    # In the first step nothing was accumulated before, and what is cleared is only what
+    # the step itself has collected.
     clear = CLEARING[way]
     for steps, when in [
         (2, "before backward"),
@@ -193,9 +197,8 @@ def test_replicas_that_disagree_about_clearing_are_an_error(make, way):
                 assert "disagree" in str(error) or "different number of times" in str(
                     error
                 ), case
-                assert_close(
-                    gradients(model), before, case
-                )  # and it has left everything as it was
+                # And it has left everything as it was.
+                assert_close(gradients(model), before, case)
             else:
                 pytest.fail(f"{case}: no error")
 
@@ -334,7 +337,7 @@ def test_what_a_step_does_to_gradients_it_does_to_those_of_the_whole_batch(
 @pytest.mark.parametrize(
     "change", CHANGES, ids=[change.__name__.strip("_") for change in CHANGES]
 )
-def test_what_a_step_does_to_gradients_that_are_summed_it_does_to_those_of_the_whole_batch(
+def test_what_a_step_does_to_summed_gradients_it_does_to_those_of_the_whole_batch(
     make, change
 ):
     def step(model: Any, optimizer: Any, batch: Any) -> None:
@@ -425,8 +428,9 @@ def test_gradients_that_a_step_adds_up_itself_are_those_of_the_whole_batch(
         "2 rows": data(2),
     }
     if reduction == "mean":
-        # Every replica adds the very same. Under SUM that cannot be told from all of them having scaled, or clipped,
-        # the gradient of the whole step, which every replica does alike.
+        # Every replica adds the very same. Under SUM that cannot be told from all of
+        # them having scaled, or clipped, the gradient of the whole step, which every
+        # replica does alike.
         batches["equal rows"] = tuple(torch.cat([t[:2]] * 3) for t in data(7))
     for add in (new_tensor, in_place, in_place_method):
         for name, batch in batches.items():
@@ -520,7 +524,10 @@ def test_clearing_parameters_that_were_listed_outside_of_the_step_clears_or_rais
 def test_an_optimizer_clears_the_gradient_of_a_parameter_that_no_module_has(
     make, n, set_to_none
 ):
-    """Such as one of a layer that was taken out of the model: its momentum was fed the old gradient for ever."""
+    """Such as one of a layer that was taken out of the model.
+
+    Its momentum was fed the old gradient for ever.
+    """
     strategy = make(n)
     with strategy.scope():
         model = mlp()
@@ -587,7 +594,7 @@ def test_a_trainable_tensor_of_no_module_is_named_when_an_optimizer_of_the_step_
     assert log_t.grad is None and not log_t.any()
 
 
-def test_a_parameter_that_was_taken_outside_of_the_step_is_named_when_backward_reaches_it(
+def test_a_parameter_taken_outside_of_the_step_is_named_when_backward_reaches_it(
     make,
 ):
     strategy = make(3)
@@ -606,7 +613,7 @@ def test_a_parameter_that_was_taken_outside_of_the_step_is_named_when_backward_r
 @pytest.mark.parametrize(
     "where", ["inside", "outside", "inside, in the scope", "outside, in the scope"]
 )
-def test_a_model_that_no_scope_knows_does_not_silently_collect_a_gradient_from_each_replica(
+def test_a_model_that_no_scope_knows_does_not_silently_collect_all_gradients(
     make, where
 ):
     strategy = make(3)
@@ -651,7 +658,8 @@ def test_tensor_hooks_on_the_users_parameters_see_the_gradient_of_the_whole_batc
 
     model, twin = compare(make, 3, step, build=build)
     assert len(seen[id(model)]) == len(seen[id(twin)]) == 6
-    # Autograd comes to the last layer first; ours are called in the order of the parameters.
+    # Autograd comes to the last layer first; ours are called in the order of the
+    # parameters.
     got, wanted = (
         sorted(seen[id(m)], key=lambda g: (g.dim(), float(g.sum())))
         for m in (model, twin)

@@ -1,4 +1,7 @@
-"""The gradient of a step on several replicas is that of the whole batch, inside of a run and outside."""
+"""The gradient of a step on several replicas is that of the whole batch.
+
+It is inside of a run and outside.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,8 @@ from torchstrategy import ReduceOp, RunOptions
 
 # Fewer rows than replicas, as many, and more, evenly or not.
 SOME_ROWS = (1, 2, 4, 5, 7, 17)
-# Every size and number on the CPU, where all replicas compute what they compute on devices of their own.
+# Every size and number on the CPU, where all replicas compute what they compute on
+# devices of their own.
 REPLICAS = (2, 5) if SIMULATED else range(1, 6)
 ROWS = SOME_ROWS if SIMULATED else range(1, 18)
 OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
@@ -147,9 +151,8 @@ def test_an_update_is_that_of_the_whole_batch_for_every_size_and_number_of_repli
             assert_close(
                 parameters(model), parameters(twin), f"{case}, parameter", 1e-9
             )
-            twin.load_state_dict(
-                model.state_dict()
-            )  # so that no rounding of one case goes on into the next
+            # So that no rounding of one case goes on into the next.
+            twin.load_state_dict(model.state_dict())
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -177,7 +180,7 @@ def test_an_update_of_replicas_that_run_without_rows_is_that_of_the_whole_batch(
         )
 
 
-def test_a_sum_of_losses_that_were_divided_by_the_global_batch_is_the_gradient_of_the_whole_batch(
+def test_a_sum_of_losses_divided_by_the_global_batch_has_the_whole_batchs_gradient(
     make,
 ):
     named = (
@@ -425,7 +428,8 @@ def test_a_backward_outside_reaches_a_parameter_that_was_frozen_at_the_first_run
 
 
 def test_what_a_step_freezes_stays_frozen(make):
-    # It was thawed at optimizer.step(), which brought the originals' flags to the replicas, and trained on in silence.
+    # It was thawed at optimizer.step(), which brought the originals' flags to the
+    # replicas, and trained on in silence.
     batch = data(7)
     strategy = make(3)
     (model, optimizer), (twin, plain) = built(strategy, mlp, sgd)
@@ -455,7 +459,10 @@ def test_replicas_that_disagree_on_what_is_trained_are_refused(make):
     (model, _), _ = built(strategy, mlp, None)
     with pytest.raises(
         RuntimeError,
-        match=r"^The replicas disagree whether Sequential\.0\.weight is trained: replica 0 ",
+        match=(
+            r"^The replicas disagree whether Sequential\.0\.weight is trained: replica "
+            r"0 "
+        ),
     ):
         strategy.run(lambda: model[0].requires_grad_(replica_id() != 1) and None)
     assert all(p.requires_grad for p in model.parameters())
@@ -481,7 +488,8 @@ def test_a_backward_outside_works_for_results_of_a_run_before_the_model_was_chan
 
 
 def test_a_backward_outside_runs_the_hooks_on_the_parameters_of_the_user(make):
-    # The hooks see the gradient of the whole batch; a doubling is one that does not care how often it is called.
+    # The hooks see the gradient of the whole batch; a doubling is one that does not
+    # care how often it is called.
     strategy = make(3)
     (model, _), (twin, _) = built(strategy, mlp, None)
     for m in (model, twin):
@@ -568,7 +576,7 @@ def test_sparse_gradients_can_be_changed_in_the_step(make):
 
 
 class Heads(nn.Module):
-    """Which head a row takes is in the row: in most replicas some head is not used at all."""
+    """Which head a row takes is in the row: most replicas do not use some head."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -630,10 +638,8 @@ def test_a_read_of_a_gradient_that_other_replicas_still_add_to_is_right_or_an_er
     make,
 ):
     def step(model: Any, optimizer: Any, batch: Any) -> None:
-        for p in (
-            model.common.weight,
-            model.rare.bias,
-        ):  # a look at some of them before backward
+        # A look at some of them before backward.
+        for p in (model.common.weight, model.rare.bias):
             _ = p.grad
         heads_loss(model, batch).backward()
         if model.rare.weight.grad is not None:
@@ -648,7 +654,10 @@ def test_a_read_of_a_gradient_that_other_replicas_still_add_to_is_right_or_an_er
 
 
 def test_runs_of_several_threads_lose_no_gradient():
-    """Each took the owners' gradients, and gave back what it had, between another one's two steps of the same."""
+    """Each took the owners' gradients, and gave back what it had.
+
+    It did so between another one's two steps of the same.
+    """
     strategy, batch = torchstrategy.CentralStorageStrategy(["cpu"] * 2), data(4)
     (model, _), (twin, _) = built(strategy, mlp, None)
 

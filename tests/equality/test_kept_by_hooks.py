@@ -1,8 +1,9 @@
 """What hooks keep outside of the model, and steps read: each replica has its own.
 
-Feature extractors, penalties on activations and counters are written so: a hook notes what it saw, on an object, in a
-dict, a list or a variable, and the step adds it to the loss. A hook was one for all replicas. Replicas on several
-devices run at once, and read what another one had just noted; those on one device did so after every update.
+Feature extractors, penalties on activations and counters are written so: a hook notes
+what it saw, on an object, in a dict, a list or a variable, and the step adds it to the
+loss. A hook was one for all replicas. Replicas on several devices run at once, and read
+what another one had just noted; those on one device did so after every update.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ from topologies import central_in_one_place
 
 Read = Callable[[], Any]
 
-# What a hook keeps in each of these ways, a step adds to its loss: the mean over rows of the squares of an output.
+# What a hook keeps in each of these ways, a step adds to its loss: the mean over rows
+# of the squares of an output.
 
 
 def penalty(output: torch.Tensor) -> torch.Tensor:
@@ -344,7 +346,7 @@ def _a_list_that_the_model_holds(model: Any) -> Read:
 
 
 def _an_object_that_the_step_reads_from(model: Any) -> Read:
-    """The step comes to the list by an object that no hook knows, and that holds no model."""
+    """The step comes to the list by an object that no hook knows, without a model."""
     kept: list[Any] = []
     meter = Record(seen=kept)
     model[0].register_forward_hook(
@@ -438,7 +440,10 @@ WAYS = {
 
 
 class Training:
-    """A model with a hook, its optimizer, and a step that reads what the hook keeps, before and after its update."""
+    """A model with a hook, its optimizer, and a step that reads what the hook keeps.
+
+    It reads that before and after its update.
+    """
 
     def __init__(self, build: Callable[[], Any], way: Callable[[Any], Read]) -> None:
         self.model, self.optimizer = build()
@@ -592,7 +597,7 @@ def test_the_users_object_has_what_a_trainer_has_after_a_run(
 
 
 def test_a_list_stays_the_users_list(several: torchstrategy.Strategy) -> None:
-    """It gets an item where plain PyTorch appends one, with the part of each replica."""
+    """It gets an item where plain PyTorch appends one, with each replica's part."""
 
     def register(model: Any) -> Any:
         seen: list[Any] = ["begin"]
@@ -664,7 +669,7 @@ def test_what_differs_goes_on_in_each_replica(several: torchstrategy.Strategy) -
 def test_what_a_replica_without_rows_kept_before_is_no_part_of_the_batch(
     several: torchstrategy.Strategy,
 ) -> None:
-    """It goes on with that, but whoever gathers the outputs gets those of the last batch."""
+    """It goes on with that, but who gathers the outputs gets the last batch's."""
     model, _ = in_scope(several)
     keeper = Record()
     sizes: list[int] = []
@@ -689,7 +694,10 @@ def test_what_a_replica_without_rows_kept_before_is_no_part_of_the_batch(
 
 
 def test_a_tensor_that_a_hook_writes_in_place(several: torchstrategy.Strategy) -> None:
-    """Where all replicas come to the same numbers, it is the user's tensor that has them; else each has its own."""
+    """Where all replicas come to the same numbers, the user's tensor has them.
+
+    Else each replica has its own.
+    """
     model, _ = in_scope(several)
     device = model[0].weight.device
 
@@ -962,7 +970,7 @@ def test_what_replicas_cannot_have_for_themselves_is_refused(
     as_at_first: None,
     how: str,
 ) -> None:
-    """The hook has its own, and the step could not be given it: it would read an empty list."""
+    """The hook has its own, and the step could not get it: its list would be empty."""
     model, _ = in_scope(several)
     monkeypatch.setitem(globals(), "MODEL", model)
     model[0].register_forward_hook(functools.partial(_note_in, PASSED))
@@ -1016,7 +1024,7 @@ hook_state = types.ModuleType("hook_state")
 def test_what_is_one_for_all_replicas_is_refused_by_name(
     several: torchstrategy.Strategy, way: str, is_method: bool
 ) -> None:
-    """Replicas read what another one's hook had kept, or what was kept was gone after the run."""
+    """Replicas read what another's hook had kept, or it was gone after the run."""
     model = several.distribute_module(nn.Linear(2, 1))
     store = Store(way)
     hook = store.hook if is_method else lambda *args: store.hook(*args)
@@ -1204,7 +1212,10 @@ def test_a_model_is_copied_and_pickled_with_what_its_hook_keeps(
 
 
 def test_a_data_parallel_has_what_all_replicas_kept() -> None:
-    """The user reads it outside, where `torch.nn.DataParallel` leaves what the last replica wrote."""
+    """The user reads it outside.
+
+    `torch.nn.DataParallel` leaves there what the last replica wrote.
+    """
     strategy = central_in_one_place(1)
     device = strategy.extended.worker_devices[0]
     module = mlp().to(device)

@@ -1,4 +1,7 @@
-"""Tensors and numbers that a step keeps in plain attributes, and what the user does with them between runs."""
+"""Tensors and numbers that a step keeps in plain attributes.
+
+The user does things with them between runs.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,10 @@ ROWS = torch.arange(30.0, **F64).reshape(10, 3).cos()
 
 
 class Remembering(nn.Module):
-    """Goes on from what the last step left in an attribute, a list, a dict and a tuple."""
+    """Goes on from what the last step left in an attribute and three containers.
+
+    They are a list, a dict and a tuple.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -118,13 +124,16 @@ def trained(
 def test_what_the_user_resets_is_reset_in_every_replica(
     strategy: torchstrategy.Strategy, reset: Callable[[Any], None]
 ) -> None:
-    """`m.hidden = None` and `m.seen.clear()` changed nothing that could be seen; new copies began with nothing."""
+    """`m.hidden = None` and `m.seen.clear()` changed nothing that could be seen.
+
+    New copies began with nothing.
+    """
     for one, other in zip(trained(strategy, reset), trained(None, reset), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
 
 
 def test_the_user_sees_what_replicas_keep(several: torchstrategy.Strategy) -> None:
-    """It stands for tensors of the replicas' rows, with their history, as in plain PyTorch."""
+    """It stands for tensors of replicas' rows, with history, as in plain PyTorch."""
     model: Any = several.distribute_module(Remembering())
     (batch,) = several.experimental_distribute_dataset([ROWS])
     results = several.run(lambda x: model(x).detach() / len(model.seen), args=(batch,))
@@ -146,7 +155,7 @@ def test_the_user_sees_what_replicas_keep(several: torchstrategy.Strategy) -> No
 def test_what_only_the_last_replica_keeps_is_reset_there(
     several: torchstrategy.Strategy,
 ) -> None:
-    """The first replica's attributes had not changed: the user's looked as if nothing had."""
+    """The first replica's attributes had not changed: the user's looked unchanged."""
 
     class Some(nn.Module):
         def __init__(self) -> None:
@@ -196,7 +205,10 @@ class Caching(nn.Module):
 def test_what_all_replicas_cache_alike_is_the_users(
     strategy: torchstrategy.Strategy,
 ) -> None:
-    """The module works outside of a run, in other runs and in copies, with the mask that the replicas made."""
+    """The module works outside of a run, in other runs and in copies.
+
+    It works with the mask that the replicas made.
+    """
     model: Any = strategy.distribute_module(Caching())
     for columns in (2, 2, 3, 2):
         (batch,) = strategy.experimental_distribute_dataset([ROWS[:, :columns]])
@@ -257,7 +269,10 @@ WAYS = [
 def test_a_statistic_of_which_the_first_replicas_is_kept_is_warned_of(
     several: torchstrategy.Strategy, way: str
 ) -> None:
-    """Only buffers were warned of. A moving average in a plain attribute was the first replica's, and nobody knew."""
+    """Only buffers were warned of.
+
+    A moving average in a plain attribute was the first replica's, and nobody knew.
+    """
     with several.scope():
         model = Centred(way)
     (batch, again) = several.experimental_distribute_dataset([X, X])
@@ -421,11 +436,8 @@ KEPT = [
     for n in vars(Keeping)
     if not n.startswith("_") and n not in ("forward", "product")
 ]
-NEEDS_OLD_COPIES = (
-    "a view",
-    "a detached view",
-    "of one memory",
-)  # new copies have other memory
+# New copies have other memory.
+NEEDS_OLD_COPIES = ("a view", "a detached view", "of one memory")
 
 
 @pytest.mark.parametrize("rebuilds", [False, True], ids=["", "with new copies"])
@@ -433,7 +445,10 @@ NEEDS_OLD_COPIES = (
 def test_what_a_step_keeps_is_kept_as_on_one_device(
     strategy: torchstrategy.Strategy, way: str, rebuilds: bool
 ) -> None:
-    """Views became constants, two names two things, counts in a dict began anew, rows of absent replicas stayed."""
+    """Views became constants, and two names two things.
+
+    Counts in a dict began anew, and rows of absent replicas stayed.
+    """
     if rebuilds and any(words in way for words in NEEDS_OLD_COPIES):
         pytest.skip(
             "new copies have other parameters and buffers, of which an old view is none"
@@ -475,7 +490,10 @@ def test_what_a_step_keeps_is_kept_as_on_one_device(
 def test_a_run_that_fails_leaves_what_it_wrote_on_kept_tensors_undone(
     several: torchstrategy.Strategy,
 ) -> None:
-    """The tensors of some replicas had changed and those of others had not, and nobody could tell."""
+    """Some replicas' tensors had changed and others' had not.
+
+    Nobody could tell.
+    """
 
     class Adding(nn.Module):
         def __init__(self) -> None:
@@ -503,7 +521,10 @@ def test_a_run_that_fails_leaves_what_it_wrote_on_kept_tensors_undone(
 def test_a_trainable_tensor_that_a_step_makes_is_refused_by_name(
     several: torchstrategy.Strategy,
 ) -> None:
-    """Each replica trained its own. One that each replica makes of its own rows, for a penalty, is nothing unusual."""
+    """Each replica trained its own.
+
+    One that each replica makes of its own rows, for a penalty, is nothing unusual.
+    """
 
     class Perturbed(nn.Module):
         def __init__(self) -> None:
@@ -520,7 +541,10 @@ def test_a_trainable_tensor_that_a_step_makes_is_refused_by_name(
     several.run(lambda x: model(x, True).sum().backward(), args=(batch,))
     with pytest.raises(
         RuntimeError,
-        match=r"made attribute Perturbed\.delta in each replica, a tensor that requires grad",
+        match=(
+            r"made attribute Perturbed\.delta in each replica, a tensor that requires "
+            r"grad"
+        ),
     ):
         several.run(lambda x: model(x, False).sum().backward(), args=(batch,))
 
@@ -549,7 +573,10 @@ def test_an_output_that_the_user_drops_is_free(several: torchstrategy.Strategy) 
 def test_a_number_that_only_the_first_replica_writes_is_warned_of(
     several: torchstrategy.Strategy,
 ) -> None:
-    """Replicas that had not written were not compared, so that a best loss was that of the first replica's rows."""
+    """Replicas that had not written were not compared.
+
+    So a best loss was that of the first replica's rows.
+    """
 
     class Best(nn.Module):
         def __init__(self) -> None:
@@ -577,7 +604,10 @@ def test_a_number_that_only_the_first_replica_writes_is_warned_of(
 def test_a_constant_number_in_a_tensor_is_a_statistic(
     several: torchstrategy.Strategy,
 ) -> None:
-    """It has no rows. A replica without rows had none, and then none to begin the next run with."""
+    """It has no rows.
+
+    A replica without rows had none, and then none to begin the next run with.
+    """
 
     class Scaled(nn.Module):
         def __init__(self) -> None:
@@ -605,7 +635,10 @@ def test_a_constant_number_in_a_tensor_is_a_statistic(
 def test_a_tensor_that_the_user_puts_back_has_its_numbers_of_now(
     strategy: torchstrategy.Strategy,
 ) -> None:
-    """While no attribute held it, writes on it were not seen, and replicas still had their first copy."""
+    """While no attribute held it, writes on it were not seen.
+
+    Replicas still had their first copy.
+    """
 
     class Scaled(nn.Module):
         def __init__(self) -> None:

@@ -165,12 +165,15 @@ def test_a_recurrent_model_that_changes_its_dtype_between_steps_trains_on(make):
 
 def test_batch_norm_models_train_on_replicas(make):
     strategy = make(3)
-    build = lambda: nn.Sequential(
-        nn.Linear(3, 4, **F64),
-        nn.BatchNorm1d(4, **F64),
-        nn.ReLU(),
-        nn.Linear(4, 2, **F64),
-    )  # noqa: E731
+
+    def build():
+        return nn.Sequential(
+            nn.Linear(3, 4, **F64),
+            nn.BatchNorm1d(4, **F64),
+            nn.ReLU(),
+            nn.Linear(4, 2, **F64),
+        )
+
     (model, optimizer), _ = built(strategy, build, sgd)
     batch = data(12)
     whole = where_it_is(model, batch)
@@ -189,9 +192,8 @@ def test_copies_and_aliases_give_the_same_model_bit_for_bit():
         **MODELS,
         "batch_norm": lambda: nn.Sequential(nn.BatchNorm1d(3, **F64), mlp()),
     }
-    for name in (
-        [*builds][::-4] if SIMULATED else builds
-    ):  # the last of them writes buffers
+    # The last of them writes buffers.
+    for name in [*builds][::-4] if SIMULATED else builds:
         states = []
         for maker in (central, central_with_copies):
             strategy = maker(3)

@@ -1,7 +1,8 @@
 """A model holds a vocabulary, an index or records: large, and nothing but data.
 
-The first run copied them for each replica, walked through each several times and took 50 times as long as
-`copy.deepcopy`. Each later run walked through all of them again. Plain PyTorch never looks at them.
+The first run copied them for each replica, walked through each several times and took
+50 times as long as `copy.deepcopy`. Each later run walked through all of them again.
+Plain PyTorch never looks at them.
 """
 
 from __future__ import annotations
@@ -66,7 +67,10 @@ class Vocabulary:
 
 
 class Thing(NamedTuple):
-    """A kind of large attribute, how it is written at some depth, and a number that is read from it."""
+    """A kind of large attribute, how it is written at some depth, and a number.
+
+    The number is read from the attribute.
+    """
 
     make: Callable[[], Any]
     write: Callable[[Any, int], object]
@@ -207,7 +211,10 @@ def test_what_is_written_anywhere_in_it_is_there_everywhere(
 
 
 def check(strategy: torchstrategy.Strategy, act: str, between: str, name: str) -> None:
-    """Trains in replicas and plainly: what steps read, and what the model holds after each, is the same."""
+    """Trains in replicas and plainly, and compares what steps read.
+
+    What the model holds after each is the same, too.
+    """
     thing = THINGS[name]
     plain = Holder(thing.make())
     with strategy.scope():

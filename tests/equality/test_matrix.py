@@ -1,12 +1,18 @@
-"""Every feature x every topology x where the update is made, compared with plain PyTorch step by step.
+"""Every feature x every topology x where the update is made.
 
-The batches are uneven, and of some of them some replicas get no row. In one process the replicas share the CPU and its
-memory; where devices are simulated each has one of its own, and the parameters are on yet another.
+Each is compared with plain PyTorch step by step.
+
+The batches are uneven, and of some of them some replicas get no row. In one process the
+replicas share the CPU and its memory; where devices are simulated each has one of its
+own, and the parameters are on yet another.
 
 What cannot be equal has tests of its own, which say what holds in its place:
-    dropout           each replica draws masks of its own; the same seed gives the same numbers again
-    noise             drawn in the step, each replica adds its own, and the gradient has the mean of them
-    batch norm        each replica normalises its own rows; running means are those of the whole batch
+    dropout           each replica draws masks of its own; the same seed gives the same
+                      numbers again
+    noise             drawn in the step, each replica adds its own, and the gradient has
+                      the mean of them
+    batch norm        each replica normalises its own rows; running means are those of
+                      the whole batch
     moving averages   that the step writes are refused, with `merge_call` as the way
 """
 
@@ -53,7 +59,8 @@ TOPOLOGIES: dict[str, Callable[[], torchstrategy.Strategy]] = {
         for n in (1, 2, 3)
         if not SIMULATED
     },
-    # On devices, one number of replicas for each way of keeping parameters: other numbers bring no other transfers.
+    # On devices, one number of replicas for each way of keeping parameters: other
+    # numbers bring no other transfers.
     **{
         f"mirrored_{n}": functools.partial(mirrored, n)
         for n in ((2,) if SIMULATED else (1, 2, 4))
@@ -106,7 +113,8 @@ def _cases() -> Iterator[Any]:
             )
         )
         if name in ALIKE:
-            # What differs little from another feature has little more to say to devices, or to copies of parameters.
+            # What differs little from another feature has little more to say to
+            # devices, or to copies of parameters.
             aliased = [case for case in cases if case[0].startswith("aliased")]
             others = [case for case in cases if case not in aliased]
             cases = [*aliased, others[next(turns) % len(others)]]
@@ -133,9 +141,8 @@ def states_of(training: Training) -> list[dict[str, Any]]:
     return states
 
 
-@pytest.mark.filterwarnings(
-    "ignore:`torch.jit.script"
-)  # torch's own, in its forward mode
+# Torch's own, in its forward mode.
+@pytest.mark.filterwarnings("ignore:`torch.jit.script")
 @pytest.mark.parametrize(("name", "topology", "where"), list(_cases()))
 def test_a_feature_does_what_it_does_in_plain_torch(
     name: str, topology: str, where: str
@@ -185,7 +192,7 @@ class _Callable:
 
 
 class _Module(nn.Module):
-    """A model that has its own optimizer, as in many a program for reinforcement learning."""
+    """A model with its own optimizer, as in programs for reinforcement learning."""
 
     def __init__(self, model: Any, optimizer: Any, scaler: Any, scheduler: Any) -> None:
         super().__init__()
@@ -357,7 +364,10 @@ def refused(
 
 
 class hidden:
-    """Gives the parts of a training to those who ask, and has no attribute with them: a run does not find them."""
+    """Gives the parts of a training to those who ask.
+
+    It has no attribute with them: a run does not find them.
+    """
 
     def __init__(self, training: Training) -> None:
         parts = {
@@ -379,9 +389,8 @@ def test_a_scaler_that_a_run_cannot_see_is_refused_and_nothing_is_done(
     topology: str, call: str
 ) -> None:
     strategy, training, batch = begun(topology)
-    training.scaler = torch.amp.GradScaler(
-        "cpu", init_scale=64.0, growth_interval=1
-    )  # outside of the scope
+    # Outside of the scope.
+    training.scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=1)
     holder = hidden(training)
 
     def step(batch: Any) -> None:
@@ -405,7 +414,10 @@ def test_a_scaler_that_a_run_cannot_see_is_refused_and_nothing_is_done(
 def test_a_scheduler_that_a_run_cannot_see_is_refused_before_it_counts(
     topology: str, name: str
 ) -> None:
-    """It counted first, and was refused when it came to the optimizer: it had one step too many after the refusal."""
+    """It counted first, and was refused when it came to the optimizer.
+
+    It had one step too many after the refusal.
+    """
     strategy, training, batch = begun(topology, Training)
     args = () if name in SCHEDULERS else (1.0,)
     scheduler = (
@@ -427,17 +439,21 @@ def test_a_scheduler_that_a_run_cannot_see_is_refused_before_it_counts(
     refused(
         training,
         RuntimeError,
-        r"was stepped in a replica[\s\S]*strategy\.run\(step, \.\.\.\)\n +scheduler\.step",
+        r"was stepped in a replica[\s\S]*strategy\.run\(step, \.\.\.\)\n "
+        r"+scheduler\.step",
         run,
     )
     assert str(scheduler.state_dict()) == before
 
 
 @several
-def test_a_method_that_a_run_cannot_see_is_refused_in_replicas_and_its_object_may_be_read(
+def test_a_method_that_a_run_cannot_see_is_refused_and_its_object_may_be_read(
     topology: str,
 ) -> None:
-    """The run knows the scheduler and the scaler. The step has their methods from where the run does not look."""
+    """The run knows the scheduler and the scaler.
+
+    The step has their methods from where the run does not look.
+    """
     strategy, training, batch = begun(topology, Training)
     scheduler = lr_scheduler.ExponentialLR(training.optimizer, 0.5)
     training.optimizer.step()
@@ -477,7 +493,7 @@ def _plateau(optimizer: Any) -> Any:
 
 
 @several
-def test_a_method_that_was_taken_from_a_scheduler_before_the_run_is_refused_and_nothing_is_done(
+def test_a_method_taken_from_a_scheduler_before_a_run_is_refused_with_nothing_done(
     topology: str,
 ) -> None:
     strategy, training, batch = begun(topology)
@@ -539,7 +555,7 @@ def test_replicas_that_step_different_things_are_an_error_and_none_has_stepped(
 
 
 @several
-def test_a_scheduler_that_is_told_the_loss_of_each_replica_is_refused_and_has_not_stepped(
+def test_a_scheduler_that_is_told_each_replicas_loss_is_refused_before_it_steps(
     topology: str,
 ) -> None:
     strategy, training, batch = begun(topology, FEATURES["scheduler_on_a_plateau"])
@@ -592,7 +608,10 @@ class _WatchedScaler(torch.amp.GradScaler):
 
 @several
 def test_replicas_do_not_make_the_scale_of_a_scaler_all_at_once(topology: str) -> None:
-    """Its first loss tells a scaler where to make it; of two replicas at a time, it kept a half of each."""
+    """Its first loss tells a scaler where to make it.
+
+    Of two replicas at a time, it kept a half of each.
+    """
     strategy, scaler = TOPOLOGIES[topology](), _WatchedScaler()
     strategy.run(lambda: scaler.scale(torch.ones(())).detach())
     assert scaler.made == [
@@ -622,10 +641,9 @@ def test_a_moving_average_that_the_step_writes_is_refused_with_the_way_that_work
 
 
 @several
-@pytest.mark.filterwarnings(
-    "ignore:Using backward.. with create_graph=True"
-)  # by which torch warns of cycles
-def test_a_gradient_that_replicas_have_made_together_cannot_be_differentiated_and_is_not_ignored(
+# By which torch warns of cycles.
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
+def test_a_gradient_that_replicas_made_together_cannot_be_differentiated_silently(
     topology: str,
 ) -> None:
     strategy, training, batch = begun(topology, Training)
@@ -686,7 +704,10 @@ def test_what_torch_refuses_of_an_optimizer_it_refuses_in_replicas(
 def test_each_replica_drops_out_what_its_recomputation_drops_out_again(
     topology: str,
 ) -> None:
-    """Masks differ from those of plain PyTorch and between replicas; a seed gives the same ones again."""
+    """Masks differ from those of plain PyTorch and between replicas.
+
+    A seed gives the same ones again.
+    """
 
     def gradients(recompute: bool) -> dict[str, Any]:
         strategy = TOPOLOGIES[topology]()
@@ -737,9 +758,8 @@ def test_noise_that_each_replica_adds_to_its_gradient_is_averaged(
     exact = training.model[0].weight.grad.cpu()
     strategy.run(step, args=(batch, True))
     noise = torch.stack([drawn[r] for r in sorted(drawn)])
-    assert len(noise) in (2, 4) and not torch.equal(
-        noise[0], noise[1]
-    )  # four rows: two replicas have two each
+    # Four rows: two replicas have two each.
+    assert len(noise) in (2, 4) and not torch.equal(noise[0], noise[1])
     torch.testing.assert_close(
         training.model[0].weight.grad.cpu(), exact + noise.mean(0)
     )
@@ -747,7 +767,10 @@ def test_noise_that_each_replica_adds_to_its_gradient_is_averaged(
 
 @several
 def test_batch_norm_is_that_of_the_rows_of_each_replica(topology: str) -> None:
-    """Gradients are those of the pieces, each normalised by itself; so are variances. Means are those of all rows."""
+    """Gradients are those of the pieces, each normalised by itself; so are variances.
+
+    Means are those of all rows.
+    """
 
     def build() -> nn.Module:
         return nn.Sequential(
@@ -784,7 +807,10 @@ def test_batch_norm_is_that_of_the_rows_of_each_replica(topology: str) -> None:
 
 
 def compiled(how: str, rows: Sequence[int]) -> tuple[Compiled, list[int]]:
-    """A training on three replicas after a step for each number of rows, and how many graphs there were after each."""
+    """A training on three replicas after a step for each number of rows.
+
+    It returns how many graphs there were after each.
+    """
     graphs: list[Any] = []
 
     def counted(module: Any, inputs: Any) -> Any:
@@ -803,9 +829,8 @@ def compiled(how: str, rows: Sequence[int]) -> tuple[Compiled, list[int]]:
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings(
-    "default"
-)  # torch warns of a compiled step with an update, in plain PyTorch too
+# torch warns of a compiled step with an update, in plain PyTorch too.
+@pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("how", ("model",) if SIMULATED else COMPILED)
 def test_replicas_share_graphs_and_none_is_compiled_after_the_first_step(
     how: str,
@@ -823,7 +848,10 @@ def test_replicas_share_graphs_and_none_is_compiled_after_the_first_step(
 
 @pytest.mark.slow
 def test_sizes_that_vary_are_compiled_for_once() -> None:
-    """One graph for the first size, one for all, and on the CPU one for all that begin in the middle of a batch."""
+    """One graph for the first size, one for all.
+
+    On the CPU there is one for all that begin in the middle of a batch.
+    """
     _, counts = compiled("model", (9, 8, 12, 11, 15, 10))
     assert counts[2] == counts[-1] <= (6 if SIMULATED else 3)
 

@@ -1,4 +1,7 @@
-"""Whose memory a gradient lies in: how many replicas hold one, and what is never written."""
+"""Whose memory a gradient lies in, how often it is held, and what is unwritten.
+
+Replicas hold it.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,10 @@ class _Ones(torch.autograd.Function):
 
 @pytest.mark.parametrize("where", ["inside", "outside"])
 def test_replicas_that_take_turns_do_not_each_hold_gradients(where):
-    """Four replicas of a model kept four gradients of it until they met: memory that grew with their number."""
+    """Four replicas of a model kept four gradients of it until they met.
+
+    So memory grew with their number.
+    """
     strategy = torchstrategy.CentralStorageStrategy(["cpu"] * 4)
     with strategy.scope():
         model = nn.Linear(3, 2)
@@ -50,7 +56,7 @@ def test_replicas_that_take_turns_do_not_each_hold_gradients(where):
 
 
 class _Added(nn.Module):
-    """Parameters that are added up: backward leaves their gradients in one piece of memory."""
+    """Parameters that are added up: backward leaves gradients in one memory."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -127,7 +133,10 @@ def test_gradients_that_are_conjugated_views_are_those_of_the_whole_batch():
 
 
 def test_a_tensor_that_a_step_puts_there_as_a_gradient_is_not_written(make):
-    """The total of several replicas is made in the memory of the first gradient, where that is autograd's own."""
+    """The total of several replicas is made in the memory of the first gradient.
+
+    It is where that is autograd's own.
+    """
     strategy = make(3)
     (model, _), _ = built(strategy, mlp, None)
     ones = [torch.ones_like(p) for p in model.parameters()]

@@ -1,6 +1,9 @@
-"""Optimizers of other people: around another one, without `super().__init__`, with more methods than `step`.
+"""Optimizers of other people.
 
-Whatever method a step calls, it acts once, on the user's own optimizer and with the gradients of the whole batch.
+Around another one, without `super().__init__`, with more methods than `step`.
+
+Whatever method a step calls, it acts once, on the user's own optimizer and with the
+gradients of the whole batch.
 """
 
 from __future__ import annotations
@@ -22,7 +25,10 @@ from torchstrategy.testing import assert_replicas_agree
 
 
 class Lookahead(Optimizer):
-    """As packages of optimizers write it: around an optimizer, with its groups, and without `super().__init__`."""
+    """As packages of optimizers write it: around an optimizer, with its groups.
+
+    It goes without `super().__init__`.
+    """
 
     def __init__(self, inner: Any) -> None:
         self.inner, self.count = inner, 0
@@ -50,7 +56,10 @@ class Lookahead(Optimizer):
 
 
 class ComputesGroups(Lookahead):
-    """As libraries of training loops wrap optimizers: its groups and state are properties."""
+    """As libraries of training loops wrap optimizers: with properties.
+
+    Its groups and state are properties.
+    """
 
     def __init__(self, inner: Any) -> None:
         self.inner, self.count = inner, 0
@@ -181,7 +190,7 @@ def step_with_closure(model: Any, optimizer: Any, batch: Any) -> Any:
 
 @pytest.mark.parametrize("around", AROUND)
 def test_it_trains_in_a_step_as_in_plain_torch(make: Any, around: str) -> None:
-    """What followed the inner step was done by each replica; SAM ended in a bare KeyError."""
+    """Each replica did what followed the inner step; SAM ended in a bare KeyError."""
     compare(make, 3, plain_step, optimizer=AROUND[around])
 
 
@@ -308,7 +317,10 @@ def test_a_group_that_was_added_between_runs_may_be_updated_before_the_next(
 def test_parameters_that_took_the_place_of_others_in_a_group_are_updated(
     make: Any,
 ) -> None:
-    """As many as before: it went unnoticed, and the step of the run ended in an error that named nothing."""
+    """As many as before: it went unnoticed.
+
+    The step of the run ended in an error that named nothing.
+    """
     strategy = make(2)
 
     def build() -> nn.Module:
@@ -342,7 +354,10 @@ def test_parameters_that_took_the_place_of_others_in_a_group_are_updated(
 def test_a_method_that_was_taken_from_an_optimizer_before_the_run_is_refused(
     several: torchstrategy.Strategy, name: str
 ) -> None:
-    """Each replica called that of the user's own optimizer; clearing gradients is for each to do."""
+    """Each replica called that of the user's own optimizer.
+
+    Clearing gradients is for each to do.
+    """
     (model, optimizer), _ = built(several, mlp, AROUND["around one of its own"])
     method = getattr(optimizer, name)
 
@@ -361,7 +376,10 @@ def test_a_method_that_was_taken_from_an_optimizer_before_the_run_is_refused(
 
 
 def test_the_state_is_read_in_a_step_and_not_written(make: Any) -> None:
-    """Of a parameter without state it was a bare KeyError; what one replica wrote, the next one wrote over."""
+    """Of a parameter without state it was a bare KeyError.
+
+    What one replica wrote, the next one wrote over.
+    """
     strategy = make(2)
     (model, optimizer), _ = built(strategy, mlp, sgd)
 
@@ -429,7 +447,10 @@ def test_a_step_may_not_change_which_parameters_are_updated(
 def test_a_setting_that_replicas_compute_from_their_rows_is_refused(
     make: Any, in_the_step: bool
 ) -> None:
-    """A step set the learning rate from its loss, and all replicas were updated with the rate of the first one."""
+    """A step set the learning rate from its loss.
+
+    All replicas were updated with the rate of the first one.
+    """
     strategy, model, optimizer = _of_one_layer(make)
 
     def step() -> None:
@@ -442,7 +463,10 @@ def test_a_setting_that_replicas_compute_from_their_rows_is_refused(
         if in_the_step:
             optimizer.step()
 
-    expected = r"set SGD\.param_groups\[0\]\['lr'\] to different values: 0\.1 in replica 0 and 0\.2 in replica 1"
+    expected = (
+        r"set SGD\.param_groups\[0\]\['lr'\] to different values: 0\.1 in replica 0 "
+        r"and 0\.2 in replica 1"
+    )
     with pytest.raises(RuntimeError, match=expected):
         strategy.run(step)
     assert optimizer.param_groups[0]["lr"] == 0.1
@@ -490,7 +514,10 @@ def test_a_setting_that_a_step_deletes_is_gone(make: Any) -> None:
 
 
 def test_a_global_hook_of_optimizers_is_called_once_for_all_replicas(make: Any) -> None:
-    """Where replicas have optimizers of their own, torch called it for each: they halved gradients once more."""
+    """Where replicas have optimizers of their own, torch called it for each.
+
+    They halved gradients once more.
+    """
     strategy, model, optimizer = _of_one_layer(make)
     twin = copy.deepcopy(model).cpu()
     plain = torch.optim.SGD(twin.parameters(), lr=0.1)

@@ -1,6 +1,9 @@
-"""Model families of well-kept packages, made with random weights, train in replicas as they do in plain PyTorch.
+"""Model families of well-kept packages train in replicas as in plain PyTorch.
 
-Each step is written as people write it who use these packages. The extra `models` installs them.
+They are made with random weights.
+
+Each step is written as people write it who use these packages. The extra `models`
+installs them.
 """
 
 from __future__ import annotations
@@ -24,13 +27,15 @@ from problems import assert_close, context, deal, gradients, sgd
 from topologies import SIMULATED, central, central_with_copies, compute_devices
 from torchstrategy.nn import SyncBatchNorm, compute_average_loss
 
-WHY = "needs models of well-known packages, which are not installed: pip install '.[models]'"
+WHY = (
+    "needs models of well-known packages, which are not installed: pip install "
+    "'.[models]'"
+)
 transformers: Any = pytest.importorskip("transformers", reason=WHY)
 tokenizers: Any = pytest.importorskip("tokenizers", reason=WHY)
 with warnings.catch_warnings():
-    warnings.simplefilter(
-        "ignore", DeprecationWarning
-    )  # it calls torch.jit.script while it is imported
+    # It calls torch.jit.script while it is imported.
+    warnings.simplefilter("ignore", DeprecationWarning)
     warnings.simplefilter("ignore", FutureWarning)  # the same in torch 2.14
     pyg: Any = pytest.importorskip("torch_geometric", reason=WHY)
     gnn: Any = pytest.importorskip("torch_geometric.nn", reason=WHY)
@@ -57,9 +62,8 @@ class Family:
     build: Callable[[], nn.Module]
     batch: Callable[[int, torch.Generator], Any]
     loss: Callable[[Any, Any], torch.Tensor]  # in replicas
-    plain_loss: Callable[[Any, Any], torch.Tensor] | None = (
-        None  # of the whole batch; None: the same
-    )
+    # Of the whole batch; None: the same.
+    plain_loss: Callable[[Any, Any], torch.Tensor] | None = None
     tolerance: float = 1e-10
 
     def made(self) -> nn.Module:
@@ -218,7 +222,10 @@ def with_labels(rows: int, generator: torch.Generator) -> dict[str, torch.Tensor
 
 
 def wav2vec2() -> nn.Module:
-    """Convolutions with a group norm, and one with a weight norm, below a transformer, and a loss of alignments."""
+    """Convolutions with a group norm, and one with a weight norm.
+
+    They are below a transformer, with a loss of alignments.
+    """
     convolutions = {
         "conv_dim": (4, 4),
         "conv_stride": (3, 2),
@@ -272,7 +279,10 @@ def captioned(rows: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
 
 
 def contrasted(model: Any, batch: Any) -> torch.Tensor:
-    """Each image is compared with the texts of all replicas, and each text with all images."""
+    """Each image is compared with all texts, and each text with all images.
+
+    They are those of all replicas.
+    """
     output = model(**batch)
     texts, images = context().all_gather(
         (output.text_embeds, output.image_embeds), axis=0
@@ -324,9 +334,8 @@ def graphs(rows: int, generator: torch.Generator) -> Any:
 
 def some_of(batch: Any, rows: slice) -> Any:
     if rows.start == rows.stop:
-        return pyg.data.Batch(
-            ptr=torch.zeros(1, dtype=torch.long)
-        )  # from_data_list cannot make one of no graphs
+        # from_data_list cannot make one of no graphs.
+        return pyg.data.Batch(ptr=torch.zeros(1, dtype=torch.long))
     return pyg.data.Batch.from_data_list(batch[rows])
 
 
@@ -354,14 +363,12 @@ def over_nodes(model: Any, batch: Any) -> torch.Tensor:
 FAMILIES = {
     "gpt2": Family(gpt2, with_tokens, **of_tokens(next_tokens)),
     "bert": Family(bert, with_classes, own_loss),
-    "t5": Family(
-        t5, with_tokens, **of_tokens(translated_tokens), tolerance=2e-6
-    ),  # it has norms in float32
+    # It has norms in float32.
+    "t5": Family(t5, with_tokens, **of_tokens(translated_tokens), tolerance=2e-6),
     "vit": Family(vit, with_labels, own_loss),
     "resnet": Family(resnet, with_labels, own_loss),
-    "wav2vec2": Family(
-        wav2vec2, speech, own_loss, tolerance=2e-6
-    ),  # its loss is computed in float32
+    # Its loss is computed in float32.
+    "wav2vec2": Family(wav2vec2, speech, own_loss, tolerance=2e-6),
     "clip": Family(clip, captioned, contrasted, contrasted_by_the_package),
     "graph_network": Family(GraphNetwork, graphs, over_all_nodes, over_nodes),
 }
@@ -434,7 +441,10 @@ def train(
     inside: bool = True,
     between: Callable[[Training, int], None] | None = None,
 ) -> tuple[Training, Training]:
-    """Takes three steps both ways, and compares all parameters, gradients and buffers after each."""
+    """Takes three steps both ways.
+
+    Compares all parameters, gradients and buffers after each.
+    """
     ours, plain = Training(family, strategy), Training(family, None)
     for k, batch in enumerate(family.batches()):
         for training in (ours, plain) if between else ():
@@ -449,7 +459,8 @@ def train(
     return ours, plain
 
 
-# An update after the run has nothing more to say to devices, each of which takes its time.
+# An update after the run has nothing more to say to devices, each of which takes its
+# time.
 WAYS = (
     {"inside": central_with_copies}
     if SIMULATED
@@ -508,7 +519,8 @@ def test_layers_may_be_recomputed_from_some_step_on(
                 lambda module, args, out: calls.append(len(out))
             )
         if k == 1:
-            # It has a new name; Python 3.10 is left with an older version, which does not know it.
+            # It has a new name; Python 3.10 is left with an older version, which does
+            # not know it.
             enable = (
                 getattr(model, "activation_checkpointing_enable", None)
                 or model.gradient_checkpointing_enable
@@ -517,7 +529,8 @@ def test_layers_may_be_recomputed_from_some_step_on(
 
     ours, plain = train(FAMILIES[name], central_with_copies(3), between=recompute)
     assert forwards[plain] == [6, 7, 7, 2, 2]
-    # The list has an item where plain PyTorch appends one, with what each replica appended.
+    # The list has an item where plain PyTorch appends one, with what each replica
+    # appended.
     of_replicas = [
         rows.values if isinstance(rows, torchstrategy.PerReplica) else rows
         for rows in forwards[ours]
@@ -551,9 +564,7 @@ def test_tied_embeddings_may_become_larger_between_steps() -> None:
     assert ours.model.lm_head.weight.shape == (WORDS + 4, 8)
 
 
-def test_the_models_own_loss_over_a_number_of_tokens_is_exact_where_gradients_are_added_up() -> (
-    None
-):
+def test_a_models_own_loss_over_a_number_of_tokens_is_exact_if_summed() -> None:
     def step(training: Training, batch: Any, tokens: int) -> None:
         training.optimizer.zero_grad()
         training.model(**batch, num_items_in_batch=tokens).loss.backward()
@@ -566,9 +577,8 @@ def test_the_models_own_loss_over_a_number_of_tokens_is_exact_where_gradients_ar
         tokens = int((batch["labels"][:, 1:] != IGNORED).sum())
         strategy.run(step, args=(ours, deal(strategy, batch), tokens), options=options)
         step(plain, batch, tokens)
-        assert_trained_alike(
-            ours, plain, 2e-6, f"step {k}"
-        )  # its loss is computed in float32
+        # Its loss is computed in float32.
+        assert_trained_alike(ours, plain, 2e-6, f"step {k}")
 
 
 def test_what_a_model_returns_keeps_its_type() -> None:
@@ -592,7 +602,10 @@ def test_what_a_model_returns_keeps_its_type() -> None:
 
 @pytest.mark.parametrize("name", ["gpt2", "bert", "t5"])
 def test_hidden_states_are_there_in_every_replica_and_outside(name: str) -> None:
-    """A model puts hooks on its layers when they are asked for first: here in replicas, of which one is absent."""
+    """A model puts hooks on its layers when they are asked for first.
+
+    That is in replicas here, of which one is absent.
+    """
     strategy, ours, plain = started(name)
     hidden = "encoder_hidden_states" if name == "t5" else "hidden_states"
     first, _, last = FAMILIES[name].batches()
@@ -667,7 +680,8 @@ def test_what_is_written_on_a_configuration_holds_in_every_replica() -> None:
     )
 
 
-# In the scope of a strategy on devices, from_pretrained wants a package more: accelerate.
+# In the scope of a strategy on devices, from_pretrained wants a package more:
+# accelerate.
 @pytest.mark.parametrize(
     "way", ["distributed"] if SIMULATED else ["distributed", "made_in_the_scope"]
 )

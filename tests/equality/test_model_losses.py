@@ -1,7 +1,10 @@
-"""Models of `transformers` and their own losses: by what a loss was divided by, gradients are those of plain PyTorch.
+"""Models of `transformers` and their own losses have plain PyTorch's gradients.
 
-A loss that cannot be weighed like this is named by a warning. `python tests/equality/test_model_losses.py` prints the
-table: how far gradients are off by rows, and how far by the loss.
+They are weighted by what a loss was divided by.
+
+A loss that cannot be weighed like this is named by a warning. `python
+tests/equality/test_model_losses.py` prints the table: how far gradients are off by
+rows, and how far by the loss.
 """
 
 from __future__ import annotations
@@ -20,20 +23,16 @@ from problems import deal
 from topologies import central, mirrored_with_copies
 from torchstrategy import LossWeightWarning, RunOptions
 
-WHY = "needs models of a well-known package, which is not installed: pip install '.[models]'"
+WHY = (
+    "needs models of a well-known package, which is not installed: pip install "
+    "'.[models]'"
+)
 transformers: Any = pytest.importorskip("transformers", reason=WHY)
 
 pytestmark = pytest.mark.slow
 WORDS, TOKENS, IGNORED = 23, 8, -100
-LENGTHS = (
-    8,
-    2,
-    3,
-    7,
-    2,
-    4,
-    3,
-)  # words of each row: of two replicas, one gets more rows and even more words
+# Words of each row: of two replicas, one gets more rows and even more words.
+LENGTHS = (8, 2, 3, 7, 2, 4, 3)
 SMALL = {
     "hidden_size": 8,
     "num_hidden_layers": 1,
@@ -104,7 +103,10 @@ def with_classes() -> Tensors:
 
 
 def with_answers() -> Tensors:
-    """Rows 1 and 2 have no answer: their positions are behind the last word, which the model ignores."""
+    """Rows 1 and 2 have no answer.
+
+    Their positions are behind the last word, which the model ignores.
+    """
     starts = torch.tensor([3, 99, 99, 0, 1, 2, 0])
     return {
         **words(),
@@ -397,7 +399,7 @@ def plain(known: Known) -> torch.Tensor:
 def off_by(
     known: Known, strategy: torchstrategy.Strategy, options: RunOptions | None
 ) -> tuple[float, list[str]]:
-    """How far all gradients of a step are off, as a part of their norm; and the warnings."""
+    """How far a step's gradients are off, as a part of their norm; the warnings."""
     model = strategy.distribute_module(made(known))
     batch = deal(strategy, known.given())
 
@@ -408,7 +410,8 @@ def off_by(
         warnings.simplefilter("always")
         strategy.run(step, args=(batch,), options=options)
         found = gradients_of(model)
-        # What multiplies a mean may be a constant: it is known to be none where it has changed.
+        # What multiplies a mean may be a constant: it is known to be none where it has
+        # changed.
         strategy.run(step, args=(deal(strategy, known.given()),), options=options)
     expected = plain(known)
     told = [str(one.message) for one in caught if one.category is LossWeightWarning]
@@ -460,7 +463,8 @@ def main() -> None:
                 print(f"{name:34}{type(error).__name__}: {error}"[:300])
                 continue
             print(
-                f"{name:34}{by_rows:10.1e}{by_loss:10.1e}  {len(warned)} / {''.join(told)[:110]}"
+                f"{name:34}{by_rows:10.1e}{by_loss:10.1e}  {len(warned)} / "
+                f"{''.join(told)[:110]}"
             )
 
 

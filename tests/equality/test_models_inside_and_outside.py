@@ -1,4 +1,7 @@
-"""A model is the user's own outside of replicas and the replica's own inside, and both are freed when they go."""
+"""A model is the user's own outside of replicas and the replica's own inside.
+
+Both are freed when they go.
+"""
 
 from __future__ import annotations
 
@@ -133,7 +136,7 @@ def test_what_was_saved_loads_where_the_library_is_not_installed(tmp_path):
             optimizer.step()
         assert "torchstrategy" not in sys.modules
         print("loaded")
-    """
+    """  # noqa: E501
     done = python("-c", textwrap.dedent(program))
     assert done.stdout.strip() == "loaded", done.stderr
 
@@ -243,9 +246,8 @@ def test_inside_a_replica_every_way_to_reach_into_a_model_reaches_the_replicas_o
         for name, value in wanted.items():
             _same(got[name], value, f"replica {r}, {name}")
     own = {tuple(addresses) for _, addresses in results}
-    assert len(own) == (
-        3 if SIMULATED else 1
-    )  # replicas on one device share the parameters
+    # Replicas on one device share the parameters.
+    assert len(own) == (3 if SIMULATED else 1)
 
 
 def _same(got: Any, wanted: Any, case: str) -> None:
@@ -461,7 +463,10 @@ def test_modules_in_plain_lists_dicts_and_closures_are_the_replicas_own(make):
 
 
 def test_a_module_that_an_object_of_the_users_holds_is_trained(make):
-    """`distribute_module` did not find it. Each replica had a copy that nobody updated, and nobody was told."""
+    """`distribute_module` did not find it.
+
+    Each replica had a copy that nobody updated, and nobody was told.
+    """
 
     class Holder:
         def __init__(self) -> None:
@@ -493,7 +498,10 @@ def test_a_module_that_an_object_of_the_users_holds_is_trained(make):
 
 
 def test_an_optimizer_that_a_module_has_through_another_object_is_the_users(make):
-    """As in PyTorch Lightning, `self.trainer.optimizer`: the replica had a copy, which belonged to no scope."""
+    """As in PyTorch Lightning, `self.trainer.optimizer`.
+
+    The replica had a copy, which belonged to no scope.
+    """
 
     class Holder:
         optimizer: Any = None

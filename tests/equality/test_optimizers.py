@@ -1,4 +1,7 @@
-"""Optimizers, schedulers and scalers do in the step of several replicas what they do in plain PyTorch."""
+"""Optimizers, schedulers and scalers do in several replicas what they do plainly.
+
+They do it in the step; plainly is in plain PyTorch.
+"""
 
 from __future__ import annotations
 
@@ -52,9 +55,8 @@ def test_the_two_optimizers_of_a_gan_do_what_they_do_in_plain_torch(make):
         ).backward()
         of_critic.step()
         of_generator.zero_grad()
-        F.softplus(
-            -model.critic(fake)
-        ).mean().backward()  # leaves a gradient in the critic too
+        # Leaves a gradient in the critic too.
+        F.softplus(-model.critic(fake)).mean().backward()
         of_generator.step()
 
     for n in (1, 3):
@@ -112,10 +114,12 @@ def test_every_optimizer_of_torch_updates_what_the_replicas_see(make, name):
 
 
 def test_an_update_in_the_step_keeps_its_state_where_plain_torch_keeps_it(make):
-    # A lone replica made its update in the replica's own default device, where Adam then put its count of steps.
+    # A lone replica made its update in the replica's own default device, where Adam
+    # then put its count of steps.
     for n in (1, 3):
         if n == 1 and make is not central_with_copies:
-            continue  # one replica on the user's own objects is plain, in its own default device
+            # One replica on the user's own objects is plain, in its own default device.
+            continue
         strategy = make(n)
         (model, optimizer), _ = built(
             strategy, mlp, lambda m: torch.optim.Adam(m.parameters())
@@ -191,7 +195,7 @@ def test_a_learning_rate_that_the_step_writes_holds_from_the_next_update_on(make
             assert lrs[id(model)] == lrs[id(twin)] < 0.1
 
 
-def test_a_learning_rate_that_is_a_tensor_and_is_written_in_place_is_written_once_or_refused(
+def test_a_learning_rate_tensor_written_in_place_is_written_once_or_refused(
     make,
 ):
     def step(model: Any, optimizer: Any, batch: Any) -> None:
@@ -330,7 +334,7 @@ def test_a_scheduler_whose_method_is_the_step_is_refused_and_has_not_counted(mak
 
 
 @pytest.mark.parametrize("where", ["inside", "outside"])
-def test_a_grad_scaler_makes_one_decision_for_all_replicas_inside_of_the_step_and_outside(
+def test_a_grad_scaler_makes_one_decision_for_all_replicas_in_the_step_and_outside(
     make, where
 ):
     batch = data(7)
@@ -361,9 +365,8 @@ def test_a_grad_scaler_makes_one_decision_for_all_replicas_inside_of_the_step_an
         for k in range(4):
             rows = (batch[0], batch[1].clone())
             if k == 2:
-                rows[1][6, 0] = float(
-                    "inf"
-                )  # in the last replica: an update that is skipped in all of them
+                # In the last replica: an update that is skipped in all of them.
+                rows[1][6, 0] = float("inf")
             dealt = deal(strategy, rows)
             step(rows, twin, plain, theirs)
             if where == "inside":
@@ -414,7 +417,7 @@ def test_a_closure_gives_an_optimizer_the_loss_and_the_gradient_of_the_whole_bat
         assert_close(parameters(model), parameters(twin), where, 1e-9)
 
 
-def test_an_optimizer_that_was_made_outside_of_the_scope_is_refused_at_its_step_in_a_replica(
+def test_an_optimizer_made_outside_of_the_scope_is_refused_at_its_step_in_a_replica(
     make,
 ):
     for n in (1, 3):
@@ -431,7 +434,10 @@ def test_an_optimizer_that_was_made_outside_of_the_scope_is_refused_at_its_step_
 
         with pytest.raises(
             RuntimeError,
-            match=r"SGD\.step\(\) was called in a replica.*distribute_optimizer\(optimizer\)",
+            match=(
+                r"SGD\.step\(\) was called in a "
+                r"replica.*distribute_optimizer\(optimizer\)"
+            ),
         ):
             strategy.run(step, args=(deal(strategy, data(7)),))
         assert_close(parameters(model), before, "refused")
@@ -441,7 +447,7 @@ def test_an_optimizer_that_was_made_outside_of_the_scope_is_refused_at_its_step_
 
 
 def test_an_optimizer_that_steps_in_a_replica_sees_parameters_of_the_very_class(make):
-    """Of another class, torch's optimizers update one after the other, and not in few kernels."""
+    """Of another class, torch's optimizers update one by one, not in few kernels."""
     seen: set[type] = set()
 
     class Looking(torch.optim.SGD):
@@ -459,9 +465,8 @@ def test_an_optimizer_that_steps_in_a_replica_sees_parameters_of_the_very_class(
         optimizer.zero_grad()
         mse(model, batch).backward()
         optimizer.step()
-        assert (
-            outside[0].grad is not None
-        )  # a list from outside shows the replica's gradients again
+        # A list from outside shows the replica's gradients again.
+        assert outside[0].grad is not None
 
     strategy.run(step, args=(deal(strategy, data(7)),))
     assert seen == {nn.Parameter}
@@ -573,7 +578,10 @@ def test_hooks_of_an_optimizer_are_called_once_a_step_and_see_the_whole_gradient
     "losses", [(2, 3), (2 + 1j, 3 + 3j)], ids=["integers", "complex"]
 )
 def test_the_loss_of_a_closure_is_the_mean_of_losses_of_any_dtype(make, losses):
-    """Of a complex loss the imaginary part was dropped, and the mean of integers was an integer."""
+    """Of a complex loss the imaginary part was dropped.
+
+    The mean of integers was an integer.
+    """
     strategy, seen = make(2), []
     model = strategy.distribute_module(nn.Linear(2, 1))
 

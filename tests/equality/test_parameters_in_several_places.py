@@ -1,4 +1,4 @@
-"""A `DataParallel` of modules that have a parameter, or a layer, in more than one place."""
+"""A `DataParallel` of modules with a parameter or layer in more than one place."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ _apply_scaled: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = _Scaled.ap
 
 
 class Elsewhere(nn.Module):
-    """Its weight is also held by something that is no module, from which forward takes it."""
+    """Its weight is also held by something that is no module, which forward uses."""
 
     def __init__(
         self, hold: Callable[[torch.Tensor], Any], take: Callable[[Any], torch.Tensor]
@@ -180,7 +180,10 @@ WAYS: dict[str, Callable[[nn.Module, torch.Tensor], Any]] = {
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("module", MODULES)
 def test_gradients_are_those_of_plain_pytorch(module: str, way: str) -> None:
-    """A parameter in a dict lost a part of its gradient, and a layer that stands twice was an error."""
+    """A parameter in a dict lost a part of its gradient.
+
+    A layer that stands twice was an error.
+    """
     torch.manual_seed(0)
     plain = MODULES[module]().to(FIRST)
     torch.manual_seed(0)
@@ -214,9 +217,7 @@ def test_hooks_of_a_shared_parameter_see_the_gradient_of_all_places_once() -> No
         torch.testing.assert_close(mine, wanted, rtol=1e-12, atol=1e-14)
 
 
-def test_a_frozen_parameter_and_one_that_is_frozen_between_forwards_are_as_in_plain_pytorch() -> (
-    None
-):
+def test_parameters_that_are_or_become_frozen_are_as_in_plain_pytorch() -> None:
     torch.manual_seed(0)
     module = Tied().to(FIRST)
     plain, x = copy.deepcopy(module), torch.randn(5, 3, **F64, device=FIRST)

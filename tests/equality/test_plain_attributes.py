@@ -1,4 +1,7 @@
-"""What modules keep in plain attributes: the user's changes reach every replica, and a step's come back."""
+"""What modules keep in plain attributes.
+
+The user's changes reach every replica, and a step's come back.
+"""
 
 from __future__ import annotations
 
@@ -160,7 +163,10 @@ CHANGES: dict[str, Callable[[Any], object]] = {
 def test_settings_that_are_changed_between_runs_hold_in_every_replica(
     strategy: torchstrategy.Strategy, what: str
 ) -> None:
-    """Only changes of what an attribute itself holds were seen: replicas computed with old settings."""
+    """Only changes of what an attribute itself holds were seen.
+
+    Replicas computed with old settings.
+    """
     plain = Settings()
     with strategy.scope():
         model = Settings()
@@ -241,7 +247,10 @@ def facts(m: Any) -> dict[str, Any]:
 def test_what_forward_writes_on_attributes_is_there_after_the_run(
     strategy: torchstrategy.Strategy,
 ) -> None:
-    """Tuples, sets, and containers and objects that forward changed in place stayed old outside of the replicas."""
+    """What forward changed in place stayed old outside of the replicas.
+
+    That was tuples, sets, containers and objects.
+    """
     plain = Remembers()
     with strategy.scope():
         model = Remembers()
@@ -262,7 +271,7 @@ def test_what_forward_writes_on_attributes_is_there_after_the_run(
 def test_what_is_no_data_stays_with_the_replica(
     strategy: torchstrategy.Strategy,
 ) -> None:
-    """An output has the rows of one replica: the whole model has one of each replica."""
+    """An output has one replica's rows: the whole model has one per replica."""
 
     class Keeps(nn.Module):
         def __init__(self) -> None:
@@ -313,7 +322,10 @@ def test_a_backward_through_a_kept_output_says_what_it_went_through(
     )
     with pytest.raises(
         RuntimeError,
-        match=r"goes through Constant\.double, which was computed outside of strategy\.run",
+        match=(
+            r"goes through Constant\.double, which was computed outside of "
+            r"strategy\.run"
+        ),
     ):
         strategy.run(lambda: model(torch.ones(1, **F64)).sum().backward())
 
@@ -359,7 +371,10 @@ def test_weights_that_hooks_compute_are_those_of_the_last_forward(
 def test_a_buffer_may_be_replaced_in_inference_mode(
     strategy: torchstrategy.Strategy,
 ) -> None:
-    """A cache that evaluation fills: torch counts no writes on such a tensor, and asking for their number raised."""
+    """A cache that evaluation fills.
+
+    Torch counts no writes on such a tensor, and asking for their number raised.
+    """
 
     class Buffered(nn.Module):
         def __init__(self) -> None:
@@ -413,7 +428,10 @@ def test_a_module_whose_deep_copy_is_another_is_named(
 def test_an_attribute_that_is_set_back_is_back_in_every_replica(
     strategy: torchstrategy.Strategy, evaluates: bool
 ) -> None:
-    """What a run began with was taken for what it had left: replicas went on counting."""
+    """A run's beginning was taken for its end: replicas went on counting.
+
+    What it began with was taken for what it had left.
+    """
 
     class Counting(nn.Module):
         def __init__(self) -> None:
@@ -444,7 +462,10 @@ def test_an_attribute_that_is_set_back_is_back_in_every_replica(
 def test_the_arguments_of_a_partial_are_each_replicas_own(
     strategy: torchstrategy.Strategy,
 ) -> None:
-    """A random program: they were copied without a look at them, so they stayed on one device and as they once were."""
+    """A random program: they were copied without a look at them.
+
+    So they stayed on one device and as they once were.
+    """
 
     class Scaled(nn.Module):
         def __init__(self) -> None:
@@ -490,7 +511,10 @@ class Best(nn.Module):
 def test_what_only_another_replica_than_the_first_writes_does_not_stay_there(
     strategy: torchstrategy.Strategy,
 ) -> None:
-    """The last replica alone saw large rows. From then on it computed with settings that nobody else had."""
+    """The last replica alone saw large rows.
+
+    From then on it computed with settings that nobody else had.
+    """
     torch.manual_seed(0)
     model = strategy.distribute_module(Best())
     large = torch.ones(ROWS, 3, **F64)
@@ -549,8 +573,11 @@ NEW: dict[str, tuple[Any, Callable[[Any], Any]]] = {
 def test_data_that_forward_makes_is_there_after_the_run(
     strategy: torchstrategy.Strategy, what: str, where: str
 ) -> None:
-    """Forward made a new `Counter`, a new dataclass or a number of numpy: only lists, dicts and the like were data, so
-    the user's module kept what it had, while the replicas went on counting."""
+    """The user's module kept what it had, while the replicas went on counting.
+
+    Forward made a new `Counter`, a new dataclass or a number of numpy. Only lists,
+    dicts and the like were data.
+    """
     first, more = NEW[what]
 
     class Noting(nn.Module):
@@ -621,8 +648,11 @@ ALIASES: dict[str, Callable[[Any], object]] = {
 def test_what_has_two_names_from_between_two_runs_is_one_thing_in_replicas(
     strategy: torchstrategy.Strategy, what: str
 ) -> None:
-    """After `model.other = model.config`, each replica had two dicts. What forward wrote on one was not in the other,
-    and did not come back to the user's module."""
+    """After `model.other = model.config`, each replica had two dicts.
+
+    What forward wrote on one was not in the other, and did not come back to the user's
+    module.
+    """
     torch.manual_seed(0)
     twin = Aliases()
     model = strategy.distribute_module(copy.deepcopy(twin))
@@ -650,7 +680,7 @@ def test_what_has_two_names_from_between_two_runs_is_one_thing_in_replicas(
 def test_layers_that_are_put_into_plain_containers_between_runs_learn_or_are_refused(
     strategy: torchstrategy.Strategy, where: str
 ) -> None:
-    """A replica computed with a deep copy of the layer, whose gradient nobody ever saw."""
+    """A replica computed with a deep copy of the layer, with an unseen gradient."""
 
     class Branches(nn.Module):
         def __init__(self) -> None:
@@ -705,7 +735,10 @@ def test_layers_that_are_put_into_plain_containers_between_runs_learn_or_are_ref
 def test_two_models_of_one_class_have_attributes_of_their_own(
     several: torchstrategy.Strategy,
 ) -> None:
-    """What a step wrote in a container of one model was lost if another one of its class had such a container, too."""
+    """What a step wrote in a container of one model was lost.
+
+    It was if another one of its class had such a container, too.
+    """
 
     class Counting(nn.Module):
         def __init__(self) -> None:

@@ -1,13 +1,17 @@
 """Optimizers of well-known packages train in replicas as in plain PyTorch.
 
-The extra `optimizers` installs them. `python tests/published_optimizers` tries all of their classes.
+The extra `optimizers` installs them. `python tests/published_optimizers` tries all of
+their classes.
 """
 
 from __future__ import annotations
 
 import pytest
 
-WHY = "needs optimizers of well-known packages, which are not installed: pip install '.[optimizers]'"
+WHY = (
+    "needs optimizers of well-known packages, which are not installed: pip install "
+    "'.[optimizers]'"
+)
 for package in ("torch_optimizer", "pytorch_optimizer"):
     pytest.importorskip(package, reason=WHY)
 
@@ -21,11 +25,8 @@ SAMPLE = [
     ("torch_optimizer.Yogi", ALONE, "step()"),  # writes through `.data`
     ("torch_optimizer.Shampoo", ALONE, "step()"),  # keeps matrices
     ("torch_optimizer.Lookahead", AROUND, "step()"),  # does not call `super().__init__`
-    (
-        "pytorch_optimizer.Lion",
-        ALONE,
-        "step()",
-    ),  # has `ABC` as its first base, as all of this package
+    # Has `ABC` as its first base, as all of this package.
+    ("pytorch_optimizer.Lion", ALONE, "step()"),
     ("pytorch_optimizer.Prodigy", ALONE, "step()"),  # learns its own rate
     ("pytorch_optimizer.VSGD", ALONE, "step()"),
     ("pytorch_optimizer.ScheduleFreeAdamW", ALONE, "step()"),

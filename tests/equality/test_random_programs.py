@@ -1,4 +1,7 @@
-"""Random programs: every one is what it is in plain PyTorch. `python -m tests.random_programs` runs more of them."""
+"""Random programs: every one is what it is in plain PyTorch.
+
+`python -m tests.random_programs` runs more of them.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A gradient that a step reads is that of the whole batch, whoever has added to it, and so is what it does with it."""
+"""A gradient that a step reads is that of the whole batch.
+
+It is, whoever has added to it, and so is what the step does with it.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,10 @@ from torchstrategy._base.torch_internals import raw_grads
 
 
 class Experts(nn.Module):
-    """Each row goes to one expert, which it names: most replicas have no gradient of some of them."""
+    """Each row goes to one expert, which it names.
+
+    Most replicas have no gradient of some of them.
+    """
 
     def __init__(self, experts: int = 4) -> None:
         super().__init__()
@@ -155,7 +161,10 @@ EXPERTS = [
 def test_a_read_meets_also_where_only_other_replicas_use_the_parameter(
     make, use, clear
 ):
-    """It was refused: the replica without a gradient of its own took what it read for settled."""
+    """It was refused: a replica without a gradient of its own took it for settled.
+
+    It was what the replica read.
+    """
 
     def step(model: Any, optimizer: Any, batch: Any) -> None:
         optimizer.zero_grad(set_to_none=clear == "zero_grad first")
@@ -186,7 +195,10 @@ def test_so_it_does_where_the_step_clears_nothing_before(make, use):
 
 
 def test_a_replica_that_runs_no_backward_and_clears_nothing_is_told_what_to_write(make):
-    """It may not know that others ran one; it was told to call no meeting depend on data, and not what to do."""
+    """It may not know that others ran one.
+
+    It was told to call no meeting depend on data, and not what to do.
+    """
 
     def step(model: Any, optimizer: Any, batch: Any) -> None:
         _not_all_run_backward(model, batch)
@@ -197,7 +209,10 @@ def test_a_replica_that_runs_no_backward_and_clears_nothing_is_told_what_to_writ
 
 
 def test_a_replica_that_meets_at_another_read_is_told_that_it_missed_one(make):
-    """The trunk was read where others met, and an expert where it met: two reads were taken for the same."""
+    """The trunk was read where others met, and an expert where it met.
+
+    Two reads were taken for the same.
+    """
 
     def step(model: Any, optimizer: Any, batch: Any) -> None:
         model.experts.zero_grad(set_to_none=False)
@@ -243,7 +258,10 @@ class Many(nn.Module):
 
 @pytest.mark.parametrize("make", ["mirrored"] if SIMULATED else MAKERS, indirect=True)
 def test_reads_of_many_parameters_look_at_them_a_few_times(make, monkeypatch):
-    """Whether backward ran was found out by a look at all parameters for each of them, twice in each pass."""
+    """Whether backward ran was found out by a look at all parameters for each of them.
+
+    It was done twice in each pass.
+    """
     looks: list[int] = []
 
     def counted(tensors: Any) -> Any:
@@ -343,7 +361,10 @@ def _clip_both_ways(model: Any) -> None:
 def test_gradients_that_a_step_puts_in_place_are_clipped_as_those_of_the_whole_batch(
     make, fill, clear
 ):
-    """Each replica clipped its own, since a gradient that had been shown was taken for that of the whole batch."""
+    """Each replica clipped its own gradient.
+
+    A gradient that had been shown was taken for that of the whole batch.
+    """
     # The last one does what the others do; on simulated devices each takes its time.
     clips = (
         [_clip_both_ways]
@@ -404,7 +425,10 @@ def test_so_they_are_under_a_sum(make, fill):
 
 @pytest.mark.parametrize("write", ["add_", "copy_"])
 def test_what_torch_does_not_count_is_seen_in_host_memory(write):
-    """Through `.data` each replica put its own there, which no read noticed, and clipped that."""
+    """Through `.data` each replica put its own there, unnoticed, and clipped that.
+
+    No read noticed.
+    """
 
     def step(model: Any, optimizer: Any, batch: Any) -> None:
         optimizer.zero_grad()
@@ -419,7 +443,10 @@ def test_what_torch_does_not_count_is_seen_in_host_memory(write):
 
 
 def test_a_gradient_may_lie_in_memory_column_by_column(make):
-    """A random program: that of an orthogonal weight does, and the step that put it there could not read it again."""
+    """A random program: that of an orthogonal weight does.
+
+    The step that put it there could not read it again.
+    """
 
     def step(model: Any, optimizer: Any, batch: Any) -> None:
         optimizer.zero_grad()
@@ -433,7 +460,10 @@ def test_a_gradient_may_lie_in_memory_column_by_column(make):
 
 
 def test_a_gradient_that_was_read_is_the_one_that_is_read_after_a_meeting(make):
-    """A step may keep what it has read: in plain PyTorch it is the gradient, whatever is done to it meanwhile."""
+    """A step may keep what it has read.
+
+    In plain PyTorch it is the gradient, whatever is done to it meanwhile.
+    """
 
     def step(model: Any, optimizer: Any, batch: Any) -> None:
         optimizer.zero_grad()
@@ -467,7 +497,10 @@ def test_a_gradient_that_was_read_is_so_after_a_merge_function_and_an_update(mak
 
 
 def test_what_all_replicas_do_alike_is_done_once(make):
-    """Clipping, scaling and reading again for a log: nothing is averaged or reduced a second time."""
+    """Clipping, scaling and reading again for a log.
+
+    Nothing is averaged or reduced a second time.
+    """
     met: list[str] = []
 
     def step(model: Any, optimizer: Any, batch: Any) -> None:
@@ -488,7 +521,10 @@ def test_what_all_replicas_do_alike_is_done_once(make):
 
 @pytest.mark.parametrize("clip", ["by data", "not at all"])
 def test_a_sparse_gradient_that_is_zeroed_stays_sparse(make, clip):
-    """A random program: zeros were dense, which `SparseAdam` refuses, and a write through `.data` reached them."""
+    """A random program: zeros were dense, which `SparseAdam` refuses.
+
+    A write through `.data` reached them.
+    """
 
     class Rows(nn.Module):
         def __init__(self) -> None:

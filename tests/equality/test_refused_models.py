@@ -77,7 +77,8 @@ def test_a_lazy_module_is_refused_until_it_has_seen_a_batch(make):
     refused(
         make,
         build,
-        r"Sequential\.0\.weight has no shape yet: LazyLinear is lazy\. Run one batch through the module, outside",
+        r"Sequential\.0\.weight has no shape yet: LazyLinear is lazy\. Run one batch "
+        r"through the module, outside",
     )
     strategy = make(3)
     with strategy.scope():
@@ -107,7 +108,8 @@ def test_a_tensor_that_requires_grad_in_a_plain_attribute_is_refused(make):
     refused(
         make,
         lambda: Attribute(log_t=torch.zeros(1, requires_grad=True)),
-        r"Attribute\.log_t is a tensor that requires grad in a plain attribute, so a replica's copy would not learn\.",
+        r"Attribute\.log_t is a tensor that requires grad in a plain attribute, so a "
+        r"replica's copy would not learn\.",
     )
 
 
@@ -170,7 +172,8 @@ def test_a_subclass_of_parameter_is_refused(make):
     refused(
         make,
         build,
-        r"Linear\.weight is a Special\. Replicas can have copies of torch\.nn\.Parameter, not of its subclasses",
+        r"Linear\.weight is a Special\. Replicas can have copies of "
+        r"torch\.nn\.Parameter, not of its subclasses",
     )
 
 
@@ -200,7 +203,10 @@ class Counts(nn.Module):
 
 @pytest.mark.parametrize("when", ["from the start", "between runs"])
 def test_what_cannot_be_copied_is_one_for_all_replicas(make, when):
-    """A lock, a generator, a Python module or an open file in an attribute, or in an object there, was refused."""
+    """A lock, generator, Python module or open file in an attribute was refused.
+
+    It was refused in an object there, too.
+    """
     strategy = make(3)
     with strategy.scope():
         model = Counts()
@@ -246,7 +252,8 @@ def test_a_tensor_without_memory_is_refused(make, is_parameter):
     refused(
         make,
         build,
-        r"^Linear\.held has no memory: .* Give it memory and values before strategy\.run",
+        r"^Linear\.held has no memory: .* Give it memory and values before "
+        r"strategy\.run",
     )
 
 
@@ -318,7 +325,7 @@ def test_one_model_in_two_strategies_is_refused(make):
     assert_close(gradients(own), gradients(model), "each in its own strategy")
 
 
-def test_a_part_of_a_model_of_another_strategy_is_refused_in_a_new_model_or_at_its_first_run(
+def test_a_part_of_another_strategys_model_is_refused_when_made_or_at_the_first_run(
     make,
 ):
     first, second = make(2), make(2)
@@ -331,7 +338,10 @@ def test_a_part_of_a_model_of_another_strategy_is_refused_in_a_new_model_or_at_i
 
 
 def test_a_model_that_is_refused_leaves_none_of_its_parts_claimed(make):
-    """The parts before the one of another strategy belonged to the strategy that had refused them, for ever."""
+    """Parts of a model belonged to the strategy that had refused them, for ever.
+
+    They were those before the one of another strategy.
+    """
     first, second, third = make(2), make(2), make(2)
     with first.scope():
         theirs = mlp()
@@ -369,7 +379,10 @@ def test_a_buffer_of_another_shape_in_each_replica_is_refused_by_name(make):
         model = Growing()
     with pytest.raises(
         RuntimeError,
-        match=r"replaced the buffer Growing\.queue by a tensor of shape \(3,\) and torch\.float32, and",
+        match=(
+            r"replaced the buffer Growing\.queue by a tensor of shape \(3,\) and "
+            r"torch\.float32, and"
+        ),
     ):
         strategy.run(
             lambda: model(
@@ -380,7 +393,10 @@ def test_a_buffer_of_another_shape_in_each_replica_is_refused_by_name(make):
 
 
 def test_a_buffer_may_get_another_shape_that_is_the_same_in_all_replicas(make):
-    """An observer of quantization makes a scale for each channel in its first forward. It was refused."""
+    """An observer of quantization makes a scale for each channel in its first forward.
+
+    It was refused.
+    """
     strategy = make(2)
     with strategy.scope():
         model = Growing()

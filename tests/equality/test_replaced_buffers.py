@@ -1,8 +1,11 @@
-"""A step that puts another tensor in the place of a buffer: `self.mean = 0.9 * self.mean + 0.1 * new`.
+"""A step that replaces a buffer: `self.mean = 0.9 * self.mean + 0.1 * new`.
 
-In plain PyTorch, whoever holds the tensor that was there before keeps it as it is. Until replaced buffers were replaced
-in the user's module, too, their values were written into the tensor that was there: so an alias of it changed, and a
-write on the alias reached the model.
+It puts another tensor in the place of the buffer.
+
+In plain PyTorch, whoever holds the tensor that was there before keeps it as it is.
+Until replaced buffers were replaced in the user's module, too, their values were
+written into the tensor that was there: so an alias of it changed, and a write on the
+alias reached the model.
 """
 
 from __future__ import annotations
@@ -110,7 +113,10 @@ def trained(
     write: Callable[[Any], None],
     others: Callable[[Any], None],
 ) -> list[torch.Tensor]:
-    """Results, aliases of the buffer, and the model, after steps between which the user writes on an alias."""
+    """Results, aliases of the buffer, and the model, after steps.
+
+    The user writes on an alias between them.
+    """
     device = (
         torch.device("cpu")
         if strategy is None
@@ -188,7 +194,10 @@ def test_a_buffer_that_each_step_replaces_differently_is_warned_of_once(
 
 
 def test_a_buffer_that_replicas_make_from_their_rows_is_warned_of() -> None:
-    """A buffer that begins as None became the mean of the first replica's rows, and nobody said so."""
+    """A buffer that begins as None became the mean of the first replica's rows.
+
+    Nobody said so.
+    """
 
     class Centred(nn.Module):
         def __init__(self) -> None:
@@ -211,7 +220,10 @@ def test_a_buffer_that_replicas_make_from_their_rows_is_warned_of() -> None:
 
 
 def test_a_buffer_that_is_to_learn_is_refused() -> None:
-    """Replicas had copies of it that were no part of any graph of the user's: it had no gradient after the run."""
+    """Replicas had copies of it that were no part of any graph of the user's.
+
+    It had no gradient after the run.
+    """
 
     class Scaled(nn.Module):
         def __init__(self) -> None:
@@ -273,7 +285,7 @@ def through_data(m: Any) -> None:
 def test_a_step_that_puts_one_tensor_in_two_places_leaves_one(
     several: torchstrategy.Strategy, put: Callable[[Any], None]
 ) -> None:
-    """The user's module had two tensors: a write on one of them did not show in the other."""
+    """The user's module had two tensors: a write on one did not show in the other."""
 
     def write(m: Any) -> None:
         if m.due:

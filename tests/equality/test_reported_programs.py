@@ -1,4 +1,6 @@
-"""Programs of a few lines that were found, by somebody who looked for them, to give other numbers than plain PyTorch.
+"""Programs of a few lines that gave other numbers than plain PyTorch.
+
+Somebody who looked for such programs found them.
 
 Each was silent: no error, no warning. The name of a test says what had gone wrong.
 """
@@ -65,8 +67,9 @@ def linear() -> nn.Module:
 
 
 def test_an_optimizer_that_writes_on_gradients(several: torchstrategy.Strategy) -> None:
-    # On accelerators, SGD with nesterov momentum adds the momentum to the gradients in place. Mirrored replicas took
-    # the step of their own optimizers on gradients that had the momentum already.
+    # On accelerators, SGD with nesterov momentum adds the momentum to the gradients in
+    # place. Mirrored replicas took the step of their own optimizers on gradients that
+    # had the momentum already.
     settings = {"momentum": 0.5, "nesterov": True, "foreach": True}
     close(trained(several, linear, **settings), trained(None, linear, **settings))
 
@@ -97,8 +100,8 @@ class Views(nn.Module):
 def test_two_views_of_a_parameter(
     several: torchstrategy.Strategy, attribute: bool
 ) -> None:
-    # The copies of the two share memory, so to bring one counted as a write of the step on the other. After the run,
-    # the old value was written over the update.
+    # The copies of the two share memory, so to bring one counted as a write of the step
+    # on the other. After the run, the old value was written over the update.
     def share(model: Any, _: Any) -> None:
         model.share()
 
@@ -239,7 +242,8 @@ def test_changes_between_runs_that_replicas_did_not_see(
         and several.extended.parameter_devices[0].type != "cpu"
     ):
         pytest.skip(
-            "simulated devices take no conjugate view in the place of the data of a tensor"
+            "simulated devices take no conjugate view in the place of the data of a "
+            "tensor"
         )
     plain = Factor(prepare, factor)
     ours = several.distribute_module(Factor(prepare, factor))
@@ -315,7 +319,8 @@ def test_a_maximum_is_not_averaged(several: torchstrategy.Strategy) -> None:
 def test_a_penalty_on_the_gradient_of_rows_that_meet(
     several: torchstrategy.Strategy, rows: int
 ) -> None:
-    # The gradient of a sum is right only where all replicas have as many rows: docs/features.md says to take a mean.
+    # The gradient of a sum is right only where all replicas have as many rows:
+    # docs/features.md says to take a mean.
     x = torch.arange(rows * 3, dtype=torch.float64).reshape(rows, 3).sin()
     torch.manual_seed(0)
     plain = nn.Sequential(
@@ -338,8 +343,8 @@ def test_a_penalty_on_the_gradient_of_rows_that_meet(
 def test_a_hook_of_a_parameter_that_only_the_step_trains(
     several: torchstrategy.Strategy,
 ) -> None:
-    # A random program found it: what the step thaws and freezes again is frozen when the next run begins, and its hook
-    # was not called any more.
+    # A random program found it: what the step thaws and freezes again is frozen when
+    # the next run begins, and its hook was not called any more.
     def run(strategy: torchstrategy.Strategy | None) -> list[torch.Tensor]:
         torch.manual_seed(0)
         model = nn.Linear(3, 3).double()

@@ -1,4 +1,7 @@
-"""torchstrategy.nn.SyncBatchNorm: batch normalisation of the whole batch, whoever has its rows."""
+"""torchstrategy.nn.SyncBatchNorm: batch normalisation of the whole batch.
+
+It is, whoever has its rows.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +50,10 @@ PRECISE = {torch.float64: 1e-12, torch.float32: 1e-5}
 def point_net(
     dims: int, dtype: torch.dtype = torch.float64, **kwargs: Any
 ) -> nn.Module:
-    """Something to learn before a layer of batch normalisation, for inputs with so many dimensions after the second."""
+    """Something to learn before a layer of batch normalisation.
+
+    It is for inputs with so many dimensions after the second.
+    """
     before = [nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d][dims]
     norm = [nn.BatchNorm1d, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d][dims]
     return nn.Sequential(before(2, 3, *[1] * bool(dims)), norm(3, **kwargs)).to(dtype)
@@ -58,7 +64,10 @@ def pair(
     build: Callable[[], nn.Module],
     optimizer: Any = None,
 ) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
-    """A converted model of a strategy, and a plain one; no parameter is what layers make of it at first."""
+    """A converted model of a strategy, and a plain one.
+
+    No parameter is what layers make of it at first.
+    """
 
     def different() -> nn.Module:
         model = build()
@@ -103,7 +112,10 @@ def check(
     precision: float = 1e-12,
     rows: Any = slice(None),
 ) -> None:
-    """Outputs, gradients and buffers of a converted model in replicas have to be those of a plain one for all rows."""
+    """A converted model's outputs, gradients and buffers have to be a plain one's.
+
+    The plain one has all rows; the other is in replicas.
+    """
     model, twin = models
 
     def step(batch: torch.Tensor) -> torch.Tensor:
@@ -132,9 +144,8 @@ def test_forward_backward_and_statistics_are_those_of_the_whole_batch(
 ) -> None:
     strategy = make(3)
     (model, _), (twin, _) = pair(strategy, lambda: point_net(len(size), dtype))
-    for k, rows in enumerate(
-        (7, 4)
-    ):  # 4 rows are two for either of two replicas, and none for the third
+    # 4 rows are two for either of two replicas, and none for the third.
+    for k, rows in enumerate((7, 4)):
         check(
             strategy,
             (model, twin),
@@ -303,7 +314,8 @@ def test_a_gradient_penalty_is_that_of_the_whole_batch(make: Maker) -> None:
 
     def step(model: nn.Module, x: torch.Tensor, rows: int) -> None:
         x = x.detach().requires_grad_()
-        # A replica's gradient is that of the mean of its rows: of the whole batch once it weighs as many rows.
+        # A replica's gradient is that of the mean of its rows: of the whole batch once
+        # it weighs as many rows.
         (slope,) = torch.autograd.grad(
             row_losses(model, x).mean(), x, create_graph=True
         )
@@ -368,9 +380,8 @@ def test_activation_checkpoints_meet_again_in_backward(
 
 
 @pytest.mark.slow  # the first to import the compiler
-@pytest.mark.filterwarnings(
-    "ignore:The .grad attribute of a Tensor that is not a leaf"
-)  # which the compiler asks for
+# Which the compiler asks for.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_a_compiled_model_is_the_same_and_is_compiled_for_all_runs() -> None:
     graphs = []
 
@@ -497,7 +508,10 @@ def test_a_whole_batch_without_rows_changes_no_statistics() -> None:
         ((4,), r"^expected at least 2D input \(got 1D input\)"),
         (
             (4, 2),
-            r"^SyncBatchNorm\(3\) was given an input of shape \(2, 2\), which has 2 channels in dimension 1\.",
+            (
+                r"^SyncBatchNorm\(3\) was given an input of shape \(2, 2\), which has "
+                r"2 channels in dimension 1\."
+            ),
         ),
         ((4, 1), r"^SyncBatchNorm\(3\) was given an input of shape \(2, 1\)"),
     ],
@@ -528,15 +542,17 @@ def test_a_backward_after_the_run_is_an_error_and_does_not_hang() -> None:
     strategy = STRATEGIES[2]
     (model, _), _ = pair(strategy, lambda: point_net(0))
     x = deal(strategy, values(4, 2))
-    message = r"^Replica \d came to the backward of a collective, .* after its run .* Call backward in the step"
+    message = (
+        r"^Replica \d came to the backward of a collective, .* after its run .* Call "
+        r"backward in the step"
+    )
     losses = strategy.run(lambda b: row_losses(model, b).mean(), args=(x,))
     with pytest.raises(RuntimeError, match=message):
         sum(loss.to("cpu") for loss in losses.values).backward()
     losses = strategy.run(lambda b: row_losses(model, b).mean(), args=(x,))
     with pytest.raises(RuntimeError, match=message):
-        strategy.run(
-            lambda loss: loss.backward(), args=(losses,)
-        )  # a later run is not that one
+        # A later run is not that one.
+        strategy.run(lambda loss: loss.backward(), args=(losses,))
 
 
 def test_a_meeting_on_a_thread_of_the_steps_own_is_an_error() -> None:
@@ -759,15 +775,24 @@ def test_a_class_that_only_sets_other_arguments_is_converted() -> None:
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "a forward of its own": (
         lambda: nn.Sequential(nn.BatchNorm1d(2), nn.Sequential(Activated(2))),
-        r"^Sequential\.1\.0 is a Activated, with forward of its own, which a SyncBatchNorm .* would not have\. Derive",
+        (
+            r"^Sequential\.1\.0 is a Activated, with forward of its own, which a "
+            r"SyncBatchNorm .* would not have\. Derive"
+        ),
     ),
     "lazy": (
         lambda: nn.Sequential(nn.BatchNorm1d(2), nn.LazyBatchNorm1d()),
-        r"^Sequential\.1 is a LazyBatchNorm1d, .* a lazy layer becomes a plain one when it sees a batch\.",
+        (
+            r"^Sequential\.1 is a LazyBatchNorm1d, .* a lazy layer becomes a plain one "
+            r"when it sees a batch\."
+        ),
     ),
     "in a list": (
         Kept,
-        r"^Kept\.layers\[0\] is a BatchNorm1d in a plain attribute, .* torch\.nn\.ModuleList",
+        (
+            r"^Kept\.layers\[0\] is a BatchNorm1d in a plain attribute, .* "
+            r"torch\.nn\.ModuleList"
+        ),
     ),
     "processes": (
         lambda: nn.Sequential(nn.BatchNorm1d(2), grouped()),

@@ -1,4 +1,7 @@
-"""A user holds the tensors of gradients, or the buffer of which they are views: a run writes where backward would."""
+"""A user holds the tensors of gradients, or the buffer of which they are views.
+
+A run writes where backward would.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,7 @@ def _views(model: nn.Module) -> torch.Tensor:
 
 
 def _columns(model: nn.Module) -> torch.Tensor:
-    """The same with views that are not contiguous: their numbers lie between each other's."""
+    """The same with views that are not contiguous: their numbers are interleaved."""
     pieces = list(model.parameters())
     most = max(p.numel() for p in pieces)
     buffer = torch.zeros(
@@ -158,9 +161,8 @@ def _train_from_held(
         assert of_model == of_twin, f"step {k}: these are in the tensor that was held"
         after(model, ours)
         after(twin, plain)
-        if (
-            all(of_twin) or step is _clears
-        ):  # else nobody asks for what was in the tensor before another took its place
+        # Else nobody asks for what was in the tensor before another took its place.
+        if all(of_twin) or step is _clears:
             close(held[model][0], held[twin][0])
         assert_close(gradients(model), gradients(twin), f"step {k}, gradient", 1e-10)
         assert_close(parameters(model), parameters(twin), f"step {k}, parameter", 1e-10)
@@ -174,7 +176,10 @@ def _train_from_held(
 )
 @pytest.mark.parametrize("step", STEPS)
 def test_the_tensor_in_grad_is_the_one_that_plain_torch_has_there(make, step):
-    """A buffer of all gradients stayed as it was, so an update that read it trained on nothing, in silence."""
+    """A buffer of all gradients stayed as it was.
+
+    So an update that read it trained on nothing, in silence.
+    """
     for after in (_stays, _update):
         _train_from_held(make(3), step, after=after)
     _train_from_held(make(1), step)
@@ -275,7 +280,10 @@ def test_a_run_that_fails_leaves_the_buffer_as_before_it_or_as_its_last_update_l
 
 
 def test_gradients_that_cannot_be_written_in_place_are_new_tensors(make):
-    """An expanded tensor, one that requires grad, and sparse ones, which torch may add up in no fixed memory."""
+    """An expanded tensor, one that requires grad, and sparse ones.
+
+    Torch may add these up in no fixed memory.
+    """
     strategy = make(3)
     rows = torch.tensor([0, 2, 1, 1, 3, 0, 2])
     build = lambda: nn.Embedding(5, 3, sparse=True, dtype=torch.float64)  # noqa: E731

@@ -1,7 +1,10 @@
-"""Buffers and tensors in attributes that are views of one another, written under one name and read under another.
+"""Buffers and tensors in attributes that are views of one another.
 
-A random program found it: a model with one buffer under two names, after `load_state_dict(..., assign=True)` of its own
-state, has two tensors that share memory. Replicas had a copy of each, and a write on one did not reach the other.
+They are written under one name and read under another.
+
+A random program found it: a model with one buffer under two names, after
+`load_state_dict(..., assign=True)` of its own state, has two tensors that share memory.
+Replicas had a copy of each, and a write on one did not reach the other.
 """
 
 from __future__ import annotations
@@ -86,7 +89,10 @@ def trained(
     written: str,
     when: int,
 ) -> list[Any]:
-    """Results and tensors of some steps, before one of which two tensors begin to share memory."""
+    """Results and tensors of some steps, with two tensors that come to share memory.
+
+    They begin to before one of the steps.
+    """
     device = (
         torch.device("cpu")
         if strategy is None

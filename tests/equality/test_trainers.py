@@ -1,4 +1,7 @@
-"""Objects of the user's that hold models: what a step writes on them, each replica has for itself."""
+"""Objects of the user's that hold models.
+
+What a step writes on them, each replica has for itself.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +68,10 @@ def components(strategy: torchstrategy.Strategy, value: Any) -> tuple[Any, ...]:
 def test_what_a_replica_writes_another_does_not_read(
     several: torchstrategy.Strategy,
 ) -> None:
-    """It read what the last replica before the meeting wrote: `self.fake` of another one's rows, without a word."""
+    """It read what the last replica before the meeting wrote.
+
+    That was `self.fake` of another one's rows, without a word.
+    """
 
     class Gan(Trainer):
         def step(self) -> int:
@@ -95,7 +101,10 @@ def test_what_a_replica_writes_another_does_not_read(
 def test_a_plain_value_that_is_equal_in_all_replicas_is_one_value(
     several: torchstrategy.Strategy, value: Any
 ) -> None:
-    """Each replica makes its own, as a step that computes it does: a NumPy number became one of each replica."""
+    """Each replica makes its own, as a step that computes it does.
+
+    A NumPy number became one of each replica.
+    """
 
     class Keeping(Trainer):
         def step(self) -> None:
@@ -183,12 +192,8 @@ def test_each_replica_goes_on_with_its_own_value_in_the_next_run(
 
     trainer = made(several, Summing)
     seen = 0.0
-    for rows in (
-        8,
-        7,
-        2,
-        8,
-    ):  # of some, some replicas get nothing: they keep what they had
+    # Of some, some replicas get nothing: they keep what they had.
+    for rows in (8, 7, 2, 8):
         batch = torch.randn(rows, 3, dtype=torch.float64)
         seen += float(batch.sum())
         several.run(trainer.step, args=(deal(several, batch),))
@@ -234,7 +239,7 @@ def test_tensors_are_one_for_each_replica_and_never_asked_whether_they_are_equal
     assert several.reduce("sum", trainer.norm, axis=None) == count
 
 
-def test_what_is_deleted_in_all_replicas_is_gone_and_what_in_some_stays_that_of_the_others(
+def test_what_all_replicas_delete_is_gone_and_what_some_delete_stays_the_others(
     several: torchstrategy.Strategy,
 ) -> None:
     class Deleting(Trainer):
@@ -374,7 +379,10 @@ def test_a_trainer_may_be_an_argument(several: torchstrategy.Strategy) -> None:
 
 
 def test_trainers_in_a_trainer_are_looked_for(several: torchstrategy.Strategy) -> None:
-    """As in reinforcement learning: the agent has the network and writes on itself, the loop has the agent."""
+    """As in reinforcement learning.
+
+    The agent has the network and writes on itself, the loop has the agent.
+    """
 
     class Loop:
         def __init__(self) -> None:
@@ -400,7 +408,10 @@ def test_trainers_in_a_trainer_are_looked_for(several: torchstrategy.Strategy) -
 def test_a_module_from_outside_of_the_scope_may_be_the_trainer(
     several: torchstrategy.Strategy,
 ) -> None:
-    """Made around a model of the scope, as a module of PyTorch Lightning may be. There were no copies of it."""
+    """Made around a model of the scope, as a module of PyTorch Lightning may be.
+
+    There were no copies of it.
+    """
 
     class Learner(nn.Module):
         def __init__(self, model: nn.Module, optimizer: Any) -> None:
@@ -510,7 +521,10 @@ def test_a_trainer_may_be_of_any_class_of_the_users(cls: Callable[[], Any]) -> N
 
 
 def test_a_trainer_that_ends_ends_once(several: torchstrategy.Strategy) -> None:
-    """Many close a file or a writer then: the copies of a run end after every run, and close nothing."""
+    """Many close a file or a writer then.
+
+    The copies of a run end after every run, and close nothing.
+    """
     ended = []
 
     class Closing(Trainer):
@@ -730,7 +744,10 @@ PROGRAMS = st.lists(
 
 
 class _Model:
-    """What a trainer is to each of the replicas: as if each had an object of its own, from the first run on."""
+    """What a trainer is to each of the replicas.
+
+    It is as if each had an object of its own, from the first run on.
+    """
 
     def __init__(self, replicas: int) -> None:
         self.each: list[dict[str, Any]] = [{"a": 0} for _ in range(replicas)]

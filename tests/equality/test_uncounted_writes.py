@@ -1,4 +1,7 @@
-"""Writes that torch does not count reach every replica: through `.data`, by NumPy, by optimizers of other packages."""
+"""Writes that torch does not count reach every replica.
+
+They go through `.data`, by NumPy, by optimizers of other packages.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +59,10 @@ def check(
     step: Callable[..., None] = train,
     optimizer: Callable[[Any], Any] = sgd,
 ) -> None:
-    """Trains in replicas and plainly; after each step, `between` does what the user does, and all replicas evaluate."""
+    """Trains in replicas and plainly; after each step, all replicas evaluate.
+
+    Before that, `between` does what the user does.
+    """
     plain = net()
     plain_updates = optimizer(plain.parameters())
     with strategy.scope():
@@ -145,7 +151,10 @@ THINGS: dict[str, Callable[[Any, Any], list[torch.Tensor]]] = {
 def test_what_is_written_between_runs_reaches_every_replica(
     strategy: torchstrategy.Strategy, how: str, thing: str
 ) -> None:
-    """Such writes reached no copy with memory of its own: replicas went on with old values, and drifted apart."""
+    """Such writes reached no copy with memory of its own.
+
+    Replicas went on with old values, and drifted apart.
+    """
     check(
         strategy,
         lambda m, o, k: (
@@ -157,7 +166,7 @@ def test_what_is_written_between_runs_reaches_every_replica(
 def test_a_view_of_the_data_that_is_kept_may_be_written_in_any_run(
     strategy: torchstrategy.Strategy,
 ) -> None:
-    """An average that is written into the weights after each step, by views that were made once."""
+    """An average is written into the weights after each step, by views made once."""
     views: dict[int, list[torch.Tensor]] = {}
 
     def between(model: Any, optimizer: Any, k: int) -> None:
@@ -216,7 +225,10 @@ def test_an_optimizer_that_writes_data_updates_every_replica(
 def test_gradients_written_after_the_run_are_those_that_every_replica_updates_with(
     strategy: torchstrategy.Strategy, ops: Any
 ) -> None:
-    """Replicas updated with the gradients that the all-reduce had left with them, and drifted."""
+    """Replicas updated with gradients that the all-reduce had left, and drifted.
+
+    It had left them with the replicas.
+    """
     if ops is not None:
         strategy = torchstrategy.MirroredStrategy(
             strategy.extended.worker_devices, ops()
@@ -237,7 +249,10 @@ def test_gradients_written_after_the_run_are_those_that_every_replica_updates_wi
 def test_a_scaler_unscales_what_every_replica_updates_with(
     strategy: torchstrategy.Strategy, ops: Any
 ) -> None:
-    """The kernel that unscales counts no version: all replicas but the first updated with scaled gradients."""
+    """The kernel that unscales counts no version.
+
+    All replicas but the first updated with scaled gradients.
+    """
     if ops is not None:
         strategy = torchstrategy.MirroredStrategy(
             strategy.extended.worker_devices, ops()
@@ -290,7 +305,10 @@ def writes_through_data(model: Any) -> None:
 
 
 def gives_other_memory(model: Any) -> None:
-    """An assignment to `.data` counts no version and writes nothing on the memory that was there: it was not seen."""
+    """An assignment to `.data` was not seen.
+
+    It counts no version and writes nothing on the memory that was there.
+    """
     model.codes.data = model.codes.data + 1
     model.seen.data = model.seen.data + 2
 
@@ -319,7 +337,10 @@ def test_what_forward_writes_through_data_is_that_of_the_model(
 def test_parameters_may_be_swapped_between_runs(
     strategy: torchstrategy.Strategy,
 ) -> None:
-    """torch refuses to swap a tensor with a weak reference, and there was one to each parameter."""
+    """torch refuses to swap a tensor with a weak reference.
+
+    There was one to each parameter.
+    """
     check(
         strategy,
         lambda m, o, k: torch.utils.swap_tensors(
@@ -329,7 +350,10 @@ def test_parameters_may_be_swapped_between_runs(
 
 
 def test_old_fashioned_clearing_of_gradients_works_after_packed_sums() -> None:
-    """`p.grad.detach_()` refuses views, and a gradient was a view of the pack that it came in."""
+    """`p.grad.detach_()` refuses views, and a gradient was a view of its pack.
+
+    It came in that pack.
+    """
     strategy = torchstrategy.MirroredStrategy(
         ["cpu"] * 2, torchstrategy.HierarchicalCopyAllReduce()
     )
@@ -371,9 +395,8 @@ def test_any_change_of_the_memory_of_the_cpu_is_seen(make: Any, change: Any) -> 
     tensor = make()
     originals = TrackedTensors([tensor])
     originals.watch([0])
-    for _ in range(
-        2
-    ):  # of what is large, a checksum is made when twice nothing was counted
+    # Of what is large, a checksum is made when twice nothing was counted.
+    for _ in range(2):
         originals.take_changes()
     assert originals.take_changes().all == []
     change(tensor.data)
@@ -382,7 +405,10 @@ def test_any_change_of_the_memory_of_the_cpu_is_seen(make: Any, change: Any) -> 
 
 
 def test_what_is_large_counts_as_written_until_there_is_a_checksum() -> None:
-    """With an optimizer in the step, every other call counts a change: a checksum in between would be for nothing."""
+    """With an optimizer in the step, every other call counts a change.
+
+    A checksum in between would be for nothing.
+    """
     tensor = large()
     originals = TrackedTensors([tensor])
     originals.watch([0])

@@ -1,4 +1,7 @@
-"""What a step makes, replaces or hides: it works as in plain PyTorch, or is refused by name and nothing is done."""
+"""What a step makes, replaces or hides works as in plain PyTorch, or is refused.
+
+It is refused by name and nothing is done.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +62,10 @@ class Trainer:
 def trained(
     trainer: Trainer, run: Callable[[Callable[[Any], None], Any], object]
 ) -> list[Any]:
-    """The settings of its optimizer and its scale after each of four steps, and its weights at the end."""
+    """The settings of its optimizer and its scale after each of four steps.
+
+    Its weights at the end are there, too.
+    """
     inside, states = trainer.inside, []
     args = (
         (1.0,) if isinstance(inside.scheduler, lr_scheduler.ReduceLROnPlateau) else ()
@@ -83,7 +89,8 @@ def trained(
     ]
 
 
-# One for each constructor that schedulers end up in, and some that do more than others in it.
+# One for each constructor that schedulers end up in, and some that do more than others
+# in it.
 KINDS = [
     "step",
     "lambda",
@@ -97,7 +104,7 @@ KINDS = [
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_what_counts_steps_counts_each_once_if_it_was_created_in_the_scope_however_deep_it_is(
+def test_what_was_created_in_the_scope_counts_each_step_once_however_deep_it_is(
     make: Callable[[int], torchstrategy.Strategy], name: str
 ) -> None:
     scheduler = {**SCHEDULERS, "plateau": plateau, "none": None}[name]
@@ -115,7 +122,7 @@ def test_what_counts_steps_counts_each_once_if_it_was_created_in_the_scope_howev
     torch.testing.assert_close(others, weights, rtol=1e-10, atol=1e-10)
 
 
-def test_a_scheduler_that_runs_no_constructor_of_torchs_is_refused_where_a_run_does_not_see_it(
+def test_a_scheduler_without_torchs_constructor_is_refused_where_a_run_misses_it(
     make: Callable[[int], torchstrategy.Strategy],
 ) -> None:
     class Halved(lr_scheduler.LRScheduler):
@@ -250,7 +257,10 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
     ),
     "a hook that is an object": (
         lambda m: m.head.register_forward_hook(Recorder(m)),
-        r"A step registered a hook on Net\.head in a replica, and left it there: an object of the class Recorder",
+        (
+            r"A step registered a hook on Net\.head in a replica, and left it there: "
+            r"an object of the class Recorder"
+        ),
     ),
 }
 
@@ -264,7 +274,10 @@ def step_of(model: Any, optimizer: Any, batch: Any) -> None:
 def built_and_trained(
     strategy: torchstrategy.Strategy,
 ) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
-    """A model with its optimizer and an equal one of plain PyTorch, both after one step."""
+    """A model with its optimizer and an equal plain one, both after one step.
+
+    The plain one is of plain PyTorch.
+    """
     (model, ours), (twin, plain) = built(strategy, Net, sgd)
     strategy.run(
         lambda batch: step_of(model, ours, batch), args=(deal(strategy, data(7)),)
@@ -291,7 +304,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("name", "when"), CASES)
-def test_a_step_that_makes_or_replaces_a_part_is_refused_by_name_and_nothing_of_it_is_done(
+def test_a_step_that_makes_or_replaces_a_part_is_refused_by_name_with_nothing_done(
     make: Callable[[int], torchstrategy.Strategy], name: str, when: str
 ) -> None:
     strategy = make(3)
@@ -308,9 +321,8 @@ def test_a_step_that_makes_or_replaces_a_part_is_refused_by_name_and_nothing_of_
             ours.step()
 
     before = list(vars(model).items())
-    for _ in range(
-        2
-    ):  # a second time, too: the copies that were changed are not used again
+    # A second time, too: the copies that were changed are not used again.
+    for _ in range(2):
         with pytest.raises(RuntimeError, match=match):
             strategy.run(step, args=(deal(strategy, data(7, seed=1)),))
     assert list(vars(model).items()) == before
@@ -375,9 +387,7 @@ def test_what_a_step_puts_back_does_in_it_what_it_does_in_plain_torch(
         )
 
 
-def test_a_step_of_one_replica_on_the_users_own_model_may_replace_whatever_it_likes() -> (
-    None
-):
+def test_a_step_of_one_replica_on_the_users_own_model_may_replace_anything() -> None:
     strategy = torchstrategy.OneDeviceStrategy("cpu")
     with strategy.scope():
         model = Net()
@@ -428,7 +438,7 @@ HOOKS = {
 def test_hooks_that_a_step_leaves_are_hooks_of_the_model(
     make: Callable[[int], torchstrategy.Strategy], name: str, first: int
 ) -> None:
-    """In every replica, also in those that the first batch had no rows for, and outside."""
+    """In every replica, also in those without rows in the first batch, and outside."""
     strategy, hook = make(3), HOOKS[name]
     (model, ours), (twin, plain) = built(strategy, Net, sgd)
 
@@ -597,10 +607,8 @@ def by_a_backward_hook(m: Any) -> None:
 
 
 def by_a_loop(m: Any) -> None:
-    layers = [
-        m.body,
-        m.head,
-    ]  # in a list, they are not the copy's own, and lead there on a replica's thread
+    # In a list, they are not the copy's own, and lead there on a replica's thread.
+    layers = [m.body, m.head]
 
     def forward(x: torch.Tensor) -> torch.Tensor:
         for layer in layers:
@@ -705,7 +713,7 @@ def reaching(m: Any) -> dict[str, Callable[[], Any]]:
 def test_they_do_so_on_every_thread(
     make: Callable[[int], torchstrategy.Strategy],
 ) -> None:
-    """Autograd has threads of its own on accelerators, which know nothing of replicas."""
+    """Autograd has its own threads on accelerators, which know nothing of replicas."""
     strategy = make(3)
     with strategy.scope():
         model = Net()
@@ -805,7 +813,10 @@ def with_a_hook(m: Any) -> None:
 NOT_COPIED: dict[str, tuple[Callable[[Any], None], str]] = {
     "a DataParallel of torch": (
         lambda m: m.add_module("wrapped", nn.DataParallel(nn.Linear(2, 2))),
-        r"Net\.wrapped is a torch\.nn\.DataParallel.*Use the module that it wraps, `\.module`",
+        (
+            r"Net\.wrapped is a torch\.nn\.DataParallel.*Use the module that it wraps, "
+            r"`\.module`"
+        ),
     ),
     "a ScriptModule": (
         scripted,
@@ -813,21 +824,28 @@ NOT_COPIED: dict[str, tuple[Callable[[Any], None], str]] = {
     ),
     "a lazy layer": (
         lazy,
-        r"Net\.body\.2\.weight has no shape yet: LazyLinear is lazy\. Run one batch through",
+        (
+            r"Net\.body\.2\.weight has no shape yet: LazyLinear is lazy\. Run one "
+            r"batch through"
+        ),
     ),
     "a function over a tensor that learns": (
         closing_over(log_t=torch.ones((), requires_grad=True)),
-        r"Net\.scaled is a function that closes over log_t, a tensor that requires grad.*torch\.nn\.Parameter",
+        (
+            r"Net\.scaled is a function that closes over log_t, a tensor that requires "
+            r"grad.*torch\.nn\.Parameter"
+        ),
     ),
     "a hook over a tensor that learns": (
         with_a_hook,
-        r"A hook of Net\.head is a function that closes over scale, a tensor that requires grad",
+        (
+            r"A hook of Net\.head is a function that closes over scale, a tensor that "
+            r"requires grad"
+        ),
     ),
 }
-AT_ONCE = (
-    "a DataParallel of torch",
-    "a ScriptModule",
-)  # others may become something that can be used
+# Others may become something that can be used.
+AT_ONCE = ("a DataParallel of torch", "a ScriptModule")
 
 
 @pytest.mark.parametrize("when", ["before", "between"])

@@ -179,10 +179,12 @@ def _weight_norm(model: Any) -> None:
 
 
 WRITES = [
-    _eval, _dropout, _freeze, _thaw, _swap, _swap_by_attribute, _insert, _new_parameter, _drop_bias, _load, _assign,
-    _initialise, _write_in_place, _put_data, _put_data_twice, _transpose_data, _prune_data, _halve, _there_and_back,
-    _write_buffer, _put_buffer, _put_buffer_data, _attribute, _setting, _new_settings, _method, _list_of_modules,
-    _hook, _pre_hook, _backward_hook, _hook_that_was_removed, _weight_norm,
+    _eval, _dropout, _freeze, _thaw, _swap, _swap_by_attribute, _insert, _new_parameter,
+    _drop_bias, _load, _assign, _initialise, _write_in_place, _put_data,
+    _put_data_twice, _transpose_data, _prune_data, _halve, _there_and_back,
+    _write_buffer, _put_buffer, _put_buffer_data, _attribute, _setting, _new_settings,
+    _method, _list_of_modules, _hook, _pre_hook, _backward_hook, _hook_that_was_removed,
+    _weight_norm,
 ]  # fmt: skip
 
 
@@ -220,14 +222,13 @@ def test_what_is_written_between_steps_reaches_every_replica(make, write):
             assert_close(gradients(model), gradients(twin), case, tolerance, tolerance)
 
 
-def test_parameters_that_are_replaced_twice_reach_every_replica_wherever_they_come_to_lie(
+def test_parameters_that_are_replaced_twice_reach_every_replica_wherever_they_lie(
     make,
 ):
     strategy = make(2)
     with strategy.scope():
-        model = nn.Linear(
-            3, 100_000, **F64
-        )  # large, so that memory that is set free is soon given out again
+        # Large, so that memory that is set free is soon given out again.
+        model = nn.Linear(3, 100_000, **F64)
     x = data(2)[0]
 
     def output() -> torch.Tensor:
@@ -239,9 +240,8 @@ def test_parameters_that_are_replaced_twice_reach_every_replica_wherever_they_co
             p.data = -p.data
             more = [p.data * 2]
             while more[-1].data_ptr() != place and len(more) < 20:
-                more.append(
-                    p.data * 2
-                )  # until one gets the memory that was set free, if it was
+                # Until one gets the memory that was set free, if it was.
+                more.append(p.data * 2)
             p.data = more[-1]
         wanted = output()
         for got in outputs(strategy, output):
@@ -265,7 +265,10 @@ def test_a_hook_that_is_removed_between_steps_is_gone_from_every_replica(make):
 
 
 def test_a_hook_records_every_replica_in_the_users_own_recorder(make):
-    """Its list gets one item, as in plain PyTorch, with what the hook saw in each replica."""
+    """Its list gets one item, as in plain PyTorch, with what all hooks saw.
+
+    It is what the hook of each replica saw.
+    """
 
     class Recorder:
         def __init__(self) -> None:
@@ -379,7 +382,7 @@ def copied_by(fn: Callable[[], Any]) -> int:
     return copies.tensors
 
 
-def test_evaluation_and_accumulation_copy_nothing_and_a_written_parameter_is_copied_alone():
+def test_evaluation_copies_nothing_and_a_written_parameter_is_copied_alone():
     strategy = central_with_copies(3)
     model, optimizer, _, _ = trained(strategy)
     batch = deal(strategy, data(7))
@@ -448,7 +451,8 @@ COMPUTED: dict[str, Callable[[nn.Linear], Any]] = {
 def test_a_layer_whose_weight_is_computed_by_a_hook_trains_as_in_plain_torch(
     make, how, where
 ):
-    # They keep a tensor with a history where the weight was, and compute it anew before each forward.
+    # They keep a tensor with a history where the weight was, and compute it anew before
+    # each forward.
     def build() -> nn.Module:
         layer = nn.Linear(3, 4, **F64)
         COMPUTED[how](layer)

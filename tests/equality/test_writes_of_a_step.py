@@ -84,7 +84,10 @@ class Ema(nn.Module):
 
 
 def _plain_or_refused(make: Any, step: Any, **kwargs: Any) -> None:
-    """A step's own writes on parameters do what they do in plain PyTorch, or raise. Never is anything else silent."""
+    """A step's own writes on parameters do what they do in plain PyTorch, or raise.
+
+    Never is anything else silent.
+    """
     try:
         compare(make, 3, step, **kwargs)
     except RuntimeError as error:
@@ -183,9 +186,8 @@ def test_batch_norm_averages_statistics_by_share_and_applies_its_momentum_once(m
         for rows, pieces in [(8, [3, 3, 2]), (9, [3, 3, 3]), (5, [2, 2, 1])]:
             x = data(rows)[0]
             if pieces[-1] == 1:
-                x = (
-                    x.unsqueeze(-1).expand(-1, -1, 2).cumsum(-1)
-                )  # (rows, 3, 2): statistics of one row are enough
+                # (rows, 3, 2): statistics of one row are enough.
+                x = x.unsqueeze(-1).expand(-1, -1, 2).cumsum(-1)
             for reduction in ("mean", "sum"):
                 strategy = make(3)
                 with strategy.scope():
@@ -270,9 +272,8 @@ def test_statistics_that_plain_training_has_written_reach_every_replica(make):
 
 
 def test_batch_norm_ignores_a_replica_that_ran_without_rows_and_one_that_sat_out(make):
-    x = torch.stack(
-        [data(4)[0], -data(4)[0]], -1
-    )  # four rows on three replicas: 2, 2, 0
+    # Four rows on three replicas: 2, 2, 0.
+    x = torch.stack([data(4)[0], -data(4)[0]], -1)
     for empty in (False, True):
         strategy = make(3)
         with strategy.scope():

@@ -1,4 +1,7 @@
-"""What only a GPU shows: `python -m tests.gpu` runs, on a machine with one, all that matters there, in nine minutes.
+"""What only a GPU shows: `python -m tests.gpu` runs it all in nine minutes.
 
-It needs pytest and what torch brings, and no installation: a copy of the repository is enough.
+It needs a machine with a GPU.
+
+It needs pytest and what torch brings, and no installation: a copy of the repository is
+enough.
 """

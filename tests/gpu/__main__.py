@@ -1,8 +1,11 @@
-"""The first minutes on a machine with a GPU: `python -m tests.gpu`, in a copy of the repository.
+"""The first minutes on a machine with a GPU: `python -m tests.gpu`.
 
-It needs torch, numpy and pytest, no installation and no network, and ends in nine minutes. Each part says what it told,
-and all of it is in the folder of the option --logs. Without a GPU: ON=cpu, in the environment, runs what needs none,
-and --simulate runs it on simulated devices. --short runs a little of each part, in a minute or two.
+It runs in a copy of the repository.
+
+It needs torch, numpy and pytest, no installation and no network, and ends in nine
+minutes. Each part says what it told, and all of it is in the folder of the option
+--logs. Without a GPU: ON=cpu, in the environment, runs what needs none, and --simulate
+runs it on simulated devices. --short runs a little of each part, in a minute or two.
 """
 
 from __future__ import annotations
@@ -26,10 +29,13 @@ PYTEST = (sys.executable, "-m", "pytest", "-q", *PLUGINS, "--tb=short")
 ON_ONE_DEVICE = (*PYTEST, "-p", "gpu.on_one_device", "-W", "default")
 MOST_PROCESSES = 8  # that run tests at the same time
 MOST_SECONDS = 520  # of all parts together
-TO_END = 20  # seconds that pytest has, after its last test has begun, to end that test and say what all told
+# Seconds that pytest has, after its last test has begun, to end that test and say what
+# all told.
+TO_END = 20
 # What some tests do is not there on one GPU.
 NOT_ON_ONE_DEVICE = (
-    # They simulate devices by their names, count what travels between devices, or print where tensors are.
+    # They simulate devices by their names, count what travels between devices, or print
+    # where tensors are.
     *(
         "random_programs",
         "names_each_device_once",
@@ -52,9 +58,11 @@ NOT_ON_ONE_DEVICE = (
         "hooks_of_updates_are_not_warned_of",
     ),
     *("half_of_a_pair", "generator_of_the_steps_own"),
-    "forked_child_can_run",  # CUDA refuses to work in a process that was forked from one that has used it
-    # They compare with plain PyTorch on the CPU, whose numbers differ: cosines and norms of weights in float32, cuDNN's
-    # recurrent layers, and updates of parameters that share memory, which the GPU makes at the same time.
+    # CUDA refuses to work in a process that was forked from one that has used it.
+    "forked_child_can_run",
+    # They compare with plain PyTorch on the CPU, whose numbers differ: cosines and
+    # norms of weights in float32, cuDNN's recurrent layers, and updates of parameters
+    # that share memory, which the GPU makes at the same time.
     *(
         "test_sync_batch_norm",
         "weight_norm",
@@ -90,7 +98,10 @@ PACKAGES = (
 
 
 class Part(NamedTuple):
-    """Commands that run at the same time, the most seconds that they may take, and how many last lines are shown."""
+    """Commands that run at the same time, with a limit of seconds.
+
+    It also says how many last lines are shown.
+    """
 
     commands: Sequence[tuple[str, ...]]
     seconds: int
@@ -106,7 +117,7 @@ def missing() -> list[str]:
 
 
 def test_files(*folders: str) -> list[str]:
-    """The files of tests that can run with the packages that are here, the largest first."""
+    """The test files that can run with the packages here, the largest first."""
     found = [
         path
         for folder in folders
@@ -158,14 +169,8 @@ def parts(is_short: bool, simulated: bool) -> dict[str, Part]:
     words = (
         "(usual or scaled or recurrent) and (two or several)" if is_short else "test"
     )
-    trainings = (
-        *PYTEST,
-        "-rs",
-        *places,
-        "-k",
-        words,
-        "tests/gpu",
-    )  # -k: every variant of each test
+    # -k: every variant of each test.
+    trainings = (*PYTEST, "-rs", *places, "-k", words, "tests/gpu")
     left_out = (
         (*NOT_ON_ONE_DEVICE, *NOT_ON_THE_CPU) if on == "cpu" else NOT_ON_ONE_DEVICE
     )
@@ -194,7 +199,10 @@ def parts(is_short: bool, simulated: bool) -> dict[str, Part]:
 
 
 def own_devices() -> int:
-    """How many GPUs there are. A process of its own asks, since one that has asked may not be forked."""
+    """How many GPUs there are.
+
+    A process of its own asks, since one that has asked may not be forked.
+    """
     program = "import torch; print(torch.cuda.device_count())"
     return int(
         subprocess.run(
@@ -297,7 +305,8 @@ def main() -> int:
     known = parts(told.short, told.simulate)
     if unknown := set(told.parts) - set(known):
         parser.error(
-            f"there is no part {', '.join(sorted(unknown))}; there are {', '.join(known)}"
+            f"there is no part {', '.join(sorted(unknown))}; there are "
+            f"{', '.join(known)}"
         )
     told.logs.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()

@@ -1,6 +1,7 @@
-"""A plugin: with `-p gpu.deadline`, no test begins after a time that the environment says.
+"""A plugin, `-p gpu.deadline`: no test begins after a time from the environment.
 
-So a part that runs out of time still says which tests have failed, and how many were left out.
+So a part that runs out of time still says which tests have failed, and how many were
+left out.
 """
 
 from __future__ import annotations

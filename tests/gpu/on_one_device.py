@@ -1,7 +1,10 @@
-"""A plugin: with `-p gpu.on_one_device`, tests of simulated devices run with all replicas on one device.
+"""A plugin: with `-p gpu.on_one_device`, all replicas are on one device.
 
-The tests compare with plain PyTorch on the CPU, and a GPU draws other numbers. So what the program's own thread draws
-on the GPU is drawn on the CPU and copied. Replicas draw as they do.
+It is for tests of simulated devices.
+
+The tests compare with plain PyTorch on the CPU, and a GPU draws other numbers. So what
+the program's own thread draws on the GPU is drawn on the CPU and copied. Replicas draw
+as they do.
 """
 
 from __future__ import annotations

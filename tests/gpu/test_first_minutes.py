@@ -1,4 +1,4 @@
-"""`python -m tests.gpu`, which is for a machine with a GPU and little else, runs without one."""
+"""`python -m tests.gpu`, for a machine with a GPU, runs without one, too."""
 
 from __future__ import annotations
 

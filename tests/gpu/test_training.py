@@ -1,6 +1,9 @@
-"""Each strategy with all replicas on one device, a GPU if there is one, against plain PyTorch on this device.
+"""Each strategy with all replicas on one device, against plain PyTorch there.
 
-Where no GPU is, the tests run on simulated devices; with ON=cpu they run on the CPU. Some need CUDA.
+The device is a GPU if there is one.
+
+Where no GPU is, the tests run on simulated devices; with ON=cpu they run on the CPU.
+Some need CUDA.
 """
 
 from __future__ import annotations
@@ -63,7 +66,10 @@ TRAININGS = IN_ONE_PRECISION | {
 @pytest.mark.parametrize("kind", STRATEGIES)
 @pytest.mark.filterwarnings("ignore:`torch.jit.script")
 def test_a_training_has_the_numbers_of_plain_torch(kind: str, name: str) -> None:
-    """No warning is allowed: torch warns at each forward of recurrent layers whose weights are in several pieces."""
+    """No warning is allowed.
+
+    Torch warns at each forward of recurrent layers whose weights are in several pieces.
+    """
     compare(TRAININGS[name], STRATEGIES[kind])
 
 
@@ -91,7 +97,8 @@ def test_synchronized_batch_norm_has_the_numbers_of_plain_torch(kind: str) -> No
 
 
 def compare(training: Training, make: Callable[[], torchstrategy.Strategy]) -> None:
-    # Half of the rows are added up in another order, of which half precision shows more.
+    # Half of the rows are added up in another order, of which half precision shows
+    # more.
     close = 1e-6 if training.autocast is None else 0.02
     found, expected = training.trained(make()), training.trained(None)
     torch.testing.assert_close(found, expected, rtol=close, atol=close)
@@ -122,7 +129,10 @@ def test_an_average_that_a_step_writes_is_refused(kind: str) -> None:
 
 @contextlib.contextmanager
 def counting(found: list[int]) -> Iterator[None]:
-    """A block in which torch warns whenever the host waits for the GPU. Simulated devices count that themselves."""
+    """A block in which torch warns whenever the host waits for the GPU.
+
+    Simulated devices count that themselves.
+    """
     if not HAS_CUDA:
         with virtual_time("H100") as trace:
             yield
@@ -167,7 +177,10 @@ def test_a_warm_step_waits_no_more_than_plain_torch_does(kind: str, name: str) -
 
 @contextlib.contextmanager
 def limited() -> Iterator[int]:
-    """A block in which the device has so little memory that a tensor of the number of elements has no place there."""
+    """A block in which the device has very little memory.
+
+    A tensor of the number of elements has no place there.
+    """
     if HAS_CUDA:
         yield 2**45
         return
@@ -235,7 +248,10 @@ def test_a_run_can_be_captured_in_a_graph() -> None:
 @needs_cuda
 @pytest.mark.parametrize("kind", STRATEGIES)
 def test_graphs_of_the_compiler_are_right_or_refused_by_name(kind: str) -> None:
-    """They have their memory again in each step: torch refuses to read what a later step has overwritten."""
+    """They have their memory again in each step.
+
+    Torch refuses to read what a later step has overwritten.
+    """
 
     def make() -> nn.Module:
         model = mlp()
@@ -275,7 +291,10 @@ def test_a_group_of_one_process_is_enough() -> None:
     "make", [lambda: torchstrategy.MirroredStrategy([ON, ON])], ids=["mirrored"]
 )
 def test_new_threads_have_a_context(make: Callable[[], torchstrategy.Strategy]) -> None:
-    """torch warned of it, once in a process, at the first product of matrices on a replica's thread."""
+    """torch warned of it, once in a process.
+
+    It did at the first product of matrices on a replica's thread.
+    """
     strategy, weight = make(), nn.Parameter(torch.ones(8, 8, device=ON))
     for product in strategy.experimental_local_results(
         strategy.run(lambda: (weight @ weight).detach())

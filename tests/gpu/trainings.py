@@ -1,4 +1,7 @@
-"""The same small trainings in plain PyTorch and under each strategy, with all replicas on one device."""
+"""The same small trainings in plain PyTorch and under each strategy.
+
+All replicas are on one device.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,10 @@ Optimizers = Callable[[nn.Module], torch.optim.Optimizer]
 
 
 def device() -> torch.device | None:
-    """The device to test: that of the variable ON, or the first GPU, or the first simulated one."""
+    """The device to test: that of the variable ON, or the first GPU.
+
+    Without one, it is the first simulated one.
+    """
     if "ON" in os.environ:
         return torch.device(os.environ["ON"])
     if torch.cuda.is_available():
@@ -29,7 +35,7 @@ def device() -> torch.device | None:
 
 
 def two_devices() -> list[torch.device]:
-    """Two devices of the same kind as `ON` that are not one; none if there are not so many."""
+    """Two devices of the kind of `ON`, but not the same; none if there are too few."""
     if ON is None or ON.type == "cpu" or torch.accelerator.device_count() < 2:
         return []
     return [torch.device(ON.type, index) for index in range(2)]
@@ -86,7 +92,7 @@ class Recurrent(nn.Module):
 
 
 class Flattening(Recurrent):
-    """It calls `flatten_parameters` in its forward, as programs for `nn.DataParallel` do."""
+    """Its forward calls `flatten_parameters`, as with `nn.DataParallel` programs."""
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         self.recurrent.flatten_parameters()
@@ -122,9 +128,8 @@ class Training:
     autocast: torch.dtype | None = None
     scales: bool = False
     on_side_stream: bool = False
-    pins: bool = (
-        False  # the batches are in pinned memory, and so are parameters on the CPU
-    )
+    # The batches are in pinned memory, and so are parameters on the CPU.
+    pins: bool = False
     options: torchstrategy.InputOptions | None = None
     runs: int = STEPS
     around_last_step: Callable[[], contextlib.AbstractContextManager[Any]] = field(
@@ -132,7 +137,10 @@ class Training:
     )
 
     def trained(self, strategy: torchstrategy.Strategy | None) -> torch.Tensor:
-        """All parameters after some steps, on the CPU. Without a strategy: those of plain PyTorch on the device."""
+        """All parameters after some steps, on the CPU.
+
+        Without a strategy: those of plain PyTorch on the device.
+        """
         torch.manual_seed(0)
         model = self.make()
         if strategy is None:
@@ -207,7 +215,10 @@ class Training:
 
     @contextlib.contextmanager
     def _stream(self) -> Iterator[None]:
-        """A stream of the step's own, which comes after what the caller's has been given, and before what follows."""
+        """A stream of the step's own.
+
+        It comes after what the caller's has been given, and before what follows.
+        """
         if not self.on_side_stream or ON.type == "cpu":
             yield
             return

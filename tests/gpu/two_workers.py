@@ -1,4 +1,6 @@
-"""Two workers share a GPU, so NCCL must not be asked; or each has its own. `python -m tests.gpu` starts them.
+"""Two workers share a GPU, so NCCL must not be asked; or each has its own.
+
+`python -m tests.gpu` starts them.
 
 With `--nccl`, each worker takes the GPU of its number, and they are joined by NCCL.
 """
@@ -10,9 +12,8 @@ import sys
 from dataclasses import replace
 
 if "--nccl" in sys.argv:
-    os.environ["ON"] = (
-        f"cuda:{os.environ['LOCAL_RANK']}"  # before the devices are looked at
-    )
+    # Before the devices are looked at.
+    os.environ["ON"] = f"cuda:{os.environ['LOCAL_RANK']}"
 
 import torch
 import torch.distributed as dist

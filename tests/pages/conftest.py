@@ -1,6 +1,7 @@
 """The processes that the tests of a page share end with these tests.
 
-Tests that come later look for processes that they left behind. And pytest waits at its end for processes that run.
+Tests that come later look for processes that they left behind. And pytest waits at its
+end for processes that run.
 """
 
 from __future__ import annotations

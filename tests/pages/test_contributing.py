@@ -26,7 +26,10 @@ SCRIPT = re.compile(r"`python (\S+\.py)`")
 
 
 def paths() -> list[str]:
-    """The files and folders that it names, by themselves or in a command; not those that a command builds."""
+    """The files and folders that it names, by themselves or in a command.
+
+    Those that a command builds are left out.
+    """
     named = {
         quoted for quoted in QUOTED if "/" in quoted or quoted.endswith((".py", ".md"))
     }
@@ -41,7 +44,10 @@ def paths() -> list[str]:
 
 
 def is_there(path: str) -> bool:
-    """Whether a path exists below the repository or the package, or, without folders, in a room."""
+    """Whether a path exists below the repository or package, or in a room.
+
+    In a room, it may stand without folders.
+    """
     inside = path.removeprefix("torchstrategy/")
     return (
         (ROOT / path).exists()

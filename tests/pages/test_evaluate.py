@@ -33,7 +33,10 @@ def test_images(example: ModuleType) -> Dataset:
 
 
 class Net(nn.Module):
-    """As good as nothing, but another number for every class and row; it refuses to be called without rows."""
+    """As good as nothing, but another number for every class and row.
+
+    It refuses to be called without rows.
+    """
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,7 +1,10 @@
-"""Each snippet of each page, and each line that a message recommends, works under every strategy.
+"""Each snippet of each page, and each recommended line, works under all strategies.
 
-A snippet may be about one strategy, or about a number of replicas: `ABOUT_ONE` and `NOT_UNDER` say which, and why.
-What the snippets print is compared where each page is tested, with the strategy that the page names.
+A message recommends such a line.
+
+A snippet may be about one strategy, or about a number of replicas: `ABOUT_ONE` and
+`NOT_UNDER` say which, and why. What the snippets print is compared where each page is
+tested, with the strategy that the page names.
 """
 
 from __future__ import annotations
@@ -29,7 +32,9 @@ from conditions import for_changes
 DOCS = ROOT / "docs"
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 TAUGHT = re.compile(
-    r"^((?:\+ )?strategy = )torchstrategy\.(?:Mirrored|CentralStorage|MultiWorkerMirrored)Strategy\(.*?\)(?=$|  #)",
+    r"^((?:\+ )?strategy = )"
+    r"torchstrategy\.(?:Mirrored|CentralStorage|MultiWorkerMirrored)Strategy"
+    r"\(.*?\)(?=$|  #)",
     re.M,
 )
 # Two workers make each line anew, with its exchanges.
@@ -43,7 +48,8 @@ every_strategy_but_workers = pytest.mark.parametrize(
 
 # Pages that run as a whole, one snippet after the other.
 SNIPPETS = ("features.md", "data.md", "metrics.md", "performance.md")
-# Pages whose snippets are about one strategy or about none, and the strategy of all others.
+# Pages whose snippets are about one strategy or about none, and the strategy of all
+# others.
 ABOUT_ONE = {
     "logging.md": "tests/pages/test_every_strategy.py runs it under every strategy",
     "custom-strategies.md": "a strategy of its own",
@@ -111,7 +117,10 @@ def test_no_page_is_forgotten() -> None:
 def failures_of(
     page: str, name: str, strategy: torchstrategy.Strategy
 ) -> Iterator[str]:
-    """Runs the snippets of a page one after the other; yields those that raise, and were not to."""
+    """Runs the snippets of a page in order; yields those that wrongly raise.
+
+    They were not to raise.
+    """
     text = re.sub(r"^```\w*$", "", (DOCS / page).read_text(), flags=re.MULTILINE)
     names: dict[str, Any] = {"__name__": "__main__", "STRATEGY": strategy}
     for example in doctest.DocTestParser().get_examples(text):
@@ -125,7 +134,10 @@ def failures_of(
             exec(compile(source, page, "exec"), names)
         except Exception as error:
             if example.exc_msg is None:
-                yield f"{page}:{example.lineno + 1}: {source.splitlines()[0]}\n    {type(error).__name__}: {error}"
+                yield (
+                    f"{page}:{example.lineno + 1}: {source.splitlines()[0]}\n    "
+                    f"{type(error).__name__}: {error}"
+                )
 
 
 @pytest.mark.slow
@@ -212,7 +224,7 @@ def test_the_program_of_the_migration_from_dataparallel(
 
 
 def snippets_of_several_machines() -> Iterator[str]:
-    """Those that are not about what goes wrong, and need no group of processes of torch's."""
+    """Those that are not about errors, and need no process group of torch's."""
     found = BLOCK.findall((DOCS / "several-machines.md").read_text())
     for (kind, text), (_, following) in itertools.pairwise([*found, ("", "")]):
         needs_group = re.search(
@@ -228,7 +240,10 @@ def snippets_of_several_machines() -> Iterator[str]:
 def test_programs_of_several_machines(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The page tells readers to run their script alone first. Two processes run them where the page is tested."""
+    """The page tells readers to run their script alone first.
+
+    Two processes run them where the page is tested.
+    """
     monkeypatch.chdir(tmp_path)
     (program,) = blocks("several-machines.md", "python")
     snippets = list(snippets_of_several_machines())
@@ -243,7 +258,9 @@ def test_programs_of_several_machines(
                 strategy.num_replicas_in_sync == 3
                 and "get_per_replica_batch_size(64)" in snippet
             ):
-                continue  # the default strategy returns the loader itself; 64 rows are not divided by three
+                # The default strategy returns the loader itself; 64 rows are not
+                # divided by three.
+                continue
             names = {"STRATEGY": strategy, "__name__": "__main__"}
             failed += failures_among(
                 [TAUGHT.sub(r"\1STRATEGY", f"{beginning}\n\n\n{snippet}")], names
@@ -257,7 +274,10 @@ def test_programs_of_several_machines(
 
 
 def lines_of_table(page: str, header: str) -> list[list[str]]:
-    """The code in the last column of a table, row by row; "the same" is that of the first column."""
+    """The code in the last column of a table, row by row.
+
+    "The same" is that of the first column.
+    """
     below = (DOCS / page).read_text().partition(f"\n{header}\n")[2].partition("\n\n")[0]
     rows = [line.strip("| ").split(" | ") for line in below.splitlines()[1:]]
     cells = [row[0] if row[-1].startswith("the same") else row[-1] for row in rows]
@@ -309,7 +329,9 @@ def names_for(
 
 TABLES = {
     "several-machines.md": "| with `DistributedDataParallel` | with the strategy |",
-    "migrating-from-dataparallel.md": "| with `nn.DataParallel` | with the drop-in | with a strategy |",
+    "migrating-from-dataparallel.md": (
+        "| with `nn.DataParallel` | with the drop-in | with a strategy |"
+    ),
 }
 
 
@@ -392,7 +414,8 @@ NOT_RUN = (
     "torchstrategy.testing.simulate_devices(n)",
     "model.module(x)",  # what not to call
     "optimizer.step(closure)",  # the step's own closure
-    "model.set_requires_gradient_sync(True)",  # a model of FSDP2, which no strategy is needed for
+    # A model of FSDP2, which no strategy is needed for.
+    "model.set_requires_gradient_sync(True)",
 )
 
 
@@ -443,9 +466,8 @@ def lines_of_messages() -> list[str]:
         for text in texts_in(file)
         for call in calls_in(text)
     }
-    return sorted(
-        call for call in calls if "id {}" not in call
-    )  # those are what objects are shown as
+    # Those are what objects are shown as.
+    return sorted(call for call in calls if "id {}" not in call)
 
 
 def names_of_messages(strategy: torchstrategy.Strategy, folder: Path) -> dict[str, Any]:
@@ -465,9 +487,8 @@ def names_of_messages(strategy: torchstrategy.Strategy, folder: Path) -> dict[st
         "dataset_fn": lambda context: names["loader"],
         "value_fn": lambda context: torch.ones(2),
     }
-    if isinstance(
-        names["dataset"], DataLoader
-    ):  # the default strategy returns the loader itself
+    # The default strategy returns the loader itself.
+    if isinstance(names["dataset"], DataLoader):
         names["dataset"].state_dict = dict
     names["step"] = lambda *args: None
     names |= {"loss": names["losses"], "counts": names["batch"]}

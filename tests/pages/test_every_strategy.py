@@ -1,4 +1,7 @@
-"""What pages and messages tell readers to write works under every strategy, from one device to two workers."""
+"""What pages and messages tell readers to write works under every strategy.
+
+Strategies range from one device to two workers.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +71,8 @@ def test_programs_of_pages(
 ) -> None:
     if (page.stem, name) == ("saving", "default"):
         pytest.skip(
-            "the default strategy returns the loader itself, which has no state; the page says so"
+            "the default strategy returns the loader itself, which has no state; the "
+            "page says so"
         )
     monkeypatch.chdir(tmp_path)
     run_under(name, lambda strategy: run_text(programs_of(page), strategy))

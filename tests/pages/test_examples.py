@@ -1,4 +1,7 @@
-"""The examples run and learn, their checks can fail, and the digits programs differ by no more than the README says."""
+"""The examples run and learn, and their checks can fail.
+
+The digits programs differ by no more than the README says.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,10 @@ def torchrun(count: int) -> tuple[str, ...]:
 
 
 def output_of(program: str, *arguments: str) -> str:
-    """What the program prints. It imports the package as installed, as a user's program does."""
+    """What the program prints.
+
+    It imports the package as installed, as a user's program does.
+    """
     return output_of_python(str(EXAMPLES / program), *arguments)
 
 
@@ -65,9 +71,8 @@ def test_the_digits_programs_differ_in_fewer_than_12_lines() -> None:
         (EXAMPLES / name).read_text().splitlines()
         for name in ("digits_plain.py", "digits.py")
     )
-    diff = list(difflib.unified_diff(plain, under_strategy, lineterm="", n=0))[
-        2:
-    ]  # the first two name the files
+    # The first two name the files.
+    diff = list(difflib.unified_diff(plain, under_strategy, lineterm="", n=0))[2:]
     changed = [line for line in diff if line[0] in "+-"]
     assert 0 < len(changed) < 12, "\n".join(changed)
 
@@ -198,10 +203,13 @@ def restart(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 @pytest.mark.slow
 @for_changes
 @pytest.mark.parametrize("count", [2, 3, 4])
-def test_a_killed_training_that_torchrun_restarts_ends_with_the_weights_of_an_unbroken_one(
+def test_a_killed_training_that_torchrun_restarts_ends_as_an_unbroken_one(
     count: int, tmp_path: Path
 ) -> None:
-    """With three processes it did not: the first step after the start added gradients up in another order."""
+    """With three processes it did not.
+
+    The first step after the start added gradients up in another order.
+    """
     command = (
         *torchrun(count),
         "--max-restarts",
@@ -347,7 +355,7 @@ def test_the_language_model_learns_what_it_learns_in_plain_pytorch(
 
 
 @pytest.mark.slow
-def test_the_check_of_the_language_model_fails_when_each_replica_takes_the_mean_of_its_own_words(
+def test_the_check_of_the_language_model_fails_for_means_over_each_replicas_words(
     language_model: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = torchstrategy.CentralStorageStrategy
@@ -380,9 +388,8 @@ def test_a_few_updates_make_the_language_model_better_than_guessing(
 def test_the_gan_learns_what_it_learns_in_plain_pytorch(
     gan: ModuleType, replicas: int
 ) -> None:
-    gan.check(
-        gan.argument_parser().parse_args(["--replicas", str(replicas)]), steps=19
-    )  # over the end of an epoch
+    # Over the end of an epoch.
+    gan.check(gan.argument_parser().parse_args(["--replicas", str(replicas)]), steps=19)
 
 
 @pytest.mark.slow

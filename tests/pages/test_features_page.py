@@ -1,4 +1,7 @@
-"""docs/features.md says what is so: it runs, and its tables have what the matrix of tests trains, and nothing else."""
+"""docs/features.md says what is so: it runs.
+
+Its tables have what the matrix of tests trains, and nothing else.
+"""
 
 from __future__ import annotations
 
@@ -62,9 +65,8 @@ def rows() -> list[Row]:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Lazy modules are a new feature")
-@pytest.mark.filterwarnings(
-    "ignore:`torch.jit.script"
-)  # torch's own, in its forward mode
+# Torch's own, in its forward mode.
+@pytest.mark.filterwarnings("ignore:`torch.jit.script")
 def test_the_page_runs() -> None:
     examples_run_on(PAGE, optionflags=doctest.ELLIPSIS)
 

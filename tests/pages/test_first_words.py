@@ -56,7 +56,11 @@ def test_the_links_of_the_readme_lead_somewhere() -> None:
 
 @pytest.mark.parametrize("page", ["README.md", "docs/why.md"])
 def test_figures_beside_others_are_those_of_the_benchmarks(page: str) -> None:
-    """Of a step: Accelerate 1.400, Fabric 1.107, one replica 1.027; of workers 1.10, 1.00 and 0.94 of DDP's time."""
+    """The figures that the pages quote first.
+
+    Of a step: Accelerate 1.400, Fabric 1.107, one replica 1.027; of workers 1.10, 1.00
+    and 0.94 of DDP's time.
+    """
     figures = (ROOT / "benchmarks" / "README.md").read_text()
     text = (ROOT / page).read_text()
     measured = {

@@ -1,4 +1,4 @@
-"""docs/language-models.md says what is so: its snippets run, in one process and in two."""
+"""docs/language-models.md says what is so: its snippets run in one or two processes."""
 
 from __future__ import annotations
 
@@ -72,7 +72,8 @@ def test_the_model_of_transformers_trains_as_in_plain_pytorch() -> None:
         assert float(line.split()[1]) == pytest.approx(
             float(plain_line.split()[1]), abs=2e-4
         )
-    # A first update of Adam is as large as the rate, whatever the gradient is: float32 has rounded a few of them.
+    # A first update of Adam is as large as the rate, whatever the gradient is: float32
+    # has rounded a few of them.
     states = (names["model"].state_dict() for names in (ours, plain))
     torch.testing.assert_close(*states, rtol=1e-3, atol=2e-3)
 
@@ -83,7 +84,10 @@ def of_workers(strategy: str) -> list[float]:
 
 
 def test_the_program_for_several_processes_prints_what_one_prints() -> None:
-    ours = 'torchstrategy.MultiWorkerMirroredStrategy(devices=["cpu"], gradient_reduction="loss")'
+    ours = (
+        'torchstrategy.MultiWorkerMirroredStrategy(devices=["cpu"], '
+        'gradient_reduction="loss")'
+    )
     expected = of_workers("torchstrategy.get_strategy()")
     assert len(expected) == 3
     found = cluster(2).run(of_workers, ours)

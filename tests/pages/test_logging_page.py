@@ -15,7 +15,10 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "logging.md"
 
 
 class SummaryWriter:
-    """Takes the calls that the page makes of TensorBoard's; TensorBoard itself is no dependency of the tests."""
+    """Takes the calls that the page makes of TensorBoard's.
+
+    TensorBoard itself is no dependency of the tests.
+    """
 
     written: ClassVar[list[tuple[str, float, int]]] = []
 
@@ -23,7 +26,8 @@ class SummaryWriter:
         self.folder = folder
 
     def add_scalar(self, tag: str, value: object, step: int) -> None:
-        self.written.append((tag, float(value), step))  # type: ignore[arg-type]  # as TensorBoard does
+        # As TensorBoard does.
+        self.written.append((tag, float(value), step))  # type: ignore[arg-type]
 
     def close(self) -> None:
         """Nothing is open."""

@@ -1,4 +1,7 @@
-"""The pages on torch.nn.DataParallel say what is so: all of it runs, torch.nn.DataParallel on simulated devices."""
+"""The pages on torch.nn.DataParallel say what is so: all of it runs.
+
+torch.nn.DataParallel runs on simulated devices.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,8 @@ FAULTS = [
     )
 ]
 
-# The words that begin a paragraph, and where the snippets below it run. What is below none of them runs in both places.
+# The words that begin a paragraph, and where the snippets below it run. What is below
+# none of them runs in both places.
 MARKS = {
     "Before.": "with devices",
     "After.": "without",
@@ -53,7 +57,10 @@ torchstrategy.testing.cuda_alias().__enter__()
 
 
 def printed(place: str, program: str, folder: Path) -> str:
-    """What a program prints in a process that has four simulated devices, which are called cuda, or that has none."""
+    """What a program prints in a process with four simulated devices, or none.
+
+    The devices are called cuda.
+    """
     paths = os.pathsep.join(
         map(
             str,
@@ -71,7 +78,10 @@ def printed(place: str, program: str, folder: Path) -> str:
 
 
 def snippets(place: str, page: str) -> str:
-    """A page, with empty lines for what does not run in this place, and for what is not run by doctest."""
+    """A page, with empty lines for what does not run in this place.
+
+    What doctest does not run is empty, too.
+    """
     lines, where = [], None
     for line in PAGES[page].read_text().splitlines():
         if mark := re.match(r"\*\*(.+?)\*\*", line):
@@ -85,7 +95,7 @@ def snippets(place: str, page: str) -> str:
 
 
 def run_snippets(place: str, page: str) -> None:
-    """Prints those that do not print what the page shows, and then how many there are."""
+    """Prints those that do not print what the page shows, and how many there are."""
     names = {"__name__": "__main__"}
     test = doctest.DocTestParser().get_doctest(
         snippets(place, page), names, page, str(PAGES[page]), 0
@@ -99,7 +109,10 @@ def run_snippets(place: str, page: str) -> None:
 def test_snippets_print_what_the_page_shows(
     page: str, place: str, tmp_path: Path
 ) -> None:
-    program = f"import test_migrating_page; test_migrating_page.run_snippets({place!r}, {page!r})"
+    program = (
+        f"import test_migrating_page; test_migrating_page.run_snippets({place!r}, "
+        f"{page!r})"
+    )
     attempted = snippets(place, page).count("\n>>> ")
     assert attempted > (4 if PAGES[page] == PAGE else 50)
     assert (
@@ -185,7 +198,8 @@ class Net(nn.Linear):
 def table() -> list[list[list[str]]]:
     """Of each of its rows, the code in each cell."""
     _, _, below = TEXT.partition(
-        "\n| with `nn.DataParallel` | with the drop-in | with a strategy |\n|---|---|---|\n"
+        "\n| with `nn.DataParallel` | with the drop-in | with a strategy "
+        "|\n|---|---|---|\n"
     )
     rows = [
         line.strip("| ").split(" | ")

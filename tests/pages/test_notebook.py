@@ -13,7 +13,10 @@ NOTEBOOK = Path(__file__).resolve().parents[2] / "examples" / "first_hour.ipynb"
 
 
 def printed_by(notebook: Any) -> list[str]:
-    """What each cell prints, of those that print. A kernel sends what a slow cell prints in several pieces."""
+    """What each cell prints, of those that print.
+
+    A kernel sends what a slow cell prints in several pieces.
+    """
     of_cells = (cell.get("outputs", ()) for cell in notebook.cells)
     texts = (
         "".join(one.text for one in outputs if one.get("name") == "stdout")

@@ -1,4 +1,7 @@
-"""docs/parity.csv says how each name of tf.distribute is here; the code agrees, both ways, and so does the page."""
+"""docs/parity.csv says how each name of tf.distribute is here.
+
+The code agrees, both ways, and so does the page.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +25,12 @@ ROWS: list[Any] = PARITY["rows"]()
 NAMES = {row.name: row for row in ROWS if not row.parameter}
 IS_HERE = ("same", "differs", "extra")
 
-# What each of the five pages that torchstrategy began with describes: a class, and its attributes and methods.
-EVERYWHERE = "extended num_replicas_in_sync experimental_distribute_dataset experimental_local_results reduce run scope"
+# What each of the five pages that torchstrategy began with describes: a class, and its
+# attributes and methods.
+EVERYWHERE = (
+    "extended num_replicas_in_sync experimental_distribute_dataset "
+    "experimental_local_results reduce run scope"
+)
 FROM_DATA = (
     "experimental_distribute_datasets_from_function experimental_make_numpy_dataset"
 )
@@ -32,29 +39,36 @@ LOGICAL = (
     "experimental_assign_to_logical_device experimental_replicate_to_logical_devices "
     "experimental_split_to_logical_devices"
 )
+TF = "https://www.tensorflow.org/versions"
+STRATEGIES = "api_docs/python/tf/distribute"
 PAGES = {
-    "https://www.tensorflow.org/versions/r2.2/api_docs/python/tf/distribute/OneDeviceStrategy": (
+    f"{TF}/r2.2/{STRATEGIES}/OneDeviceStrategy": (f"{FROM_DATA} {VALUES} {LOGICAL}"),
+    f"{TF}/r2.2/api_docs/python/tf/compat/v1/distribute/OneDeviceStrategy": (
+        f"{FROM_DATA} experimental_run make_dataset_iterator make_input_fn_iterator "
+        "update_config_proto"
+    ),
+    f"{TF}/r2.2/{STRATEGIES}/experimental/CentralStorageStrategy": (
         f"{FROM_DATA} {VALUES} {LOGICAL}"
     ),
-    "https://www.tensorflow.org/versions/r2.2/api_docs/python/tf/compat/v1/distribute/OneDeviceStrategy": (
-        f"{FROM_DATA} experimental_run make_dataset_iterator make_input_fn_iterator update_config_proto"
-    ),
-    "https://www.tensorflow.org/versions/r2.2/api_docs/python/tf/distribute/experimental/CentralStorageStrategy": (
-        f"{FROM_DATA} {VALUES} {LOGICAL}"
-    ),
-    "https://www.tensorflow.org/versions/r2.3/api_docs/python/tf/distribute/Strategy": (
+    f"{TF}/r2.3/{STRATEGIES}/Strategy": (
         f"cluster_resolver {FROM_DATA} {VALUES} {LOGICAL}"
     ),
-    "https://www.tensorflow.org/versions/r2.4/api_docs/python/tf/distribute/experimental/CentralStorageStrategy": (
+    f"{TF}/r2.4/{STRATEGIES}/experimental/CentralStorageStrategy": (
         f"cluster_resolver distribute_datasets_from_function {VALUES} gather"
     ),
 }
 # What a class inherits is listed with its base.
 BASES = {
     "tf.distribute.Strategy": r"tf\.distribute\.(experimental\.)?\w+Strategy",
-    "tf.compat.v1.distribute.Strategy": r"tf\.compat\.v1\.distribute\.(experimental\.)?\w+Strategy",
-    "tf.distribute.CrossDeviceOps": r"tf\.distribute\.(\w+AllReduce|ReductionToOneDevice)",
-    "tf.distribute.cluster_resolver.ClusterResolver": r"tf\.distribute\.cluster_resolver\.\w+Resolver",
+    "tf.compat.v1.distribute.Strategy": (
+        r"tf\.compat\.v1\.distribute\.(experimental\.)?\w+Strategy"
+    ),
+    "tf.distribute.CrossDeviceOps": (
+        r"tf\.distribute\.(\w+AllReduce|ReductionToOneDevice)"
+    ),
+    "tf.distribute.cluster_resolver.ClusterResolver": (
+        r"tf\.distribute\.cluster_resolver\.\w+Resolver"
+    ),
 }
 
 
@@ -170,7 +184,10 @@ def test_a_class_inherits_what_is_listed_with_its_base(base: str) -> None:
 
 
 def public_names(module: ModuleType, place: str = "torchstrategy") -> Iterator[str]:
-    """Everything that torchstrategy exports, but for its testing tools, which are no business of TensorFlow's."""
+    """Everything that torchstrategy exports, but for its testing tools.
+
+    These are no business of TensorFlow's.
+    """
     for name in module.__all__:
         thing = getattr(module, name)
         if not isinstance(thing, ModuleType):
@@ -219,7 +236,7 @@ def members_of(cls: type) -> Iterator[str]:
 
 
 def parts_of(thing: Any) -> Iterator[tuple[str, str]]:
-    """The (member, parameter) pairs that the table is to have of a public class or function."""
+    """The table's (member, parameter) pairs of a public class or function."""
     if not inspect.isclass(thing):
         yield from (("", parameter) for parameter in parameters_of(thing))
         return
@@ -288,26 +305,34 @@ def test_what_the_pages_describe_is_in_the_table(page: str) -> None:
 # The public classes, functions and enumerations of tf.distribute in TensorFlow 2.21
 RELEASE_2_21 = {
     "tf.distribute.": (
-        "CrossDeviceOps DistributedDataset DistributedDataset.reduce DistributedIterator DistributedValues "
-        "HierarchicalCopyAllReduce InputContext InputOptions InputReplicationMode MirroredStrategy "
-        "MultiWorkerMirroredStrategy NcclAllReduce OneDeviceStrategy ParameterServerStrategy ReduceOp "
-        "ReductionToOneDevice ReplicaContext RunOptions Server Strategy StrategyExtended TPUStrategy "
-        "experimental_set_strategy get_replica_context get_strategy has_strategy in_cross_replica_context"
+        "CrossDeviceOps DistributedDataset DistributedDataset.reduce "
+        "DistributedIterator DistributedValues HierarchicalCopyAllReduce InputContext "
+        "InputOptions InputReplicationMode MirroredStrategy "
+        "MultiWorkerMirroredStrategy NcclAllReduce OneDeviceStrategy "
+        "ParameterServerStrategy ReduceOp ReductionToOneDevice ReplicaContext "
+        "RunOptions Server Strategy StrategyExtended TPUStrategy "
+        "experimental_set_strategy get_replica_context get_strategy has_strategy "
+        "in_cross_replica_context"
     ),
     "tf.distribute.cluster_resolver.": (
-        "ClusterResolver GCEClusterResolver KubernetesClusterResolver KubernetesExecutableLocation "
-        "SimpleClusterResolver SlurmClusterResolver SlurmClusterResolver.get_task_info TFConfigClusterResolver "
-        "TPUClusterResolver UnionResolver"
+        "ClusterResolver GCEClusterResolver KubernetesClusterResolver "
+        "KubernetesExecutableLocation SimpleClusterResolver SlurmClusterResolver "
+        "SlurmClusterResolver.get_task_info TFConfigClusterResolver TPUClusterResolver "
+        "UnionResolver"
     ),
     "tf.distribute.coordinator.": (
-        "ClusterCoordinator PerWorkerValue RemoteValue experimental_get_current_worker_index"
+        "ClusterCoordinator PerWorkerValue RemoteValue "
+        "experimental_get_current_worker_index"
     ),
     "tf.distribute.experimental.": (
-        "CentralStorageStrategy CollectiveCommunication CollectiveHints CommunicationImplementation "
-        "CommunicationOptions MultiWorkerMirroredStrategy ParameterServerStrategy PreemptionCheckpointHandler "
-        "PreemptionWatcher TPUStrategy TerminationConfig ValueContext"
+        "CentralStorageStrategy CollectiveCommunication CollectiveHints "
+        "CommunicationImplementation CommunicationOptions MultiWorkerMirroredStrategy "
+        "ParameterServerStrategy PreemptionCheckpointHandler PreemptionWatcher "
+        "TPUStrategy TerminationConfig ValueContext"
     ),
-    "tf.distribute.experimental.coordinator.": "ClusterCoordinator PerWorkerValues RemoteValue",
+    "tf.distribute.experimental.coordinator.": (
+        "ClusterCoordinator PerWorkerValues RemoteValue"
+    ),
     "tf.distribute.experimental.partitioners.": (
         "FixedShardsPartitioner MaxSizePartitioner MinSizePartitioner Partitioner"
     ),

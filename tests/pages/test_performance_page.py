@@ -14,9 +14,8 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "performance.md"
 TEXT = PAGE.read_text()
 
 
-@pytest.mark.filterwarnings(
-    "ignore:Warning. Profiler clears events:UserWarning"
-)  # by torch before 2.13
+# By torch before 2.13.
+@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events:UserWarning")
 def test_the_page_runs() -> None:
     assert examples_run_on(PAGE) > 10
 

@@ -35,8 +35,14 @@ SEEDED = "import torch\ntorch.manual_seed(0)\n" + PROGRAM.format(
     inputs="batch.to(device)", batches="[torch.ones(1, 3)] * 9"
 )
 DRAWS = PROGRAM.format(
-    inputs="batch.to(device) * torch.rand(4, 3, device=device) * random.random() * numpy.random.rand()",
-    batches="DataLoader(torch.rand(24, 3), 4, shuffle=has_gpu, num_workers=int(has_gpu), persistent_workers=has_gpu)",
+    inputs=(
+        "batch.to(device) * torch.rand(4, 3, device=device) * random.random() * "
+        "numpy.random.rand()"
+    ),
+    batches=(
+        "DataLoader(torch.rand(24, 3), 4, shuffle=has_gpu, num_workers=int(has_gpu), "
+        "persistent_workers=has_gpu)"
+    ),
 )
 
 
@@ -193,7 +199,10 @@ def test_what_is_equal_is_said_with_the_reason_why_the_rest_is_not(script: Any) 
 
 
 def test_numbers_are_those_that_matter(script: Any) -> None:
-    printed = "Epoch 3 Time 1.25 Loss 2.5e+00 ( 2.5e+00) Acc@1 12.50\ntrain loss: nan, 17 ms\nppl   300.2\n"
+    printed = (
+        "Epoch 3 Time 1.25 Loss 2.5e+00 ( 2.5e+00) Acc@1 12.50\ntrain loss: nan, 17 "
+        "ms\nppl   300.2\n"
+    )
     found = script.numbers(printed)
     assert str(found) == "[2.5, 12.5, nan, 300.2]"
     assert (

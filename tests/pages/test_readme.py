@@ -1,4 +1,7 @@
-"""The documents say what is so: programs run, commands are the ones that are checked, versions agree."""
+"""The documents say what is so.
+
+Programs run, commands are the ones that are checked, versions agree.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +68,7 @@ def blocks(*languages: str) -> list[Block]:
 
 
 def commands_in(shell: str) -> list[str]:
-    """The commands of a shell text, in order, without comments and the `&&` between them."""
+    """The commands of a shell text, in order, without comments or `&&`."""
     lines = (line.strip() for line in shell.replace("\\\n", " ").splitlines())
     pieces = (
         piece.strip()
@@ -84,9 +87,8 @@ def test_python_blocks_run(
     block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    program = (
-        "\n" * (block.line - 1) + block.text
-    )  # so that a traceback shows the line of the document
+    # So that a traceback shows the line of the document.
+    program = "\n" * (block.line - 1) + block.text
     exec(compile(program, str(block.document), "exec"), {"__name__": "__main__"})
 
 
@@ -102,7 +104,8 @@ def test_the_readme_has_a_program_and_commands() -> None:
     assert len(blocks("bash", "sh")) >= 2
 
 
-# A page whose Python blocks are the files of one folder, and whose consoles show what commands print there
+# A page whose Python blocks are the files of one folder, and whose consoles show what
+# commands print there
 
 
 HERE = {
@@ -143,7 +146,10 @@ def last_console_of(document: Path) -> Block:
 
 
 def consoles() -> list[Any]:
-    """All but those of the tutorial. The tests that one page shows take several seconds."""
+    """All but those of the tutorial.
+
+    The tests that one page shows take several seconds.
+    """
     return [
         pytest.param(
             block,
@@ -161,9 +167,8 @@ def test_a_reader_who_follows_a_page_sees_what_it_shows(
     console: Block, tmp_path: Path
 ) -> None:
     for block in blocks_of(console.document):
-        if (
-            block.file and block.line < console.line
-        ):  # a later version takes the place of an earlier one
+        # A later version takes the place of an earlier one.
+        if block.file and block.line < console.line:
             (tmp_path / block.file).write_text(block.text)
     is_last = console == last_console_of(console.document)
     assert_prints(console, tmp_path, printed_by if is_last else printed_sooner_by)
@@ -196,7 +201,10 @@ def assert_prints(
 
 
 def test_files_of_a_page_are_run_by_a_later_console() -> None:
-    """A console runs with all files before it: by pytest, or by the file that it names and what that imports."""
+    """A console runs with all files before it.
+
+    It runs by pytest, or by the file that it names and what that imports.
+    """
     for document in {block.document for block in blocks("python") if block.file}:
         *_, last = [
             block

@@ -1,8 +1,12 @@
-"""Every block of code on the five pages that torchstrategy began with, put into torch, gives what the page says.
+"""Every block of code on five pages, put into torch, gives what the page says.
 
-Their addresses are `https://www.tensorflow.org/versions/{release}/api_docs/python/{name}`, with slashes in the name.
-Where a page is wrong, the test says what TensorFlow really does. `tf.function` is left out, a `Dataset` is a DataLoader
-of the same batches, and devices that not every machine has are logical CPUs.
+They are the pages that torchstrategy began with.
+
+Their addresses are
+`https://www.tensorflow.org/versions/{release}/api_docs/python/{name}`, with slashes in
+the name. Where a page is wrong, the test says what TensorFlow really does.
+`tf.function` is left out, a `Dataset` is a DataLoader of the same batches, and devices
+that not every machine has are logical CPUs.
 """
 
 from __future__ import annotations
@@ -27,7 +31,10 @@ FOUR = [*TWO, "cpu:2", "cpu:3"]
 
 
 class Page(NamedTuple):
-    """A page: the strategy that it is about, how many devices its machine has, and its blocks from top to bottom."""
+    """A page: its strategy, how many devices its machine has, and its blocks.
+
+    The blocks are from top to bottom.
+    """
 
     release: str
     name: str
@@ -47,41 +54,44 @@ PAGES = [
         "tf.distribute.OneDeviceStrategy",
         lambda: torchstrategy.OneDeviceStrategy(device="cpu:0"),
         TWO[:1],
-        f"sum_of_runs assign_to_logical_device dataset_on_one_device dataset_fn {VALUES} numpy_dataset "
-        "replicate_to_logical_devices split_to_logical_devices reduce_on_one_device",
+        "sum_of_runs assign_to_logical_device dataset_on_one_device dataset_fn "
+        f"{VALUES} numpy_dataset replicate_to_logical_devices split_to_logical_devices "
+        "reduce_on_one_device",
     ),
     Page(
         "r2.2",
         "tf.compat.v1.distribute.OneDeviceStrategy",
         lambda: torchstrategy.compat.v1.OneDeviceStrategy(device="cpu:0"),
         TWO[:1],
-        "sum_of_runs records records_with_spec dataset_fn iterator_with_spec numpy_dataset input_fn "
-        "run_on_tensor run_on_values",
+        "sum_of_runs records records_with_spec dataset_fn iterator_with_spec "
+        "numpy_dataset input_fn run_on_tensor run_on_values",
     ),
     Page(
         "r2.2",
         "tf.distribute.experimental.CentralStorageStrategy",
         lambda: torchstrategy.experimental.CentralStorageStrategy(TWO),
         TWO[:1],
-        f"central_storage assign_to_logical_device dataset_on_two_devices dataset_fn {VALUES} numpy_dataset "
-        "replicate_to_logical_devices split_to_logical_devices reduce_on_two_devices",
+        "central_storage assign_to_logical_device dataset_on_two_devices dataset_fn "
+        f"{VALUES} numpy_dataset replicate_to_logical_devices split_to_logical_devices "
+        "reduce_on_two_devices",
     ),
     Page(
         "r2.3",
         "tf.distribute.Strategy",
         lambda: torchstrategy.MirroredStrategy(TWO),
         TWO[:1],
-        "epochs cluster_resolver assign_to_logical_device records records_with_spec dataset_fn dataset_from_fn "
-        f"train_on_dataset_from_fn {VALUES} batched_numpy_dataset replicate_to_logical_devices "
-        "split_to_logical_devices run_on_tensor run_on_values variable_in_scope",
+        "epochs cluster_resolver assign_to_logical_device records records_with_spec "
+        f"dataset_fn dataset_from_fn train_on_dataset_from_fn {VALUES} "
+        "batched_numpy_dataset replicate_to_logical_devices split_to_logical_devices "
+        "run_on_tensor run_on_values variable_in_scope",
     ),
     Page(
         "r2.4",
         "tf.distribute.experimental.CentralStorageStrategy",
         lambda: torchstrategy.experimental.CentralStorageStrategy(TWO),
         TWO,
-        f"central_storage cluster_resolver dataset_on_two_devices {VALUES} gather gather_along_axes "
-        "reduce_on_two_devices variable_in_scope",
+        f"central_storage cluster_resolver dataset_on_two_devices {VALUES} gather "
+        "gather_along_axes reduce_on_two_devices variable_in_scope",
     ),
 ]
 TRANSLATED: set[str] = set()
@@ -109,7 +119,10 @@ def batches(number: int, size: int) -> DataLoader[torch.Tensor]:
 
 
 class Repeated(IterableDataset[torch.Tensor]):
-    """`tf.data.Dataset.from_tensors([[1.]]).repeat()`, and of its batches every `num_shards`-th."""
+    """What `tf.data.Dataset.from_tensors([[1.]]).repeat()` yields.
+
+    Of its batches it has every `num_shards`-th.
+    """
 
     def __init__(self, num_shards: int, index: int) -> None:
         self.shard = slice(index, None, num_shards)
@@ -280,7 +293,8 @@ def test_one_device_gets_batches_as_they_are(page: Page) -> None:
 def test_two_devices_share_each_batch(page: Page) -> None:
     strategy = torchstrategy.CentralStorageStrategy(TWO)
     dist_dataset = strategy.experimental_distribute_dataset(batches(10, 2))
-    # The page says [0, 1], [2, 3], ...: that is with one accelerator, the only device that replicas then run on.
+    # The page says [0, 1], [2, 3], ...: that is with one accelerator, the only device
+    # that replicas then run on.
     assert [components(strategy, x) for x in dist_dataset] == [
         [[i], [i + 1]] for i in range(0, 10, 2)
     ]
@@ -344,9 +358,8 @@ def test_a_step_takes_what_a_dataset_function_makes(page: Page) -> None:
             assert fits(inputs, ds.element_spec)
             return inputs
 
-        for batch in itertools.islice(
-            ds, 2
-        ):  # the page calls the step by another name, and has no end
+        # The page calls the step by another name, and has no end.
+        for batch in itertools.islice(ds, 2):
             replica_results = strategy.run(step_fn, args=(batch,))
         return replica_results
 
@@ -502,7 +515,8 @@ def test_two_devices_reduce_to_one_value(page: Page) -> None:
     result = strategy.reduce(ReduceOp.SUM, per_replica, axis=None).numpy()
     assert result.tolist() == [4, 6, 8, 10]
     assert strategy.reduce(ReduceOp.SUM, per_replica, axis=0) == 28
-    # The page reduces a second time what it has reduced, a tensor that both replicas have.
+    # The page reduces a second time what it has reduced, a tensor that both replicas
+    # have.
     assert strategy.reduce(ReduceOp.SUM, torch.as_tensor(result), axis=0) == 56
 
 
@@ -630,7 +644,8 @@ def test_a_resolver_says_which_task_this_is(
     }
     config = {"cluster": cluster, "task": {"type": "worker", "index": 0}}
     monkeypatch.setenv("TF_CONFIG", json.dumps(config))
-    # It is the resolver of a MultiWorkerMirroredStrategy; strategies of one machine have none.
+    # It is the resolver of a MultiWorkerMirroredStrategy; strategies of one machine
+    # have none.
     assert page.strategy().cluster_resolver is None
     resolver = torchstrategy.cluster_resolver.TFConfigClusterResolver()
     assert (resolver.task_type, resolver.task_id) == ("worker", 0)

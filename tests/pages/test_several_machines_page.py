@@ -1,4 +1,7 @@
-"""docs/several-machines.md says what is so: its programs, commands and snippets run in several processes."""
+"""docs/several-machines.md says what is so.
+
+Its programs, commands and snippets run in several processes.
+"""
 
 from __future__ import annotations
 
@@ -277,9 +280,8 @@ def test_a_snippet_says_what_the_page_shows(
         monkeypatch.setenv(name, value)
     if not pair or not pair[-1].is_alive:
         pair.append(Cluster(2))
-    first, second = pair[-1].outcomes(
-        of_snippet, code, str(tmp_path)
-    )  # they are ended if they hang
+    # They are ended if they hang.
+    first, second = pair[-1].outcomes(of_snippet, code, str(tmp_path))
     if shown is None:
         assert [first.value[1], second.value[1]] == ["", ""]
         return
@@ -336,8 +338,9 @@ def test_both_programs_train_the_same_model(folder: Path) -> None:
     for program in (before(), PROGRAM):
         assert program.count("shuffle=True") == 1
         program = program.replace("shuffle=True", "shuffle=False")
-        # One of six times, a process with gloo aborts when torch destroys the group: "terminate called without an
-        # active exception". That happens without the library, so these processes end before it.
+        # One of six times, a process with gloo aborts when torch destroys the group:
+        # "terminate called without an active exception". That happens without the
+        # library, so these processes end before it.
         at_once = "dist.barrier()\nprint(end='', flush=True)\n__import__('os')._exit(0)"
         (folder / "train.py").write_text(
             program.replace("dist.destroy_process_group()", at_once)
@@ -447,7 +450,7 @@ def common_names(path: Path) -> dict[str, Any]:
 
 
 def of_column(column: int, folder: str) -> list[str]:
-    """Runs each line of a column in its own kind of script; returns what does not run."""
+    """Runs each line of a column in its own kind of script; returns what fails."""
     failed = []
     # The group that the first row makes is there for the others.
     for codes in sorted(

@@ -1,4 +1,7 @@
-"""The pages of the site say what is so, and its checks find what they are for. `.ci/run` builds it."""
+"""The pages of the site say what is so, and its checks find what they are for.
+
+`.ci/run` builds it.
+"""
 
 from __future__ import annotations
 
@@ -43,9 +46,7 @@ def build(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 # The home page
 
 
-def test_the_diff_of_the_home_page_turns_a_plain_program_into_one_that_learns_the_same() -> (
-    None
-):
+def test_the_diff_of_the_home_page_makes_a_program_that_learns_the_same() -> None:
     diff = re.search(
         r"^```diff\n(.*?)^```$",
         (DOCS / "index.md").read_text(),
@@ -127,7 +128,10 @@ def test_a_guide_has_numbered_steps_and_ends_in_a_command(page: Path) -> None:
 def test_the_steps_of_the_guide_for_ddp_are_lines_of_the_program_that_is_tested() -> (
     None
 ):
-    """test_several_machines_page.py trains the program before and after, and runs each line of its table."""
+    """test_several_machines_page.py trains the program, and runs its table.
+
+    It trains the program before and after, and runs each line of the table.
+    """
     tested = (DOCS / "several-machines.md").read_text()
     for line in re.findall(
         r"^ *[-+](\S.*)$", (DOCS / "migrating-from-ddp.md").read_text(), re.MULTILINE
@@ -150,7 +154,10 @@ def test_the_steps_of_the_guide_for_ddp_are_lines_of_the_program_that_is_tested(
 
 @pytest.mark.parametrize("page", RECIPES, ids=lambda page: page.stem)
 def test_a_recipe_is_one_program_of_at_most_25_lines(page: Path) -> None:
-    """Only the page on validation goes on with a second one, since a process that validates alone does so otherwise."""
+    """Only the page on validation goes on with a second one.
+
+    A process that validates alone does so otherwise.
+    """
     programs = re.findall(
         r"^```python\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL
     )
@@ -166,7 +173,10 @@ def test_a_recipe_is_one_program_of_at_most_25_lines(page: Path) -> None:
 
 
 def test_what_belongs_to_an_item_of_a_list_is_indented_by_four() -> None:
-    """With three, the site ended the list at each program: the steps of the guide for DDP were 1, 1, 1, 1, 1, 2, 3."""
+    """With three, the site ended the list at each program.
+
+    The steps of the guide for DDP were 1, 1, 1, 1, 1, 2, 3.
+    """
     for page in [*DOCS.rglob("*.md"), *ROOT.glob("*.md")]:
         text = re.sub(
             r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL
@@ -256,7 +266,10 @@ def test_a_fault_of_a_page_is_found(
 def test_links_to_what_there_is_are_no_faults(
     checks: ModuleType, tmp_path: Path
 ) -> None:
-    body = '<p id="own"></p><a href="#own"><a href="../#here"><a href="https://example.org/"><a href="../reference/#x">'
+    body = (
+        '<p id="own"></p><a href="#own"><a href="../#here"><a '
+        'href="https://example.org/"><a href="../reference/#x">'
+    )
     assert checks.faults_of(site_with(tmp_path, body)) == []
 
 
@@ -265,7 +278,8 @@ def test_a_private_module_in_the_reference_and_a_style_from_elsewhere_are_faults
 ) -> None:
     site_with(tmp_path, "torchstrategy._base.no_such_file", "reference/index.html")
     (tmp_path / "a.css").write_text(
-        "@import 'https://example.org/b.css'; p { background: url(//example.org/c.png) }"
+        "@import 'https://example.org/b.css'; p { background: url(//example.org/c.png) "
+        "}"
     )
     assert checks.faults_of(tmp_path) == [
         "reference/index.html names a private module",
@@ -285,7 +299,8 @@ def test_a_page_says_where_it_is_edited_if_the_repository_is_known(
     text = "---\nhide: [toc]\n---\n# Title\n\npip install git+URL\n"
     edited = build.finished(text, "README.md", REPOSITORY)
     assert edited == (
-        f"---\nhide: [toc]\nedit: {REPOSITORY}/edit/main/README.md\n---\n# Title\n\npip install git+{REPOSITORY}\n"
+        f"---\nhide: [toc]\nedit: {REPOSITORY}/edit/main/README.md\n---\n# "
+        f"Title\n\npip install git+{REPOSITORY}\n"
     )
     assert build.finished(text, "README.md", "") == text
 
@@ -298,7 +313,10 @@ def test_a_page_without_sections_has_no_list_of_them(build: ModuleType) -> None:
 
 
 def test_a_cell_names_its_column_for_phones(build: ModuleType) -> None:
-    table = "<table><tr><th>name</th><th><code>is</code></th></tr><tr><td>a</td><td>b</td></tr></table>"
+    table = (
+        "<table><tr><th>name</th><th><code>is</code></th></tr>"
+        "<tr><td>a</td><td>b</td></tr></table>"
+    )
     cells = '<td data-column="name">a</td><td data-column="is">b</td>'
     assert cells in build.polish(table)
     assert "data-column" not in build.polish(
@@ -307,7 +325,10 @@ def test_a_cell_names_its_column_for_phones(build: ModuleType) -> None:
 
 
 def rendered(folder: Path, build: ModuleType, repository: str) -> str:
-    """The HTML of one page, with the menus and plugins of the site that need nothing else."""
+    """The HTML of one page, with the site's menus and plugins that stand alone.
+
+    These need nothing else.
+    """
     pytest.importorskip("zensical")
     program = Path(sys.executable).with_name("zensical")
     settings = (ROOT / "mkdocs.yml").read_text()
@@ -345,9 +366,8 @@ def test_the_top_of_a_page_has_the_version_and_the_repository(
     assert f"torchstrategy {build.version()}" in header
     assert (f'href="{REPOSITORY}"' in header) == bool(repository)
     assert (f'href="{REPOSITORY}/edit/main/docs/index.md"' in page) == bool(repository)
-    assert (
-        'data-md-component="source"' not in page
-    )  # the theme would ask the host for its stars
+    # The theme would ask the host for its stars.
+    assert 'data-md-component="source"' not in page
 
 
 def test_a_release_is_put_beside_the_earlier_ones(

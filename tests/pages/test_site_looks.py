@@ -1,4 +1,7 @@
-"""A reader can read each word of the site, on a phone and in both schemes, and goes from release to release."""
+"""A reader can read each word of the site, on a phone and in both schemes.
+
+The reader goes from release to release.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +21,8 @@ ROOT = Path(__file__).resolve().parents[2]
 SITE = ROOT / "docs" / "site"
 TEXT, BORDER = 4.5, 3.0  # what WCAG 2.1 asks of contrasts
 
-Colour = tuple[
-    float, float, float, float
-]  # red, green, blue and alpha, each from 0 to 1
+# Red, green, blue and alpha, each from 0 to 1.
+Colour = tuple[float, float, float, float]
 
 
 @pytest.fixture
@@ -39,7 +41,8 @@ def chromium(look: ModuleType) -> str:
 
 # Colours, without a browser: those of the theme, and what style.css puts in their place
 
-# Words, and what is behind them, by the names of the theme. A visited link looks as any other.
+# Words, and what is behind them, by the names of the theme. A visited link looks as any
+# other.
 ON_THE_PAGE = {
     "text": "typeset-color",
     "links, and the current page in the menu": "typeset-a-color",
@@ -97,7 +100,10 @@ def style_sheets() -> str:
 
 
 def variables(css: str, scheme: str) -> dict[str, str]:
-    """The variables of the body of a page in a scheme. Where two rules set one, the more special or later one wins."""
+    """The variables of the body of a page in a scheme.
+
+    Where two rules set one, the more special or later one wins.
+    """
     attributes = {
         f"[data-md-color-scheme={scheme}]",
         "[data-md-color-primary=indigo]",
@@ -114,9 +120,8 @@ def variables(css: str, scheme: str) -> dict[str, str]:
                 r"\[[^\]]*\]", "", selector
             ).strip() not in ("", "body", ":root"):
                 continue
-            weight = len(
-                parts
-            )  # what :root says is inherited, and what the body has itself comes before
+            # What :root says is inherited, and what the body has itself comes before.
+            weight = len(parts)
             for name, value in re.findall(r"--md-([\w-]+):\s*([^;]+)", rules):
                 if name not in found or found[name][0] <= weight:
                     found[name] = (weight, value.strip())
@@ -194,7 +199,10 @@ def test_words_stand_out_from_what_is_behind_them(scheme: str) -> None:
 @pytest.mark.parametrize("name", sorted({words for _, words, _, _ in PAIRS}))
 def test_a_colour_that_is_too_weak_is_found(scheme: str, name: str) -> None:
     grey = {"default": "#999", "slate": "#555"}[scheme]
-    body = f"[data-md-color-scheme={scheme}][data-md-color-primary=indigo][data-md-color-accent=indigo]"
+    body = (
+        f"[data-md-color-scheme={scheme}]"
+        "[data-md-color-primary=indigo][data-md-color-accent=indigo]"
+    )
     assert weak_pairs(f"{style_sheets()}\n{body} {{ --md-{name}: {grey} }}", scheme)
 
 
@@ -202,12 +210,16 @@ def test_a_visited_link_has_the_colour_of_links() -> None:
     assert ":visited" not in style_sheets()
 
 
-# Words and widths, in a browser. `python docs/site/look.py` looks at all pages of the built site.
+# Words and widths, in a browser. `python docs/site/look.py` looks at all pages of the
+# built site.
 
 
 def page_with(body: str, folder: Path) -> Path:
     style = "[data-md-color-scheme=slate] { background: #222; color: #eee }"
-    text = f"<!doctype html><style>{style}</style><body data-md-color-scheme='default'>{body}</body>"
+    text = (
+        f"<!doctype html><style>{style}</style><body "
+        f"data-md-color-scheme='default'>{body}</body>"
+    )
     (folder / "index.html").write_text(text)
     return folder
 
@@ -232,7 +244,10 @@ def page_with(body: str, folder: Path) -> Path:
             "at 400: the page is 708 pixels wide",
         ),
         (
-            '<p style="width: 90px; overflow: hidden; white-space: nowrap">words that are cut here</p>',
+            (
+                '<p style="width: 90px; overflow: hidden; white-space: nowrap">words '
+                "that are cut here</p>"
+            ),
             'at 1280: html > body > p is cut: "words that are cut here"',
         ),
     ],
@@ -277,7 +292,10 @@ def published(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 def test_the_menu_finds_which_pages_a_release_has(published: Path) -> None:
-    """The script of the theme reads them from the sitemap, which was empty: each entry led to a home page."""
+    """The script of the theme reads them from the sitemap, which was empty.
+
+    Each entry led to a home page.
+    """
     pages = {
         release: re.findall(
             r"<loc>https://[^/]+/(.*)</loc>",
@@ -327,13 +345,16 @@ async function chosen(page, release) {
 (async () => [
   await chosen("/0.10/guide/", "0.9"), await chosen("/0.10/tutorial/", "0.9"), await chosen("/0.9/guide/", "0.10")
 ])().catch(error => String(error)).then(answer);
-"""
+"""  # noqa: E501
 
 
 def test_the_menu_leads_to_the_same_page_of_another_release(
     look: ModuleType, chromium: str, published: Path, tmp_path: Path
 ) -> None:
-    """With the theme's own script, on pages that Zensical has made. The earlier release has no tutorial."""
+    """With the theme's own script, on pages that Zensical has made.
+
+    The earlier release has no tutorial.
+    """
     built = with_theme(tmp_path / "theme")
     for release in ("0.9", "0.10"):
         shutil.copytree(
@@ -356,7 +377,10 @@ def with_theme(folder: Path) -> Path:
     (folder / "docs").mkdir(parents=True)
     for page in ("index", "guide", "tutorial"):
         (folder / "docs" / f"{page}.md").write_text(f"# {page}\n")
-    settings = "site_name: site\ntheme: {name: material, font: false}\nextra: {version: {provider: mike}}\n"
+    settings = (
+        "site_name: site\ntheme: {name: material, font: false}\nextra: {version: "
+        "{provider: mike}}\n"
+    )
     (folder / "mkdocs.yml").write_text(settings)
     command = [
         str(Path(sys.executable).with_name("zensical")),

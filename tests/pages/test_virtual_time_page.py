@@ -1,4 +1,7 @@
-"""docs/virtual-time.md shows what its own programs draw; what they print is checked with the other pages."""
+"""docs/virtual-time.md shows what its own programs draw.
+
+What they print is checked with the other pages.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,8 @@ PROGRAMS = dict(
 )
 
 
-# Since Python 3.12 a list comprehension is no function, and the picture names the one around it.
+# Since Python 3.12 a list comprehension is no function, and the picture names the one
+# around it.
 @pytest.mark.skipif(
     sys.version_info >= (3, 12),
     reason="the pictures of the page were drawn with an older Python",

@@ -1,7 +1,8 @@
 """Programs in processes of their own that have imported torch before their first line.
 
-An interpreter imports torch for seconds. `python` sends a program to one that has done so, and that forks itself for
-each: see `__main__.py`. Tests of what an import does, or of what comes before torch, need an interpreter that is new.
+An interpreter imports torch for seconds. `python` sends a program to one that has done
+so, and that forks itself for each: see `__main__.py`. Tests of what an import does, or
+of what comes before torch, need an interpreter that is new.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-# Other plugins take longer to load than most programs here take, and are none of what is tested.
+# Other plugins take longer to load than most programs here take, and are none of what
+# is tested.
 LEAN = {"PYTEST_ADDOPTS": "-p no:hypothesispytest -p no:xdist"}
 NO_ACCELERATOR = {"CUDA_VISIBLE_DEVICES": "", "ZE_AFFINITY_MASK": "none"}
 FORKS = sys.platform.startswith("linux")
@@ -26,8 +28,8 @@ def python(
 ) -> subprocess.CompletedProcess[str]:
     """What `python *arguments` does in a folder, with changes to the environment.
 
-    A program that takes longer than `timeout` seconds prints the stacks of all its threads, and exits with 1. What
-    triton leaks is left out of what it prints.
+    A program that takes longer than `timeout` seconds prints the stacks of all its
+    threads, and exits with 1. What triton leaks is left out of what it prints.
     """
     environment = {**os.environ, **LEAN, **environment}
     if not FORKS:
@@ -59,7 +61,8 @@ def python(
 def _without_leaks_of_triton(stderr: str) -> str:
     """What a process has said, without the list of what triton leaks.
 
-    A torch for CUDA may load triton. Its binding, nanobind, makes this list where Python ends and a thread still runs.
+    A torch for CUDA may load triton. Its binding, nanobind, makes this list where
+    Python ends and a thread still runs.
     """
     mine = (
         "nanobind: ",
@@ -83,10 +86,8 @@ def _exit_code(program: str) -> int:
 def _interpreter() -> subprocess.Popen[str]:
     """The one that forks itself, until its input ends."""
     command = [sys.executable, str(Path(__file__).parent)]
-    one_thread = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-    }  # others would not come along, and workers of xdist share cores
+    # Others would not come along, and workers of xdist share cores.
+    one_thread = {**os.environ, "OMP_NUM_THREADS": "1"}
     interpreter = subprocess.Popen(
         command,
         stdin=subprocess.PIPE,

@@ -1,4 +1,7 @@
-"""The interpreter that forks itself for every program that it is sent, line by line; it answers with exit codes."""
+"""The interpreter that forks itself for every program that it is sent.
+
+It gets them line by line, and answers with exit codes.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,10 @@ import torch._dynamo  # noqa: F401  # which every optimizer imports
 
 
 def sent() -> dict[str, Any] | None:
-    """In a forked child, the program that it is to run. In this process, nothing, when no more are sent."""
+    """In a forked child, the program that it is to run.
+
+    In this process, nothing, when no more are sent.
+    """
     for line in sys.stdin:
         child = os.fork()
         if child == 0:
@@ -29,7 +35,10 @@ def sent() -> dict[str, Any] | None:
 def settle(
     folder: str, environment: dict[str, str], timeout: int, outputs: list[str]
 ) -> None:
-    """Makes this process one that was started in this folder and environment, and has no input."""
+    """Makes this process one that was started in this folder and environment.
+
+    It has no input.
+    """
     for number, path in enumerate([os.devnull, *outputs]):
         os.dup2(os.open(path, os.O_RDWR | os.O_CREAT), number)
     faulthandler.dump_traceback_later(timeout, exit=True)

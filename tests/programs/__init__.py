@@ -1,1 +1,4 @@
-"""Programs for GPUs, written as public ones are. Nothing in them knows that devices are simulated."""
+"""Programs for GPUs, written as public ones are.
+
+Nothing in them knows that devices are simulated.
+"""

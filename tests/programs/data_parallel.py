@@ -1,4 +1,7 @@
-"""Image classification, in the manner of pytorch/examples' imagenet: argparse, DataParallel, meters, checkpoints."""
+"""Image classification, in the manner of pytorch/examples' imagenet.
+
+Argparse, DataParallel, meters, checkpoints.
+"""
 
 import argparse
 import os

@@ -1,4 +1,7 @@
-"""FSDP2 with mixed precision, gradient clipping, and a sharded checkpoint by torch.distributed.checkpoint."""
+"""FSDP2 with mixed precision, gradient clipping, and a sharded checkpoint.
+
+It is one by torch.distributed.checkpoint.
+"""
 
 import argparse
 import os

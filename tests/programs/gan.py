@@ -1,4 +1,7 @@
-"""A GAN, in the manner of dcgan: --ngpu, nn.parallel.data_parallel in forward, two optimizers, weights_init."""
+"""A GAN, in the manner of dcgan.
+
+--ngpu, nn.parallel.data_parallel in forward, two optimizers, weights_init.
+"""
 
 import argparse
 
@@ -76,7 +79,8 @@ for epoch in range(opt.niter):
         errG.backward()
         optimizerG.step()
         print(
-            f"[{epoch}/{opt.niter}][{i}] Loss_D: {(errD_real + errD_fake).item():.4f} Loss_G: {errG.item():.4f}"
+            f"[{epoch}/{opt.niter}][{i}] Loss_D: {(errD_real + errD_fake).item():.4f} "
+            f"Loss_G: {errG.item():.4f}"
         )
 assert netG(fixed_noise).device == device and netG.went == (
     "parallel" if opt.ngpu > 1 else "alone"

@@ -1,4 +1,7 @@
-"""A language model with AMP: GradScaler, gradient accumulation, clipping, checkpointing, fused AdamW."""
+"""A language model with AMP.
+
+GradScaler, gradient accumulation, clipping, checkpointing, fused AdamW.
+"""
 
 import argparse
 
@@ -85,7 +88,8 @@ def main():
         losses.append(loss.item())
     torch.cuda.synchronize()
     print(
-        f"loss {losses[0]:.3f} -> {losses[-1]:.3f}, {torch.cuda.max_memory_allocated() / 1e6:.2f} MB"
+        f"loss {losses[0]:.3f} -> {losses[-1]:.3f}, "
+        f"{torch.cuda.max_memory_allocated() / 1e6:.2f} MB"
     )
     assert losses[-1] < losses[0] and next(model.parameters()).is_cuda
 

@@ -1,4 +1,7 @@
-"""The smallest one: MNIST's example, with a warm-up on a side stream and a checkpoint of the random state."""
+"""The smallest one: MNIST's example, with a warm-up on a side stream.
+
+It has a checkpoint of the random state.
+"""
 
 import torch
 import torch.nn as nn
@@ -29,7 +32,8 @@ def train(model, device, loader, optimizer):
         optimizer.step()
         if batch_idx % 2 == 0:
             print(
-                f"Train [{batch_idx * len(data)}/{len(loader.dataset)}]\tLoss: {loss.item():.6f}"
+                f"Train [{batch_idx * len(data)}/{len(loader.dataset)}]\tLoss: "
+                f"{loss.item():.6f}"
             )
 
 
@@ -44,7 +48,8 @@ def test(model, device, loader):
             pred = output.argmax(dim=1, keepdim=True)
             correct += pred.eq(target.view_as(pred)).sum().item()
     print(
-        f"Test set: Average loss: {test_loss / len(loader.dataset):.4f}, Accuracy: {correct}/{len(loader.dataset)}"
+        f"Test set: Average loss: {test_loss / len(loader.dataset):.4f}, Accuracy: "
+        f"{correct}/{len(loader.dataset)}"
     )
 
 

@@ -1,4 +1,7 @@
-"""Data parallelism by hand, as in the tutorial on distributed applications: average_gradients, partitions."""
+"""Data parallelism by hand, as in the tutorial on distributed applications.
+
+average_gradients, partitions.
+"""
 
 import math
 import os

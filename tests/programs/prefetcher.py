@@ -1,4 +1,7 @@
-"""A data prefetcher on a stream of its own, in the manner of apex: events, record_stream, wait_stream, timings."""
+"""A data prefetcher on a stream of its own, in the manner of apex.
+
+Events, record_stream, wait_stream, timings.
+"""
 
 import sys
 

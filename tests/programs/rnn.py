@@ -1,4 +1,7 @@
-"""A word language model with an LSTM: repackaged hidden states, .cuda() everywhere, the old tensor types."""
+"""A word language model with an LSTM.
+
+Repackaged hidden states, .cuda() everywhere, the old tensor types.
+"""
 
 import math
 import time
@@ -70,7 +73,8 @@ def main():
     torch.cuda.synchronize()
     elapsed, mean = time.time() - start, total.item() / (batch + 1)
     print(
-        f"| ms/batch {1000 * elapsed / (batch + 1):5.2f} | loss {mean:5.2f} | ppl {math.exp(mean):8.2f}"
+        f"| ms/batch {1000 * elapsed / (batch + 1):5.2f} | loss {mean:5.2f} | ppl "
+        f"{math.exp(mean):8.2f}"
     )
     assert isinstance(total, torch.cuda.FloatTensor) and mean < 4
     print(torch.cuda.memory_summary(abbreviated=True))

@@ -1,4 +1,4 @@
-"""Evaluates lines that programs for CUDA say, one by one; prints those that do not hold.
+"""Evaluates lines that programs for CUDA say, one by one; prints what fails.
 
 says_cuda.py FILE
 """

@@ -1,4 +1,7 @@
-"""The oldest form of a DDP program: mp.spawn, an address in the environment, a model of two layers."""
+"""The oldest form of a DDP program, with mp.spawn.
+
+An address in the environment, a model of two layers.
+"""
 
 import os
 import sys

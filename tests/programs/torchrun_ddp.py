@@ -1,4 +1,7 @@
-"""A Trainer for torchrun, in the manner of the DDP tutorial: DistributedSampler, snapshots, LOCAL_RANK."""
+"""A Trainer for torchrun, in the manner of the DDP tutorial.
+
+DistributedSampler, snapshots, LOCAL_RANK.
+"""
 
 import argparse
 import os
@@ -50,7 +53,8 @@ class Trainer:
         self.model.load_state_dict(snapshot["MODEL_STATE"])
         self.epochs_run = snapshot["EPOCHS_RUN"]
         print(
-            f"[GPU{self.gpu_id}] Resuming training from snapshot at Epoch {self.epochs_run}"
+            f"[GPU{self.gpu_id}] Resuming training from snapshot at Epoch "
+            f"{self.epochs_run}"
         )
 
     def _run_batch(self, source, targets):
@@ -62,7 +66,8 @@ class Trainer:
     def _run_epoch(self, epoch):
         size = len(next(iter(self.train_data))[0])
         print(
-            f"[GPU{self.gpu_id}] Epoch {epoch} | Batchsize: {size} | Steps: {len(self.train_data)}"
+            f"[GPU{self.gpu_id}] Epoch {epoch} | Batchsize: {size} | Steps: "
+            f"{len(self.train_data)}"
         )
         self.train_data.sampler.set_epoch(epoch)
         for source, targets in self.train_data:

@@ -1,4 +1,7 @@
-"""A variational autoencoder: --no-accel flags, a loader with workers' arguments, a function of one's own."""
+"""A variational autoencoder.
+
+--no-accel flags, a loader with workers' arguments, a function of one's own.
+"""
 
 import argparse
 

@@ -9,9 +9,8 @@ from pathlib import Path
 
 import torch
 
-sys.path.insert(
-    0, str(Path(__file__).resolve().parents[1])
-)  # as it is in tests, which use the same modules
+# As it is in tests, which use the same modules.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from published_optimizers.recipes import classes, recipes
 from published_optimizers.trials import PLACES, STRATEGIES, Outcome, tried
@@ -40,7 +39,8 @@ def main() -> int:
     for trial in trials:
         if trial.outcome is not Outcome.EQUAL:
             print(
-                f"  {trial.recipe}, {trial.strategy}, {trial.place}: {trial.outcome.value}: {trial.said}"
+                f"  {trial.recipe}, {trial.strategy}, {trial.place}: "
+                f"{trial.outcome.value}: {trial.said}"
             )
     made = Counter((recipe.made, recipe.stepped) for recipe in chosen)
     for (how, stepped), count in made.items():

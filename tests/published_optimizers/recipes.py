@@ -100,9 +100,12 @@ def classes() -> Iterator[tuple[str, Any]]:
 
 
 def recipes(names: Collection[str], closures: bool = False) -> list[Recipe]:
-    """Recipes for each of the classes with which a small model trains in plain PyTorch; the others have none.
+    """Recipes for the classes with which a small model trains in plain PyTorch.
 
-    Of a class that has a step without a closure, that; of one that works with another optimizer, or if `closures`, all.
+    The others have none.
+
+    Of a class that has a step without a closure, that; of one that works with another
+    optimizer, or if `closures`, all.
     """
     return [
         recipe

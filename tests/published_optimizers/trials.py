@@ -69,9 +69,8 @@ def tried(recipe: Recipe, strategy: str, place: str, devices: list[Any]) -> Tria
         if difference and _difference(
             in_pieces := _plain(recipe, backward_in_pieces), plain
         ):
-            difference = _difference(
-                found, in_pieces
-            )  # the last bit of a gradient decides, in plain PyTorch as well
+            # The last bit of a gradient decides, in plain PyTorch as well.
+            difference = _difference(found, in_pieces)
     return Trial(
         recipe,
         strategy,
@@ -120,16 +119,15 @@ def _run_and_reduce(
 def _numbers(model: nn.Module, optimizer: Any) -> Iterator[tuple[str, torch.Tensor]]:
     yield from model.state_dict().items()
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    for (
-        key,
-        state,
-    ) in (
-        optimizer.state.items()
-    ):  # by parameter as a rule; some have a name for all of them, and others
+    # By parameter as a rule; some have a name for all of them, and others.
+    for key, state in optimizer.state.items():
         for inner, value in state.items() if isinstance(state, dict) else [("", state)]:
             if isinstance(value, (torch.Tensor, int, float)):
                 yield (
-                    f"state of {names.get(id(key), key)}: {names.get(id(inner), inner)}",
+                    (
+                        f"state of {names.get(id(key), key)}: "
+                        f"{names.get(id(inner), inner)}"
+                    ),
                     torch.as_tensor(value),
                 )
 
@@ -144,5 +142,8 @@ def _difference(
         if own.shape != value.shape or not torch.allclose(
             own, value, rtol=1e-7, atol=1e-9, equal_nan=True
         ):
-            return f"{name}: {own.flatten()[:3].tolist()} and plainly {value.flatten()[:3].tolist()}"
+            return (
+                f"{name}: {own.flatten()[:3].tolist()} and plainly "
+                f"{value.flatten()[:3].tolist()}"
+            )
     return ""

@@ -20,7 +20,10 @@ from .workers import Task, begin, done, of_all, together
 
 
 def main() -> int:
-    """Runs programs; 0 if none is different and none fails otherwise than by a documented refusal."""
+    """Runs programs; 0 if none is different and none fails unexpectedly.
+
+    A documented refusal is expected.
+    """
     options = _options()
     if options.replay:
         begin(options.simulate_devices)
@@ -113,7 +116,8 @@ def _outcomes(options: argparse.Namespace) -> Iterator[tuple[int, Outcome]]:
         for i in range(0, len(every), size)
     ]
     if options.workers:
-        # The folder beside this one, whose name depends on from where this module was imported.
+        # The folder beside this one, whose name depends on from where this module was
+        # imported.
         processes = importlib.import_module(
             f"{__package__}.workers.cluster".replace("random_programs.", "")
         )
@@ -142,7 +146,8 @@ def _show(seed: int, options: argparse.Namespace) -> None:
     ).program(seed)
     program, outcome = shrunk(program, judged(program))
     print(
-        f"\n--- seed {seed}: {outcome.verdict.value}: {outcome.kind}\n{program}\n{outcome.said}",
+        f"\n--- seed {seed}: {outcome.verdict.value}: "
+        f"{outcome.kind}\n{program}\n{outcome.said}",
         flush=True,
     )
 

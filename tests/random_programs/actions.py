@@ -1,4 +1,7 @@
-"""What a step does; what comes right before and after it may be any of these that needs no batch."""
+"""What a step does.
+
+What comes right before and after it may be any of these that needs no batch.
+"""
 
 from __future__ import annotations
 
@@ -109,7 +112,10 @@ WAYS_BACK = [
 
 @dataclass(frozen=True)
 class Backward(Action):
-    """A forward, and the gradients of the mean over rows; `micro`: in so many parts of the batch."""
+    """A forward, and the gradients of the mean over rows.
+
+    `micro`: in so many parts of the batch.
+    """
 
     loss: str = "squares"
     way: str = "backward"
@@ -378,7 +384,7 @@ PEEKS = list(_PEEKS)
 
 @dataclass(frozen=True)
 class Peek(Action):
-    """Looks at something in the step; each row of the result is what its replica saw."""
+    """Looks at something in the step; each row of the result is its replica's view."""
 
     what: str = "states"
 
@@ -409,7 +415,7 @@ class UpdateWithClosure(Action):
 
 @dataclass(frozen=True)
 class Penalty(Action):
-    """A backward of the losses, and of the gradient of each row with respect to its inputs."""
+    """A backward of the losses, and of each row's gradient with respect to inputs."""
 
     def do(self, hands: Hands, batch: Batch | None, k: int) -> Any:
         assert batch is not None
@@ -425,7 +431,10 @@ class Penalty(Action):
 
 @dataclass(frozen=True)
 class OnSideStream(Action):
-    """Some lines on a stream of their own, where there are streams; `each`: one for each replica, not each device."""
+    """Some lines on a stream of their own, where there are streams.
+
+    `each`: one for each replica, not each device.
+    """
 
     actions: tuple[Action, ...] = ()
     each: bool = False
@@ -457,7 +466,10 @@ def _side_stream(device: torch.device, replica: int) -> torch.Stream:
 
 @dataclass(frozen=True)
 class Kept(Action):
-    """A backward of the losses, and of what hooks keep outside of the model; `again`: it is what the step returns."""
+    """A backward of the losses, and of what hooks keep outside of the model.
+
+    `again`: it is what the step returns.
+    """
 
     again: bool = False
 
@@ -474,7 +486,10 @@ class Kept(Action):
 
 @dataclass(frozen=True)
 class LookAtKept(Action):
-    """Reads what hooks keep, after an update perhaps, where replicas have waited for each other."""
+    """Reads what hooks keep, after an update perhaps, where replicas have waited.
+
+    They have waited for each other.
+    """
 
     def do(self, hands: Hands, batch: Batch | None, k: int) -> Any:
         assert batch is not None

@@ -137,13 +137,19 @@ def differences(ours: Snapshot, plain: Snapshot) -> dict[str, str]:
 def _difference(ours: Any, plain: Any) -> str:
     if isinstance(ours, torch.Tensor) and isinstance(plain, torch.Tensor):
         if (ours.dtype, ours.shape) != (plain.dtype, plain.shape):
-            return f"is {ours.dtype} {list(ours.shape)}; plain {plain.dtype} {list(plain.shape)}"
+            return (
+                f"is {ours.dtype} {list(ours.shape)}; plain {plain.dtype} "
+                f"{list(plain.shape)}"
+            )
         if ours.is_floating_point():
             close = torch.isclose(ours, plain, RELATIVE, ABSOLUTE, equal_nan=True)
             return (
                 ""
                 if close.all()
-                else f"is {ours.flatten().tolist()[:6]}; plain {plain.flatten().tolist()[:6]}"
+                else (
+                    f"is {ours.flatten().tolist()[:6]}; plain "
+                    f"{plain.flatten().tolist()[:6]}"
+                )
             )
         return (
             ""
@@ -163,7 +169,10 @@ def _difference(ours: Any, plain: Any) -> str:
 
 
 def size_of(ours: Mapping[str, Any], plain: Mapping[str, Any]) -> float:
-    """The largest difference of two numbers in the same place; infinite where something else differs."""
+    """The largest difference of two numbers in the same place.
+
+    It is infinite where something else differs.
+    """
     largest = 0.0
     for path in plain.keys() | ours.keys():
         first, second = ours.get(path), plain.get(path)

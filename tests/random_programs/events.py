@@ -426,7 +426,10 @@ class Load(Event):
 
 
 def _can_be_copied(model: nn.Module, way: str) -> bool:
-    """Whether plain PyTorch copies it: torch refuses what was computed, and to pickle parametrizations."""
+    """Whether plain PyTorch copies it.
+
+    Torch refuses what was computed, and to pickle parametrizations.
+    """
     for module in model.modules():
         if hasattr(module, "weight_g") or any(
             name.endswith("_orig") for name in module._parameters
@@ -490,7 +493,7 @@ class CopyBoth(Event):
 
 @dataclass(frozen=True)
 class Regroup(Event):
-    """Takes a parameter out of a group, or changes the order of parameters or groups."""
+    """Takes a parameter out of a group, or reorders parameters or groups."""
 
     how: str = "remove"
     optimizer: int = 0
@@ -564,7 +567,8 @@ class TrainOutside(Event):
         if not linear:
             return
         device, width = training.device(), linear[0].in_features
-        # As many rows as no batch has: what a hook has kept of them is no part of a batch.
+        # As many rows as no batch has: what a hook has kept of them is no part of a
+        # batch.
         batch = tuple(modules.numbers((9, width), start).to(device) for start in (3, 5))
         Backward().do(Hands(training.model, [], []), (batch[0], batch[1]), 0)
 
@@ -747,8 +751,9 @@ class Move(Event):
         elif self.how == "double":
             model.double()
         elif self.how == "there and back":
-            # A sparse gradient is rounded entry by entry. One device has an entry for each use of a row, and replicas
-            # have their sums: so the rounding is another.
+            # A sparse gradient is rounded entry by entry. One device has an entry for
+            # each use of a row, and replicas have their sums: so the rounding is
+            # another.
             if not any(
                 p.grad is not None and p.grad.is_sparse for p in model.parameters()
             ):
@@ -761,7 +766,10 @@ class Move(Event):
 
 @dataclass(frozen=True)
 class Failing(Event):
-    """A step that raises, and is caught: before anything, or after its update; in all replicas, or in one."""
+    """A step that raises, and is caught, in all replicas or in one.
+
+    It raises before anything, or after its update.
+    """
 
     late: bool = False
     everywhere: bool = True

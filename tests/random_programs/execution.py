@@ -280,7 +280,10 @@ class PlaceOfTrial(ABC):
 
 @final
 class Plain(PlaceOfTrial):
-    """Plain PyTorch on the CPU; `noise`: by how much its batches are others, to see how much that changes."""
+    """Plain PyTorch on the CPU.
+
+    `noise`: by how much its batches are others, to see how much that changes.
+    """
 
     def __init__(self, noise: float = 0.0) -> None:
         self._noise = noise
@@ -368,9 +371,8 @@ def place_of(program: Program) -> PlaceOfTrial:
 def executed(program: Program, place: PlaceOfTrial) -> Snapshot:
     """Runs a program from beginning to end; what it leaves behind."""
     if "OnSideStream" in repr(program.step) and not isinstance(place, Plain):
-        with (
-            record_streams()
-        ):  # which fails if a real device might have computed other numbers
+        # Which fails if a real device might have computed other numbers.
+        with record_streams():
             return _executed(program, place)
     return _executed(program, place)
 

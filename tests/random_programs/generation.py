@@ -118,7 +118,8 @@ class _Draw:
         ends_with_update = (
             bool(step) and isinstance(step[-1], actions.Update) and step[-1].every == 1
         )
-        # A run that fails takes back what the step did to the model, but for its updates.
+        # A run that fails takes back what the step did to the model, but for its
+        # updates.
         has_deeds = any(isinstance(action, actions.Deed) for action in step)
         self._may_fail_late = ends_with_update and not (self._sees_calls or has_deeds)
         line = [*step, *then]
@@ -155,7 +156,8 @@ class _Draw:
     def _rows(self) -> int:
         """How many rows a batch has."""
         if "each_replica=True" in self._text:
-            # A replica without rows does not change its value of a variable. In three workers there may be six.
+            # A replica without rows does not change its value of a variable. In three
+            # workers there may be six.
             return self._draw.choice([24, 48])
         return self._draw.randint(2 if self._sees_the_batch else 1, 7)
 
@@ -190,10 +192,11 @@ class _Draw:
         if not self._simulated or draw.random() < 0.1:
             return Topology(kind, ("cpu",) * count)
         last = draw.choice([1, self._simulated - 1, self._simulated - 1])
-        devices = [
-            f"sim:{draw.randint(0, last) if draw.random() < 0.3 else i % self._simulated}"
+        numbers = [
+            draw.randint(0, last) if draw.random() < 0.3 else i % self._simulated
             for i in range(count)
         ]
+        devices = [f"sim:{number}" for number in numbers]
         owner = draw.choice([None, None, f"sim:{self._simulated - 1}", "cpu"])
         return Topology(kind, tuple(devices), owner if kind == "central" else None)
 
@@ -243,11 +246,13 @@ class _Draw:
                 if isinstance(inner, layers.Linear)
                 else modules.WAYS_OF_CALLING[:5]
             )
-            if self._is_data_parallel:  # a checkpoint calls its layer again, in a backward that is after the run
+            # A checkpoint calls its layer again, in a backward that is after the run.
+            if self._is_data_parallel:
                 ways = [way for way in ways if "checkpoint" not in way]
             if isinstance(inner, layers.Norm) and "batch" in inner.kind:
-                # A checkpoint calls a layer again for the tensors that it has saved, and then it counts a batch twice.
-                # One of torch saves some in any case, `SyncBatchNorm` if something but its bias is trained.
+                # A checkpoint calls a layer again for the tensors that it has saved,
+                # and then it counts a batch twice. One of torch saves some in any case,
+                # `SyncBatchNorm` if something but its bias is trained.
                 ways = [way for way in ways if way != "checkpoint"]
             return layers.Wrapped(inner, draw.choice(ways))
         if kind == 28 and draw.random() < 0.3:
@@ -395,7 +400,8 @@ class _Draw:
             self._sees_calls or self._some_rows
         ):
             way = "backward"
-        # Then the backward of a batch normalisation may be needed in some replicas only: see docs/features.md.
+        # Then the backward of a batch normalisation may be needed in some replicas
+        # only: see docs/features.md.
         if way == "of some" and self._some_rows and self._sees_the_batch:
             way = "backward"
         loss = draw.choice(actions.LOSSES[:3] if self._sees_calls else actions.LOSSES)

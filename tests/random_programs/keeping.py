@@ -1,4 +1,7 @@
-"""Hooks that keep what they see outside of the model, and functions by which a step reads it."""
+"""Hooks that keep what they see outside of the model, and how a step reads it.
+
+There are functions for that.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +29,8 @@ class Keeper:
 
     def hook(self, module: nn.Module, args: Any, output: torch.Tensor) -> None:
         """Keeps the output."""
-        self.was_called = (
-            True  # no count: replicas with one row more may call a module once more
-        )
+        # No count: replicas with one row more may call a module once more.
+        self.was_called = True
         self.last = output
         self.seen["last"] = output
 
@@ -87,7 +89,8 @@ def _list_of_lists(module: nn.Module) -> Read:
     )
 
     def newest() -> Any:
-        # Earlier ones go, too: a replica may have had as many rows then as the whole batch has now.
+        # Earlier ones go, too: a replica may have had as many rows then as the whole
+        # batch has now.
         found = kept[1].pop() if kept[1] else None
         kept[1].clear()
         return found
@@ -130,7 +133,7 @@ KEEPERS: dict[str, Callable[[nn.Module], Read]] = {
 
 
 def read_of(module: nn.Module) -> list[Read]:
-    """Takes from the modules of a model the functions that read what their hooks keep."""
+    """Takes from a model's modules the functions that read what their hooks keep."""
     return [
         vars(part).pop("kept_read")
         for part in module.modules()
@@ -139,11 +142,12 @@ def read_of(module: nn.Module) -> list[Read]:
 
 
 def kept_rows(reads: list[Read], outputs: torch.Tensor) -> torch.Tensor:
-    """A number for each row of some outputs: the mean squares of what hooks saw of it."""
+    """A number for each row of some outputs: mean squares of what hooks saw of it."""
     rows = torch.zeros(len(outputs), dtype=outputs.dtype, device=outputs.device)
     for read in reads:
         kept = read()
-        # Outside of the replicas of a DataParallel, what they have kept is where they run.
+        # Outside of the replicas of a DataParallel, what they have kept is where they
+        # run.
         if isinstance(kept, torchstrategy.PerReplica):
             kept = torch.cat([part.to(outputs.device) for part in kept.values])
         if kept is not None and len(kept) == len(outputs):

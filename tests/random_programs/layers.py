@@ -1,4 +1,7 @@
-"""What models are made of. Each layer takes rows of the model's width, and gives such."""
+"""What models are made of.
+
+Each layer takes rows of the model's width, and gives such.
+"""
 
 from __future__ import annotations
 
@@ -324,7 +327,7 @@ class Hooked(Layer):
 
 @dataclass(frozen=True)
 class Keeping(Layer):
-    """A layer with a hook that keeps its output outside of the model; a step reads it."""
+    """A layer with a hook that keeps its output outside of the model, for a step."""
 
     layer: Layer = Linear()
     kind: str = "dict"

@@ -1,4 +1,7 @@
-"""Modules with tensors that carry more than numbers: attributes that a program sets on them, and variables."""
+"""Modules with tensors that carry more than numbers.
+
+Attributes that a program sets on them, and variables.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,9 @@ PLACES = ["weight", "shift", "kept", "deep"]
 
 
 class Marked(nn.Module):
-    """Scales by an attribute of a parameter, of a buffer or of a tensor that it holds; in training, it counts there.
+    """Scales by an attribute of a parameter, of a buffer or of a tensor it holds.
+
+    In training, it counts there.
 
     Args:
         place: Which of its tensors has the attributes.

@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 def filled(module: nn.Module, start: int = 1) -> nn.Module:
-    """The module with numbers that are the same on every device: no generator draws them."""
+    """The module with numbers that are equal on all devices: none are drawn there."""
     with torch.no_grad():
         for index, parameter in enumerate(module.parameters(), start):
             parameter.copy_(numbers(parameter.shape, index))
@@ -380,11 +380,8 @@ class Buffered(nn.Module):
     def __init__(self, kind: str, width: int, persistent: bool) -> None:
         super().__init__()
         self.kind = kind
-        self.shares_memory = kind in (
-            "expanded",
-            "view of another",
-            "transposed",
-        )  # until it is moved
+        # Until it is moved.
+        self.shares_memory = kind in ("expanded", "view of another", "transposed")
         self.weight = nn.Parameter(torch.full((width,), 0.75))
         self.register_buffer("buffer", _BUFFERS[kind][0](width), persistent)
 
@@ -616,7 +613,10 @@ WAYS_OF_CALLING += ["by parts", "vmap"]
 
 
 class InContainer(nn.Module):
-    """Layers that it calls one after the other, from one of torch's containers or from one of its own."""
+    """Layers that it calls one after the other, from a container.
+
+    It is one of torch's or one of its own.
+    """
 
     def __init__(self, kind: str, inside: list[nn.Module]) -> None:
         super().__init__()
@@ -717,7 +717,7 @@ class OfGeneric(Generic[T], nn.Module):
 
 
 class WithProperty(nn.Module):
-    """Has a property that writes, names that it hands on, and a forward with a keyword."""
+    """Has a property that writes, names that it hands on, and a forward by keyword."""
 
     def __init__(self, width: int) -> None:
         super().__init__()

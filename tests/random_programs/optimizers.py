@@ -1,4 +1,7 @@
-"""Optimizers: torch's own, and such as users and packages write, with every way of writing on weights."""
+"""Optimizers: torch's own, and such as users and packages write.
+
+They have every way of writing on weights.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from torch import nn
 
 
 class Handwritten(torch.optim.Optimizer):
-    """Momentum, as it is written outside of torch; `way` says how it writes on a weight."""
+    """Momentum, as written outside of torch; `way` says how it writes on a weight."""
 
     steps = 0  # since it was made or copied
 
@@ -187,7 +190,10 @@ SCHEDULERS = list(_SCHEDULERS)
 
 @dataclass(frozen=True)
 class Optimizer:
-    """An optimizer of a program: of which parameters (every `of`-th from `start`), in how many groups."""
+    """An optimizer of a program: of which parameters, in how many groups.
+
+    It has every `of`-th from `start`.
+    """
 
     kind: str = "SGD"
     foreach: bool | None = None

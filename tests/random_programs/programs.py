@@ -23,13 +23,13 @@ class Program:
         topology: Where it runs in replicas; in plain PyTorch it runs on the CPU.
         layers: The model.
         optimizers: Each with its part of the parameters.
-        before, step, then, after: What is done for each batch; `step` is what is run in replicas, and `then` in a
-            second run.
+        before, step, then, after: What is done for each batch; `step` is what is run in
+            replicas, and `then` in a second run.
         batches: The rows of each.
         events: What is done between steps: after how many steps, and what.
         width: Of every layer.
-        reach: How the step comes to its model: by "closure", as a method of a "trainer" or of a "trainer with parts",
-            by its "arguments".
+        reach: How the step comes to its model: by "closure", as a method of a "trainer"
+            or of a "trainer with parts", by its "arguments".
         made_in_scope: Or outside, and then distributed.
         teacher: Whether there is a second model, which is not trained.
         scaler: Whether losses are scaled.
@@ -69,7 +69,8 @@ class Program:
             f"    batches={self.batches!r}, width={self.width!r}, reach={self.reach!r},"
         )
         lines.append(
-            f"    made_in_scope={self.made_in_scope}, teacher={self.teacher}, scaler={self.scaler},"
+            f"    made_in_scope={self.made_in_scope}, teacher={self.teacher}, "
+            f"scaler={self.scaler},"
         )
         return "\n".join(["Program(", *lines, ")"])
 

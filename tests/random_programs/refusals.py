@@ -1,4 +1,4 @@
-"""The refusals that are documented: their words, and where the documentation says so."""
+"""The refusals that are documented: their words, and where that is said."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from .trials import Outcome, judged
 def shrunk(
     program: Program, outcome: Outcome, most: int = 400
 ) -> tuple[Program, Outcome]:
-    """Takes away whatever is not needed for an outcome of the same kind; `most`: trials."""
+    """Takes away what is not needed for an outcome of one kind; `most`: trials."""
     trials = 0
     found = True
     while found:

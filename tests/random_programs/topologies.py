@@ -30,7 +30,10 @@ _KINDS[WORKERS] = lambda devices, owner: torchstrategy.MultiWorkerMirroredStrate
 
 @dataclass(frozen=True)
 class Topology:
-    """A strategy, or DataParallel, and its devices; `owner`: where CentralStorageStrategy keeps parameters."""
+    """A strategy, or DataParallel, and its devices.
+
+    `owner`: where CentralStorageStrategy keeps parameters.
+    """
 
     kind: str = "central"
     devices: tuple[str, ...] = ("cpu", "cpu")

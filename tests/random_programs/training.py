@@ -15,7 +15,7 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 
 
 class Hands:
-    """What a step takes in its hands; in a replica each of them is the replica's own."""
+    """What a step takes in its hands; in a replica each is the replica's own."""
 
     def __init__(
         self,
@@ -81,9 +81,8 @@ class Training(Hands):
         self.views: list[torch.Tensor] = []  # that were saved
         self.states: list[dict[str, Any]] = []  # of models, that were saved
         self.optimizer_states: list[list[dict[str, Any]]] = []
-        self.others: list[
-            nn.Module
-        ] = []  # that the user has beside the model, and compares at the end
+        # That the user has beside the model, and compares at the end.
+        self.others: list[nn.Module] = []
         self.hooks: list[Any] = []
         self.averaged: Any = None
         self.trainer: Any = None  # whose method the step is

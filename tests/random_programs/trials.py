@@ -30,7 +30,7 @@ class Verdict(enum.Enum):
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of one program: a verdict, of which kind it is, and everything there is to say."""
+    """What came of one program: a verdict, its kind, and everything there is to say."""
 
     verdict: Verdict
     kind: str = ""
@@ -51,7 +51,8 @@ def judged(program: Program) -> Outcome:
             warnings.simplefilter("ignore")
             warnings.simplefilter("always", torchstrategy.ReplicaBufferWarning)
             outcome = _judged(program)
-        # A buffer whose numbers depend on the rows, which the documentation says and the run warns of.
+        # A buffer whose numbers depend on the rows, which the documentation says and
+        # the run warns of.
         is_warned_of = outcome.verdict is Verdict.DIFFERENT and caught
         return (
             Outcome(Verdict.REFUSED, "a warning: ReplicaBufferWarning", outcome.said)

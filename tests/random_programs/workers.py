@@ -28,7 +28,10 @@ def begin(simulated: int) -> None:
 
 
 def together(task: Task) -> list[tuple[int, Outcome]]:
-    """What came of each seed in this process, while the other processes of a group run the same programs with it."""
+    """What came of each seed in this process.
+
+    The other processes of a group run the same programs with it.
+    """
     return done(
         task._replace(
             kinds=[WORKERS],
@@ -38,12 +41,20 @@ def together(task: Task) -> list[tuple[int, Outcome]]:
 
 
 _NOT_IN_WORKERS = (
-    "Fail",  # a strategy of several processes cannot be used any more after a step that failed
-    r"Peek\(what='gradients'",  # a gradient that a step assigns is that of the worker's own rows until the update
-    "LookAtKept",  # a hook of a worker without rows has seen borrowed rows, and what it keeps stays in its worker
-    "micro=2",  # each backward is an exchange, and a worker with a single row would make one less
-    "way='add'",  # nobody can tell a gradient that a step adds in place from clipping: the parameters differ later
-    r"WriteGradients\(how='storage'",  # a gradient lies beside others, in the memory in which they were sent
+    # A strategy of several processes cannot be used any more after a step that failed.
+    "Fail",
+    # A gradient that a step assigns is that of the worker's own rows until the update.
+    r"Peek\(what='gradients'",
+    # A hook of a worker without rows has seen borrowed rows, and what it keeps stays in
+    # its worker.
+    "LookAtKept",
+    # Each backward is an exchange, and a worker with a single row would make one less.
+    "micro=2",
+    # Nobody can tell a gradient that a step adds in place from clipping: the parameters
+    # differ later.
+    "way='add'",
+    # A gradient lies beside others, in the memory in which they were sent.
+    r"WriteGradients\(how='storage'",
 )
 
 

@@ -1,4 +1,7 @@
-"""The ways in which users write on a tensor outside of a step. Each of them halves it and adds a little."""
+"""The ways in which users write on a tensor outside of a step.
+
+Each of them halves it and adds a little.
+"""
 
 from __future__ import annotations
 

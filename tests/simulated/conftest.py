@@ -1,4 +1,7 @@
-"""The tests that need simulated devices, sim:0 to sim:4. Run pytest with --simulate-devices=5."""
+"""The tests that need simulated devices, sim:0 to sim:4.
+
+Run pytest with --simulate-devices=5.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +40,8 @@ def pytest_pycollect_makemodule(
 
 
 def pytest_collection_finish() -> None:
-    # torch's own helpers for tests freeze the settings of its backends when they are imported; other tests change them.
+    # torch's own helpers for tests freeze the settings of its backends when they are
+    # imported; other tests change them.
     torch.backends.flags_frozen.__globals__["__allow_nonbracketed_mutation_flag"] = True
 
 
@@ -57,10 +61,12 @@ def same_current_device() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def no_tensors_of_other_tests(request: pytest.FixtureRequest) -> None:
-    """Predicted figures count the memory in use, of which an earlier test may have left some in a cycle of objects.
+    """Predicted figures count the memory in use.
 
-    Python's collector sees no cycle through C++, such as a gradient with a graph makes: a test that makes such
-    gradients of large parameters has to clear them.
+    An earlier test may have left some in a cycle of objects.
+
+    Python's collector sees no cycle through C++, such as a gradient with a graph makes:
+    a test that makes such gradients of large parameters has to clear them.
     """
     if "virtual" in request.module.__name__ or "predicted" in request.module.__name__:
         gc.collect()
@@ -79,7 +85,10 @@ def contests() -> Iterator[Any]:
 
 
 def benchmark(name: str, *imported: str) -> Iterator[Any]:
-    """A module of benchmarks/. It is forgotten after the tests, with those of the folder that it has imported."""
+    """A module of benchmarks/.
+
+    It is forgotten after the tests, with those of the folder that it has imported.
+    """
     known = set(sys.modules)
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(BENCHMARKS)

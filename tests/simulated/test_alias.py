@@ -181,10 +181,8 @@ def test_random_states_and_streams_are_those_of_the_devices() -> None:
 
 def test_a_device_has_nothing_that_newer_gpus_have() -> None:
     with cuda_alias():
-        assert torch.cuda.get_device_capability(1) == (
-            0,
-            0,
-        )  # as triton, or a choice of kernels, asks
+        # As triton, or a choice of kernels, asks.
+        assert torch.cuda.get_device_capability(1) == (0, 0)
         assert (
             torch.cuda.get_device_name("cuda:1")
             == torch.cuda.get_device_properties(1).name

@@ -1,4 +1,7 @@
-"""Code that says "cuda" where a mode of torch is not: in what backward calls, in threads, in what is compiled."""
+"""Code that says "cuda" where a mode of torch is not.
+
+In what backward calls, in threads, in what is compiled.
+"""
 
 from __future__ import annotations
 
@@ -76,9 +79,7 @@ def test_hooks_of_modules_and_of_parameters_are_called_in_the_block() -> None:
     assert torch.equal(x.grad.cpu(), expected.cpu()) and len(called) == 1  # type: ignore[union-attr]
 
 
-def test_a_function_of_ones_own_is_called_in_the_block_also_for_second_derivatives() -> (
-    None
-):
+def test_an_own_function_is_called_in_the_block_also_for_second_derivatives() -> None:
     class Cube(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -193,7 +194,8 @@ def test_a_compiled_module_trains(backend: str) -> None:
 @pytest.mark.filterwarnings("ignore")  # of torch's internals, about themselves
 @pytest.mark.parametrize("is_module", [False, True])
 def test_what_is_compiled_as_one_graph_runs_watched_or_not(is_module: bool) -> None:
-    torch._dynamo.reset()  # it keeps for good that it has left `forward` alone, for one mode or another
+    # It keeps for good that it has left `forward` alone, for one mode or another.
+    torch._dynamo.reset()
     layer = nn.Linear(2, 2).cuda()
     graphs: list[fx.GraphModule] = []
 
@@ -207,9 +209,8 @@ def test_what_is_compiled_as_one_graph_runs_watched_or_not(is_module: bool) -> N
     x = torch.ones(1, 2).cuda()
     torch.testing.assert_close(compiled(x), layer(x))
     assert len(graphs) == 1
-    with FlopCounterMode(
-        display=False
-    ) as counter:  # torch compiles nothing in such a mode
+    # torch compiles nothing in such a mode.
+    with FlopCounterMode(display=False) as counter:
         torch.testing.assert_close(compiled(x), layer(x))
     assert counter.get_total_flops() == 2 * 8
 
@@ -295,9 +296,8 @@ def test_what_programs_ask_of_devices_is_answered() -> None:
     assert torch.cuda.nvtx.range_push("x") == torch.cuda.nvtx.range_pop() == 0
     torch.cuda.ipc_collect()
     torch.cuda.set_per_process_memory_fraction(0.5)
-    torch.cuda.set_per_process_memory_fraction(
-        1.0
-    )  # a later test fails if half of the device is left to it
+    # A later test fails if half of the device is left to it.
+    torch.cuda.set_per_process_memory_fraction(1.0)
     assert torch.cuda.comm.broadcast(torch.ones(2).cuda(), [0, 1])[1].get_device() == 1
 
 

@@ -1,4 +1,7 @@
-"""What a GPU answers, and simulated devices answered otherwise; seen with torch 2.11 on an H100."""
+"""What a GPU answers, and simulated devices answered otherwise.
+
+It was seen with torch 2.11 on an H100.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +16,15 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from torchstrategy.testing import cuda_alias, record_streams
 
-# Libraries of operators. After one has gone, torch 2.10 compiles nothing any more in this process.
+# Libraries of operators. After one has gone, torch 2.10 compiles nothing any more in
+# this process.
 KEPT: list[torch.library.Library] = []
 
 
 @pytest.fixture(autouse=True)
 def alias(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    # A test before may have left it off, which is a setting of the process: layers would not be those of cuDNN.
+    # A test before may have left it off, which is a setting of the process: layers
+    # would not be those of cuDNN.
     monkeypatch.setattr(torch.backends.cudnn, "enabled", True)
     with cuda_alias():
         yield
@@ -81,9 +86,7 @@ def test_an_operator_of_ones_own_has_a_kernel_for_cuda() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Warning only once for all operators")  # as on a GPU
-def test_a_kernel_for_cuda_takes_the_place_of_torchs_own_as_long_as_its_library_lives() -> (
-    None
-):
+def test_a_kernel_for_cuda_replaces_torchs_own_while_its_library_lives() -> None:
     library = torch.library.Library("aten", "IMPL", "CUDA")
     library.impl("sin", lambda x: x - 7)
     assert ones(1).sin().item() == -6
@@ -119,16 +122,14 @@ def test_autocast_knows_the_operators_that_torch_casts_on_cuda() -> None:
         for name in lists["AutocastCUDA"]
         if not name.startswith(("aten::cudnn_", "aten::_cudnn_"))
     }
-    cuda -= {
-        name for name in cuda if "imname" in name or "names" in name
-    }  # named tensors, which torch has given up
+    # Named tensors, which torch has given up.
+    cuda -= {name for name in cuda if "imname" in name or "names" in name}
     of_cudnn = {
         f"aten::{name}.{overload}" for name in LAYERS for overload in ("input", "data")
     }
     assert lists[KEY] - of_cudnn <= cuda
-    assert cuda - lists[KEY] <= {
-        "aten::linalg_matrix_sqrth"
-    }  # newer than the version that was looked at
+    # Newer than the version that was looked at.
+    assert cuda - lists[KEY] <= {"aten::linalg_matrix_sqrth"}
 
 
 KEY = "AutocastPrivateUse1"
@@ -251,7 +252,10 @@ def test_operators_that_cuda_does_not_have_for_a_dtype_are_refused(
         ),
         (
             lambda h: nn.Conv1d(4, 1, 1, bias=False).cuda()(h[..., None]),
-            r"Input type \(torch.cuda.HalfTensor\) and weight type \(torch.cuda.FloatTensor\) should be the same",
+            (
+                r"Input type \(torch.cuda.HalfTensor\) and weight type "
+                r"\(torch.cuda.FloatTensor\) should be the same"
+            ),
         ),
         (lambda h: h.histc(2), "HalfTensor is not supported"),
         (

@@ -1,4 +1,7 @@
-"""Batches on their way to devices: everything arrives, is copied once, and no stream is ahead of another."""
+"""Batches on their way to devices: everything arrives, and is copied once.
+
+No stream is ahead of another.
+"""
 
 from __future__ import annotations
 
@@ -225,9 +228,8 @@ def test_a_datasets_function_gives_each_replica_its_element_on_its_device(
     ) == [(2, ["a", "b"]), (0, [])]
 
 
-@pytest.mark.filterwarnings(
-    "ignore:The argument 'device' of Tensor:DeprecationWarning"
-)  # torch's own, of itself
+# Torch's own, of itself.
+@pytest.mark.filterwarnings("ignore:The argument 'device' of Tensor:DeprecationWarning")
 def test_a_loader_with_workers_that_pins_is_read_as_any_other() -> None:
     strategy = central(SIM[0], SIM[1])
     loader = DataLoader(
@@ -304,7 +306,7 @@ def test_the_sizes_of_packed_sequences_stay_on_the_cpu_as_torch_wants_them() -> 
 
 
 @both_ways
-def test_what_the_loader_has_pinned_is_not_pinned_again_and_what_it_has_not_is_pinned_once(
+def test_what_the_loader_has_pinned_is_not_pinned_again_and_all_else_is_once(
     options: InputOptions,
 ) -> None:
     strategy = central(SIM[0], SIM[1])
@@ -324,7 +326,10 @@ def test_what_the_loader_has_pinned_is_not_pinned_again_and_what_it_has_not_is_p
 def test_what_is_pinned_has_each_of_its_elements_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Real pinned memory is made with the strides of the tensor, and torch refuses to fill it where they are 0."""
+    """Real pinned memory is made with the strides of the tensor.
+
+    Torch refuses to fill it where they are 0.
+    """
     pin, strides = torch.Tensor.pin_memory, []
     monkeypatch.setattr(
         torch.Tensor,
@@ -442,7 +447,8 @@ def train(
 ) -> Any:
     """A training loop on the default streams, or on others.
 
-    The first batch is asked for on the default ones: there the loader of a reader that is ahead puts what it makes.
+    The first batch is asked for on the default ones: there the loader of a reader that
+    is ahead puts what it makes.
     """
     batches = iter(dataset)
     first = next(batches)
@@ -459,11 +465,8 @@ def train(
 
         for batch in itertools.chain([first], batches):
             strategy.run(step, args=(batch,))
-    return (
-        model,
-        optimizer,
-        first,
-    )  # which has to outlive what uses it on other streams than it came on
+    # Which has to outlive what uses it on other streams than it came on.
+    return (model, optimizer, first)
 
 
 @both_ways
@@ -637,9 +640,8 @@ def test_without_reading_ahead_there_is_no_other_thread() -> None:
     for _ in central(*SIM[:4]).experimental_distribute_dataset(
         on_the_host(), ON_DEMAND
     ):
-        assert (
-            threading.active_count() <= before
-        )  # threads of other tests may end meanwhile
+        # Threads of other tests may end meanwhile.
+        assert threading.active_count() <= before
 
 
 @pytest.mark.usefixtures("no_thread_left")
@@ -719,7 +721,7 @@ def test_a_worker_is_on_its_device_and_its_stream_and_wears_what_the_caller_wear
 
 
 @both_ways
-def test_the_loader_finds_the_device_and_the_streams_that_are_current_where_it_is_iterated_over(
+def test_the_loader_finds_the_current_device_and_streams_where_it_is_iterated_over(
     options: InputOptions,
 ) -> None:
     seen: list[Any] = []

@@ -1,4 +1,7 @@
-"""Attention is one kernel on simulated devices where it is one on GPUs: the CPU's numbers, in little memory."""
+"""Attention is one kernel on simulated devices where it is one on GPUs.
+
+It gives the CPU's numbers, in little memory.
+"""
 
 from __future__ import annotations
 
@@ -75,8 +78,9 @@ def test_it_is_one_launch_forward_and_one_backward() -> None:
 
 @pytest.mark.filterwarnings("ignore")  # of torch's internals, about themselves
 def test_ranks_divide_the_heads_of_dtensors() -> None:
-    # torch knows how the kernel of CUDA is divided, and not how that of the CPU is: without it, causal attention of
-    # DTensors made a mask that was no DTensor, and raised.
+    # torch knows how the kernel of CUDA is divided, and not how that of the CPU is:
+    # without it, causal attention of DTensors made a mask that was no DTensor, and
+    # raised.
     def inputs() -> list[torch.Tensor]:
         torch.manual_seed(0)
         return [

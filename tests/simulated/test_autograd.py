@@ -1,4 +1,4 @@
-"""Autograd on simulated devices: over devices, threads, hooks, checkpoints and transforms."""
+"""Autograd on simulated devices: devices, threads, hooks, checkpoints, transforms."""
 
 from __future__ import annotations
 
@@ -186,7 +186,10 @@ def test_a_saved_tensor_that_a_loop_over_lists_has_written_since_is_noticed(
     ids=["zero", "lerp"],
 )
 def test_a_write_that_the_kernels_of_gpus_do_not_count_is_counted(write: Any) -> None:
-    """On an H100, a moving average that a step wrote was seen by nobody: `AveragedModel` writes by `_foreach_lerp_`."""
+    """On an H100, a moving average that a step wrote was seen by nobody.
+
+    `AveragedModel` writes by `_foreach_lerp_`.
+    """
     operator = torch.ops.aten._foreach_zero_.default
     uncounted, counted = (
         [torch.ones(3, device=ONE) for _ in range(2)] for _ in range(2)
@@ -207,7 +210,7 @@ class Refused(Exception):
 
 
 class Raising:
-    """Raises the same exception whenever it is called, however it is called, once it is armed."""
+    """Once it is armed, raises the same exception whenever it is called."""
 
     def __init__(self, error: BaseException) -> None:
         self.error, self.is_armed = error, True
@@ -413,9 +416,8 @@ def test_what_a_backward_calls_may_raise(
 
 def test_an_exception_that_c_raised_in_a_hook_comes_out_as_an_exception() -> None:
     (x := leaf(ONE) * 2).register_hook({}.pop)
-    with pytest.raises(
-        KeyError, match="tensor"
-    ):  # before Python 3.12, a type and a tensor are all that is pending
+    # Before Python 3.12, a type and a tensor are all that is pending.
+    with pytest.raises(KeyError, match="tensor"):
         x.sum().backward()
 
 
@@ -504,7 +506,8 @@ def test_what_a_hook_raises_in_a_replica_comes_out_of_the_run(parameters: str) -
     ids=["and a hook returns", "and a hook raises"],
 )
 def test_an_interruption_comes_out_wherever_it_arrives(hook: Any) -> None:
-    # As Ctrl-C does, which Python raises in any of its functions; where C++ cannot let it pass, the process would end.
+    # As Ctrl-C does, which Python raises in any of its functions; where C++ cannot let
+    # it pass, the process would end.
     model, x = torch.nn.Linear(2, 2, device=ONE), torch.ones(2, 2, device=ONE)
 
     def interrupted_at(number: int) -> bool:
@@ -527,14 +530,12 @@ def test_an_interruption_comes_out_wherever_it_arrives(hook: Any) -> None:
             pass
         finally:
             sys.setprofile(None)
-            torch.autograd.set_multithreading_enabled(
-                True
-            )  # what a block sets, an interruption may leave set
+            # What a block sets, an interruption may leave set.
+            torch.autograd.set_multithreading_enabled(True)
         return seen >= number
 
-    def is_collecting(
-        frame: types.FrameType | None,
-    ) -> bool:  # what is raised there is lost, in any program
+    # What is raised there is lost, in any program.
+    def is_collecting(frame: types.FrameType | None) -> bool:
         return frame is not None and (
             frame.f_code.co_filename == weakref.__file__ or is_collecting(frame.f_back)
         )
@@ -673,7 +674,8 @@ def test_function_transforms_compute_what_the_cpu_computes(
 ) -> None:
     if transform is TRANSFORMS["vmap_index"] and torch.__version__ < "2.11":
         pytest.skip(
-            "torch 2.10 cannot index in vmap on a simulated device: install torch 2.11 or newer"
+            "torch 2.10 cannot index in vmap on a simulated device: install torch 2.11 "
+            "or newer"
         )
     x = torch.randn(4, 3)
     ours = transform(x.to(ONE))

@@ -1,6 +1,9 @@
-"""A step that uses a tensor which is in no module of the strategy: it is on one device, and the replicas are on others.
+"""A step that uses a tensor which is in no module of the strategy.
 
-torch said which two devices had met, and nobody could tell from it which tensor was meant, or what to write.
+It is on one device, and the replicas are on others.
+
+torch said which two devices had met, and nobody could tell from it which tensor was
+meant, or what to write.
 """
 
 from __future__ import annotations
@@ -130,7 +133,10 @@ def test_other_errors_stay_as_they_are() -> None:
 
 
 def test_a_moving_average_in_a_closure_is_told_where_to_be_updated() -> None:
-    """Who followed the message made its average a buffer: each replica then had one of its own rows."""
+    """Who followed the message made its average a buffer.
+
+    Each replica then had one of its own rows.
+    """
     strategy, model, batch = made()
     average = {
         name: parameter.detach().clone() for name, parameter in model.named_parameters()
@@ -147,7 +153,10 @@ def test_a_moving_average_in_a_closure_is_told_where_to_be_updated() -> None:
 
     with pytest.raises(
         RuntimeError,
-        match=r"update it after strategy.run, from your own model, or in the step by get_",
+        match=(
+            r"update it after strategy.run, from your own "
+            r"model, or in the step by get_"
+        ),
     ):
         strategy.run(step, args=(batch,))
     before = average["weight"].clone()

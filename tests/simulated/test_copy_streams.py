@@ -1,4 +1,7 @@
-"""The streams on which values come to a device and leave it: none waits for another without need."""
+"""The streams on which values come to a device and leave it.
+
+None waits for another without need.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,10 @@ def test_each_cargo_has_a_stream_of_its_own() -> None:
 
 
 def test_a_batch_does_not_wait_for_the_step_before_it() -> None:
-    """The copy of parameters does. On one stream with it, the batch came after the step."""
+    """The copy of parameters does.
+
+    On one stream with it, the batch came after the step.
+    """
     weights, parameters = (
         torch.empty(2**13, 2**13, device=SIM[1]),
         torch.ones(64, 64).pin_memory(),
@@ -76,7 +82,7 @@ def test_parameters_batches_and_gradients_that_travel_at_once_do_not_race(
 
 @pytest.fixture
 def broadcasts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Has simulated devices count as those that the primitives know; tells which are called."""
+    """Has simulated devices count as known to the primitives; tells their calls."""
     calls: list[str] = []
     for name in ("broadcast", "broadcast_coalesced"):
         plain = getattr(comm, name)
@@ -129,9 +135,8 @@ def test_a_broadcast_needs_no_second_copy_of_the_model(broadcasts: list[str]) ->
         and broadcasts.count("broadcast_coalesced") == 1
     )
     for device, held in zip(SIM[:3], before, strict=True):
-        assert (
-            sim.max_memory_allocated(device) - held < MATRIX
-        )  # of the small ones alone
+        # Of the small ones alone.
+        assert sim.max_memory_allocated(device) - held < MATRIX
 
 
 @pytest.mark.filterwarnings("ignore:Complex modules are a new feature")
@@ -154,7 +159,10 @@ def test_what_is_broadcast_arrives(broadcasts: list[str], dtype: torch.dtype) ->
 def test_a_broadcast_counts_as_a_write_on_the_copies(
     broadcasts: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """NCCL writes memory that torch does not look at. A graph from before would compute wrong gradients."""
+    """NCCL writes memory that torch does not look at.
+
+    A graph from before would compute wrong gradients.
+    """
     plain = comm.broadcast
 
     def uncounted(tensor: torch.Tensor, *, out: list[torch.Tensor]) -> Any:

@@ -1,4 +1,7 @@
-"""Which way values go from device to device, and how often: what cross-device operations and options are for."""
+"""Which way values go from device to device, and how often.
+
+That is what cross-device operations and options are for.
+"""
 
 from __future__ import annotations
 
@@ -143,7 +146,8 @@ def test_the_gradients_of_what_went_in_packs_come_back_in_packs() -> None:
 def test_a_sum_may_be_wanted_where_none_of_the_values_is(
     monkeypatch: pytest.MonkeyPatch, target: torch.device
 ) -> None:
-    # What several CUDA devices would do: torch's own sum, which is for where one of the values is.
+    # What several CUDA devices would do: torch's own sum, which is for where one of the
+    # values is.
     monkeypatch.setattr(comm, "_KNOWN", frozenset({"sim"}))
     monkeypatch.setattr(nccl, "is_available", lambda tensors: False)
     total = comm.sum_on(

@@ -1,7 +1,8 @@
 """torch.nn.DataParallel runs on simulated devices, and shows its faults there.
 
-The faults are those of torch 2.13. Each is a test `test_data_parallel_...`; the tests `test_a_strategy_...` below it
-say what the same module does in the replicas of a strategy on the same devices.
+The faults are those of torch 2.13. Each is a test `test_data_parallel_...`; the tests
+`test_a_strategy_...` below it say what the same module does in the replicas of a
+strategy on the same devices.
 """
 
 from __future__ import annotations
@@ -31,7 +32,10 @@ pytestmark = pytest.mark.skipif(
     torch.cuda.is_available()
     or torch.xpu.is_available()
     or torch.backends.mps.is_available(),
-    reason="torch's own DataParallel takes the real accelerators, and this machine has some: hide them",
+    reason=(
+        "torch's own DataParallel takes the real accelerators, and this machine has "
+        "some: hide them"
+    ),
 )
 
 ROWS = torch.arange(8.0).view(4, 2)  # one row for each of four replicas
@@ -43,7 +47,10 @@ def parallel(module: nn.Module, devices: int = 4) -> Callable[..., Any]:
 
 
 def central(devices: int = 4) -> torchstrategy.Strategy:
-    """A strategy with a replica on each device, and the parameters where DataParallel wants them."""
+    """A strategy with a replica on each device, and DataParallel's parameters.
+
+    They are where DataParallel wants them.
+    """
     return torchstrategy.CentralStorageStrategy(
         [f"sim:{index}" for index in range(devices)], "sim:0"
     )
@@ -52,7 +59,7 @@ def central(devices: int = 4) -> torchstrategy.Strategy:
 def replicated(
     strategy: torchstrategy.Strategy, module: nn.Module
 ) -> Callable[..., tuple[Any, ...]]:
-    """Calls the module in replicas, each with its rows, and returns what each of them returned."""
+    """Calls the module in replicas, each with its rows; returns each one's result."""
     strategy.distribute_module(module)
     return lambda *inputs: strategy.experimental_local_results(
         strategy.run(module, args=deal(strategy, inputs))
@@ -135,7 +142,7 @@ def test_a_strategy_builds_its_replicas_once() -> None:
 
 
 def peaks(step: Callable[[], object]) -> list[int]:
-    """How many bytes each device holds at most during a step, beyond what it held before."""
+    """How many bytes each device holds at most in a step, beyond those before."""
     before = []
     for index in range(4):
         torch.sim.reset_peak_memory_stats(index)
@@ -148,7 +155,10 @@ def peaks(step: Callable[[], object]) -> list[int]:
 
 
 def wide_problem() -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
-    """A classifier whose outputs take far more memory than its parameters and its inputs."""
+    """A classifier whose outputs take more memory than its parameters and inputs.
+
+    They take far more.
+    """
     return nn.Linear(2, 500), torch.ones(400, 2), torch.zeros(400, dtype=torch.int64)
 
 
@@ -217,9 +227,7 @@ def test_data_parallel_leaves_a_device_idle_and_does_not_say_so() -> None:
     assert parallel(counting_rows())(torch.ones(9, 1)).tolist() == [3, 3, 3]
 
 
-def test_data_parallel_calls_idle_replicas_without_inputs_if_there_is_a_keyword_argument() -> (
-    None
-):
+def test_data_parallel_calls_idle_replicas_without_inputs_if_given_a_keyword() -> None:
     model = parallel(counting_rows())
     assert model(torch.ones(2, 1)).tolist() == [1, 1]
     with pytest.raises(TypeError, match=r"missing 1 required positional argument: 'x'"):
@@ -424,7 +432,10 @@ def test_a_strategy_trains_a_compiled_model() -> None:
 
 
 def caching(misses: list[nn.Module]) -> nn.Module:
-    """A module that counts its calls, and keeps in an attribute what it has computed once."""
+    """A module that counts its calls, and keeps what it has computed once.
+
+    It keeps it in an attribute.
+    """
 
     def forward(module: Any, x: torch.Tensor) -> torch.Tensor:
         module.calls += 1
@@ -547,7 +558,10 @@ def dispatch_mode() -> Iterator[Callable[[], bool]]:
 
 
 def noting_threads() -> tuple[set[int], Callable[[Any], Any]]:
-    """A set, and a function that returns what it is given and puts into the set which thread has called it."""
+    """A set, and a function that puts into it which thread has called it.
+
+    The function returns what it is given.
+    """
     threads: set[int] = set()
 
     def note(value: Any) -> Any:
@@ -602,7 +616,8 @@ def autocast_dtype() -> torch.dtype | None:
 def test_data_parallel_makes_float16_of_bfloat16_autocast(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    # It asks whether autocast is on for CUDA, whichever devices it runs on; let it be asked about these.
+    # It asks whether autocast is on for CUDA, whichever devices it runs on; let it be
+    # asked about these.
     is_enabled = torch.is_autocast_enabled
     monkeypatch.setattr(
         torch, "is_autocast_enabled", lambda device_type="sim": is_enabled(device_type)
@@ -658,9 +673,8 @@ def test_data_parallel_makes_another_exception_of_a_replicas(
     arguments: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(
-        threading, "excepthook", lambda _: None
-    )  # where the original ends up, if anywhere
+    # Where the original ends up, if anywhere.
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)
     with pytest.raises(becomes, match=arguments) as raised:
         parallel(failing(error))(ROWS)
     assert type(raised.value) is becomes
@@ -698,9 +712,8 @@ def test_data_parallel_counts_a_batch_twice_on_a_device_that_is_listed_twice() -
     module = Batches().to("sim:0")
     nn.DataParallel(module, [0, 1])(ROWS)
     assert module.batches.item() == 1
-    nn.DataParallel(module, [0, 0])(
-        ROWS
-    )  # both replicas have the memory of the original
+    # Both replicas have the memory of the original.
+    nn.DataParallel(module, [0, 0])(ROWS)
     assert module.batches.item() == 1 + 2
 
 
@@ -726,9 +739,8 @@ def test_data_parallel_is_the_bare_module_on_a_cpu_and_on_mps(
     seen: list[nn.Module] = []
     module = remembering(seen)
     nn.DataParallel(module, [0, 1, 2, 3])(ROWS)
-    assert seen == [
-        module
-    ]  # one forward of four rows: whatever breaks with replicas does not break here
+    # One forward of four rows: whatever breaks with replicas does not break here.
+    assert seen == [module]
 
 
 def test_a_strategy_has_replicas_on_a_cpu() -> None:
@@ -752,9 +764,7 @@ def test_data_parallel_draws_the_same_dropout_mask_on_every_device() -> None:
     assert torch.equal(masks, masks[:1].expand(4, 64))
 
 
-def test_a_strategy_draws_another_dropout_mask_in_every_replica_and_the_same_for_the_same_seed() -> (
-    None
-):
+def test_a_strategy_draws_a_dropout_mask_in_every_replica_by_the_seed() -> None:
     model = replicated(central(), dropping())
     masks = []
     for _ in range(2):
@@ -767,7 +777,10 @@ def test_a_strategy_draws_another_dropout_mask_in_every_replica_and_the_same_for
 
 
 def drawing(draws: dict[int, float], order: Sequence[int] = ()) -> nn.Module:
-    """A module that draws from the generator of the CPU; replicas wait, if they are told to, until it is their turn."""
+    """A module that draws from the generator of the CPU.
+
+    Replicas wait, if they are told to, until it is their turn.
+    """
     has_drawn = [threading.Event() for _ in range(2)]
 
     def forward(

@@ -1,4 +1,7 @@
-"""torchstrategy.DataParallel on devices of their own, next to torch.nn.DataParallel on the same."""
+"""torchstrategy.DataParallel on devices, next to torch.nn.DataParallel.
+
+Both have the same devices, which are their own.
+"""
 
 from __future__ import annotations
 
@@ -151,10 +154,8 @@ def test_a_forward_copies_rows_and_outputs_and_parameters_only_when_they_changed
         assert traffic.bytes_by_route == expected
     with count_traffic() as traffic:
         model(x).sum().backward()
-    assert traffic.bytes_by_route == {
-        there: rows + outputs,
-        back: outputs + size,
-    }  # and gradients
+    # And gradients.
+    assert traffic.bytes_by_route == {there: rows + outputs, back: outputs + size}
 
 
 def test_its_copies_are_ordered_with_what_reads_them() -> None:
@@ -172,7 +173,7 @@ def test_its_copies_are_ordered_with_what_reads_them() -> None:
 
 
 def peaks(step: Callable[[], object]) -> list[int]:
-    """How many bytes each device holds at most during a step, beyond what it held before."""
+    """How many bytes each device holds at most in a step, beyond those before."""
     before = []
     for index in range(4):
         torch.sim.reset_peak_memory_stats(index)
@@ -184,9 +185,7 @@ def peaks(step: Callable[[], object]) -> list[int]:
     ]
 
 
-def test_outputs_and_loss_are_on_one_device_as_with_torch_and_a_step_keeps_them_apart() -> (
-    None
-):
+def test_outputs_and_loss_are_on_one_device_and_a_step_keeps_them_apart() -> None:
     x, y = torch.ones(400, 2), torch.zeros(400, dtype=torch.int64, device="sim:0")
     for parallel in PARALLELS:
         model = parallel(nn.Linear(2, 500).to("sim:0"), [0, 1, 2, 3])
@@ -228,9 +227,7 @@ def test_the_memory_of_the_replicas_is_free_when_it_is_gone() -> None:
     assert [torch.sim.memory_allocated(index) for index in range(4)] == before
 
 
-def test_parameters_have_their_gradient_on_their_own_device_however_the_backward_runs() -> (
-    None
-):
+def test_gradients_are_on_their_parameters_device_however_backward_runs() -> None:
     for output_device in (None, "cpu", 3):
         model = torchstrategy.DataParallel(mlp().to("sim:1"), [1, 2, 3], output_device)
         with torch.autograd.set_multithreading_enabled(False):

@@ -1,4 +1,7 @@
-"""`torch.use_deterministic_algorithms(True)`: what GPUs refuse is refused, and nothing else."""
+"""`torch.use_deterministic_algorithms(True)` refuses what it does on GPUs only.
+
+Nothing else is refused.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,8 @@ def ones(*shape: int) -> torch.Tensor:
 
 INDEX = torch.tensor([0, 1, 1, 2])
 
-# By the name that the message has. What torch 2.11 said on an H100, but for those of the second half.
+# By the name that the message has. What torch 2.11 said on an H100, but for those of
+# the second half.
 REFUSED: dict[str, Callable[[], Any]] = {
     "index_reduce_cuda": lambda: ones(4).index_reduce(
         0, INDEX.to(DEVICE), ones(4), "prod"
@@ -154,7 +158,10 @@ ALLOWED: dict[str, Callable[[], Any]] = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_gpus_cannot_do_deterministically_is_refused(name: str) -> None:
     torch.use_deterministic_algorithms(True)
-    words = f"{name} does not have a deterministic implementation, but you set 'torch.use_deterministic_algorithms(True)'. "
+    words = (
+        f"{name} does not have a deterministic implementation, but you set "
+        "'torch.use_deterministic_algorithms(True)'. "
+    )
     with pytest.raises(RuntimeError) as raised:
         REFUSED[name]()
     assert str(raised.value).startswith(

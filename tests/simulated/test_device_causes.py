@@ -1,4 +1,7 @@
-"""`assert_same_as_plain` across a real device boundary: correct steps pass, and what was left elsewhere is named."""
+"""`assert_same_as_plain` across a real device boundary.
+
+Correct steps pass, and what was left elsewhere is named.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +16,8 @@ import torchstrategy
 from problems import data, mlp, sgd
 from torchstrategy.testing import assert_same_as_plain
 
-BATCHES = [
-    data(8, seed=1),
-    data(7, seed=2),
-    data(3, seed=3),
-]  # even, uneven, and fewer rows than replicas
+# Even, uneven, and fewer rows than replicas.
+BATCHES = [data(8, seed=1), data(7, seed=2), data(3, seed=3)]
 
 Forward = Callable[[nn.Module, Tensor, Tensor], Tensor]
 """What makes the loss of each row, of the model, the inputs and the targets."""
@@ -126,19 +126,20 @@ def test_a_tensor_that_was_left_on_device_0_is_named(parameter_device: str) -> N
 
     said = failure(forward, parameter_device=parameter_device)
     assert said.startswith(
-        "At step 1 of 3, replica 1 of 4 on sim:1 met another device; plain PyTorch on sim:0 did not"
+        "At step 1 of 3, replica 1 of 4 on sim:1 met another device; plain PyTorch on "
+        "sim:0 did not"
     )
     assert (
-        "Expected all tensors to be on the same device, but found at least two devices, sim:1 and sim:0!"
-        in said
+        "Expected all tensors to be on the same device, but found at least two "
+        "devices, sim:1 and sim:0!" in said
     )
     assert (
         "Cause: `class_weights`, a closure variable of `forward`, is a tensor on sim:0."
         in said
     )
     assert (
-        "Bring a tensor to its rows, in the step: `weight.to(inputs.device)`. Or make it a buffer"
-        in said
+        "Bring a tensor to its rows, in the step: `weight.to(inputs.device)`. Or make "
+        "it a buffer" in said
     )
 
 
@@ -173,8 +174,8 @@ def test_the_weight_of_a_loss_is_named() -> None:
         in said
     )
     assert (
-        "Cause: `criterion.weight`, a closure variable of `forward`, is a tensor on sim:0."
-        in said
+        "Cause: `criterion.weight`, a closure variable of `forward`, is a tensor on "
+        "sim:0." in said
     )
 
 
@@ -188,8 +189,8 @@ def test_a_device_that_is_written_in_the_code_is_named() -> None:
         in said
     )
     assert (
-        "Cause: `forward` names the device 'sim:0'. Name no device in the step: ask a tensor of the batch"
-        in said
+        "Cause: `forward` names the device 'sim:0'. Name no device in the step: ask a "
+        "tensor of the batch" in said
     )
 
 
@@ -242,14 +243,13 @@ def test_a_generator_of_another_kind_of_device_is_named() -> None:
         in said
     )
     assert (
-        "Draw from torch's default generator, which gives each replica a stream of its own."
-        in said
+        "Draw from torch's default generator, which gives each replica a stream of its "
+        "own." in said
     )
 
 
-@pytest.mark.parametrize(
-    "home", ["cpu", "sim:0"]
-)  # a GPU takes the generator of another GPU
+# A GPU takes the generator of another GPU.
+@pytest.mark.parametrize("home", ["cpu", "sim:0"])
 def test_a_generator_that_draws_for_all_replicas_is_named(home: str) -> None:
     generator = torch.Generator(home)
 
@@ -261,8 +261,8 @@ def test_a_generator_that_draws_for_all_replicas_is_named(home: str) -> None:
         return squares(model(inputs + noise), targets).mean(1)
 
     assert (
-        "`generator`, a closure variable of `forward`, is a generator that all replicas share"
-        in failure(forward)
+        "`generator`, a closure variable of `forward`, is a generator that all "
+        "replicas share" in failure(forward)
     )
 
 

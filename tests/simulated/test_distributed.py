@@ -1,4 +1,7 @@
-"""torch's own data parallelism, with a thread for each rank and a simulated device for each thread."""
+"""torch's own data parallelism, with a thread for each rank.
+
+Each thread has a simulated device.
+"""
 
 from __future__ import annotations
 
@@ -248,9 +251,8 @@ def test_a_program_reads_what_it_would_of_a_group_of_nccl() -> None:
         replica = DistributedDataParallel(
             nn.Linear(2, 2, device=f"sim:{rank}"), device_ids=[rank]
         )
-        init_device_mesh(
-            "sim", (2,)
-        )  # it would split a group that is bound to a device
+        # It would split a group that is bound to a device.
+        init_device_mesh("sim", (2,))
         logged = replica._get_ddp_logging_data()["backend_name"]  # type: ignore[operator]
         bound = group.bound_device_id
         assert bound is not None and bound.index == rank

@@ -1,8 +1,9 @@
 """NCCL knows fewer dtypes than torch, and the values of replicas may have any of them.
 
-A model with a complex parameter failed on three GPUs: torch's broadcast gives the real and imaginary parts back as a
-dimension of their own. An all-reduce of int16 failed, and one of bools added up their bytes: True and True made a bool
-with the byte 2, which is no bool.
+A model with a complex parameter failed on three GPUs: torch's broadcast gives the real
+and imaginary parts back as a dimension of their own. An all-reduce of int16 failed, and
+one of bools added up their bytes: True and True made a bool with the byte 2, which is
+no bool.
 """
 
 from __future__ import annotations
@@ -125,7 +126,10 @@ def test_what_torch_does_not_add_up_is_refused_by_torch(
 
 
 class Mixed(nn.Module):
-    """A model with tensors of all dtypes, most of an odd number of bytes, so that nothing begins where it could."""
+    """A model with tensors of all dtypes, most of an odd number of bytes.
+
+    So nothing begins where it could.
+    """
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,7 @@
-"""How much memory each device holds: exactly what is alive there, and nothing after it has gone."""
+"""How much memory each device holds: exactly what is alive there.
+
+It holds nothing after that has gone.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Some of torch's own modules and optimizers, on a simulated device as on the CPU; all are in `python tests/sweep`."""
+"""Some of torch's own modules and optimizers, on a simulated device as on the CPU.
+
+All are in `python tests/sweep`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""How parameters and gradients go from device to device: few large copies, and none of what did not change."""
+"""How parameters and gradients go from device to device.
+
+In few large copies, and none of what did not change.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,10 @@ OWNER, DEVICES = torch.device("sim:4"), ["sim:0", "sim:1"]
 
 @pytest.fixture
 def primitives(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, list[str]]]:
-    """Has simulated devices count as those that the primitives of torch.nn.parallel know; tells of their calls."""
+    """Has simulated devices count as those that torch.nn.parallel's primitives know.
+
+    Tells of their calls.
+    """
     calls: list[tuple[str, list[str]]] = []
 
     def noted(name: str, devices_of: Any) -> None:
@@ -83,9 +89,7 @@ def routes(traffic: Traffic) -> dict[tuple[str, str], int]:
     }
 
 
-def test_two_hundred_small_parameters_go_to_each_replica_in_one_copy_and_come_back_in_one() -> (
-    None
-):
+def test_two_hundred_small_parameters_travel_in_one_copy_each_way() -> None:
     strategy, model, optimizer = new(deep)
     batch, step = dealt(strategy), step_of(model, optimizer)
     strategy.run(step, args=(batch,))
@@ -124,9 +128,10 @@ def test_each_dtype_goes_by_itself() -> None:
 def test_what_did_not_change_is_not_copied_and_what_is_frozen_never_again() -> None:
     strategy, model, optimizer = new(lambda: deep(4))
     batch, step = dealt(strategy), step_of(model, optimizer)
-    evaluate = lambda: strategy.run(
-        lambda rows: model(rows).detach().sum(), args=(batch,)
-    )  # noqa: E731
+
+    def evaluate() -> Any:
+        return strategy.run(lambda rows: model(rows).detach().sum(), args=(batch,))
+
     evaluate()
     assert [routes(counted(evaluate)) for _ in range(2)] == [{}, {}]
     for parameter in model[:3].parameters():
@@ -162,9 +167,8 @@ def test_small_tensors_share_a_copy_and_keep_their_values_shapes_and_dtypes() ->
     ]
     with count_traffic() as traffic:
         there = copy_to(tensors, torch.device("sim:2"))
-    assert (
-        traffic.copies == 5
-    )  # float32 together, int64, bfloat16, a large one, a sparse one
+    # float32 together, int64, bfloat16, a large one, a sparse one.
+    assert traffic.copies == 5
     for tensor, moved in zip(tensors, there, strict=True):
         assert (moved.shape, moved.dtype, moved.device) == (
             tensor.shape,
@@ -240,9 +244,8 @@ def test_parameters_go_to_several_accelerators_in_one_broadcast(
     primitives.clear()
     for _ in range(2):
         strategy.run(step, args=(batch,))
-        strategy.run(
-            lambda rows: model(rows).detach(), args=(batch,)
-        )  # nothing has changed
+        # Nothing has changed.
+        strategy.run(lambda rows: model(rows).detach(), args=(batch,))
     refreshes = [
         devices for name, devices in primitives if name == "broadcast_coalesced"
     ]

@@ -1,6 +1,9 @@
-"""Names of CUDA that programs say: those that torch has are served, work as they are, or are refused by name.
+"""Names of CUDA that programs say.
 
-The lists come from torch's own files, so that a name of another version is not forgotten.
+Those that torch has are served, work as they are, or are refused by name.
+
+The lists come from torch's own files, so that a name of another version is not
+forgotten.
 """
 
 from __future__ import annotations
@@ -40,11 +43,8 @@ REFUSED = {
     *("caching_allocator_alloc", "caching_allocator_delete"),
     *("clock_rate", "power_draw", "temperature"),
     *("host_memory_stats", "host_memory_stats_as_nested_dict"),
-    *(
-        "export_dot",
-        "export_graph_data",
-        "graph_annotations",
-    ),  # of captured graphs, since torch 2.14
+    # Of captured graphs, since torch 2.14.
+    *("export_dot", "export_graph_data", "graph_annotations"),
 }
 
 
@@ -197,9 +197,8 @@ def test_a_graph_runs_its_operators_again() -> None:
         total += y
         z = y.sum()
     assert not torch.cuda.is_current_stream_capturing()
-    assert (
-        total.tolist() == [1, 1, 1] and y.isnan().all() and z.isnan()
-    )  # nothing has run yet
+    # Nothing has run yet.
+    assert total.tolist() == [1, 1, 1] and y.isnan().all() and z.isnan()
     for value in (3.0, 1.0):
         x.fill_(value)
         graph.replay()

@@ -1,4 +1,7 @@
-"""Parameters in the CPU's memory: how their values and gradients travel, in virtual time and with races checked."""
+"""Parameters in the CPU's memory: how values and gradients travel.
+
+They do in virtual time and with races checked.
+"""
 
 from __future__ import annotations
 
@@ -71,7 +74,10 @@ def trained_alone(net: nn.Module) -> list[torch.Tensor]:
 def test_gradients_leave_as_fast_as_the_link_wherever_the_parameters_are(
     is_pinned: bool,
 ) -> None:
-    """Those that came to other memory came to new pages in each step: on an H100, 3 to 4 times what the link takes."""
+    """Those that came to other memory came to new pages in each step.
+
+    On an H100, it took 3 to 4 times what the link takes.
+    """
     net = make_model(is_pinned)
     profile = DeviceProfile.named("H100")
     with record_streams(), virtual_time(profile) as trace:
@@ -163,8 +169,9 @@ def test_a_step_takes_little_more_than_its_optimizer_and_the_bytes_that_travel(
                 optimizer.step()
         trace.mark()
         torch.optim.SGD(net.parameters(), lr=0.1, foreach=True).step()
-    # With the optimizer inside, values go up twice: at once, since the step may use them; and when the next run begins,
-    # since the program may have written them in ways that torch does not count. A checksum would take longer.
+    # With the optimizer inside, values go up twice: at once, since the step may use
+    # them; and when the next run begins, since the program may have written them in
+    # ways that torch does not count. A checksum would take longer.
     size = sum(parameter.nbytes for parameter in net.parameters())
     times_up = 2 if is_inside else 1
     assert sum(copy.bytes for copy in trace.step(-2).copies) == pytest.approx(
@@ -173,9 +180,8 @@ def test_a_step_takes_little_more_than_its_optimizer_and_the_bytes_that_travel(
     up = trace.profile.pinned if is_pinned else trace.profile.pageable
     link = size * (times_up / up + 1 / trace.profile.pinned) / 1e9
     ratio = (trace.step(-2).seconds - trace.step(-1).seconds) / link
-    assert 1 < ratio < BAR, (
-        ratio
-    )  # 1.04 to 1.14, where nothing is granted for launches and computing
+    # 1.04 to 1.14, where nothing is granted for launches and computing.
+    assert 1 < ratio < BAR, ratio
 
 
 @pytest.mark.parametrize("scale", [0.0, 1.0], ids=["without-change", "with-change"])
@@ -183,9 +189,12 @@ def test_a_step_takes_little_more_than_its_optimizer_and_the_bytes_that_travel(
 def test_what_an_update_sends_does_not_depend_on_its_numbers(
     fused: bool, scale: float
 ) -> None:
-    """torch does not count the writes of a fused update, so its parameters were compared by checksum, too.
+    """torch does not count the writes of a fused update.
 
-    A prediction that computes no numbers then said something else in each process, by what its memory happened to hold.
+    So its parameters were compared by checksum, too.
+
+    A prediction that computes no numbers then said something else in each process, by
+    what its memory happened to hold.
     """
     net = make_model(is_pinned=True)
     strategy = torchstrategy.CentralStorageStrategy([DEVICE], "cpu")
@@ -205,9 +214,8 @@ def test_what_an_update_sends_does_not_depend_on_its_numbers(
         trace.mark()
         strategy.run(step)
     sent = sum(copy.bytes for copy in trace.step(-1).copies if copy.bytes >= 2**20)
-    assert (
-        sent == 3 * BYTES
-    )  # the gradients, and the values at once and when the run begins, as above
+    # The gradients, and the values at once and when the run begins, as above.
+    assert sent == 3 * BYTES
 
 
 @pytest.mark.parametrize("is_inside", [False, True], ids=["outside", "inside"])
@@ -320,7 +328,9 @@ def test_a_gradient_that_left_early_is_used_only_if_the_step_left_it_as_it_was(
             assert ours.grad is not None and alone.grad is not None
             assert torch.equal(ours.grad, alone.grad.cpu())
     for module in (net, expected):
-        module.zero_grad()  # a gradient with a graph is a cycle through C++, which Python's collector does not see
+        # A gradient with a graph is a cycle through C++, which Python's collector does
+        # not see.
+        module.zero_grad()
 
 
 def test_gradients_leave_while_backward_makes_others() -> None:
@@ -364,7 +374,10 @@ def write_parameters(net: nn.Module) -> None:
     "step", [evaluate, write_together, fail], ids=lambda step: step.__name__
 )
 def test_nobody_writes_parameters_before_their_values_have_left(step: Step) -> None:
-    """They leave pinned memory while the program goes on; the recorder finds who would write there too early."""
+    """They leave pinned memory while the program goes on.
+
+    The recorder finds who would write there too early.
+    """
     net = make_model(True)
     strategy = torchstrategy.CentralStorageStrategy([DEVICE], "cpu")
     strategy.distribute_module(net)
@@ -381,7 +394,10 @@ def test_nobody_writes_parameters_before_their_values_have_left(step: Step) -> N
     ["nothing", "a scheduler", "a hook of the optimizer", "a hook of a parameter"],
 )
 def test_an_update_of_one_model_sends_nothing_of_another(extra: str) -> None:
-    """Nobody knew whether the other model was written, and so it went to the devices at each update."""
+    """Nobody knew whether the other model was written.
+
+    So it went to the devices at each update.
+    """
     one, other = make_model(False), nn.Linear(WIDTH, 1)
     strategy = torchstrategy.CentralStorageStrategy([DEVICE], "cpu")
     strategy.distribute_module(nn.ModuleList([one, other]))
@@ -413,7 +429,8 @@ def test_an_update_of_one_model_sends_nothing_of_another(extra: str) -> None:
             mean = strategy.run(step)
         if "hook" in extra:
             assert mean == 0.25
-    # The gradients go down, and the values go up when the run begins and after their update.
+    # The gradients go down, and the values go up when the run begins and after their
+    # update.
     assert "hook" in extra or traffic.bytes < 3.1 * BYTES
 
 
@@ -467,9 +484,8 @@ def test_an_update_between_runs_waits_until_parameters_have_left_pinned_memory()
         strategy.run(step)
         with torch.no_grad():
             for parameter in net.parameters():
-                parameter.mul_(
-                    0.5
-                )  # so that the optimizer has to bring them to the other device
+                # So that the optimizer has to bring them to the other device.
+                parameter.mul_(0.5)
         optimizer.step()
         weights = strategy.run(
             lambda: net.get_parameter("0.weight").detach().cpu().clone()

@@ -1,4 +1,7 @@
-"""Some of torch's own operators, on a simulated device as on the CPU; all of them are in `python tests/sweep`."""
+"""Some of torch's own operators, on a simulated device as on the CPU.
+
+All of them are in `python tests/sweep`.
+"""
 
 from __future__ import annotations
 
@@ -188,7 +191,10 @@ def test_a_mode_is_written_to_an_out() -> None:
 
 
 def test_integers_are_counted_as_on_gpus() -> None:
-    """The CPU's kernel takes floating-point numbers only, and layers of experts count the rows of each expert by it."""
+    """The CPU's kernel takes floating-point numbers only.
+
+    Layers of experts count the rows of each expert by it.
+    """
     experts = torch.tensor([0, 2, 2, 1, 2], dtype=torch.int32, device="sim:0")
     counts = torch.histc(experts, bins=4, min=0, max=3)
     assert counts.dtype == torch.int32 and counts.tolist() == [1, 1, 3, 0]

@@ -1,6 +1,7 @@
-"""Lints on simulated devices: planted mistakes are named, and their right twins are not.
+"""Lints on simulated devices name planted mistakes, and not their right twins.
 
-On the CPU, tests/unit/testing/test_lints.py looks at all of them, but for those that only a device shows.
+On the CPU, tests/unit/testing/test_lints.py looks at all of them, but for those that
+only a device shows.
 """
 
 from __future__ import annotations
@@ -15,9 +16,8 @@ from torchstrategy.testing import cuda_alias, run_ranks
 
 ONE_OF_EACH = {pair.lint: name for name, pair in PAIRS.items() if not pair.needs_device}
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore::FutureWarning"
-)  # of torch, about names that programs use
+# Of torch, about names that programs use.
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
 
 @pytest.fixture(autouse=True)

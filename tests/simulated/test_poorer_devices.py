@@ -1,4 +1,7 @@
-"""Accelerators that can less than CUDA devices: their module lacks functions, or they have one stream."""
+"""Accelerators that can do less than CUDA devices.
+
+Their module lacks functions, or they have one stream.
+"""
 
 from __future__ import annotations
 
@@ -67,15 +70,15 @@ def weights(
 def test_a_module_with_few_functions_is_enough(
     make: Callable[[], torchstrategy.Strategy], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What it lacks, `torch.accelerator` says, or its functions for the state of random numbers."""
+    """What it lacks, `torch.accelerator` says.
+
+    Its functions for the state of random numbers may be missing, too.
+    """
     expected = weights(make)
     module = torch.get_device_module("sim")
     used = {"get_rng_state", "set_rng_state", "manual_seed", "get_amp_supported_dtype"}
-    used |= {
-        "is_available",
-        "_is_in_bad_fork",
-        "manual_seed_all",
-    }  # torch itself asks for these
+    # torch itself asks for these.
+    used |= {"is_available", "_is_in_bad_fork", "manual_seed_all"}
     for name in set(vars(module)) - used:
         if not name.startswith("__"):
             monkeypatch.delattr(module, name)
@@ -88,7 +91,9 @@ def test_a_module_with_few_functions_is_enough(
 
 @pytest.fixture
 def unused(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Has simulated devices look as CUDA devices do before they are first used: there are no generators yet.
+    """Has simulated devices look as CUDA devices do before they are first used.
+
+    There are no generators yet.
 
     Whoever asks for a random state uses the devices.
     """
@@ -117,9 +122,8 @@ def test_generators_that_are_not_there_before_the_first_use(
     calls = request.getfixturevalue("unused")
     for one, other in zip(weights(MAKES[kind]), expected, strict=True):
         assert torch.equal(one, other)
-    assert (
-        calls or kind == "one device"
-    )  # where the only replica draws as the program does
+    # Where the only replica draws as the program does.
+    assert calls or kind == "one device"
 
 
 def test_a_generator_is_the_same_before_and_after_the_first_use(
@@ -164,7 +168,10 @@ def test_one_stream_and_no_pinned_memory_are_enough(
     ahead: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As on MPS: a new stream is the only one, torch cannot pin memory for it, and `record_stream` is unknown."""
+    """As on MPS: a new stream is the only one.
+
+    Torch cannot pin memory for it, and `record_stream` is unknown.
+    """
     expected = weights(make, ahead)
 
     def only(device: Any) -> torch.Stream:

@@ -1,4 +1,4 @@
-"""Mixed precision: what runs in the lower one, what never does, and scaled gradients."""
+"""Mixed precision: what runs in it, what never does, and scaled gradients."""
 
 from __future__ import annotations
 
@@ -87,9 +87,7 @@ def test_autocast_of_the_cpu_leaves_the_devices_alone(calculate: Any) -> None:
         assert calculate(x.to(ONE)).dtype == torch.float32
 
 
-def test_a_scaler_unscales_gradients_on_every_device_and_skips_steps_that_overflow() -> (
-    None
-):
+def test_a_scaler_unscales_on_every_device_and_skips_steps_that_overflow() -> None:
     parameters = [nn.Parameter(torch.ones(2, device=device)) for device in (ZERO, ONE)]
     optimizer, scaler = torch.optim.SGD(parameters, lr=0.1), torch.amp.GradScaler("sim")
 

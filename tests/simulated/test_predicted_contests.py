@@ -1,4 +1,7 @@
-"""The contests of a GPU in virtual time: two runs say the same, to the last byte; and a model of real size is quick."""
+"""The contests of a GPU in virtual time.
+
+Two runs say the same, to the last byte; and a model of real size is quick.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ SMALL: dict[str, dict[str, Any]] = {
 
 
 def held(contests: Any, name: str, folder: Path) -> tuple[list[str], dict[str, bytes]]:
-    """The rows of a small contest, and what has happened in it, by the names of files."""
+    """The rows of a small contest, and what happened in it, by the names of files."""
     small: Any = functools.partial(getattr(contests, name), **SMALL[name])
     small.__name__ = name
     rows = list(map(str, contests.in_virtual_time(small, "H100", folder)(2)))
@@ -94,13 +97,16 @@ with virtual_time("A100", shapes_only=True):
         F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()).backward()
         optimizer.step()
 print(time.process_time() - began, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20)
-"""
+"""  # noqa: E501
 
 
 @for_changes
 @pytest.mark.slow
 def test_three_steps_of_gpt2_take_a_laptop_little_time_and_memory() -> None:
-    """GPT-2 124M, 16 rows of 1,024 tokens: 1.2 s and 0.32 GiB; at most 10 s and 4 GB were asked for."""
+    """GPT-2 124M, 16 rows of 1,024 tokens: 1.2 s and 0.32 GiB.
+
+    At most 10 s and 4 GB were asked for.
+    """
     done = python("-c", THREE_STEPS, str(BENCHMARKS))
     seconds, gibibytes = map(float, done.stdout.split())
     assert seconds < 60, done.stderr  # on a machine ten times as slow, too

@@ -1,4 +1,7 @@
-"""Parts of torch that look at devices in ways of their own: TorchScript, fake tensors, DTensor's random numbers."""
+"""Parts of torch that look at devices in ways of their own.
+
+TorchScript, fake tensors, DTensor's random numbers.
+"""
 
 from __future__ import annotations
 
@@ -46,13 +49,16 @@ PROGRAMS = {
         assert len(set(shards)) == 4 and [len(set(s)) for s in (copies, later, plain)] == [1, 1, 1]
         assert copies[0] != later[0]
         assert draw(2)[0] == shards[2]
-    """,
+    """,  # noqa: E501
 }
 
 
 @pytest.mark.parametrize("what", PROGRAMS)
 def test_a_program_runs_where_devices_are_simulated(what: str, tmp_path: Path) -> None:
-    beginning = "import torch\nfrom torchstrategy.testing import simulate_devices\nsimulate_devices(4)\n"
+    beginning = (
+        "import torch\nfrom torchstrategy.testing import "
+        "simulate_devices\nsimulate_devices(4)\n"
+    )
     (tmp_path / "program.py").write_text(beginning + textwrap.dedent(PROGRAMS[what]))
     command = [sys.executable, "-W", "ignore", str(tmp_path / "program.py")]
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""What a program does with pinned memory while a copy that does not block is under way."""
+"""What a program does with pinned memory during a copy that does not block."""
 
 from __future__ import annotations
 
@@ -73,8 +73,8 @@ def test_the_race_names_both_lines_and_what_to_say() -> None:
         in race
     )
     assert (
-        "on the default stream of sim:1, writes, and does not wait for it: say stream.synchronize()"
-        in race
+        "on the default stream of sim:1, writes, and does not wait for it: say "
+        "stream.synchronize()" in race
     )
 
 
@@ -275,9 +275,8 @@ def test_a_write_that_torch_sees_is_told_once_and_one_of_the_device_is_none() ->
 
     def write_back(tensors: Tensors) -> None:
         tensors.goes()
-        tensors.source.copy_(
-            tensors.device + 1, non_blocking=True
-        )  # on the same stream, and so later
+        # On the same stream, and so later.
+        tensors.source.copy_(tensors.device + 1, non_blocking=True)
         torch.accelerator.synchronize(DEVICE)
 
     assert len(races(write)) == 1
@@ -305,7 +304,10 @@ CURRENT = torch.accelerator.current_stream
 
 
 def read_slots(of_step: Callable[[int], int]) -> list[str]:
-    """Each step copies its number into a slot of one pinned buffer; the next step waits for that, and reads a slot."""
+    """Each step copies its number into a slot of one pinned buffer.
+
+    The next step waits for that, and reads a slot.
+    """
 
     def use(tensors: Tensors) -> None:
         slots, events = (
@@ -323,7 +325,10 @@ def read_slots(of_step: Callable[[int], int]) -> list[str]:
 
 
 def test_a_slot_of_a_buffer_is_read_while_another_one_is_written() -> None:
-    """A loss that a loop looks at one step later was called a race: the whole buffer counted as written."""
+    """A loss that a loop looks at one step later was called a race.
+
+    The whole buffer counted as written.
+    """
     assert read_slots(lambda step: step - 1) == []
     assert len(read_slots(lambda step: step)) == 1
 

@@ -1,4 +1,7 @@
-"""Random numbers: a generator for each device, and none that another device or the CPU disturbs."""
+"""Random numbers: a generator for each device.
+
+No other device disturbs it, nor does the CPU.
+"""
 
 from __future__ import annotations
 
@@ -106,9 +109,7 @@ class TestDraws:
             )
 
 
-def test_dropout_keeps_the_share_and_the_scale_and_passes_gradients_to_what_it_kept() -> (
-    None
-):
+def test_dropout_keeps_share_and_scale_and_passes_gradients_to_what_it_kept() -> None:
     x = torch.ones(1000, device=ONE, requires_grad=True)
     y = F.dropout(x, 0.25)
     y.sum().backward()
@@ -277,7 +278,10 @@ def test_an_offset_leads_to_numbers_of_its_own() -> None:
 def test_a_state_is_the_same_whether_it_was_drawn_to_or_set(
     begin: Callable[[Any], torch.Generator],
 ) -> None:
-    """The bytes of a state are the seed of what replicas draw, which have to draw the same after a checkpoint."""
+    """The bytes of a state are the seed of what replicas draw.
+
+    They have to draw the same after a checkpoint.
+    """
     going_on, resumed = begin(torch.Generator("sim")), torch.Generator("sim")
     torch.rand(3, device="sim", generator=going_on)
     resumed.set_state(going_on.get_state())

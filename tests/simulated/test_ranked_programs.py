@@ -1,4 +1,7 @@
-"""Programs of several ranks, each rank on a simulated device of its own: the numbers are those of plain PyTorch."""
+"""Programs of several ranks, each on a simulated device of its own.
+
+The numbers are those of plain PyTorch.
+"""
 
 from __future__ import annotations
 

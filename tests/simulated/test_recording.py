@@ -1,4 +1,7 @@
-"""Who waits for whom on streams, and what on a real device would be a wrong number now and then."""
+"""Who waits for whom on streams, and what would be a wrong number now and then.
+
+It would be on a real device.
+"""
 
 from __future__ import annotations
 
@@ -117,7 +120,10 @@ def test_a_tensor_that_is_freed_while_another_stream_may_read_it_is_a_race() -> 
 def test_a_stream_that_waits_before_it_uses_freed_memory_again_is_no_race(
     waits: bool,
 ) -> None:
-    """As the gradients of FSDP2 are made on a stream, read by the optimizer on another one, and freed."""
+    """As the gradients of FSDP2 are made on a stream and freed.
+
+    The optimizer reads them on another stream.
+    """
 
     def use() -> None:
         side = stream()

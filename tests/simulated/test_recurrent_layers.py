@@ -1,4 +1,7 @@
-"""Recurrent layers keep their weights in one piece of memory, as cuDNN wants them, in replicas too."""
+"""Recurrent layers keep their weights in one piece of memory, in replicas too.
+
+cuDNN wants them so.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +39,7 @@ KINDS: dict[str, Callable[[], nn.RNNBase]] = {
 
 
 class Net(nn.Module):
-    """It lays its weights in one piece at each forward, as programs for `nn.DataParallel` do."""
+    """Its forward lays weights in one piece, as programs for `nn.DataParallel` do."""
 
     def __init__(self, recurrent: nn.RNNBase, flattens: bool = False) -> None:
         super().__init__()
@@ -50,7 +53,10 @@ class Net(nn.Module):
 
 
 def pieces(layer: Any) -> int:
-    """In how many pieces of memory the weights are. In one, they lie one after the other from its beginning."""
+    """In how many pieces of memory the weights are.
+
+    In one, they lie one after the other from its beginning.
+    """
     found = {weight.untyped_storage().data_ptr() for weight in layer._flat_weights}
     if len(found) == 1:
         offset = 0
@@ -135,15 +141,17 @@ def test_weights_are_in_one_piece_in_all_replicas_and_stay_so(
 def test_a_forward_that_lays_its_weights_trains_as_in_plain_torch(
     kind: str, flattens: bool
 ) -> None:
-    """In a replica the weights lie well. If a step moved them, they would leave the memory that the user's have."""
+    """In a replica the weights lie well.
+
+    If a step moved them, they would leave the memory that the user's have.
+    """
     strategy, net = new(kind, flattens=flattens)
     torch.manual_seed(0)
     expected = trained(Net(KINDS["LSTM"]()))
     for one, other in zip(trained(net, strategy), expected, strict=True):
         torch.testing.assert_close(one, other)
-    net(
-        torch.ones(2, 4, device=next(net.parameters()).device)
-    )  # outside of a run it moves them
+    # Outside of a run it moves them.
+    net(torch.ones(2, 4, device=next(net.parameters()).device))
     again = [parameter.detach().cpu() for parameter in net.parameters()]
     outputs = strategy.experimental_local_results(
         strategy.run(

@@ -1,8 +1,11 @@
-"""A step may do its work on a stream of its own, as in plain PyTorch, wherever the replicas run.
+"""A step may work on a stream of its own, as in plain PyTorch, in all replicas.
 
-A step ran forward, backward and `optimizer.step()` on a side stream, as programs do that overlap their work. In plain
-PyTorch nothing was wrong. In replicas, gradients were added up, and parameters written, on the stream that was current
-where `run` was called: neither stream waited for the other, and on a GPU the numbers were wrong now and then.
+It may wherever the replicas run.
+
+A step ran forward, backward and `optimizer.step()` on a side stream, as programs do
+that overlap their work. In plain PyTorch nothing was wrong. In replicas, gradients were
+added up, and parameters written, on the stream that was current where `run` was called:
+neither stream waited for the other, and on a GPU the numbers were wrong now and then.
 """
 
 from __future__ import annotations
@@ -50,7 +53,10 @@ every_kind = pytest.mark.parametrize("make", KINDS.values(), ids=KINDS.keys())
 
 
 class Net(nn.Module):
-    """A model with statistics, which the end of a run averages, and a buffer that each step writes."""
+    """A model with statistics, which the end of a run averages.
+
+    It has a buffer that each step writes, too.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,7 +85,10 @@ class Sides:
 
     @contextmanager
     def block(self, *batch: torch.Tensor) -> Iterator[None]:
-        """As programs write it: the side stream waits for the batch, and the current one for the block."""
+        """As programs write it: the side stream waits for the batch.
+
+        The current one waits for the block.
+        """
         side, main = self.get(), torch.accelerator.current_stream()
         side.wait_stream(main)
         with side:
@@ -178,7 +187,10 @@ def test_forward_alone_may_be_on_a_side_stream(make: Make) -> None:
 def test_all_work_may_be_on_a_side_stream_for_which_nobody_waits(
     make: Make, each: bool
 ) -> None:
-    """The program makes its own rows there, and looks at numbers there. So the default stream has nothing to do."""
+    """The program makes its own rows there, and looks at numbers there.
+
+    So the default stream has nothing to do.
+    """
     sides, losses = Sides(each), []
 
     def step_of(model: nn.Module, optimizer: Any) -> Any:
@@ -208,7 +220,7 @@ def test_all_work_may_be_on_a_side_stream_for_which_nobody_waits(
 
 @every_kind
 def test_what_the_user_writes_between_runs_comes_to_the_side_stream(make: Make) -> None:
-    """The program lets the side stream wait where it has written, and not in the step."""
+    """The program lets the side stream wait where it has written, not in the step."""
     sides = Sides()
     torch.manual_seed(0)
     strategy = make()
@@ -511,7 +523,10 @@ def test_streams_are_as_before_where_a_step_fails_on_a_side_stream(make: Make) -
 def test_a_step_on_the_callers_stream_waits_for_copies_only(
     kind: str, waits: int
 ) -> None:
-    """Streams wait for each other where a value goes from device to device, and the program waits for nothing."""
+    """Streams wait for each other where a value goes from device to device.
+
+    The program waits for nothing.
+    """
     strategy = KINDS[kind]()
     with strategy.scope():
         model = mlp(torch.float32)

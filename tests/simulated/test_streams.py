@@ -1,4 +1,7 @@
-"""Streams, events, the current device, and torch.accelerator. Work is done at once; they only say who they are."""
+"""Streams, events, the current device, and torch.accelerator.
+
+Work is done at once; they only say who they are.
+"""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
 """Several threads copy to one device at once, on one stream.
 
-torch keeps what was current before `with stream:` in the stream object. The library had one object for the copies to
-each device, and its threads entered it: the thread that loads the next batch, and the one that brings the parameters.
-The first that left got the stream and the device of the other, so that its next tensors were on another device; torch
-2.10 raised an error. Simulated streams kept it by thread, which hid it.
+torch keeps what was current before `with stream:` in the stream object. The library had
+one object for the copies to each device, and its threads entered it: the thread that
+loads the next batch, and the one that brings the parameters. The first that left got
+the stream and the device of the other, so that its next tensors were on another device;
+torch 2.10 raised an error. Simulated streams kept it by thread, which hid it.
 """
 
 from __future__ import annotations
@@ -31,7 +32,10 @@ def where() -> tuple[int, list[torch.Stream]]:
 
 
 def in_turns(first: Any, second: Any) -> list[Any]:
-    """Lets two threads go through two blocks: first, second in; first, second out. Returns where each is then."""
+    """Lets two threads go through two blocks: first, second in; first, second out.
+
+    Returns where each is then.
+    """
     found: list[Any] = [None, None]
     is_in, is_out = [threading.Event() for _ in range(2)], threading.Event()
 
@@ -56,7 +60,10 @@ def in_turns(first: Any, second: Any) -> list[Any]:
 
 
 def test_a_simulated_stream_keeps_what_was_before_as_torch_does() -> None:
-    """The object has a list, as in torch 2.11 and later: who leaves first gets what the last that entered had."""
+    """The object has a list, as in torch 2.11 and later.
+
+    Who leaves first gets what the last that entered had.
+    """
     stream: Any = torch.Stream(device=SIM[1])
     assert [device for device, _ in in_turns(stream, stream)] == [4, 3]
 
@@ -73,7 +80,7 @@ def test_the_blocks_of_the_device_module_are_of_one_thread() -> None:
 
 
 class _DefaultStream:
-    """A block in the default stream of sim:1, which asks for it on the thread that enters."""
+    """A block in sim:1's default stream, which it asks for on the entering thread."""
 
     def __enter__(self) -> None:
         self.stream: Any = simulation.default_stream(SIM[1])
@@ -84,7 +91,7 @@ class _DefaultStream:
 
 
 def test_setting_a_stream_makes_its_device_the_current_one() -> None:
-    """As torch does, in `torch.accelerator.set_stream` and in that of the device's module."""
+    """As `torch.accelerator.set_stream` and that of the device's module do."""
     before = where()
     module: Any = torch.get_device_module("sim")
     for index, set_stream in enumerate(
@@ -109,7 +116,10 @@ def test_threads_that_copy_to_one_device_keep_their_own_device() -> None:
 def test_a_training_that_loads_ahead_enters_no_stream_object(
     devices: list[torch.device], owner: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whichever thread it is on: a stream that only one thread enters today may have two of them tomorrow."""
+    """Whichever thread it is on.
+
+    A stream that only one thread enters today may have two of them tomorrow.
+    """
     entered: list[str] = []
 
     def enter(stream: torch.Stream) -> None:
@@ -142,7 +152,10 @@ def test_a_training_that_loads_ahead_enters_no_stream_object(
 def test_a_replicas_thread_makes_its_device_current_also_where_it_is_device_0(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A new thread had no CUDA context, since device 0 is current on it anyway, and torch warned of that on an H100."""
+    """A new thread had no CUDA context, since device 0 is current on it anyway.
+
+    Torch warned of that on an H100.
+    """
     used: set[tuple[threading.Thread, int]] = set()
     module = torch.get_device_module("sim")
     plain = module.set_device

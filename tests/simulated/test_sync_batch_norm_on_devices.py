@@ -1,4 +1,7 @@
-"""Replicas that share a device meet in backward, which torch runs on a thread of the device unless told otherwise."""
+"""Replicas that share a device meet in backward.
+
+Torch runs it on a thread of the device unless told otherwise.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,10 @@ DEVICES = {
 
 @pytest.fixture
 def torchs_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Backward as torch runs it on an accelerator. It knows the first simulated device only."""
+    """Backward as torch runs it on an accelerator.
+
+    It knows the first simulated device only.
+    """
     owner, name = ENGINE
     engine: Any = getattr(owner, name)
     monkeypatch.setattr(owner, name, engine._engine)
@@ -73,9 +79,8 @@ def check(
     )
     strategy.run(lambda b: step(model, b), args=(deal(strategy, x),))
     step(plain, where_it_is(plain, [x])[0])
-    assert_close(
-        gradients(model), gradients(plain), "gradient", 1e-12, 1e-13
-    )  # that of the first bias is zero
+    # That of the first bias is zero.
+    assert_close(gradients(model), gradients(plain), "gradient", 1e-12, 1e-13)
 
 
 @pytest.mark.parametrize("where", DEVICES)

@@ -1,4 +1,4 @@
-"""A run does not wait for a device: it asks no device for a number, whatever it checks."""
+"""A run does not wait for a device: whatever it checks, it asks for no number."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ WAITING = {"aten::_local_scalar_dense", "aten::equal", "aten::is_nonzero", "aten
 
 
 class Waits(TorchDispatchMode):
-    """Counts the operations of a thread for which a program waits: they bring numbers from a device to the program."""
+    """Counts a thread's operations for which a program waits.
+
+    They bring numbers from a device to the program.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,7 +62,10 @@ def evaluates(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) ->
 
 
 class Kept(nn.Module):
-    """A layer that keeps a tensor of its rows and a number in attributes, and writes on a buffer."""
+    """A layer that keeps a tensor of its rows and a number, and writes on a buffer.
+
+    It keeps them in attributes.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -102,9 +108,9 @@ def test_a_warm_run_asks_no_device_for_a_number(
             what(model, optimizer, batch)
 
     batch = deal(strategy, data(8))
-    for _ in range(
-        4
-    ):  # in run 1, 2, 4, 8 and so on the numbers of replicas' buffers are compared, for a warning
+    # In run 1, 2, 4, 8 and so on the numbers of replicas' buffers are compared, for a
+    # warning.
+    for _ in range(4):
         strategy.run(step, args=(batch,))
     for one in in_replicas:
         one.counts.clear()

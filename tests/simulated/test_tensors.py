@@ -1,4 +1,7 @@
-"""Tensors of simulated devices: where they are, what may be mixed, and that they compute what the CPU computes."""
+"""Tensors of simulated devices compute what the CPU computes.
+
+Where they are, and what may be mixed, is tested, too.
+"""
 
 from __future__ import annotations
 
@@ -91,9 +94,8 @@ MIXTURES: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
 }
 
 
-SPARSE_CHECKS = pytest.mark.filterwarnings(
-    "ignore:Sparse invariant checks"
-)  # which torch 2.11 says once a process
+# Which torch 2.11 says once a process.
+SPARSE_CHECKS = pytest.mark.filterwarnings("ignore:Sparse invariant checks")
 
 
 @pytest.mark.parametrize("make", FACTORIES.values(), ids=FACTORIES)
@@ -750,7 +752,10 @@ def test_sparse_tensors_compute_what_the_cpus_compute() -> None:
 def test_what_the_cpu_does_at_once_with_a_sparse_tensor_is_not_taken_apart(
     call: Callable[..., Any],
 ) -> None:
-    """A random program: torch took `sum` apart, of which a variant without dimensions came back as it went in."""
+    """A random program: torch took `sum` apart.
+
+    A variant of it without dimensions came back as it went in.
+    """
     dense = torch.tensor([[0.0, -1.0], [2.0, 0.0]])
     expected, found = call(dense.to_sparse()), call(dense.to(ONE).to_sparse())
     assert (found.shape, found.layout, found.device) == (
@@ -762,7 +767,7 @@ def test_what_the_cpu_does_at_once_with_a_sparse_tensor_is_not_taken_apart(
 
 
 def test_the_gradient_of_a_sparse_embedding_can_be_zeroed_and_added_to() -> None:
-    """A random program: the CPU would not give other indices to memory of the device."""
+    """A random program: the CPU would give no other indices to a device's memory."""
     embeddings = [torch.nn.Embedding(4, 2, sparse=True)]
     embeddings.append(copy.deepcopy(embeddings[0]).to(ONE))
     for rows in ([0, 1], [1, 3, 3], [2]):

@@ -1,4 +1,7 @@
-"""`torch.nn.parallel.comm` on simulated devices: sizes, formats, views and streams are those of torch's C++."""
+"""`torch.nn.parallel.comm` on simulated devices is like torch's C++.
+
+Sizes, formats, views and streams are.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The kernels of torch's own SyncBatchNorm: what they compute in two processes is batch norm of all rows."""
+"""The kernels of torch's own SyncBatchNorm.
+
+What they compute in two processes is batch norm of all rows.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""`count_traffic` on a real boundary: what a step moves from device to device, to the byte."""
+"""`count_traffic` on a real boundary: what a step moves, to the byte.
+
+It moves it from device to device.
+"""
 
 from __future__ import annotations
 
@@ -60,9 +63,8 @@ def test_a_step_brings_gradients_to_the_parameters_and_parameters_to_the_replica
     assert traffic.copies_by_route == Counter(dict.fromkeys(routes, 1))
     assert traffic.bytes_by_route == Counter(dict.fromkeys(routes, SIZE))
     assert (traffic.copies, traffic.bytes) == (2 * len(remote), 2 * SIZE * len(remote))
-    assert traffic.writes == 4 * len(
-        remote
-    )  # from what came together to where it belongs
+    # From what came together to where it belongs.
+    assert traffic.writes == 4 * len(remote)
     assert traffic.meetings == {"optimizer.step()": 1}
 
 

@@ -1,4 +1,4 @@
-"""What a training script does: modules, optimizers, clipping, loaders, checkpoints and copies."""
+"""A training script's modules, optimizers, clipping, loaders, checkpoints, copies."""
 
 from __future__ import annotations
 
@@ -197,9 +197,8 @@ def test_one_optimizer_steps_parameters_of_several_devices(make: Any) -> None:
     devices = ["sim:0", "sim:1", "sim:2"]
     if make is OPTIMIZERS["lbfgs"]:
         with pytest.raises(RuntimeError, match="same device"):
-            stepped(
-                devices
-            )  # it puts all gradients into one vector, on accelerators too
+            # It puts all gradients into one vector, on accelerators too.
+            stepped(devices)
     else:
         assert_close(stepped(devices), stepped(["cpu"] * 3))
 
@@ -351,9 +350,8 @@ class TestMovingAModule:
             parameter.square().sum().backward()
         parameter.grad = None
         parameter.square().sum().backward()
-        parameter.data = torch.ones(
-            2, device=ONE
-        )  # the gradient is left on the CPU, and follows
+        # The gradient is left on the CPU, and follows.
+        parameter.data = torch.ones(2, device=ONE)
         assert parameter.grad is not None
         parameter.grad.data = parameter.grad.data.to(ONE)
         parameter.square().sum().backward()
@@ -497,9 +495,8 @@ class OnDevice(Dataset[torch.Tensor]):
 
 
 class TestLoading:
-    @pytest.mark.filterwarnings(
-        "ignore:The argument 'device' of Tensor.pin_memory"
-    )  # of older loaders themselves
+    # Of older loaders themselves.
+    @pytest.mark.filterwarnings("ignore:The argument 'device' of Tensor.pin_memory")
     @pytest.mark.parametrize("workers", [0, 2])
     def test_pinned_batches_are_sent_to_a_device(self, workers: int) -> None:
         rows = TensorDataset(torch.arange(8.0), torch.arange(8))

@@ -1,4 +1,7 @@
-"""Advice is what a second prediction finds faster. It is compared with that of a program which follows the advice."""
+"""Advice is what a second prediction finds faster.
+
+It is compared with that of a program which follows the advice.
+"""
 
 from __future__ import annotations
 
@@ -254,14 +257,16 @@ def launched(width: int, reads_within: bool = False) -> VirtualTrace:
 
 
 def test_graphs_are_advised_where_the_device_waits_for_the_program() -> None:
-    """A step of small layers takes as long as the program takes to launch them. With graphs, it launches two."""
+    """A step of small layers takes as long as the program takes to launch them.
+
+    With graphs, it launches two.
+    """
     trace = launched(64)
     kernels = trace.device(0).busy / 4
     after = advised(trace)["CUDA graphs, if shapes stay"]
     assert step_of(trace) > 3 * after
-    assert (
-        kernels < after < kernels + 6 * H100.launch
-    )  # the rows, two graphs, the optimizer, and no other launch
+    # The rows, two graphs, the optimizer, and no other launch.
+    assert kernels < after < kernels + 6 * H100.launch
 
 
 def test_no_graphs_are_advised_where_they_would_gain_nothing_or_cannot_be() -> None:

@@ -1,4 +1,7 @@
-"""A model of real size in virtual time, beside published figures: constants were fitted to these, so it is no proof."""
+"""A model of real size in virtual time, beside published figures.
+
+Constants were fitted to these, so it is no proof.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +14,9 @@ from torch.nn import functional as F
 
 from torchstrategy.testing import VirtualTrace, virtual_time
 
-# GPT-2 124M, 16 rows of 1,024 tokens, attention taken apart, AdamW, PyTorch without compiler, on an A100 80 GB:
-# "Let's reproduce GPT-2 (124M)" by Andrej Karpathy (2024), as the lecture's public notes give it.
+# GPT-2 124M, 16 rows of 1,024 tokens, attention taken apart, AdamW, PyTorch without
+# compiler, on an A100 80 GB: "Let's reproduce GPT-2 (124M)" by Andrej Karpathy (2024),
+# as the lecture's public notes give it.
 PUBLISHED = {"float32": 1.0, "TF32": 0.333, "bfloat16": 0.300}  # seconds
 ROWS, TOKENS, VOCABULARY, WIDTH, HEADS, LAYERS = 16, 1024, 50257, 768, 12, 12
 

@@ -1,7 +1,10 @@
-"""The strategy that a page teaches first is a fast one, where it is used for what it is for: on several devices.
+"""The strategy that a page teaches first is a fast one.
 
-The models of pages have a few numbers, and with these every strategy takes what its launches take. So the strategy of
-each page trains a model of 36 million parameters here, on modelled devices.
+It is where it is used for what it is for: on several devices.
+
+The models of pages have a few numbers, and with these every strategy takes what its
+launches take. So the strategy of each page trains a model of 36 million parameters
+here, on modelled devices.
 """
 
 from __future__ import annotations
@@ -33,13 +36,17 @@ FASTEST = (
     "MultiWorkerMirroredStrategy()",
     'CentralStorageStrategy(None, "sim:0")',
 )
-# What pages call a list of devices of theirs. On CPUs, a page says, it shows what GPUs do.
+# What pages call a list of devices of theirs. On CPUs, a page says, it shows what GPUs
+# do.
 ON_CPUS = re.compile(r'\["cpu"\] \* \w+|CPUS')
 NOT_SEVERAL = "OneDeviceStrategy"
 
 
 def first_strategies() -> Iterator[tuple[str, str]]:
-    """Of each page that makes a strategy of several replicas: its name, and the first constructor that it has."""
+    """Of each page that makes a strategy of several replicas: its first constructor.
+
+    The name of the page comes before.
+    """
     for page in PAGES:
         made = [
             found
@@ -109,7 +116,8 @@ def test_the_first_strategy_of_a_page_is_a_fast_one(page: str) -> None:
     best = min(map(seconds_of_a_step, FASTEST))
     taken = seconds_of_a_step(FIRST[page])
     assert taken <= MOST * best, (
-        f"{page} begins with {FIRST[page]}: {taken:.4f} s a step, and others take {best:.4f}"
+        f"{page} begins with {FIRST[page]}: {taken:.4f} s a step, and others take "
+        f"{best:.4f}"
     )
 
 

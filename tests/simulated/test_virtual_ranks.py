@@ -1,4 +1,7 @@
-"""Ranks in virtual time: collectives as computed by hand, what hides under compute, and the memory of each rank."""
+"""Ranks in virtual time: collectives as computed by hand.
+
+What hides under compute, and the memory of each rank.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,10 @@ RANKS = 2
 
 @pytest.fixture(autouse=True)
 def without_garbage() -> Iterator[None]:
-    """Torch's wrappers of modules are in cycles with their hooks, and hold memory that peaks count."""
+    """torch's wrappers of modules are in cycles with their hooks.
+
+    They hold memory that peaks count.
+    """
     gc.collect()
     yield
     gc.collect()
@@ -96,9 +102,10 @@ class Case(NamedTuple):
     ends: tuple[int, int]  # when each rank is at the end of its code
 
 
-# To call a collective takes 10 us, and to let a stream wait for it 1 us. 100,000 bytes take 50 us over a link of 2 GB a
-# second, and every collective 20 us besides. In a ring of two ranks, an all_reduce sends all bytes, and an all_gather
-# half of them. An operator takes 103 us.
+# To call a collective takes 10 us, and to let a stream wait for it 1 us. 100,000 bytes
+# take 50 us over a link of 2 GB a second, and every collective 20 us besides. In a ring
+# of two ranks, an all_reduce sends all bytes, and an all_gather half of them. An
+# operator takes 103 us.
 CASES = [
     Case(
         all_reduced,
@@ -161,9 +168,8 @@ def test_a_timeline_of_ranks_is_as_computed_by_hand(
     ends: dict[int, int] = {}
 
     def main(rank: int) -> None:
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl"
-        )  # one of the programs exchanges tensors of the CPU
+        # One of the programs exchanges tensors of the CPU.
+        dist.init_process_group("cpu:gloo,cuda:nccl")
         case.program(rank, tensors[rank])
         ends[rank] = round(trace._clock.hosts.here().now / US)
 
@@ -176,9 +182,8 @@ def test_a_timeline_of_ranks_is_as_computed_by_hand(
     ]
     assert sorted(found) == sorted(case.bars)
     assert (ends[0], ends[1]) == case.ends
-    assert (
-        trace.seconds >= max(ends.values()) * US - 1e-9
-    )  # the program goes on when all ranks have ended
+    # The program goes on when all ranks have ended.
+    assert trace.seconds >= max(ends.values()) * US - 1e-9
 
 
 def test_ranks_begin_at_once_and_the_program_waits_for_the_last() -> None:
@@ -255,7 +260,8 @@ def test_what_ddp_sends_hides_under_its_backward_unless_the_link_is_slow() -> No
     assert record.bytes["all_reduce"] == STEPS * PARAMETERS
     alone, _ = timed(ddp, n=1)
     slow, _ = timed(ddp, peer=5.0)
-    # Who receives the model does not keep it twice. Other tests may have left small tensors on a device.
+    # Who receives the model does not keep it twice. Other tests may have left small
+    # tensors on a device.
     assert fast.device(0).peak_bytes == pytest.approx(
         fast.device(1).peak_bytes, abs=PARAMETERS / 100
     )
@@ -294,15 +300,14 @@ def test_two_runs_of_ranks_take_the_same_time(
     program: Callable[[int, VirtualTrace], None],
 ) -> None:
     one, other = (timed(program)[0]._clock for _ in range(2))
-    # Streams are numbered through all runs of a process; the lane is the stream's number in this run.
+    # Streams are numbered through all runs of a process; the lane is the stream's
+    # number in this run.
     for ours, theirs in itertools.zip_longest(one.spans, other.spans):
         assert ours._replace(stream=None) == theirs._replace(stream=None)
     assert one.synchronizations == other.synchronizations
 
 
-def test_numbers_of_ranks_are_true_in_virtual_time_and_small_ones_where_only_shapes_are() -> (
-    None
-):
+def test_numbers_of_ranks_are_true_in_virtual_time_and_small_for_shapes_only() -> None:
     def main(rank: int) -> tuple[list[float], int]:
         dist.init_process_group("nccl")
         x = torch.full((3,), float(rank), device=f"sim:{rank}")

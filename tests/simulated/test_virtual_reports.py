@@ -1,4 +1,7 @@
-"""What virtual time writes: pictures, files for Perfetto, reports in words, and messages of limits."""
+"""What virtual time writes: pictures, files for Perfetto, and reports.
+
+Messages of limits are tested, too.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,10 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 @pytest.fixture(scope="module")
 def trace() -> VirtualTrace:
-    """Two steps: a batch comes in from memory that is not pinned, is computed with, and a number of it is read."""
+    """Two steps: a batch comes in, is computed with, and a number of it is read.
+
+    It comes from memory that is not pinned.
+    """
     x = torch.zeros(512, 512, device=SIM[0])
     batch, pinned = torch.ones(512, 512), torch.ones(512, 512).pin_memory()
     side = torch.Stream(device=SIM[0])
@@ -224,7 +230,8 @@ def test_a_report_names_the_longest_waits_with_their_lines_and_what_to_do(
     assert "  cpu->sim:0: 5.2 MB in 5 copies, 3 of which the program waits for" in lines
     first = next(line for line in lines if "not pinned" in line)
     assert re.search(
-        r"us at test_virtual_reports\.py:\d+, in 2 waits: a copy to sim:0 from memory that is not",
+        r"us at test_virtual_reports\.py:\d+, in 2 waits: a copy to sim:0 from memory "
+        r"that is not",
         first,
     )
     assert (
@@ -273,7 +280,8 @@ def test_a_broken_limit_is_named_with_its_figures(trace: VirtualTrace) -> None:
         "The program waits for a device 5 times, and may wait 3 times (max_syncs):\n"
     )
     assert re.search(
-        r"\n  2 times at test_virtual_reports\.py:\d+: a copy to sim:0 from memory that is",
+        r"\n  2 times at test_virtual_reports\.py:\d+: a copy to sim:0 from memory "
+        r"that is",
         waits,
     )
     overlap = message(Limits(min_overlap=0.9), trace)

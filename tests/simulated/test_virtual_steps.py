@@ -1,4 +1,7 @@
-"""Reports, pictures and files of virtual time know the steps of a program, and what it waits for in each."""
+"""Reports, pictures and files of virtual time know the steps of a program.
+
+They know what it waits for in each.
+"""
 
 from __future__ import annotations
 
@@ -77,9 +80,8 @@ def test_a_step_ends_with_that_of_the_optimizer(trained: VirtualTrace) -> None:
 
 def test_set_up_is_not_counted(trained: VirtualTrace) -> None:
     whole, typical = trained.device(0), steps(trained).typical()
-    assert (
-        typical.devices[0].mfu > whole.mfu
-    )  # the model came in meanwhile, and nothing was computed
+    # The model came in meanwhile, and nothing was computed.
+    assert typical.devices[0].mfu > whole.mfu
     assert typical.seconds < steps(trained).set_up
 
 
@@ -204,7 +206,8 @@ def test_a_wait_while_the_device_is_idle_comes_first() -> None:
     ) and first.idle == first.seconds == pytest.approx(85 * US)
     assert second.seconds > first.seconds
     assert re.search(
-        r"85\.0 us at test_virtual_steps\.py:\d+: a copy to .* pinned, while its device is idle",
+        r"85\.0 us at test_virtual_steps\.py:\d+: a copy to .* pinned, while its "
+        r"device is idle",
         str(trace),
     )
 
@@ -302,9 +305,8 @@ def test_the_first_lane_of_a_picture_is_when_the_gpu_is_idle(
 def test_a_picture_has_the_steps_and_says_on_its_bars_how_long_the_gpu_is_idle(
     tmp_path: Path,
 ) -> None:
-    with virtual_time(
-        replace(DeviceProfile.named("H100-SXM"), launch=2e-6)
-    ) as trace:  # so it waits long, and seldom
+    # So it waits long, and seldom.
+    with virtual_time(replace(DeviceProfile.named("H100-SXM"), launch=2e-6)) as trace:
         train()
     picture = drawn(trace, tmp_path)
     assert {"set-up and step 1", "step 2", "step 3", "step 4"} <= set(texts(picture))

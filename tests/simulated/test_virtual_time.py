@@ -1,4 +1,4 @@
-"""Virtual time: steps, memory, shapes only, determinism, costs, and what is put back."""
+"""Virtual time: steps, memory, shapes, determinism, costs, and what is put back."""
 
 from __future__ import annotations
 
@@ -25,9 +25,8 @@ from torchstrategy.testing import (
 
 SIM = simulated_devices()
 A100 = DeviceProfile.named("A100-SXM-80GB")
-OF_DEVICES = replace(
-    A100, cpu_operator=0.0, cpu_bandwidth=1e9
-)  # what the strategy does on the CPU takes no time
+# What the strategy does on the CPU takes no time.
+OF_DEVICES = replace(A100, cpu_operator=0.0, cpu_bandwidth=1e9)
 NAMES = (
     "A100-SXM-80GB",
     "A100-SXM-40GB",
@@ -112,9 +111,8 @@ def test_attention_as_one_kernel_is_faster_than_taken_apart() -> None:
     )
     apart = timed(lambda: (q @ q.transpose(-1, -2)).softmax(-1) @ q, shapes_only=True)
     assert len(fused._clock.spans) == 1 and fused.seconds < apart.seconds / 2
-    assert (
-        fused.device(0).flops == 2 * 8 * 12 * 1024 * 1024 * 64
-    )  # half of two products
+    # Half of two products.
+    assert fused.device(0).flops == 2 * 8 * 12 * 1024 * 1024 * 64
 
 
 def test_an_operator_on_lists_is_a_launch_for_many_tensors() -> None:
@@ -161,7 +159,8 @@ def train(steps: int = 3) -> list[float]:
 
 def test_shapes_only_takes_the_same_virtual_time_and_memory() -> None:
     computed, shaped = timed(train), timed(train, shapes_only=True)
-    # The first copies of the losses are of small tensors, and both wait for the same operators.
+    # The first copies of the losses are of small tensors, and both wait for the same
+    # operators.
     assert shaped._clock.spans == computed._clock.spans
     assert shaped.device(0) == computed.device(0)
 

@@ -1,4 +1,7 @@
-"""Timelines that were computed by hand, from the rules in `_virtual_time/clock.py`, to the microsecond."""
+"""Timelines that were computed by hand, to the microsecond.
+
+They follow the rules in `_virtual_time/clock.py`.
+"""
 
 from __future__ import annotations
 
@@ -304,7 +307,7 @@ def measured(t: Tensors) -> Iterator[float]:
 
 
 def test_events_measure_virtual_time() -> None:
-    """The first event happens at 1 us, the operator begins at 11 us and takes 103 us."""
+    """The first event is at 1 us; the operator begins at 11 us and takes 103 us."""
     tensors = Tensors()
     with virtual_time(PROFILE):
         (elapsed,) = measured(tensors)
@@ -312,7 +315,10 @@ def test_events_measure_virtual_time() -> None:
 
 
 def test_queries_answer_in_virtual_time_and_a_loop_of_them_ends() -> None:
-    """The operator is done at 113 us, the event was recorded at 11 us, and each question takes the program 1 us."""
+    """The operator is done at 113 us; the event was recorded at 11 us.
+
+    Each question takes the program 1 us.
+    """
     tensors = Tensors()
     asked = 0
     with virtual_time(PROFILE):

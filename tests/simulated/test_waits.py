@@ -1,4 +1,7 @@
-"""A step of replicas waits for an accelerator no more often than the same step in plain PyTorch, which never does."""
+"""A step of replicas waits for an accelerator no more often than a plain step.
+
+The same step in plain PyTorch never does.
+"""
 
 from __future__ import annotations
 
@@ -71,7 +74,10 @@ def stepping(
 def test_a_warm_step_with_batch_norm_and_clipping_waits_for_no_device(
     kind: str, is_training: bool, change: Callable[[nn.Module], None]
 ) -> None:
-    """It compared running statistics and clipped gradients one by one: 120 and 40 waits for 20 layers."""
+    """It compared running statistics and clipped gradients one by one.
+
+    That was 120 and 40 waits for 20 layers.
+    """
     with virtual_time("H100") as trace:
         run = stepping(STRATEGIES[kind](), make_net(DEVICES[0], is_training), change)
         for _ in range(3):
@@ -98,7 +104,10 @@ FAMILIES = [
 def test_a_warm_step_of_a_family_of_models_waits_no_more_than_in_plain_torch(
     family: str, change: str, counting: Any
 ) -> None:
-    """Under every strategy, and in workers with one replica each. What a GradScaler waits for, it waits for once."""
+    """Under every strategy, and in workers with one replica each.
+
+    What a GradScaler waits for, it waits for once.
+    """
     assert list(counting.FAMILIES) == FAMILIES
     found = {
         way: counting.by_whom(reasons)
@@ -111,7 +120,8 @@ def test_a_warm_step_of_a_family_of_models_waits_no_more_than_in_plain_torch(
         for way, (of_devices, _) in found.items()
         if len(of_devices) > plain
     } == {}
-    # Workers compare what they have, once for each backward and four times for each layer of SyncBatchNorm.
+    # Workers compare what they have, once for each backward and four times for each
+    # layer of SyncBatchNorm.
     meetings = 13 if family == "convolutions and SyncBatchNorm" else 1
     of_workers = {way: len(reasons) for way, (_, reasons) in found.items() if reasons}
     assert of_workers == {counting.WORKERS: meetings}
@@ -119,7 +129,10 @@ def test_a_warm_step_of_a_family_of_models_waits_no_more_than_in_plain_torch(
 
 @pytest.mark.parametrize("kind", STRATEGIES)
 def test_statistics_that_no_replica_changes_keep_their_bits(kind: str) -> None:
-    """A mean of three equal numbers, each times its part of the rows, would be another number now and then."""
+    """A mean of three equal numbers would be another number now and then.
+
+    Each is multiplied by its part of the rows.
+    """
     net = make_net(DEVICES[0], is_training=False)
     for buffer in net.buffers():
         if buffer.is_floating_point():
@@ -135,7 +148,10 @@ def test_statistics_that_no_replica_changes_keep_their_bits(kind: str) -> None:
 def test_statistics_that_a_forward_outside_of_runs_writes_come_to_the_replicas() -> (
     None
 ):
-    """Nobody compares them, since the host would wait: they are brought to all replicas before each run."""
+    """Nobody compares them, since the host would wait.
+
+    They are brought to all replicas before each run.
+    """
     strategy = torchstrategy.MirroredStrategy(DEVICES[:2])
     net = make_net(DEVICES[0])
     strategy.distribute_module(net)
@@ -152,7 +168,10 @@ def test_statistics_that_a_forward_outside_of_runs_writes_come_to_the_replicas()
 
 @pytest.mark.parametrize("kind", ["central, two devices", "mirrored"])
 def test_gradients_of_own_rows_that_are_written_are_weighed(kind: str) -> None:
-    """Where the replicas do not do the same to a gradient, each counts as it has rows: the device finds out."""
+    """Where replicas do not do the same to a gradient, each counts as it has rows.
+
+    The device finds out.
+    """
     net = nn.Linear(WIDTH, 1, bias=False).to(DEVICES[0])
 
     def write(net: nn.Module) -> None:

@@ -1,4 +1,7 @@
-"""Workers with one replica each, on accelerators: the numbers of plain PyTorch, and a device that nobody waits for."""
+"""Workers with one replica each, on accelerators: the numbers of plain PyTorch.
+
+Nobody waits for the device.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,10 @@ Results = list[torch.Tensor]
 
 @pytest.fixture(autouse=True)
 def rules_of_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As with NCCL and gloo, a group refuses tensors of a device for which it has no backend."""
+    """A group, as with NCCL and gloo, refuses a device for which it has no backend.
+
+    It refuses the device's tensors.
+    """
     meet = RankGroup._meet
 
     def checked(
@@ -94,7 +100,7 @@ def in_workers(
 def test_steps_compute_the_numbers_of_plain_torch(
     program: exact_steps.Program, size: float, count: int
 ) -> None:
-    """Some batches have another number of rows for each worker, and some have none for one."""
+    """Some batches have other numbers of rows for each worker, some none for one."""
     plain = exact_steps.come_to(torchstrategy.get_strategy(), program)
     with exact_steps.large_from(size):
         found = in_workers(
@@ -138,7 +144,7 @@ def trained(
 
 
 def counting_no_batches() -> nn.Module:
-    """torch's kernels write its running statistics, and nothing that counts its writes."""
+    """torch's kernels write its running statistics, and nothing counts the writes."""
     norm = nn.BatchNorm1d(8)
     norm.num_batches_tracked = None
     return Net(norm)
@@ -216,7 +222,10 @@ def test_a_scaler_skips_the_step_of_all_where_one_worker_overflows() -> None:
 
 
 class Large(nn.Module):
-    """Two layers whose gradients are sent while backward goes on, statistics, random numbers and a count."""
+    """Two layers whose gradients are sent while backward goes on.
+
+    There are statistics, random numbers and a count, too.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -255,9 +264,8 @@ def accumulates(
     model: nn.Module, optimizer: torch.optim.Optimizer, loss: torch.Tensor
 ) -> None:
     loss.backward(retain_graph=True)
-    torch.autograd.backward(
-        [loss]
-    )  # within it, the default device is still that of the program
+    # Within it, the default device is still that of the program.
+    torch.autograd.backward([loss])
 
 
 def steps_with_closure(
@@ -281,7 +289,10 @@ def waits_of_a_warm_step(
     make: Callable[[nn.Module], torch.optim.Optimizer],
     what: Callable[..., None],
 ) -> list[Counter[str]]:
-    """What each of some workers, or plain PyTorch if it is one, waits for, and what it copies from its device."""
+    """What some workers wait for, and what each copies from its device.
+
+    It is plain PyTorch if there is one.
+    """
     sizes, found = (8, 8, 6, 8, 5), []
 
     def main(rank: int) -> tuple[int, int]:
@@ -330,7 +341,10 @@ def waits_of_a_warm_step(
 def test_a_warm_step_waits_for_no_device(
     make: Callable[[nn.Module], torch.optim.Optimizer], what: Callable[..., None]
 ) -> None:
-    """What it waits for is in the memory of the CPU: the mark of an exchange, and the message before a sum."""
+    """What it waits for is in the memory of the CPU.
+
+    That is the mark of an exchange, and the message before a sum.
+    """
     (plain,) = waits_of_a_warm_step(1, make, what)
     assert not plain
     of_cpu = {"a all_reduce of ranks", "a all_gather of ranks"}
@@ -341,7 +355,10 @@ def test_a_warm_step_waits_for_no_device(
 
 
 def counted_on_devices(kind: str) -> None:
-    """A loss that is a mean over targets, of which each worker has others, waits for no device."""
+    """A loss that is a mean over targets waits for no device.
+
+    Each worker has other targets.
+    """
     sizes, found = (8, 8, 8, 8), []
 
     def main(rank: int) -> tuple[int, int, list[torch.Tensor]]:

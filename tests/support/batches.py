@@ -1,4 +1,7 @@
-"""Batches of every kind, to be dealt out: leaves of 0 rows or more, and containers of them."""
+"""Batches of every kind, to be dealt out: leaves of any rows, and containers.
+
+Leaves have 0 rows or more.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,10 @@ def dealt(strategy: torchstrategy.Strategy, batch: Any, **options: Any) -> Any:
 def in_the_steps(
     strategy: torchstrategy.Strategy, value: Any, read: Callable[[Any], Any]
 ) -> list[Any]:
-    """What the step of each replica reads of its part of a value, those without rows included."""
+    """What each replica's step reads of its part of a value.
+
+    Parts without rows are included.
+    """
     seen: dict[int, Any] = {}  # what a step returns would be taken apart
 
     def step(part: Any) -> None:
@@ -140,9 +146,8 @@ KINDS: dict[str, Callable[[int], Any]] = {
     "expanded": lambda rows: torch.arange(3.0).expand(rows, 3),
     "every other": lambda rows: table(2 * rows)[::2, 1:],
     "transposed": lambda rows: table(rows).T.contiguous().T,
-    "windows": lambda rows: torch.arange(rows + 2.0).unfold(0, 3, 1)[
-        :rows
-    ],  # that overlap
+    # That overlap.
+    "windows": lambda rows: torch.arange(rows + 2.0).unfold(0, 3, 1)[:rows],
     "with gradient": lambda rows: table(rows).requires_grad_(),
     "parameter": lambda rows: nn.Parameter(table(rows)),
     "subclass": lambda rows: table(rows).as_subclass(Tagged),  # type: ignore[arg-type]

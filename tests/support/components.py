@@ -11,10 +11,8 @@ from topologies import central
 from torchstrategy import Strategy
 
 TWO = central(2)
-SINGLE = [
-    "default",
-    "one_device",
-]  # on the user's own objects: whatever is not distributed is reduced already
+# On the user's own objects: whatever is not distributed is reduced already.
+SINGLE = ["default", "one_device"]
 NO_SUM = r"^The replicas' values cannot be added: "
 
 

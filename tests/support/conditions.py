@@ -1,4 +1,7 @@
-"""What a test needs of the machine or of the run, with a reason that says what is missing and what to do."""
+"""What a test needs of the machine or of the run, with a reason.
+
+The reason says what is missing and what to do.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,10 @@ without_simulated_devices = pytest.mark.skipif(
 )
 without_accelerators = pytest.mark.skipif(
     torch.accelerator.is_available(),
-    reason="tests a machine without accelerators, and this one has some: hide them, and run without --simulate-devices",
+    reason=(
+        "tests a machine without accelerators, and this one has some: hide them, and "
+        "run without --simulate-devices"
+    ),
 )
 # The first depth at which a test runs: see `depths.py`.
 for_changes = pytest.mark.depth("CHANGE")
@@ -36,7 +42,9 @@ needs_fork = pytest.mark.skipif(
 )
 needs_signals = pytest.mark.skipif(
     not (hasattr(signal, "pthread_kill") and hasattr(signal, "setitimer")),
-    reason="sends signals to threads, which this system cannot: run it on Linux or macOS",
+    reason=(
+        "sends signals to threads, which this system cannot: run it on Linux or macOS"
+    ),
 )
 
 

@@ -63,7 +63,10 @@ def in_each_replica(strategy: Strategy, fn: Callable[[], Any]) -> list[Any]:
 
 
 def mixing(strategy: Strategy, current: Strategy, what: str = ".+") -> str:
-    """The first sentence of the error for a call to `strategy` in the context of `current`."""
+    """The first sentence of the error for calls to `strategy` in this context.
+
+    The context is that of `current`.
+    """
     called = re.escape(f" of {strategy!r} was called in the context of {current!r}.")
     return rf"^Mixing different torchstrategy\.Strategy objects: {what}{called}"
 

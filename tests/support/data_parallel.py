@@ -47,7 +47,10 @@ def same_gradients(model: DataParallel, plain: nn.Module, case: str = "") -> Non
 
 
 class Calls(nn.Module):
-    """A module with one parameter, whose forward is a function of the module and of its inputs."""
+    """A module with one parameter, whose forward is a function.
+
+    It is one of the module and of its inputs.
+    """
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__()

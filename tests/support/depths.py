@@ -121,7 +121,7 @@ def _marked_depth(item: pytest.Item) -> Depth:
 
 
 def _of_each_kind(variants: Sequence[pytest.Item]) -> Sequence[pytest.Item]:
-    """The variants of one strategy of each kind, or all if they have no such fixture."""
+    """The variants of one strategy of each kind, or all if no fixture gives any."""
     some = [item for item in variants if _chosen_strategies(item) <= KINDS]
     return some or variants
 

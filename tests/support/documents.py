@@ -12,7 +12,9 @@ from typing import Any
 def examples_run_on(
     page: Path, names: Mapping[str, Any] | None = None, optionflags: int = 0
 ) -> int:
-    """Fails if an example of the page prints something else than the page shows; returns how many there are.
+    """Fails if an example of the page prints something else than the page shows.
+
+    Returns how many examples there are.
 
     Args:
         page: The page.
@@ -20,9 +22,8 @@ def examples_run_on(
         optionflags: Those of doctest.
     """
     text = page.read_text()
-    bare = re.sub(
-        r"^```\w*$", "", text, flags=re.MULTILINE
-    )  # a fence would be part of what is printed before it
+    # A fence would be part of what is printed before it.
+    bare = re.sub(r"^```\w*$", "", text, flags=re.MULTILINE)
     globs = {"__name__": "__main__"} if names is None else dict(names)
     test = doctest.DocTestParser().get_doctest(bare, globs, page.name, str(page), 0)
     said: list[str] = []

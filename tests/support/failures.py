@@ -31,7 +31,10 @@ def nothing(moment: str) -> None:
 
 
 class Net(nn.Module):
-    """Parameters, running statistics, an integer buffer, random numbers, and an attribute that its forward writes."""
+    """Parameters, running statistics, an integer buffer, and random numbers.
+
+    There is an attribute that its forward writes, too.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,7 +58,7 @@ def replica() -> int:
 
 
 class Problem:
-    """A model and its optimizer in the middle of training, with gradients that wait for more."""
+    """A model and its optimizer in mid-training, with gradients that wait for more."""
 
     def __init__(self, strategy: torchstrategy.Strategy) -> None:
         torch.manual_seed(0)
@@ -87,7 +90,7 @@ class Problem:
         return self.strategy.run(step, args=(self.inputs,))
 
     def state(self) -> dict[str, Any]:
-        """Everything that a checkpoint holds, the gradients, and what a forward may write."""
+        """All that a checkpoint holds, the gradients, and what a forward may write."""
         state: dict[str, Any] = {}
         for name, parameter in self.model.named_parameters():
             state[name] = parameter.detach().clone()
@@ -183,7 +186,10 @@ class Steps:
         context.merge_call(self.merge)
 
     def forget(self) -> None:
-        """Takes apart error -> traceback -> outputs -> their graph -> error, which no collector can see through."""
+        """Takes apart error -> traceback -> outputs -> their graph -> error.
+
+        No collector can see through that.
+        """
         self.error.__traceback__ = None
 
     def merge(self, strategy: torchstrategy.Strategy) -> None:

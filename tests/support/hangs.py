@@ -14,7 +14,7 @@ class Hang(BaseException):
 
 @contextlib.contextmanager
 def ended_if_it_hangs(folder: str, seconds: float) -> Iterator[None]:
-    """Raises `Hang` in code of the folder that runs for so long, again and again if it has to."""
+    """Raises `Hang` in a folder's code that runs for so long, again and again."""
     if not hasattr(signal, "setitimer"):
         yield
         return

@@ -1,6 +1,9 @@
-"""Losses as programs write them, and what is read from the graph of each in a batch of three rows.
+"""Losses as programs write them, and what is read from the graph of each.
 
-They are means over tokens, classes, masks, rows, pairs and terms; some are wrong, as those of programs are.
+It is read in a batch of three rows.
+
+They are means over tokens, classes, masks, rows, pairs and terms; some are wrong, as
+those of programs are.
 """
 
 from __future__ import annotations
@@ -98,7 +101,9 @@ class Known(NamedTuple):
 
     loss: Loss
     sources: tuple[str, ...]  # of its terms, in a batch of three rows
-    is_exact: bool  # whether weights by counts, and by rows for terms without one, give the gradient of the batch
+    # Whether weights by counts, and by rows for terms without one, give the gradient of
+    # the batch.
+    is_exact: bool
 
 
 KNOWN: dict[str, Known] = {}

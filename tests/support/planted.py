@@ -1,4 +1,6 @@
-"""Programs with one planted mistake each, and their right twins: what lints have to name, and must not.
+"""Programs with one planted mistake each, and their right twins.
+
+Lints have to name the former, and must not name the latter.
 
 Each takes its rank and whether it `is_right`. They differ in a line or two.
 """
@@ -234,7 +236,10 @@ def one_scaler_for_two_optimizers_that_step_at_other_times(
 
 @pair("gradients-of-other-scales")
 def each_rank_looks_for_overflows_in_its_own_part(rank: int, is_right: bool) -> None:
-    """A rank that skips a step alone lowers its scale alone, and later sums have two scales."""
+    """A rank that skips a step alone lowers its scale alone: sums then mix scales.
+
+    Later sums have two of them.
+    """
     begin()
     model = make_model()
     parameters = list(model.parameters())
@@ -431,7 +436,7 @@ def body_is_unfrozen_after_it_was_wrapped(rank: int, is_right: bool) -> None:
 
 
 def reducer_of(model: nn.Module) -> list[Any]:
-    """Reduces each gradient as soon as it is there; returns what has to be waited for."""
+    """Reduces each gradient once it is there; returns what to wait for."""
     works: list[Any] = []
 
     def reduce(parameter: torch.Tensor) -> None:
@@ -692,7 +697,7 @@ def set_epoch_is_missing(rank: int, is_right: bool) -> None:
 
 
 class BatchesOfSampler:
-    """Batches of the program's own, as those that put sequences of one length together."""
+    """Batches of the program's own, such as sequences of one length together."""
 
     def __init__(self, sampler: Any) -> None:
         self.sampler = sampler
@@ -704,7 +709,10 @@ class BatchesOfSampler:
 
 @pair("same-order")
 def set_epoch_is_called_on_the_sampler_of_the_loader(rank: int, is_right: bool) -> None:
-    """With `batch_sampler=`, `loader.sampler` is a sequential one that a loader makes and never uses."""
+    """With `batch_sampler=`, `loader.sampler` is a sequential one.
+
+    The loader makes it and never uses it.
+    """
     begin()
     batches = BatchesOfSampler(DistributedSampler(data(), shuffle=True))
     loader: Any = DataLoader(data(), batch_sampler=batches)
@@ -769,7 +777,10 @@ def set_epoch_of_an_own_sampler_is_missing(rank: int, is_right: bool) -> None:
 
 @pair("same-rows")
 def an_own_sampler_has_a_seed_of_the_rank(rank: int, is_right: bool) -> None:
-    """A half of the rows of a rank are on the other one: so it is with parts that know nothing of each other."""
+    """A half of the rows of a rank are on the other one.
+
+    So it is with parts that know nothing of each other.
+    """
     begin()
     sampler = OwnSampler(rank, rows=128, seed=0 if is_right else rank)
     fit_epochs(
@@ -779,7 +790,10 @@ def an_own_sampler_has_a_seed_of_the_rank(rank: int, is_right: bool) -> None:
 
 @pair("same-rows", needs_device=True)
 def each_rank_takes_its_part_of_another_order(rank: int, is_right: bool) -> None:
-    """The model gets rows with noise, never the same ones. What is to be reconstructed shows which rows they are."""
+    """The model gets rows with noise, never the same ones.
+
+    What is to be reconstructed shows which rows they are.
+    """
     begin()
     model, rows = wrapped(nn.Linear(4, 4).to(DEVICE)), torch.randn(128, 4)
     optimizer, own = sgd(model), np.random.default_rng([7, rank])
@@ -886,7 +900,10 @@ def workers_have_all_of_a_stream(rank: int, is_right: bool) -> None:
 
 
 class RowsOfRanks(IterableDataset):
-    """Each worker of each rank begins at a row of its own. With the step of the ranks alone, their rows overlap."""
+    """Each worker of each rank begins at a row of its own.
+
+    With the step of the ranks alone, their rows overlap.
+    """
 
     def __init__(self, rank: int, is_right: bool) -> None:
         self.rank, self.is_right = rank, is_right
@@ -961,7 +978,7 @@ def dropout_is_alike(rank: int, is_right: bool) -> None:
 
 @pair("same-rows")
 def all_generators_get_the_same_noise(rank: int, is_right: bool) -> None:
-    """Of two models, one gets rows of a loader, and the other one what all ranks draw alike."""
+    """Of two models, one gets rows of a loader, and one what all ranks draw alike."""
     begin()
     critic, maker = wrapped(make_model()), wrapped(nn.Linear(4, 4).to(DEVICE))
     optimizers = sgd(critic), sgd(maker)
@@ -1165,7 +1182,7 @@ def tokens_of_all(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
 LossOfTokens = Callable[
     [nn.Module, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor
 ]
-"""Of the model, the rows, which of them count on this rank, and how many count on all ranks."""
+"""Of the model, the rows, which count on this rank, and how many on all ranks."""
 
 
 def fit_by_tokens(rank: int, loss_of: LossOfTokens) -> None:
@@ -1563,7 +1580,7 @@ def the_critic_makes_several_steps(rank: int, is_right: bool) -> None:
 def fit_and_evaluate(
     model: nn.Module, rank: int, train: Callable[[int], object]
 ) -> None:
-    """Three epochs, each with an evaluation; `train` is called at the beginning of each."""
+    """Three epochs, each with an evaluation; each begins with `train`."""
     optimizer = sgd(model)
     for epoch in range(3):
         train(epoch)
@@ -1640,7 +1657,10 @@ def scaled_training(
 def scale_by_a_norm(
     rank: int, is_right: bool, factor_of: Callable[[torch.Tensor], torch.Tensor]
 ) -> None:
-    """A training whose gradients, in parts, are multiplied by what a function makes of their norm."""
+    """A training whose gradients, in parts, are multiplied by a function's result.
+
+    The function gets their norm.
+    """
     begin()
     model = make_model()
     fully_shard(model, mesh=init_device_mesh(DEVICE, (RANKS,)))
@@ -1666,7 +1686,10 @@ def norm_of_a_part(rank: int, is_right: bool) -> None:
 
 @pair("shards-scaled-apart")
 def norm_of_a_part_is_below_the_limit(rank: int, is_right: bool) -> None:
-    """No rank clips, and so all multiply by the same number, 1; the norm of all parts may be above the limit."""
+    """No rank clips, and so all multiply by the same number, 1.
+
+    The norm of all parts may be above the limit.
+    """
     scale_by_a_norm(rank, is_right, lambda norm: (1e6 / (norm + 1e-6)).clamp(max=1.0))
 
 
@@ -1735,9 +1758,8 @@ def gradient_of_the_input_is_not_added(rank: int, is_right: bool) -> None:
     begin()
     first, last = nn.Linear(4, 6).to(DEVICE), nn.Linear(6, 1).to(DEVICE)
     up = nn.Parameter(torch.randn(8, 6).chunk(RANKS)[rank].to(DEVICE))
-    bias = nn.Parameter(
-        torch.zeros(8).chunk(RANKS)[rank].to(DEVICE)
-    )  # of a part: alike at the beginning
+    # Of a part: alike at the beginning.
+    bias = nn.Parameter(torch.zeros(8).chunk(RANKS)[rank].to(DEVICE))
     down = nn.Parameter(torch.randn(6, 8).chunk(RANKS, 1)[rank].contiguous().to(DEVICE))
     optimizer = torch.optim.SGD(
         [*first.parameters(), up, bias, down, *last.parameters()], lr=0.01
@@ -1891,7 +1913,10 @@ def add_up(part: torch.Tensor) -> torch.Tensor:
 
 
 def divided_layers(rank: int, finish: Finish, has_own_rows: bool = False) -> None:
-    """A training whose two layers are divided among ranks; `finish` makes the output of the second, or rows of it."""
+    """A training whose two layers are divided among ranks.
+
+    `finish` makes the output of the second, or rows of it.
+    """
     begin()
     last = nn.Linear(6, 1).to(DEVICE)
     up = nn.Parameter(torch.randn(8, 4).chunk(RANKS)[rank].to(DEVICE))
@@ -2099,7 +2124,10 @@ def gradients_are_clamped_in_a_copy(rank: int, is_right: bool) -> None:
 
 
 class GatheredRows(torch.autograd.Function):
-    """Its backward gives each rank what its own loss says of its rows, and nothing of the losses of others."""
+    """Its backward gives each rank what its own loss says of its rows.
+
+    It gives nothing of the losses of others.
+    """
 
     @staticmethod
     def forward(context: Any, rows: torch.Tensor) -> torch.Tensor:
@@ -2128,7 +2156,10 @@ def a_function_that_gathers_sends_nothing_back(rank: int, is_right: bool) -> Non
 
 @pair("gradient-not-sent-back")
 def own_rows_are_put_among_those_without_gradients(rank: int, is_right: bool) -> None:
-    """Each rank compares its own rows with those of all: a row lacks what the losses of other ranks say of it."""
+    """Each rank compares its own rows with those of all.
+
+    A row lacks what the losses of other ranks say of it.
+    """
 
     def loss_of(images: torch.Tensor, texts: torch.Tensor) -> torch.Tensor:
         parts = [torch.empty_like(texts) for _ in range(RANKS)]
@@ -2310,7 +2341,7 @@ def attribute_of_the_rate_counts_all_batches(rank: int, is_right: bool) -> None:
 def average_without_statistics(
     rank: int, own: nn.Module, model: nn.Module, is_right: bool
 ) -> None:
-    """Trains a model, which is `own` or a wrapper of it, and evaluates an average of it."""
+    """Trains a model, `own` or a wrapper of it, and evaluates an average of it."""
     average = copy.deepcopy(own).eval().requires_grad_(False)
     optimizer = sgd(model)
     for rows in rows_of(rank, rows=32):
@@ -2424,7 +2455,7 @@ def average_is_the_model(rank: int, is_right: bool) -> None:
 def training_from(
     file: io.BytesIO, restores: bool
 ) -> tuple[nn.Module, torch.optim.Optimizer, dict[str, Any]]:
-    """A model whose weights are from a checkpoint, its optimizer, and the checkpoint."""
+    """A model with weights from a checkpoint, its optimizer, and the checkpoint."""
     file.seek(0)
     checkpoint = torch.load(file, map_location=DEVICE)
     torch.manual_seed(0)

@@ -1,7 +1,7 @@
-"""Small problems, trained by plain PyTorch and in replicas, and the comparison of the two.
+"""Small problems, trained by plain PyTorch and in replicas, and compared.
 
-A step is written once, as `step(model, optimizer, batch)`: plain PyTorch calls it with the whole batch, and a strategy
-runs it.
+A step is written once, as `step(model, optimizer, batch)`: plain PyTorch calls it with
+the whole batch, and a strategy runs it.
 """
 
 from __future__ import annotations
@@ -66,7 +66,10 @@ def deal(strategy: torchstrategy.Strategy, batch: Any) -> Any:
 
 
 def in_pieces(strategy: torchstrategy.Strategy, whole: torch.Tensor) -> Any:
-    """A piece of a tensor for each replica, where that replica is. It is not dealt: all pieces weigh the same."""
+    """A piece of a tensor for each replica, where that replica is.
+
+    It is not dealt: all pieces weigh the same.
+    """
     count = strategy.num_replicas_in_sync
     return strategy.run(
         lambda: whole.chunk(count)[replica_id()].to(torch.get_default_device())
@@ -97,7 +100,7 @@ def built(
     build: Callable[[], nn.Module],
     optimizer: Callable[[nn.Module], Any] | None,
 ) -> tuple[tuple[nn.Module, Any], tuple[nn.Module, Any]]:
-    """A model and its optimizer, made in the scope, and equal ones that no strategy knows."""
+    """A model and its optimizer, made in the scope, and equal ones of no strategy."""
     torch.manual_seed(0)
     with strategy.scope():
         model = build()
@@ -135,7 +138,10 @@ def assert_close(
     relative: float | None = None,
     absolute: float | None = None,
 ) -> None:
-    """Equal by norm, tensor by tensor: to 1e-12 in float64 and 2e-6 in float32, unless said otherwise."""
+    """Equal by norm, tensor by tensor.
+
+    To 1e-12 in float64 and 2e-6 in float32, unless said otherwise.
+    """
     assert actual.keys() == expected.keys(), case
     for name, wanted in expected.items():
         got = actual[name]
@@ -176,9 +182,10 @@ def compare(
     case: str = "",
     relative: float = 1e-10,
 ) -> tuple[nn.Module, nn.Module]:
-    """Takes some steps both ways; gradients and parameters have to agree after each of them.
+    """Takes some steps both ways; gradients and parameters have to agree after each.
 
-    `before` and `after` are what is done outside of the step; both are given the model and the optimizer.
+    `before` and `after` are what is done outside of the step; both are given the model
+    and the optimizer.
     """
     strategy = make(replicas)
     (model, ours), (twin, plain) = built(strategy, build, optimizer)

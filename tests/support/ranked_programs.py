@@ -1,4 +1,7 @@
-"""Programs of several ranks, as people write them for torchrun, and what plain PyTorch computes in their place."""
+"""Programs of several ranks, as people write them for torchrun.
+
+With what plain PyTorch computes in their place.
+"""
 
 from __future__ import annotations
 
@@ -133,8 +136,9 @@ def fully_sharded(place: Place) -> RankRecord:
 
     results, record = run_ranks(main, RANKS)
     check_all(results, fit_plainly())
-    # A layer is gathered for forward and for backward, and its gradients are scattered once. Rows that do not divide by
-    # the number of ranks are padded. `full_tensor` gathers each parameter once more at the end.
+    # A layer is gathered for forward and for backward, and its gradients are scattered
+    # once. Rows that do not divide by the number of ranks are padded. `full_tensor`
+    # gathers each parameter once more at the end.
     layers = [layer for layer in make_model() if isinstance(layer, nn.Linear)]
     padded = [
         -(-rows.shape[0] // RANKS) * RANKS * rows[0].nbytes
@@ -335,16 +339,16 @@ def uneven_inputs(place: Place) -> RankRecord:
             for rank in range(RANKS)
             if step < 2 + rank
         ]
-        (
-            sum(losses) / torch.tensor(RANKS)
-        ).backward()  # torch divides by all ranks, also by those that have joined
+        # torch divides by all ranks, also by those that have joined.
+        (sum(losses) / torch.tensor(RANKS)).backward()
         optimizer.step()
     check_all(results, numbers_of(plain))
     return record
 
 
 def zero_redundancy(place: Place) -> RankRecord:
-    # It is imported here since torch compiles some of it, which takes as long as the test.
+    # It is imported here since torch compiles some of it, which takes as long as the
+    # test.
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     def main(rank: int) -> list[torch.Tensor]:

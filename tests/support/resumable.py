@@ -52,7 +52,10 @@ def rows_of(batch: Any) -> list[int]:
 
 
 def read(batches: Iterable[Any], steps: int | None = None) -> list[list[int]]:
-    """The rows of each batch, of so many of them; as in a step with dropout, something is drawn after each."""
+    """The rows of each batch, of so many of them.
+
+    As in a step with dropout, something is drawn after each.
+    """
     found = []
     for batch in itertools.islice(batches, steps):
         found.append(rows_of(batch))
@@ -252,16 +255,18 @@ PLACES: dict[str, tuple[int, int | None]] = {
 
 
 def goes_on(make: Callable[[], DistributedDataset], place: str, later: int = 1) -> None:
-    """What follows a place, and so many later epochs, are the same after a checkpoint as without one."""
+    """What follows a place is the same after a checkpoint as without one.
+
+    So are so many later epochs.
+    """
     epochs, steps = PLACES[place]
     torch.manual_seed(1)
     dataset = make()
     for _ in range(epochs):
         read(dataset)
     iterator = iter(() if steps is None else dataset)
-    torch.rand(
-        2
-    )  # what is drawn between the beginning and the first batch does not touch the order
+    # What is drawn between the beginning and the first batch does not touch the order.
+    torch.rand(2)
     read(iterator, steps)
     saved = checkpoint(dataset)
     expected = [*read(iterator), *(read(dataset) for _ in range(later))]
@@ -293,7 +298,7 @@ def same(one: Any, other: Any) -> bool:
 
 
 class Remembers:
-    """A loader that says where it stands, and draws a seed whenever it is iterated over."""
+    """A loader that says where it stands, and draws a seed for each iteration."""
 
     def __init__(self, batches: int = 4) -> None:
         self.batches = batches

@@ -1,4 +1,4 @@
-"""Programs that are right, and look in one way or another like those that lints name."""
+"""Programs that are right, and look a little like those that lints name."""
 
 from __future__ import annotations
 
@@ -62,9 +62,8 @@ from planted import (
 )
 
 with warnings.catch_warnings():
-    warnings.simplefilter(
-        "ignore"
-    )  # TorchScript, which optimizers of several processes use, is deprecated
+    # TorchScript, which optimizers of several processes use, is deprecated.
+    warnings.simplefilter("ignore")
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
 IN_RANKS: list[Callable[[int], None]] = []
@@ -425,7 +424,10 @@ def averaged_gradients_of_sums_are_multiplied(rank: int) -> None:
 
 @in_ranks
 def tasks_come_in_another_order(rank: int) -> None:
-    """Each task has as many rows on all ranks; a rank adds the losses in the order in which the tasks come to it."""
+    """Each task has as many rows on all ranks.
+
+    A rank adds the losses in the order in which the tasks come to it.
+    """
     begin()
     model = wrapped(make_model())
     optimizer = sgd(model)
@@ -481,7 +483,7 @@ def gradients_are_flattened(rank: int) -> None:
 
 @in_ranks
 def halves_of_a_model(rank: int) -> None:
-    """A pipeline by hand: the halves begin alike, and are none of each other's copies."""
+    """A pipeline by hand: the halves begin alike, and are no copies of each other."""
     begin()
     half = nn.Linear(4, 4).to(DEVICE)
     optimizer = sgd(half)
@@ -653,7 +655,7 @@ def all_rows_are_compared_with_all(rank: int) -> None:
 
 @in_ranks
 def a_function_gathers_both_sides_of_the_loss(rank: int) -> None:
-    """Each rank has the loss of all rows: what it says of its own rows is all that there is."""
+    """Each rank has the loss of all rows: it says all that there is of its own."""
 
     def loss_of(images: torch.Tensor, texts: torch.Tensor) -> torch.Tensor:
         all_images, all_texts = GatheredRows.apply(images), GatheredRows.apply(texts)
@@ -977,7 +979,10 @@ def a_step_reads_other_gradients_than_those_under_way(rank: int) -> None:
 
 
 def skip_the_step_of_the_rank(model: nn.Module, rank: int) -> None:
-    """A scaled training in which the loss of each rank is infinite once, in another step than those of the others."""
+    """A scaled training in which the loss of each rank is infinite once.
+
+    It is in another step than those of the others.
+    """
     optimizer, scaler = (
         sgd(model, 0.01),
         torch.amp.GradScaler(DEVICE, init_scale=2.0**12),
@@ -1681,7 +1686,7 @@ def each_rank_has_data_of_its_own_of_one_size(rank: int) -> None:
 
 @in_ranks
 def a_part_of_the_inputs_is_alike(rank: int) -> None:
-    """All ranks look at their own rows at the same points, which are drawn in each step."""
+    """All ranks look at their own rows at the same points, drawn in each step."""
     begin()
 
     class AtPoints(nn.Module):
@@ -1840,7 +1845,10 @@ def an_output_goes_to_a_stage_and_to_a_watcher(rank: int) -> None:
 
 @in_ranks
 def the_mean_of_losses_is_shown(rank: int) -> None:
-    """Each rank divides by its own number of tokens, for the eye; the gradients are those of all tokens."""
+    """Each rank divides by its own number of tokens, for the eye.
+
+    The gradients are those of all tokens.
+    """
 
     def loss_of(
         model: nn.Module, rows: torch.Tensor, mask: torch.Tensor, tokens: torch.Tensor
@@ -1881,7 +1889,7 @@ def an_average_shares_a_layer() -> None:
 
 @alone
 def gradients_of_other_scales_are_set_to_zero() -> None:
-    """The loss of the maker goes through the judge, whose gradients of it nobody uses."""
+    """The maker's loss goes through the judge, whose gradients of it are unused."""
     torch.manual_seed(0)
     maker, judge = nn.Linear(4, 4).to(DEVICE), make_model()
     of_maker, of_judge = sgd(maker, 1e-3), sgd(judge, 1e-3)
@@ -1950,7 +1958,7 @@ def both_optimizers_step_after_one_backward() -> None:
 
 
 class DrawnStream(IterableDataset):
-    """Rows of one table, which each rank draws with replacement, or in parts of its own."""
+    """Rows of one table, drawn with replacement, or each rank's in its own parts."""
 
     def __init__(self, rank: int, is_drawn: bool) -> None:
         self.rank, self.is_drawn = rank, is_drawn

@@ -1,4 +1,7 @@
-"""The profile of a device whose times are round numbers, so that a timeline can be computed by hand."""
+"""The profile of a device whose times are round numbers.
+
+So a timeline can be computed by hand.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,8 @@ from torchstrategy.testing import DeviceProfile
 
 US = 1e-6
 
-# A thousand bytes take a microsecond nearly everywhere. The program takes 10 us to launch something, an operator takes
-# at least 3 us, and a copy 5 us.
+# A thousand bytes take a microsecond nearly everywhere. The program takes 10 us to
+# launch something, an operator takes at least 3 us, and a copy 5 us.
 PROFILE = DeviceProfile(
     "round numbers",
     {torch.float32: 1.0},

@@ -33,7 +33,7 @@ def dealt(strategy: Strategy, rows: int) -> Any:
 
 
 def from_each(strategy: Strategy, value: Any) -> list[Any]:
-    """What each replica that is present returned, of a value that may have collapsed to one."""
+    """What each present replica returned, of a value that may have become one."""
     if isinstance(value, DistributedValues):
         return list(value.values)
     return [value] * strategy.num_replicas_in_sync

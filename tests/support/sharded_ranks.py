@@ -1,4 +1,7 @@
-"""A training whose model `fully_shard` shares out among ranks, and the same one in plain PyTorch."""
+"""A training whose model `fully_shard` shares out among ranks.
+
+The same one in plain PyTorch is there, too.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,10 @@ def make_net() -> nn.Sequential:
 
 
 def batches() -> list[torch.Tensor]:
-    """Of uneven rows, and the last one of a single row, so that all ranks but one have none."""
+    """Of uneven rows, and the last one of one row, so that most ranks have none.
+
+    All ranks but one have none.
+    """
     rows = torch.randn(
         16, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64
     )
@@ -35,7 +41,10 @@ def step(
 
 
 def trained_in_shards(rank: int) -> torch.Tensor:
-    """The parameters that a rank comes to. The device is the one that the strategy chooses for the rank."""
+    """The parameters that a rank comes to.
+
+    The device is the one that the strategy chooses for the rank.
+    """
     strategy = torchstrategy.MultiWorkerMirroredStrategy()
     with strategy.scope():
         model: Any = make_net().to(strategy.extended.worker_devices[0])

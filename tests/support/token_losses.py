@@ -1,4 +1,7 @@
-"""A training whose loss is a mean over tokens, and the losses that it logs, in plain PyTorch and under a strategy."""
+"""A training whose loss is a mean over tokens, and the losses that it logs.
+
+In plain PyTorch and under a strategy.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,8 @@ from torch.nn import functional as F
 import torchstrategy
 
 TOKENS, CLASSES, IGNORED = 5, 4, -100
-# By batch, the tokens of each row that count. A replica may have rows without tokens, or no row.
+# By batch, the tokens of each row that count. A replica may have rows without tokens,
+# or no row.
 VALID = ((5, 1, 2, 4, 1, 3, 2), (3, 5, 4, 1, 0, 0, 0), (4,), (1, 5, 0))
 BY_LOSS = torchstrategy.RunOptions(gradient_reduction="loss")
 

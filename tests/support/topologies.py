@@ -1,4 +1,4 @@
-"""The strategies that tests run under: every kind, on the one CPU or on simulated devices."""
+"""The strategies for tests: every kind, on the one CPU or on simulated devices."""
 
 from __future__ import annotations
 
@@ -14,31 +14,41 @@ from torchstrategy._run.placement import Placement
 from torchstrategy.replicated import ReplicatedExtended
 from torchstrategy.testing import simulated_devices
 
-# Where the strategies of these tests run: on the one CPU, or each replica on a simulated device of its own.
+# Where the strategies of these tests run: on the one CPU, or each replica on a
+# simulated device of its own.
 SIMULATED = simulated_devices()
 
 
 def compute_devices(replicas: int) -> list[torch.device]:
-    """The device of each of so many replicas. Simulated are five; the last of them computes nothing."""
+    """The device of each of so many replicas.
+
+    Simulated are five; the last of them computes nothing.
+    """
     return [
         SIMULATED[r % 4] if SIMULATED else torch.device("cpu") for r in range(replicas)
     ]
 
 
 def central(replicas: int, **kwargs: object) -> torchstrategy.Strategy:
-    """CentralStorageStrategy whose parameters are where replica 0 is; replicas there share the owner's memory."""
+    """CentralStorageStrategy whose parameters are where replica 0 is.
+
+    Replicas there share the owner's memory.
+    """
     devices = compute_devices(replicas)
     return torchstrategy.CentralStorageStrategy(devices, devices[0], **kwargs)  # type: ignore[arg-type]
 
 
 def central_in_one_place(replicas: int) -> torchstrategy.Strategy:
-    """The same with all replicas on one device, so that they run one after the other."""
+    """The same with all replicas on one device, so that they run one by one."""
     device = SIMULATED[1] if SIMULATED else "cpu"
     return torchstrategy.CentralStorageStrategy([device] * replicas, device)
 
 
 def central_with_copies(replicas: int) -> torchstrategy.Strategy:
-    """The same, but each replica's parameters are real copies of those on another device, or as if on another."""
+    """The same, but each replica's parameters are real copies of another device's.
+
+    Or they are as if they were on another device.
+    """
     devices = [canonical_device(device) for device in compute_devices(replicas)]
     owner = SIMULATED[4] if SIMULATED else devices[0]
     storage = ReplicatedStorage(Placement(devices, owner, may_alias=False))
@@ -51,7 +61,10 @@ def mirrored(replicas: int) -> torchstrategy.Strategy:
 
 
 def mirrored_with_copies(replicas: int) -> torchstrategy.Strategy:
-    """The same, but on one device, too, each replica has parameters of its own, as if it had a device of its own."""
+    """The same, but on one device, too, each replica has parameters of its own.
+
+    It is as if it had a device of its own.
+    """
     devices = [canonical_device(device) for device in compute_devices(replicas)]
     storage = ReplicatedStorage(
         Placement(devices, devices[0], may_alias=False, is_mirrored=True)
@@ -76,8 +89,9 @@ TOPOLOGIES: dict[str, Callable[[], torchstrategy.Strategy]] = {
     "copies_1": lambda: central_with_copies(1),
     "copies_3": lambda: central_with_copies(3),
 }
-# Under these every test runs; two more say little that others do not: in one process copies are like those of mirrored
-# replicas, and where devices are simulated logical CPUs are like one.
+# Under these every test runs; two more say little that others do not: in one process
+# copies are like those of mirrored replicas, and where devices are simulated logical
+# CPUs are like one.
 EVERY = [
     name
     for name in TOPOLOGIES
@@ -90,7 +104,8 @@ SEVERAL = [
 ]
 ALONE = [name for name in EVERY if name not in SEVERAL]
 
-# What makes so many replicas: with memory of their own, and, where nothing is sent, with that of the owner.
+# What makes so many replicas: with memory of their own, and, where nothing is sent,
+# with that of the owner.
 MAKERS: dict[str, Callable[[int], torchstrategy.Strategy]] = {
     **({"copies": central_with_copies} if SIMULATED else {"aliased": central}),
     "mirrored": mirrored,

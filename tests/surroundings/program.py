@@ -1,6 +1,9 @@
-"""A program that uses most of the library, which `test_surroundings.py` runs in surroundings that are not usual.
+"""A program that uses most of the library.
 
-    python program.py [loaders]    trains under every strategy, in ranks, on simulated devices, and in two processes
+`test_surroundings.py` runs it in surroundings that are not usual.
+
+    python program.py [loaders]    trains under every strategy, in ranks, on simulated
+                                   devices, and in two processes
     python program.py worker       is one of the two processes
 
 It has no `assert`, which `python -O` leaves out.
@@ -130,7 +133,8 @@ def in_processes() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    # There is no public way to the options of the interpreter; `multiprocessing` uses the same.
+    # There is no public way to the options of the interpreter; `multiprocessing` uses
+    # the same.
     command = [
         sys.executable,
         *subprocess._args_from_interpreter_flags(),

@@ -1,7 +1,8 @@
-"""The library in surroundings that are not usual: options of Python, other locales, folders that cannot be written.
+"""The library in unusual surroundings.
 
-docs/versions.md has the table of what was tried. Each surrounding runs `program.py` and a test with the pytest plugin
-in processes of their own, which takes half a minute: they are for releases.
+docs/versions.md has the table of what was tried. Each surrounding runs `program.py` and
+a test with the pytest plugin in processes of their own, which takes half a minute: they
+are for releases.
 """
 
 from __future__ import annotations
@@ -22,10 +23,8 @@ from house.rooms import package
 pytestmark = without_simulated_devices
 
 HERE = Path(__file__).parent
-USERS = {
-    "nobody": 65534,
-    "a number without a name": 54321,
-}  # containers often have such a number
+# Containers often have such a number.
+USERS = {"nobody": 65534, "a number without a name": 54321}
 TEST = "def test(strategy):\n    assert strategy.num_replicas_in_sync >= 1\n"
 IS_ROOT = hasattr(os, "geteuid") and os.geteuid() == 0
 
@@ -43,7 +42,8 @@ class Surroundings:
 
 NO_LOCALE = {"PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "LC_ALL": "C"}
 IN_A_SHELL = 'ip link set lo up 2>/dev/null; exec "$@"'
-# Several at once, where they have nothing to do with each other: a run takes half a minute.
+# Several at once, where they have nothing to do with each other: a run takes half a
+# minute.
 TOGETHER: dict[str, Surroundings] = {
     "-W error": Surroundings(["-W", "error"], arguments=["loaders"]),
     "-O, hash seed 0, no TMPDIR": Surroundings(

@@ -10,9 +10,8 @@ from pathlib import Path
 
 import torch
 
-sys.path.insert(
-    0, str(Path(__file__).resolve().parents[1])
-)  # as it is in tests, which use the same modules
+# As it is in tests, which use the same modules.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from sweep import exceptions, mixing, modules, operators, optimizers
 from sweep.agreement import judge
@@ -85,7 +84,10 @@ def _swept(database: str, options: argparse.Namespace) -> Report:
 
 
 def _mix(options: argparse.Namespace) -> int:
-    """Prints what operators do with tensors of two devices; returns how many do what is not listed."""
+    """Prints what operators do with tensors of two devices.
+
+    Returns how many do what is not listed.
+    """
     unlisted = 0
     for elsewhere in (torch.device("sim:2"), torch.device("cpu")):
         answers: Counter[Answer] = Counter()
@@ -103,7 +105,8 @@ def _mix(options: argparse.Namespace) -> int:
                     mixture.answer is Answer.TAKEN and name not in exceptions.MIXED
                 ):
                     print(
-                        f"  {name}, {mixture.name}: UNEXPECTED: {mixture.answer.value}: {mixture.said}"
+                        f"  {name}, {mixture.name}: UNEXPECTED: "
+                        f"{mixture.answer.value}: {mixture.said}"
                     )
                     unlisted += 1
         counts = ", ".join(f"{answers[answer]} {answer.value}" for answer in Answer)

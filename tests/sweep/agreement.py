@@ -1,4 +1,7 @@
-"""Do a simulated device and the CPU do the same? One trial, run on both, and all that can be seen of it compared."""
+"""Do a simulated device and the CPU do the same?
+
+One trial, run on both, and all that can be seen of it compared.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,10 @@ class Trial(NamedTuple):
 
     name: str
     run: Callable[[torch.device], Any]
-    """Does it on a device, and returns whatever can be seen of it: results, gradients, what became of the inputs."""
+    """Does it on a device, and returns whatever can be seen of it.
+
+    That is results, gradients, and what became of the inputs.
+    """
 
 
 class Verdict(enum.Enum):
@@ -71,16 +77,18 @@ def observed(trial: Trial, device: torch.device) -> Any:
         warnings.simplefilter("ignore")
         try:
             return trial.run(device)
-        except (
-            Exception
-        ) as error:  # whatever it is, it is what the operator does with this sample
+        # Whatever it is, it is what the operator does with this sample.
+        except Exception as error:
             return Raised(error)
 
 
 def compared(
     wanted: Any, found: Any, device: torch.device | None
 ) -> tuple[Verdict, str]:
-    """What the CPU returned and what the device did; where it is has to be `device`, unless that is None."""
+    """What the CPU returned and what the device did.
+
+    Where it is has to be `device`, unless that is None.
+    """
     leaves, structure = tree_flatten_with_path(wanted)
     others, other_structure = tree_flatten_with_path(found)
     if structure != other_structure:
@@ -99,8 +107,8 @@ def _is_equal(wanted: Any, found: Any, device: torch.device | None) -> bool:
     """Whether two leaves are the same to the bit.
 
     Raises:
-        AssertionError: If they are not even close (as `torch.testing` has it, for numbers as large as the largest), or
-            differ in anything but numbers.
+        AssertionError: If they are not even close (as `torch.testing` has it, for
+            numbers as large as the largest), or differ in anything but numbers.
     """
     if not isinstance(wanted, torch.Tensor):
         nan = wanted != wanted and found != found

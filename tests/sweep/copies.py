@@ -1,4 +1,7 @@
-"""Exact copies of samples on another device: the same numbers, sizes, strides, offsets and sharing."""
+"""Exact copies of samples on another device.
+
+The same numbers, sizes, strides, offsets and sharing.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +22,8 @@ def copied(
 
     What names the CPU names the device instead, and what shared memory still does.
     """
-    memory: dict[
-        Any, torch.Tensor
-    ] = {}  # the copy of each storage, by its address and its device
+    # The copy of each storage, by its address and its device.
+    memory: dict[Any, torch.Tensor] = {}
     made: dict[int, torch.Tensor] = {}  # the copy of each tensor, by its id
 
     def copy(value: Any) -> Any:

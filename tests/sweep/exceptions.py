@@ -1,6 +1,12 @@
-"""What does not agree with the CPU, or is not tried, each with its reason; and what takes tensors of two devices."""
+"""What does not agree with the CPU, or is not tried, each with its reason.
 
-_CSR = "tensors in compressed sparse row format are not simulated; it raises and names the operator"
+With what takes tensors of two devices.
+"""
+
+_CSR = (
+    "tensors in compressed sparse row format are not simulated; it raises and names "
+    "the operator"
+)
 _NO_CPU = "for GPUs only: the CPU, with which it would be compared, does not have it"
 
 OPERATORS = {
@@ -29,7 +35,8 @@ _NUMBER = "reads single numbers out of tensors, as `item()` does"
 _EACH = "does to each tensor what it does, on the device of that one"
 _INDEX = "takes masks and indices of the CPU, as indexing does on accelerators"
 
-# Operators that take a tensor on another device than the rest, and return the CPU's numbers.
+# Operators that take a tensor on another device than the rest, and return the CPU's
+# numbers.
 MIXED = {
     "__getitem__": _INDEX,
     "_unsafe_masked_index": _INDEX,
@@ -45,7 +52,9 @@ MIXED = {
     "linspace_tensor_overload": _NUMBER,
     "logspace_tensor_overload": _NUMBER,
     "narrow": _NUMBER,
-    "nn_functional_ctc_loss": "brings the lengths to the CPU by itself, and takes targets of the CPU",
+    "nn_functional_ctc_loss": (
+        "brings the lengths to the CPU by itself, and takes targets of the CPU"
+    ),
     "nn_functional_batch_norm": "returns an input without elements as it is",
     "reshape_as": _SIZES,
     "resize_as_": _SIZES,

@@ -1,4 +1,7 @@
-"""One tensor of each sample on another device than the rest: an error that says so, or the CPU's numbers."""
+"""One tensor of each sample on another device than the rest.
+
+It has to be an error that says so, or the CPU's numbers.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,8 @@ def mixtures(
 ) -> Iterator[Mixture]:
     """Each tensor of the first samples of an operator, elsewhere.
 
-    Samples that the CPU refuses do not count, nor does a single number on the CPU, which accelerators take.
+    Samples that the CPU refuses do not count, nor does a single number on the CPU,
+    which accelerators take.
     """
     dtype = dtype_of(name, torch.float32)
     if dtype is None or name in UNFILLED:

@@ -1,4 +1,7 @@
-"""torch's own database of modules: every constructor call and input, in training and in evaluation."""
+"""torch's own database of modules: every constructor call and input.
+
+They are tried in training and in evaluation.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,10 @@ def names() -> list[str]:
 def trials(
     name: str, count: int, dtype: torch.dtype = torch.float32
 ) -> Iterator[Trial]:
-    """All samples of an entry (`count` limits none: they are few), the module made on the device and sent to it."""
+    """All samples of an entry, the module made on the device and sent to it.
+
+    `count` limits none: they are few.
+    """
     entry = _entries()[name]
     if dtype not in entry.supported_dtypes("cpu"):
         return
@@ -41,7 +47,8 @@ def trials(
                     _run, entry.module_cls, sample, dtype, training, way == "made there"
                 )
                 yield Trial(
-                    f"sample {number}, {'training' if training else 'evaluation'}, {way}",
+                    f"sample {number}, {'training' if training else 'evaluation'}, "
+                    f"{way}",
                     run,
                 )
 

@@ -1,4 +1,7 @@
-"""torch's own database of operators: each of its samples, in each way that the operator can be called."""
+"""torch's own database of operators: each of its samples.
+
+Each in each way that the operator can be called.
+"""
 
 from __future__ import annotations
 
@@ -47,9 +50,12 @@ def _entries() -> dict[str, Any]:
 def trials(
     name: str, count: int, dtype: torch.dtype = torch.float32
 ) -> Iterator[Trial]:
-    """The first `count` samples of an entry, each as a call, in place, with `out=` and with gaps between its elements.
+    """The first `count` samples of an entry, each called in several ways.
 
-    An operator that does not take `dtype` is tried with one that it takes; one that takes none on the CPU, not at all.
+    As a call, in place, with `out=` and with gaps between its elements.
+
+    An operator that does not take `dtype` is tried with one that it takes; one that
+    takes none on the CPU, not at all.
     """
     entry = _entries()[name]
     dtype = dtype_of(name, dtype)
@@ -93,7 +99,10 @@ def _wrong_samples(entry: Any, count: int) -> list[Any]:
 
 
 def _made(given: Iterable[Any], count: int) -> list[Any]:
-    """The first of some samples; not those that have neither tensor nor device, which are the same on all devices."""
+    """The first of some samples.
+
+    Not those that have neither tensor nor device, which are the same on all devices.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return [
@@ -181,7 +190,8 @@ def _with_out(
         for tensor, at in zip(tree_leaves(out), where, strict=True)
     ]
     _unfilled(entry, result)
-    # Below `data`, because how often a resized tensor counts as written is nobody's business.
+    # Below `data`, because how often a resized tensor counts as written is nobody's
+    # business.
     return {
         "out": tree_map_only(torch.Tensor, lambda tensor: tensor.data, out),
         "stayed": stayed,
@@ -211,7 +221,10 @@ _OUTS = {
 
 
 def gradients(results: Any, inputs: Any) -> Any:
-    """The gradients of results with respect to inputs, from the same random gradients on every device."""
+    """The gradients of results with respect to inputs.
+
+    They come from the same random gradients on every device.
+    """
     outputs = [tensor for tensor in tensors(results) if tensor.requires_grad]
     wanted = [tensor for tensor in tensors(inputs) if tensor.requires_grad]
     if not outputs or not wanted:
@@ -226,7 +239,10 @@ def gradients(results: Any, inputs: Any) -> Any:
 
 
 def _in_order(gradient: torch.Tensor) -> torch.Tensor:
-    """In which order a gradient lies in memory is the choice of a kernel, and devices have different ones."""
+    """In which order a gradient lies in memory is the choice of a kernel.
+
+    Devices have different ones.
+    """
     return gradient.contiguous() if gradient.layout is torch.strided else gradient
 
 

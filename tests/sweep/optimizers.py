@@ -1,4 +1,7 @@
-"""torch's own database of optimizers: three steps with each of their options, in each way that they can be run."""
+"""torch's own database of optimizers: three steps with each of their options.
+
+Each in each way that they can be run.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,10 @@ def names() -> list[str]:
 def trials(
     name: str, count: int, dtype: torch.dtype = torch.float32
 ) -> Iterator[Trial]:
-    """All options of an entry (`count` limits none: they are few): as torch chooses, as a loop, on lists and fused."""
+    """All options of an entry: as torch chooses, as a loop, on lists and fused.
+
+    `count` limits none: they are few.
+    """
     entry = _entries()[name]
     for sample in entry.optim_inputs_func("cpu"):
         for way in (
@@ -77,10 +83,8 @@ def _random(size: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor
     return copied(torch.randn(size, dtype=dtype, device=CPU), device)
 
 
-_COUNTS = {
-    "step",
-    "mu_product",
-}  # single numbers, which torch keeps on the CPU unless the optimizer is fused
+# Single numbers, which torch keeps on the CPU unless the optimizer is fused.
+_COUNTS = {"step", "mu_product"}
 
 
 def _on(device: torch.device, state: dict[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What came of a sweep: counts, what differs, and whether that is what `exceptions` says."""
+"""What came of a sweep: counts, differences, and if `exceptions` says so."""
 
 from __future__ import annotations
 
@@ -46,9 +46,13 @@ class Report:
             for outcomes in self._entries.values()
             for outcome in outcomes
         )
+        trials = [f"{verdicts[verdict]} trials {verdict.value}" for verdict in Verdict]
         lines = [
-            f"{self._database}: {len(self._entries) - len(rest)} of {len(self._entries)} entries agree with the CPU "
-            f"({', '.join(f'{verdicts[verdict]} trials {verdict.value}' for verdict in Verdict)})"
+            (
+                f"{self._database}: {len(self._entries) - len(rest)} of "
+                f"{len(self._entries)} entries agree with the CPU "
+                f"({', '.join(trials)})"
+            )
         ]
         lines += [
             f"  {name}: {self._exceptions.get(name, f'UNEXPECTED: {why}')}"

@@ -1,4 +1,7 @@
-"""A step that returns several things: nobody can say the type of a container with per-replica values in it."""
+"""A step that returns several things.
+
+Nobody can say the type of a container with per-replica values in it.
+"""
 
 from dataclasses import dataclass
 from typing import NamedTuple

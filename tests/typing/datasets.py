@@ -1,4 +1,7 @@
-"""A distributed dataset is generic in its batch: what the loader yields, as the step gets it."""
+"""A distributed dataset is generic in its batch: as the step gets it.
+
+It is what the loader yields.
+"""
 
 from dataclasses import dataclass
 

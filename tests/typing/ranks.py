@@ -1,4 +1,7 @@
-"""`torchstrategy.testing` is there, with its types, where a program imports only `torchstrategy`."""
+"""`torchstrategy.testing` is there, with its types, in every program.
+
+The program imports only `torchstrategy`.
+"""
 
 from typing_extensions import reveal_type
 

@@ -1,4 +1,7 @@
-"""Several replicas: what a step returns is a per-replica value, until `reduce` or `gather` makes one of it."""
+"""Several replicas: what a step returns is a per-replica value.
+
+It is until `reduce` or `gather` makes one of it.
+"""
 
 import torch
 from typing_extensions import reveal_type

@@ -1,4 +1,7 @@
-"""Programs of users: mypy and pyright find no error in them, and see the types that stand behind `reveal_type`."""
+"""Programs of users: mypy and pyright find no error in them.
+
+They see the types that stand behind `reveal_type`.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +67,7 @@ def check(*command: str | Path, folder: Path, **environment: str) -> str:
 
 @pytest.fixture
 def place(tmp_path: Path) -> Path:
-    """A folder that holds the package that is tested and nothing else of the repository."""
+    """A folder with the package that is tested and nothing else of the repository."""
     (tmp_path / "torchstrategy").symlink_to(PACKAGE)
     return tmp_path
 
@@ -98,7 +101,8 @@ def test_pyright_sees_the_types(place: Path) -> None:
     pytest.importorskip("pyright", reason="pip install -e '.[pyright]'")
     if shutil.which("node") is None:
         pytest.skip("pyright runs in node, which is not here")
-    # pyright looks for packages where the interpreter has them, and in the folder of the configuration.
+    # pyright looks for packages where the interpreter has them, and in the folder of
+    # the configuration.
     (place / "pyrightconfig.json").write_text(json.dumps({"extraPaths": [str(place)]}))
     said = json.loads(
         check(
@@ -135,6 +139,5 @@ def test_the_programs_run(path: Path) -> None:
 
 def test_there_are_eight_programs() -> None:
     assert len(PROGRAMS) == 8
-    assert (
-        len({name for name, _ in written()}) == 7
-    )  # a checker may call what has no annotation Any or Unknown
+    # A checker may call what has no annotation Any or Unknown.
+    assert len({name for name, _ in written()}) == 7

@@ -1,4 +1,7 @@
-"""A trainer that takes any strategy, and functions without annotations, which type checkers leave alone."""
+"""A trainer that takes any strategy, and functions without annotations.
+
+Type checkers leave these alone.
+"""
 
 from typing import Any
 

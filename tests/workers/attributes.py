@@ -89,7 +89,10 @@ class Trainer:
 
 
 def of_workers(replicas: int) -> dict[str, Any]:
-    """What a trainer and its model have kept, and what plain PyTorch keeps of the rows of the first replica here."""
+    """What a trainer and its model have kept, and what plain PyTorch keeps.
+
+    Plain PyTorch has the rows of the first replica here.
+    """
     strategy = strategy_of(replicas)
     with strategy.scope():
         trainer = Trainer()
@@ -151,7 +154,7 @@ def _plain(value: Any) -> Any:
 
 
 def of_unlike_kinds() -> None:
-    """What the replicas of worker 0 have alike, and those of worker 1 have not, is summed."""
+    """What worker 0's replicas have alike, and worker 1's have not, is summed."""
     strategy = strategy_of(2)
     with strategy.scope():
         trainer = Trainer()
@@ -159,8 +162,7 @@ def of_unlike_kinds() -> None:
     def step(batch: Any) -> None:
         trainer.step(batch)
 
-    for batch in strategy.experimental_distribute_dataset(
-        batches((7,))
-    ):  # two rows for each replica but the last
+    # Two rows for each replica but the last.
+    for batch in strategy.experimental_distribute_dataset(batches((7,))):
         strategy.run(step, args=(batch,))
     strategy.reduce("sum", trainer.rows, axis=None)

@@ -38,7 +38,10 @@ def run_until_lost(strategy: torchstrategy.Strategy, runs: int = 10**6) -> str:
 
 
 def of_killed(culprit: int, busy: int | None) -> Any:
-    """One worker is killed, and another one may have to work for a while before it can hear of it."""
+    """One worker is killed.
+
+    Another one may have to work for a while before it can hear of it.
+    """
     strategy = strategy_of(60)
     run_until_lost(strategy, 3)
     if rank() == culprit:
@@ -57,7 +60,10 @@ def of_stopped(culprit: int) -> Any:
 
 
 def of_stopped_between(culprit: int) -> Any:
-    """A worker is stopped, and the others wait for it at different places: where one of them has heard from it last."""
+    """A worker is stopped, and the others wait for it at different places.
+
+    They are where one of them has heard from it last.
+    """
     strategy = strategy_of(5)
     with strategy.scope():
         model = torch.nn.Linear(2, 1)
@@ -107,7 +113,10 @@ def of_forked_child(how: str) -> Any:
 
 
 def run_in_forked_child() -> Any:
-    """What a forked child is told that calls `run`; what it does to its parent's training; which sockets it has."""
+    """What a forked child is told that calls `run`.
+
+    What it does to its parent's training, and which sockets it has.
+    """
     strategy = strategy_of(60)
     run_until_lost(strategy, 3)
     dataset = strategy.experimental_distribute_dataset([torch.ones(4, 1)])
@@ -165,7 +174,7 @@ def of_joining(culprit: int, how: str) -> Any:
 
 
 def _when_come(call: Any) -> None:
-    """Lets this process do something when the others can call it, and it has answered nobody."""
+    """Lets this process act when others can call it, and it has answered nobody."""
     come = Meeting._come
 
     def come_and_call(self: Meeting, port: int) -> None:
@@ -176,7 +185,10 @@ def _when_come(call: Any) -> None:
 
 
 def _before_groups(call: Any) -> None:
-    """Lets this process do something when all have found each other, and torch is about to make its groups."""
+    """Lets this process do something when all have found each other.
+
+    Torch is about to make its groups then.
+    """
     call_watched = Meeting.call_watched
     Meeting.call_watched = lambda self, make: call_watched(self, call)  # type: ignore[method-assign]
 

@@ -23,7 +23,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-LIMIT_S = 300.0  # how long a call may take before the processes are ended: they wait for each other for ever
+# How long a call may take before the processes are ended: they wait for each other for
+# ever.
+LIMIT_S = 300.0
 
 
 class Outcome(NamedTuple):
@@ -82,7 +84,9 @@ class Cluster:
     def outcomes(
         self, call: Callable[..., Any], *args: Any, without: Collection[int] = ()
     ) -> list[Outcome]:
-        """What the call comes to in each process; a process that has ended has the error `"ended"`, and says how.
+        """What the call comes to in each process.
+
+        A process that has ended has the error `"ended"`, and says how.
 
         Args:
             call: A function that pickle finds by its name.
@@ -95,7 +99,8 @@ class Cluster:
         waiting = [rank for rank in range(len(outcomes)) if rank not in without]
         end = time.monotonic() + LIMIT_S
         while waiting:
-            # Children of a process that has ended may keep its end of the connection: the process itself tells, too.
+            # Children of a process that has ended may keep its end of the connection:
+            # the process itself tells, too.
             watched = [
                 one
                 for rank in waiting
@@ -130,7 +135,8 @@ class Cluster:
     def end(self) -> None:
         """Ends the processes."""
         for process in self.processes:
-            if process.is_alive():  # asked of the process itself: its number may be that of another one by now
+            # Asked of the process itself: its number may be that of another one by now.
+            if process.is_alive():
                 process.kill()
         for process, connection in zip(self.processes, self.connections, strict=True):
             process.join()
@@ -147,9 +153,8 @@ def _context() -> Any:
     if sys.platform != "linux":
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(
-        ["torch", "torchstrategy"]
-    )  # torch takes seconds to import
+    # torch takes seconds to import.
+    context.set_forkserver_preload(["torch", "torchstrategy"])
     return context
 
 
@@ -159,7 +164,10 @@ def alone(
     *args: Any,
     without: Collection[int] = (),
 ) -> list[Outcome]:
-    """What a call comes to in processes that nobody has joined, each with further environment variables."""
+    """What a call comes to in processes that nobody has joined.
+
+    Each has further environment variables.
+    """
     cluster = Cluster(len(environments), joined=False)
     try:
         return cluster.outcomes(
@@ -170,9 +178,12 @@ def alone(
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens at, and that the system gives to nobody who asks for any: it would take one of those.
+    """Ports that nobody listens at, and that the system gives to nobody.
 
-    The processes of tests listen at many ports that the system chooses, and a store may begin to listen seconds later.
+    Who asks for any would take one of those.
+
+    The processes of tests listen at many ports that the system chooses, and a store may
+    begin to listen seconds later.
     """
     held: list[socket.socket] = []
     while len(held) < count:
@@ -224,7 +235,7 @@ def _serve(
     crashes: str,
 ) -> None:
     # A crash of the interpreter, and a hang, are told by nothing else.
-    crash = Path(crashes, str(rank)).open("w")
+    crash = Path(crashes, str(rank)).open("w")  # noqa: SIM115  for as long as it lives
     faulthandler.enable(crash)
     torch.set_num_threads(1)
     if port:

@@ -1,4 +1,4 @@
-"""Trainings whose losses are means over tokens, in several workers that count theirs."""
+"""Trainings with means over tokens, in several workers that count theirs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from torchstrategy import RunOptions
 from workers.trainings import strategy_of
 
 TOKENS = 5
-# By batch, the valid tokens of each row: some workers have fewer rows, some have no row, and some no token.
+# By batch, the valid tokens of each row: some workers have fewer rows, some have no
+# row, and some no token.
 VALID = (
     (5, 1, 2, 4, 1, 3, 2),
     (3, 5, 4, 1, 0, 0),
@@ -84,7 +85,7 @@ def in_workers(
 
 
 def asked(replicas: int) -> list[tuple[int, list[int]]]:
-    """For each batch, how many replicas this worker has asked, and with how many rows."""
+    """For each batch, how many replicas this worker asked, with how many rows."""
     strategy = strategy_of(replicas)
     found = []
     for batch in strategy.experimental_distribute_dataset(batches()):
@@ -101,7 +102,10 @@ def asked(replicas: int) -> list[tuple[int, list[int]]]:
 
 
 def refused(replicas: int, answer: Any) -> list[str]:
-    """What each worker hears if the last replica of all returns something else, and the weights after a good run."""
+    """What each worker hears if the last replica of all returns something else.
+
+    The weights after a good run are there, too.
+    """
     strategy = strategy_of(replicas)
     heard = []
     last = strategy.num_replicas_in_sync - 1
@@ -131,7 +135,10 @@ def refused(replicas: int, answer: Any) -> list[str]:
 
 
 def statistics(strategy: Any, options: RunOptions | None) -> torch.Tensor:
-    """The running means of a layer, which are over rows. All workers have two rows at least, or it would fail."""
+    """The running means of a layer, which are over rows.
+
+    All workers have two rows at least, or it would fail.
+    """
     with strategy.scope():
         norm, model = nn.BatchNorm1d(3).double(), nn.Linear(3, 4).double()
     generator = torch.Generator().manual_seed(3)

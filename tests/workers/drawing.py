@@ -12,7 +12,10 @@ from workers.trainings import Net, batches, cross_entropy, strategy_of
 
 
 def _drawn(strategy: torchstrategy.Strategy, seed: int) -> dict[str, torch.Tensor]:
-    """A training with dropout, whose caller draws between its runs, and whose updates draw."""
+    """A training with dropout, in which the caller draws between runs.
+
+    Its updates draw, too.
+    """
     with strategy.scope():
         model = Net(dropout=0.5)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -32,14 +35,14 @@ def _drawn(strategy: torchstrategy.Strategy, seed: int) -> dict[str, torch.Tenso
             torch.rand(2) if context.replica_id_in_sync_group == 3 else torch.zeros(2)
         )
 
-    torch.manual_seed(
-        seed
-    )  # after the first run all workers draw what the first one does
+    # After the first run all workers draw what the first one does.
+    torch.manual_seed(seed)
     noises, drawn = [torch.zeros(4, dtype=torch.float64)], []
     for batch in strategy.experimental_distribute_dataset(batches((8, 8, 6, 3, 8))):
         strategy.run(step, args=(batch, noises[-1]))
         noises.append(torch.randn(4, dtype=torch.float64))
-        # Only the last replica draws, and so the caller's generator moves on by one number.
+        # Only the last replica draws, and so the caller's generator moves on by one
+        # number.
         drawn.append(strategy.reduce("sum", strategy.run(some), axis=None))
     after = torch.rand(3)
     return {
@@ -56,7 +59,10 @@ def of_workers(replicas: int) -> dict[str, torch.Tensor]:
 
 
 def of_lone_workers() -> dict[str, torch.Tensor]:
-    """What the replica draws in steps, what callers and updates draw, and the weights. The third batch has one row."""
+    """What the replica draws in steps, what callers and updates draw, and the weights.
+
+    The third batch has one row.
+    """
     strategy = strategy_of(1)
     with strategy.scope():
         model = Net(dropout=0.5)
@@ -80,7 +86,10 @@ def of_lone_workers() -> dict[str, torch.Tensor]:
 
 
 def of_unlike_draws() -> tuple[list[str], list[float], list[float]]:
-    """Only worker 1 draws in two steps. Returns what was warned of, and what callers draw before and after that."""
+    """Only worker 1 draws in two steps.
+
+    Returns what was warned of, and what callers draw before and after that.
+    """
     strategy = strategy_of(1)
     with strategy.scope():
         model = Net()

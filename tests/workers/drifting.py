@@ -9,7 +9,10 @@ from workers.trainings import strategy_of
 
 
 def after_writes(replicas: int, what: str) -> str:
-    """Trains, writes something in worker 1, and trains again. Returns the message of the refusal."""
+    """Trains, writes something in worker 1, and trains again.
+
+    Returns the message of the refusal.
+    """
     strategy = strategy_of(replicas)
     with strategy.scope():
         model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))

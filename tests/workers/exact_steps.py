@@ -1,4 +1,7 @@
-"""Steps that do something special with gradients: the same in plain PyTorch and in workers with one replica."""
+"""Steps that do something special with gradients, in workers with one replica.
+
+They are the same in plain PyTorch.
+"""
 
 from __future__ import annotations
 
@@ -135,7 +138,10 @@ def assigned(_: Any) -> Any:
 
 
 def assigned_and_updated_by_the_program(_: Any) -> Any:
-    """The gradients stayed those of each worker's rows, since only an update in the run looked at them."""
+    """The gradients stayed those of each worker's rows.
+
+    Only an update in the run looked at them.
+    """
     model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
     optimizer = sgd(model)
 
@@ -150,7 +156,7 @@ def assigned_and_updated_by_the_program(_: Any) -> Any:
 
 
 def assigned_before_a_backward(_: Any) -> Any:
-    """Backward adds to a gradient of the worker's own rows, so that its sum was of neither."""
+    """Backward adds to a gradient of the worker's own rows: the sum was of neither."""
     model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
     optimizer = sgd(model)
 
@@ -163,7 +169,10 @@ def assigned_before_a_backward(_: Any) -> Any:
 
 
 def added_in_place(_: Any) -> Any:
-    """No backward of the step made the gradients, so nobody compared anything: the workers drifted apart."""
+    """No backward of the step made the gradients, so nobody compared anything.
+
+    The workers drifted apart.
+    """
     model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
     optimizer = sgd(model)
 
@@ -182,7 +191,10 @@ def added_in_place(_: Any) -> Any:
 
 
 def given_between_runs(_: Any) -> Any:
-    """What the program puts into `.grad` outside of runs counts as it is, and a backward adds to it."""
+    """What the program puts into `.grad` outside of runs counts as it is.
+
+    A backward adds to it.
+    """
     model = Net()
     optimizer = sgd(model)
 
@@ -199,7 +211,10 @@ def given_between_runs(_: Any) -> Any:
 
 
 def assigned_from_the_batch(_: Any) -> Any:
-    """What all workers have computed alike from the gradients of the batch is not added up again."""
+    """What all workers computed alike from the batch's gradients stays unsummed.
+
+    It is not added up again.
+    """
     model = Net()
     optimizer = sgd(model)
 
@@ -273,7 +288,7 @@ def scaled_by_hand(_: Any) -> Any:
 
 
 class Routed(nn.Module):
-    """Each row goes through one of two layers, so that some workers do not use one of them."""
+    """Each row goes through one of two layers: some workers do not use one of them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -383,7 +398,10 @@ class Pair(nn.Module):
 
 
 def adversaries(_: Any) -> Any:
-    """Two updates in a step, where the second backward adds to gradients of the first model, too."""
+    """Two updates in a step.
+
+    The second backward adds to gradients of the first model, too.
+    """
     model = Pair()
     of_maker = torch.optim.Adam(model.maker.parameters(), lr=0.02)
     of_judge = torch.optim.Adam(model.judge.parameters(), lr=0.02)
@@ -453,12 +471,8 @@ def _tied(use_reentrant: bool) -> Any:
         x, y = batch
         optimizer.zero_grad()
         x = x.clone().requires_grad_()
-        for layer in (
-            model[0],
-            model[1],
-            model[0],
-            model[1],
-        ):  # each weight gets its gradient in two parts
+        # Each weight gets its gradient in two parts.
+        for layer in (model[0], model[1], model[0], model[1]):
             x = checkpoint(
                 lambda h, layer=layer: torch.tanh(layer(h)),
                 x,
@@ -517,7 +531,7 @@ def hooks_of_parameters(_: Any) -> Any:
 
 
 def updated_by_hooks(_: Any) -> Any:
-    """Each parameter is updated, and its gradient cleared, as soon as backward has it."""
+    """Each parameter is updated, and its gradient cleared, once backward has it."""
     model = Net()
 
     def update(parameter: torch.Tensor) -> None:
@@ -567,7 +581,10 @@ def fused(_: Any) -> Any:
 
 
 def group_added_later(scope: Any) -> Any:
-    """A layer and its parameter group come after some runs, and the layer's bias is another object after some more."""
+    """A layer and its parameter group come after some runs.
+
+    The layer's bias is another object after some more.
+    """
     model = nn.Sequential(nn.Linear(4, 3)).double()
     optimizer = sgd(model)
     count = [0]
@@ -623,7 +640,10 @@ def channels_last(_: Any) -> Any:
 
 
 def two_models(scope: Any) -> Any:
-    """The second one and its optimizer are made after some runs, and the first one is trained no longer."""
+    """The second one and its optimizer are made after some runs.
+
+    The first one is trained no longer then.
+    """
     models = nn.ModuleList([Net()])
     optimizers = [sgd(models[0])]
     count = [0]
@@ -678,12 +698,10 @@ PROGRAMS: Sequence[Program] = [
     channels_last,
     two_models,
 ]
-NOT_IN_COPIES = [
-    kept_by_the_user
-]  # what it keeps is put together from all replicas: it has other shapes
-FIRST_BATCHES = {
-    "line_search": 4
-}  # then rounding grows beyond all bounds, in plain PyTorch too
+# What it keeps is put together from all replicas: it has other shapes.
+NOT_IN_COPIES = [kept_by_the_user]
+# Then rounding grows beyond all bounds, in plain PyTorch too.
+FIRST_BATCHES = {"line_search": 4}
 LOOSE = {"line_search": 1e-10}
 
 
@@ -762,7 +780,10 @@ def of_a_part(program: Program) -> list[torch.Tensor] | None:
 
 
 def messages_of_a_training(set_to_none: bool) -> list[int]:
-    """How many messages this worker sends before a training, and in each run of it. Its batches are of unlike sizes."""
+    """How many messages this worker sends before a training, and in each run of it.
+
+    Its batches are of unlike sizes.
+    """
     with counting_messages() as sent:
         strategy = strategy_of(1)
         with strategy.scope():

@@ -42,7 +42,10 @@ class InterruptedSampler(torch.utils.data.Sampler[int]):
 
 
 def interrupted_where_an_epoch_begins() -> str:
-    """What a worker hears. Worker 0 keeps all that it has until the others have heard."""
+    """What a worker hears.
+
+    Worker 0 keeps all that it has until the others have heard.
+    """
     strategy = torchstrategy.MultiWorkerMirroredStrategy(devices=["cpu"])
     # With workers of its own, a loader draws the first indices when an epoch begins.
     loader: Any = torch.utils.data.DataLoader(

@@ -1,7 +1,10 @@
-"""Trainings of three processes in which one goes wrong, and how soon and in which words the others say so.
+"""Trainings of three processes in which one goes wrong.
 
-`python -m tests.workers.faults --runs 20` runs each fault 20 times, and prints a table. The processes are those of a
-user: nobody catches an error, and the first worker keeps the store.
+How soon and in which words the others say so.
+
+`python -m tests.workers.faults --runs 20` runs each fault 20 times, and prints a table.
+The processes are those of a user: nobody catches an error, and the first worker keeps
+the store.
 """
 
 from __future__ import annotations
@@ -28,7 +31,9 @@ from .cluster import free_ports
 TIMEOUT_S = 3  # of the strategy, where a worker hangs
 HANGS_FOR_S = TIMEOUT_S + 6
 LIMIT_S = 300.0  # of a run, on a machine that is busy with something else
-STUCK_S = 240  # the time after which a worker says where it is; Python can crash in saying so of one that goes on
+# The time after which a worker says where it is; Python can crash in saying so of one
+# that goes on.
+STUCK_S = 240
 
 PROGRAM = f"""
 import faulthandler, os, signal, sys, time
@@ -91,10 +96,16 @@ def step():
 while count < 10 or how == "is interrupted" and count < 100000:
     count += 1
     strategy.run(step)
-"""
+"""  # noqa: E501
 
-RAISED = r"worker {culprit} of 3 \([^()]+, process {pid}\) failed: ValueError: no such luck\."
-GONE = r"worker {culprit} of 3 \([^()]+, process {pid}\) (is gone: the process has ended|has not answered for \d+ s)"
+RAISED = (
+    r"worker {culprit} of 3 \([^()]+, process {pid}\) failed: ValueError: no such "
+    r"luck\."
+)
+GONE = (
+    r"worker {culprit} of 3 \([^()]+, process {pid}\) (is gone: the process has "
+    r"ended|has not answered for \d+ s)"
+)
 APART = (
     "The workers came to different synchronization points: .*worker {culprit} is at "
 )
@@ -134,7 +145,8 @@ FAULTS = {
     "interrupted": Fault(
         "is interrupted",
         1,
-        r"worker 1 of 3 \([^()]+, process {pid}\) (failed: KeyboardInterrupt\.|is gone: |has left: )",
+        r"worker 1 of 3 \([^()]+, process {pid}\) (failed: KeyboardInterrupt\.|is "
+        r"gone: |has left: )",
         [1, -signal.SIGINT],
     ),
     "another-shape": Fault(
@@ -243,9 +255,8 @@ def _watch(worker: Worker, output: int, fault: Fault) -> None:
             elif line.startswith("NOW"):
                 worker.began_at = float(line.split()[1])
                 signals.submit(_signal, worker.pid, fault)
-            elif (
-                "torchstrategy.WorkerError: " in line and not worker.error
-            ):  # torch puts the rank before it
+            # torch puts the rank before it.
+            elif "torchstrategy.WorkerError: " in line and not worker.error:
                 worker.error, worker.heard_at = line, time.time()
 
 
@@ -285,7 +296,8 @@ def main() -> int:
     )
     options = parser.parse_args()
     print(
-        "| fault | runs | heard within (s) | all ended within (s) | messages without name or cause | left |"
+        "| fault | runs | heard within (s) | all ended within (s) | messages without "
+        "name or cause | left |"
     )
     print("|---|---|---|---|---|---|", flush=True)
     is_good = True
@@ -299,7 +311,8 @@ def main() -> int:
         )
         shown = ", ".join(left) or "nothing"
         print(
-            f"| {name} | {len(runs)} | {heard:.1f} | {ended:.1f} | {len(unnamed)} | {shown} |",
+            f"| {name} | {len(runs)} | {heard:.1f} | {ended:.1f} | {len(unnamed)} | "
+            f"{shown} |",
             flush=True,
         )
         print("\n".join(unnamed[:3]), end="", file=sys.stderr, flush=True)

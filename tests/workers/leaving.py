@@ -12,7 +12,10 @@ from torchstrategy.experimental import PreemptionCheckpointHandler
 
 
 def of_signal(culprit: int, when: str, replicas: int) -> tuple[list[bool], bool]:
-    """What the handler says after each run, and whether the signals are handled as before in the end."""
+    """What the handler says after each run.
+
+    Whether the signals are handled as before in the end.
+    """
     strategy = torchstrategy.MultiWorkerMirroredStrategy(devices=["cpu"] * replicas)
     is_culprit = strategy.extended._workers.index == culprit
     before = signal.getsignal(signal.SIGTERM)

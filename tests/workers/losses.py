@@ -1,4 +1,7 @@
-"""Losses that are no means over rows: by each `gradient_reduction` in workers, and in plain PyTorch."""
+"""Losses that are no means over rows: by each `gradient_reduction`.
+
+They run in workers, and in plain PyTorch.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +25,8 @@ from workers.exact_steps import large_from
 from workers.sent_messages import counting_messages
 from workers.trainings import strategy_of
 
-# Rows of the batches, and the seeds of their numbers. Where 2 or 3 workers have as many rows, the later ones are sent
-# as the first one has shown.
+# Rows of the batches, and the seeds of their numbers. Where 2 or 3 workers have as many
+# rows, the later ones are sent as the first one has shown.
 BATCHES = ((6, 1), (6, 2), (5, 1), (6, 3), (7, 1), (12, 4))
 Gradients = list[torch.Tensor]  # of the parameters, one after the other
 
@@ -156,7 +159,7 @@ LEARNED: list[Callable[[torch.Tensor, Net], torch.Tensor]] = [
 
 
 def random_loss(seed: int) -> tuple[Loss, list[Rows]]:
-    """A loss with counts, and batches for it, in some of which a worker has no valid token."""
+    """A loss with counts, and batches for it; in some a worker has no valid token."""
     draw = random.Random(seed)
     parts = []
     for losses in (COUNTED, COUNTED + BY_ROWS)[: 1 + (draw.random() < 0.6)]:
@@ -178,11 +181,13 @@ def random_loss(seed: int) -> tuple[Loss, list[Rows]]:
         return loss
 
     def loss(net: Net, rows: Rows) -> torch.Tensor:
-        # Not `sum`, which begins at 0: in a replica with a single row, that may be a loop over its rows.
+        # Not `sum`, which begins at 0: in a replica with a single row, that may be a
+        # loop over its rows.
         terms = [wrapped(term(net, rows), net, wrappings) for term, wrappings in parts]
         return wrapped(functools.reduce(operator.add, terms), net, around)
 
-    # From the graph, a loss of two terms may be a loop over two rows, and times 8 may be by 8 rows. None has these.
+    # From the graph, a loss of two terms may be a loop over two rows, and times 8 may
+    # be by 8 rows. None has these.
     sizes = draw.choices((9, 12, 12, 12, 15, 14, 18), k=3)
     batches = [rows_of(size, draw.randrange(1000)) for size in sizes]
     # What is divided by a Python number that is zero is not read.
@@ -210,7 +215,8 @@ def of_random(
 # Trainings
 
 TOKENS = 5
-# By batch, the valid tokens of each row. In some, a worker has fewer rows, no row, or no token.
+# By batch, the valid tokens of each row. In some, a worker has fewer rows, no row, or
+# no token.
 VALID = (
     (5, 1, 2, 4, 1, 3),
     (3, 5, 4, 1, 2, 1),
@@ -319,7 +325,7 @@ def other_terms_later(model: Any, optimizer: Any) -> Step:
 
 
 def zero_where_nothing_is_valid(model: Any, optimizer: Any) -> Step:
-    """Workers without tokens run a backward of zero, and in one batch a worker has none."""
+    """Workers without tokens run a backward of zero; in one batch one has none."""
 
     def step(batch: Any, k: int) -> None:
         optimizer.zero_grad()
@@ -608,7 +614,10 @@ def sharded_training(
 
 
 def row_batches() -> list[Any]:
-    """Rows with a target each, of which many are to be ignored: in some batches all of a worker."""
+    """Rows with a target each, of which many are to be ignored.
+
+    In some batches all of a worker are.
+    """
     generator = torch.Generator().manual_seed(3)
     made = []
     for n, ignored in ((8, 5), (8, 4), (6, 3), (7, 2), (1, 0), (8, 2)):

@@ -13,7 +13,7 @@ from workers.trainings import Net, batches, cross_entropy, strategy_of
 
 
 class Making(Net):
-    """Makes a buffer that was None, registers another one in each step, and removes a third."""
+    """Makes a buffer that was None, adds another in each step, and removes a third."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -15,7 +15,7 @@ from workers.trainings import Net, batches, strategy_of
 def of_options(
     strategy: torchstrategy.Strategy, options: RunOptions | None
 ) -> dict[str, torch.Tensor]:
-    """Trains with sums over rows: every row counts once, and replicas without rows add zero."""
+    """Trains with sums over rows: each row counts once, replicas without rows add 0."""
     with strategy.scope():
         model = Net()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.02)

@@ -26,7 +26,10 @@ ROWS = 27
 
 
 class Augmented(Dataset[torch.Tensor]):
-    """Draws for each row that it loads, so that workers that load different numbers of rows part."""
+    """Draws for each row that it loads.
+
+    So workers that load different numbers of rows part.
+    """
 
     def __len__(self) -> int:
         return ROWS
@@ -200,7 +203,7 @@ def _late(rank: int) -> Any:
 
 
 class DrawnOneByOne(Sampler[int]):
-    """Draws between the rows that are loaded, and these draw from the same generator."""
+    """Draws between the rows that are loaded, which draw from that generator, too."""
 
     def __len__(self) -> int:
         return ROWS
@@ -267,7 +270,10 @@ def of_different(name: str, only_gathers: bool) -> tuple[str, float]:
 
 
 def of_alike(replicas: int) -> list[Any]:
-    """What may differ: datasets of workers of their own, and streams that draw from what all have alike."""
+    """What may differ: workers' own datasets, and streams that draw.
+
+    They draw from what all have alike.
+    """
     import warnings
 
     strategy = strategy_of(replicas)

@@ -1,4 +1,4 @@
-"""Steps in which workers send gradients during backward, and what may come in between."""
+"""Steps in which workers send gradients during backward; what may intervene."""
 
 from __future__ import annotations
 
@@ -101,7 +101,10 @@ def made() -> Net:
 
 
 def of_workers(name: str, count: int, size: float) -> tuple[list[torch.Tensor], int]:
-    """The weights after training, where gradients of so many bytes are sent early, and how many were so."""
+    """The weights after training with gradients that are sent early.
+
+    They have so many bytes. It also returns how many were sent so.
+    """
     body: Body = next(body for body in BODIES if body.__name__ == name)
     sent: list[int] = []
     send = OwnGradients._send_waiting
@@ -136,7 +139,7 @@ def of_workers(name: str, count: int, size: float) -> tuple[list[torch.Tensor], 
 
 
 def of_plain(name: str, count: int, parts: int) -> list[torch.Tensor]:
-    """The same in one process: the gradients of the workers' parts, weighted by their rows."""
+    """The same in one process: gradients of workers' parts, weighted by rows."""
     body: Body = next(body for body in BODIES if body.__name__ == name)
     net = made()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
@@ -184,7 +187,10 @@ def of_kept_gradients() -> bool:
 
 
 def of_failure(how: str) -> str:
-    """What a worker is told if another one fails, or goes another way, after some gradients were sent."""
+    """What a worker is told if another one fails, or goes another way.
+
+    Some gradients were sent before.
+    """
     strategy = torchstrategy.MultiWorkerMirroredStrategy(devices=["cpu"])
     with strategy.scope():
         net = made()
@@ -198,9 +204,8 @@ def of_failure(how: str) -> str:
         optimizer.zero_grad()
         x = torch.tanh(net.first(torch.ones(2, 3, dtype=torch.float64)))
         if is_due and is_culprit and how == "raises":
-            x.register_hook(
-                fails
-            )  # the gradients of `second` have been made and sent by then
+            # The gradients of `second` have been made and sent by then.
+            x.register_hook(fails)
         net.second(x).square().mean().backward()
         if is_due and is_culprit and how == "goes another way":
             torchstrategy.get_replica_context().all_reduce("sum", torch.ones(()))

@@ -1,11 +1,13 @@
-"""Trainings that are broken off at random moments, and what the workers that are left say.
+"""Trainings broken off at random moments, and what the workers left say.
 
-`python -m tests.workers.random_faults --runs 200 --seed 1` draws for each run how many workers there are, whether
-torchrun starts them, whether their loaders have workers, which of them is broken off, when, and how: by an exception or
-by SIGKILL, SIGTERM, SIGINT or SIGSTOP. It prints what is wrong with each run, and a table.
+`python -m tests.workers.random_faults --runs 200 --seed 1` draws for each run how many
+workers there are, whether torchrun starts them, whether their loaders have workers,
+which of them is broken off, when, and how: by an exception or by SIGKILL, SIGTERM,
+SIGINT or SIGSTOP. It prints what is wrong with each run, and a table.
 
-A run is wrong if a worker names another one than the culprit, if it says nothing in time, or if processes, files or
-shared memory are left. Under torchrun, workers may be ended by torchrun before they say anything.
+A run is wrong if a worker names another one than the culprit, if it says nothing in
+time, or if processes, files or shared memory are left. Under torchrun, workers may be
+ended by torchrun before they say anything.
 """
 
 from __future__ import annotations
@@ -30,7 +32,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch._dynamo  # which optimizers import, and which takes seconds: the processes of a run are forked from here
+
+# Which optimizers import, and which takes seconds: the processes of a run are forked
+# from here.
+import torch._dynamo
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -39,7 +44,9 @@ import torchstrategy
 from .cluster import free_ports
 
 TIMEOUT_S = 8  # of the strategies
-LIMIT_S = 5.0  # within which all are to hear; after the timeout, where the culprit was stopped or had not come
+# Within which all are to hear; after the timeout, where the culprit was stopped or had
+# not come.
+LIMIT_S = 5.0
 LONGEST_S = 90.0  # of a run
 HOW = ("raises", "SIGKILL", "SIGTERM", "SIGINT", "SIGSTOP")
 
@@ -82,7 +89,10 @@ def planned(seed: int) -> Plan:
 
 
 def train(plan: Plan, folder: str) -> None:
-    """A training that goes on until something happens. What it says goes to a file of its own."""
+    """A training that goes on until something happens.
+
+    What it says goes to a file of its own.
+    """
     rank = int(os.environ["RANK"])
     output = os.open(f"{folder}/{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
@@ -91,14 +101,16 @@ def train(plan: Plan, folder: str) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGUSR1, _fail)
     say(f"PID {os.getpid()}")
-    # torchrun's own process has a thread that looks up the names of those that connect. A process that is forked
-    # meanwhile gets the lock of the C library for it, which nobody gives back. So all are there before one connects.
+    # torchrun's own process has a thread that looks up the names of those that connect.
+    # A process that is forked meanwhile gets the lock of the C library for it, which
+    # nobody gives back. So all are there before one connects.
     _wait(lambda: len(list(Path(folder).glob("[0-9].log"))) == plan.count, LONGEST_S)
     try:
         _train(plan)
     except BaseException as error:
         say(
-            f"HEARD {time.time()} {type(error).__name__}: {' '.join(str(error).split())}"
+            f"HEARD {time.time()} {type(error).__name__}: "
+            f"{' '.join(str(error).split())}"
         )
         traceback.print_exc()
         raise
@@ -143,7 +155,8 @@ def _train(plan: Plan) -> None:
 def _end_with(parent: int, loader_worker: int) -> None:
     """Ends a worker of a loader whose parent has gone since it was forked.
 
-    torch lets it ask later who its parent is, so that it would wait for ever for the end of a process that took it in.
+    torch lets it ask later who its parent is, so that it would wait for ever for the
+    end of a process that took it in.
     """
     if os.getppid() != parent:
         os._exit(1)
@@ -191,7 +204,7 @@ def _launch(plan: Plan, folder: str, port: int) -> None:
 
 
 def _forked(call: Callable[..., None], *args: Any) -> int:
-    """Calls a function in a process of its own, which ends as a program does that Python runs."""
+    """Calls a function in a process of its own, which ends as Python's programs do."""
     sys.stdout.flush()
     child = os.fork()
     if child:
@@ -212,9 +225,8 @@ def _forked(call: Callable[..., None], *args: Any) -> int:
 
 def run(plan: Plan, slack: float) -> Outcome:
     """Breaks one training off, and looks at what is left of it."""
-    folder = (
-        tempfile.mkdtemp()
-    )  # no object, which forked processes would inherit, and end
+    # No object, which forked processes would inherit, and end.
+    folder = tempfile.mkdtemp()
     launcher = _forked(_launch, plan, folder, free_ports(1)[0])
     try:
         return _watched(plan, Path(folder), launcher, LIMIT_S + slack)
@@ -253,7 +265,8 @@ def _watched(plan: Plan, folder: Path, launcher: int, limit: float) -> Outcome:
     if plan.how == "SIGSTOP":
         with suppress(ProcessLookupError):
             os.kill(int(pid), signal.SIGKILL)
-    # Python ignores an exception that is raised in a destructor, or where it forks: the culprit trains on, or hangs.
+    # Python ignores an exception that is raised in a destructor, or where it forks: the
+    # culprit trains on, or hangs.
     told = _text(logs[plan.culprit])
     trains_on = not any("HEARD" in _text(log) for log in logs) and not _is_over(
         launcher
@@ -295,7 +308,8 @@ def _judge(
         heard = max(heard, float(said[1]) - before)
         blaming = said[2].partition("This is worker")[0]
         named = {int(worker) for worker in re.findall(r"[Ww]orker (\d+)", blaming)}
-        # An exception out of a signal's handler, in a call that may refuse its arguments, looks like such a refusal.
+        # An exception out of a signal's handler, in a call that may refuse its
+        # arguments, looks like such a refusal.
         is_told = (
             said[2].startswith("WorkerError") or " refused what it was given" in said[2]
         )
@@ -387,7 +401,8 @@ def main() -> int:
         heard[kind] = max(heard.get(kind, 0.0), outcome.heard)
         is_good &= not outcome.wrong
         print(
-            f"seed {seed}: {plan.count} workers, {kind}: heard within {outcome.heard:.1f} s",
+            f"seed {seed}: {plan.count} workers, {kind}: heard within "
+            f"{outcome.heard:.1f} s",
             file=sys.stderr,
             flush=True,
         )

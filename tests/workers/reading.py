@@ -116,7 +116,10 @@ def of_shares(replicas: int) -> list[Any]:
 
 
 def of_own_datasets(replicas: int, mode: str) -> dict[str, Any]:
-    """Each worker has a dataset of another length: 3, 5 and 1 batches. They train what one device trains."""
+    """Each worker has a dataset of another length: 3, 5 and 1 batches.
+
+    They train what one device trains.
+    """
     strategy = strategy_of(replicas)
     contexts = []
 
@@ -175,7 +178,10 @@ def own_batches(pipeline: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 
 def of_own_loaders(replicas: int) -> dict[str, Any]:
-    """Each worker has a loader of its own, whose batches its replicas share: 3, 2 and 2 batches, the last ones of 1."""
+    """Each worker has a loader of its own, whose batches its replicas share.
+
+    They have 3, 2 and 2 batches, the last ones of 1.
+    """
     strategy = strategy_of(replicas)
     rank, count = strategy.extended._workers.index, strategy.extended._workers.count
     numbers = Numbers(7)

@@ -45,7 +45,7 @@ class Held:
 
 
 def value(strategy: Strategy, made: Any) -> Any:
-    """What each replica makes anew: an object that all replicas return is no value of each."""
+    """What each replica makes anew: an object that all return is no value of each."""
     return strategy.run(
         lambda: copy.deepcopy(made) if type(made) is not str else "".join(list(made))
     )
@@ -209,7 +209,7 @@ CALLS: dict[str, Call] = {
 def refused(
     names: list[str], replicas: int, one_only: bool
 ) -> list[tuple[str, Any, float]]:
-    """What each worker hears of each call, and whether the strategy can be used after it."""
+    """What each worker hears of each call, and if the strategy still works after it."""
     strategy = strategy_of(replicas)
     rank = strategy.extended._workers.index
     heard = []
@@ -226,7 +226,8 @@ def refused(
                 "sum", strategy.run(lambda: torch.ones(()) * 1), axis=None
             ).item()
         except (TypeError, ValueError) as error:
-            # A run of one replica has no exchange of its own: the others hear of a refusal where they come next.
+            # A run of one replica has no exchange of its own: the others hear of a
+            # refusal where they come next.
             assert replicas == 1 and told == "nothing"
             told = f"{type(error).__name__}: {error}"
             total = strategy.reduce(

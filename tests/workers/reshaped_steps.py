@@ -1,4 +1,7 @@
-"""Trainings whose objects change between runs, or hold what cannot be averaged: the same as in plain PyTorch."""
+"""Trainings whose objects change between runs, or hold what has no average.
+
+They are the same as in plain PyTorch.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ from workers.trainings import Net, batches, cross_entropy, ordinary, strategy_of
 
 
 def changed_after_two_runs(change: Callable[[Net], None]) -> Any:
-    """A training in which something happens to the model, which gets a new optimizer."""
+    """A training in which something happens to the model, with a new optimizer."""
     model = Net()
     steps, count = [ordinary(model, sgd(model))], [0]
 
@@ -33,7 +36,10 @@ def changed_after_two_runs(change: Callable[[Net], None]) -> Any:
 
 
 def another_head(_: Any) -> Any:
-    """Outside of the scope, as a program for fine-tuning does. Its gradients were those of each worker's rows."""
+    """Outside of the scope, as a program for fine-tuning does.
+
+    Its gradients were those of each worker's rows.
+    """
 
     def change(model: Net) -> None:
         torch.manual_seed(5)
@@ -53,7 +59,10 @@ def normalised_from_now_on(_: Any) -> Any:
 
 
 def more_hidden_units(_: Any) -> Any:
-    """Resized by `data`, which leaves the parameter object: only a part of its gradient was weighed."""
+    """Resized by `data`, which leaves the parameter object.
+
+    Only a part of its gradient was weighed.
+    """
 
     def change(model: Net) -> None:
         model.body[0].weight.data = torch.linspace(-1, 1, 48).double().view(12, 4)
@@ -137,7 +146,10 @@ class Trainer:
 
 
 def trainers_that_are_dropped(scope: Any) -> Any:
-    """Python's collector ran in one worker only, and the settings of optimizers that nobody had were said to differ."""
+    """Python's collector ran in one worker only.
+
+    The settings of optimizers that nobody had were said to differ.
+    """
     model = Net()
     count, kept = [0], [Trainer(model, 0.1)]
 
@@ -146,9 +158,8 @@ def trainers_that_are_dropped(scope: Any) -> Any:
             with scope():
                 kept[0] = Trainer(model, 0.1 / count[0])
             if dist.is_initialized() and dist.get_rank() == 0:
-                _ = [
-                    [i] for i in range(200_000)
-                ]  # a report, during which the collector runs
+                # A report, during which the collector runs.
+                _ = [[i] for i in range(200_000)]
         count[0] += 1
         run(kept[0].step, batch)
 
@@ -156,7 +167,10 @@ def trainers_that_are_dropped(scope: Any) -> Any:
 
 
 def models_that_are_dropped(_: Any) -> Any:
-    """Models that nobody has any longer were there in one worker and not in another, where the collector had run."""
+    """Models that nobody has any longer were there in one worker and not in another.
+
+    The collector had run in the other.
+    """
     gc.disable()
     Trainer(Net(), 0.1)
     if dist.is_initialized() and dist.get_rank() == 0:
@@ -172,7 +186,10 @@ def models_that_are_dropped(_: Any) -> Any:
 
 
 class WithGraph(Net):
-    """Has a sparse buffer, such as the edges of a graph, and one of a dtype that nobody can add up."""
+    """Has a sparse buffer, such as a graph's edges, and one that nobody can add up.
+
+    Its dtype does not allow that.
+    """
 
     def __init__(self, layout: torch.layout) -> None:
         super().__init__()
@@ -226,7 +243,10 @@ def of_workers(size: float) -> dict[str, list[torch.Tensor]]:
 
 
 def statistics_of_a_sum(replicas: int) -> torch.Tensor:
-    """Running statistics of rows that are the same everywhere, where gradients are added up and not averaged."""
+    """Running statistics of rows that are the same everywhere.
+
+    Gradients are added up there and not averaged.
+    """
     strategy = strategy_of(replicas)
     with strategy.scope():
         norm = nn.BatchNorm1d(3, momentum=0.5).double()

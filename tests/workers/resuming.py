@@ -1,4 +1,4 @@
-"""A training that goes on, in another number of processes, where a checkpoint was taken."""
+"""A training that goes on from a checkpoint, in another number of processes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ from workers.trainings import Net, batches, cross_entropy, strategy_of
 def of_steps(
     strategy: torchstrategy.Strategy, checkpoint: dict[str, Any] | None, last: int
 ) -> dict[str, Any]:
-    """The checkpoint after so many steps. An epoch has batches of 8, 8 and 6 rows, in a new order."""
+    """The checkpoint after so many steps.
+
+    An epoch has batches of 8, 8 and 6 rows, in a new order.
+    """
     torch.manual_seed(0)
     loader = DataLoader(TensorDataset(*batches([22])[0]), batch_size=8, shuffle=True)
     dataset = strategy.experimental_distribute_dataset(loader)
@@ -27,9 +30,8 @@ def of_steps(
     steps = 0
     if checkpoint is not None:
         model.load_state_dict(checkpoint["model"])
-        optimizer.load_state_dict(
-            copy.deepcopy(checkpoint["optimizer"])
-        )  # torch would train on the tensors in it
+        # torch would train on the tensors in it.
+        optimizer.load_state_dict(copy.deepcopy(checkpoint["optimizer"]))
         scheduler.load_state_dict(checkpoint["scheduler"])
         dataset.load_state_dict(checkpoint["dataset"])
         torch.set_rng_state(checkpoint["random"])
@@ -113,7 +115,10 @@ LAST = 6
 
 
 def unlike_after_restarts(kind: str, pack: int) -> list[tuple[int, str]]:
-    """After which steps a training that begins anew there has other weights in the end, and which."""
+    """After which steps a training that begins anew there ends with other weights.
+
+    It returns which weights, too.
+    """
     size, workers.PACK = workers.PACK, pack
     try:
         states = _states(kind, None, 0)

@@ -10,7 +10,10 @@ from torchstrategy._group.processes.process_group import ProcessGroup
 
 @contextmanager
 def counting_messages() -> Iterator[list[int]]:
-    """A block in which the only item of a list is the number of messages that this worker has sent so far."""
+    """A block in which a list's only item is the number of messages sent so far.
+
+    This worker has sent them.
+    """
     sent, send = [0], ProcessGroup._send_to_all
 
     def counting(self: ProcessGroup, message: bytes, where: str) -> list[bytes]:

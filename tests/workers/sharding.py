@@ -1,4 +1,7 @@
-"""Trainings of models that are sharded or wrapped already: in workers, and of the plain model in plain PyTorch."""
+"""Trainings of models that are sharded or wrapped already, in workers.
+
+The plain model is trained in plain PyTorch.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,10 @@ Step = Callable[[Any], Any]
 
 
 class Block(nn.Module):
-    """Two layers, of which tensor parallelism splits the first by columns and the second by rows."""
+    """Two layers: tensor parallelism splits one by columns and one by rows.
+
+    It splits the first by columns.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,7 +45,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Blocks, and a head of odd sizes, so that some workers have more of it than others."""
+    """Blocks, and a head of odd sizes, so that some workers have more of it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -178,7 +184,10 @@ def sending_later(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
 def over_runs(
     model: nn.Module, optimizer: torch.optim.Optimizer, sends: bool = False
 ) -> Step:
-    """Runs of unlike rows are added up before an update. In the last one, all but one worker have none."""
+    """Runs of unlike rows are added up before an update.
+
+    In the last one, all but one worker have none.
+    """
     count = [0]
 
     def step(batch: Any) -> torch.Tensor:
@@ -274,9 +283,8 @@ def whole(tensor: Any) -> torch.Tensor:
 
 def numbers_of(model: nn.Module, train: Train) -> list[torch.Tensor]:
     found = [whole(parameter) for parameter in model.parameters()]
-    if (
-        train is not over_runs
-    ):  # there, the gradients that were not sent yet are nowhere
+    # There, the gradients that were not sent yet are nowhere.
+    if train is not over_runs:
         # Where there is none: NaN, which is equal to nothing else.
         for parameter in model.parameters():
             found.append(
@@ -305,13 +313,16 @@ def in_scope(strategy: Any, make: Make, make_optimizer: Any) -> tuple[Any, Any]:
 
 
 def given_after(strategy: Any, make: Make, make_optimizer: Any) -> tuple[Any, Any]:
-    """Model and optimizer are made out of the scope, and the model was sharded when the strategy gets it."""
+    """Model and optimizer are made out of the scope.
+
+    The model was sharded when the strategy gets it.
+    """
     model = strategy.distribute_module(make(Net()))
     return model, strategy.distribute_optimizer(make_optimizer(model))
 
 
 def given_before(strategy: Any, make: Make, make_optimizer: Any) -> tuple[Any, Any]:
-    """The strategy gets the plain model, which is sharded afterwards, out of any scope."""
+    """The strategy gets the plain model, which is sharded later, out of any scope."""
     model = make(strategy.distribute_module(Net()))
     return model, make_optimizer(model)
 
@@ -327,7 +338,10 @@ def run_before(strategy: Any, make: Make, make_optimizer: Any) -> tuple[Any, Any
 
 
 def from_meta(strategy: Any, make: Make, make_optimizer: Any) -> tuple[Any, Any]:
-    """The sharded model gets memory after it was sharded, and its values by loading a whole one."""
+    """The sharded model gets memory after sharding, and values from a whole one.
+
+    It gets them by loading.
+    """
     with strategy.scope():
         with torch.device("meta"):
             model = Net()
@@ -339,7 +353,10 @@ def from_meta(strategy: Any, make: Make, make_optimizer: Any) -> tuple[Any, Any]
 
 
 def unlike_at_first(strategy: Any, make: Make, make_optimizer: Any) -> tuple[Any, Any]:
-    """Workers that have the same part of a parameter begin with other values, and take those of the first of them."""
+    """Workers that have the same part of a parameter begin with other values.
+
+    They take those of the first of them.
+    """
     model, optimizer = in_scope(strategy, make, make_optimizer)
     replica = model.head.weight.device_mesh.get_local_rank(0)
     with torch.no_grad():
@@ -366,7 +383,10 @@ def in_workers(
 
 
 def data_of(strategy: Any, make: Make) -> Iterator[Any]:
-    """The batches, split over the workers; those that compute one model together have the same rows."""
+    """The batches, split over the workers.
+
+    Those that compute one model together have the same rows.
+    """
     if make not in (split, split_and_sharded):
         return iter(strategy.experimental_distribute_dataset(batches()))
     rank, size = dist.get_rank(), dist.get_world_size()

@@ -51,7 +51,7 @@ def without_rows(make: Make) -> list[torch.Tensor]:
 
 
 def summed(make: Make) -> list[torch.Tensor]:
-    """The step makes the mean over the rows of all workers, and gradients are added up."""
+    """The step makes the mean over all workers' rows, and gradients are added up."""
     strategy = strategy_of(1)
     with strategy.scope():
         model = make(Net())
@@ -71,7 +71,7 @@ def summed(make: Make) -> list[torch.Tensor]:
 
 
 def in_low_precision() -> list[torch.Tensor]:
-    """What comes of computing in bfloat16, after few steps with even and uneven rows."""
+    """What comes of bfloat16, after few steps with even and uneven rows."""
     strategy = strategy_of(1)
     policy = MixedPrecisionPolicy(
         param_dtype=torch.bfloat16, reduce_dtype=torch.float32
@@ -108,7 +108,7 @@ def drawn_together() -> list[list[torch.Tensor]]:
 
 
 def step_outside(make: Make) -> list[torch.Tensor]:
-    """After some runs, a step out of any run is torch's own: the mean of the workers."""
+    """After some runs, a step out of any run is torch's own: the workers' mean."""
     strategy = strategy_of(1)
     model, optimizer = in_scope(strategy, make, sgd)
     for batch in strategy.experimental_distribute_dataset(batches()):
@@ -126,7 +126,10 @@ def adam(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def saved(folder: Path, make: Make, num_batches: int) -> list[torch.Tensor]:
-    """Trains with some batches, saves, and goes on with the others. Returns what it comes to."""
+    """Trains with some batches, saves, and goes on with the others.
+
+    Returns what it comes to.
+    """
     strategy = strategy_of(1)
     model, optimizer = in_scope(strategy, make, adam)
     for i, batch in enumerate(strategy.experimental_distribute_dataset(batches())):
@@ -140,7 +143,7 @@ def saved(folder: Path, make: Make, num_batches: int) -> list[torch.Tensor]:
 def loaded(
     folder: Path, make: Make, num_batches: int, after: bool
 ) -> list[torch.Tensor]:
-    """Goes on from what was saved, with a model that was trained already or with a new one."""
+    """Goes on from what was saved, with a model already trained or a new one."""
     strategy = strategy_of(1)
     model, optimizer = in_scope(strategy, make, adam)
     if after:
@@ -158,7 +161,7 @@ def loaded(
 
 
 def killed() -> str:
-    """Worker 1 is killed, and worker 0 waits for it in the model's own communication."""
+    """Worker 1 is killed; worker 0 waits for it in the model's own communication."""
     strategy = strategy_of(1)
     model, optimizer = in_scope(strategy, shard, sgd)
     step = ordinary(model, optimizer)
@@ -177,7 +180,10 @@ def killed() -> str:
 
 
 def read_together() -> list[torch.Tensor]:
-    """Two of four workers have the same rows, by a sampler. The weights, and the rows that this worker has had."""
+    """Two of four workers have the same rows, by a sampler.
+
+    The weights, and the rows that this worker has had.
+    """
     strategy = strategy_of(1)
     mesh = mesh_of(2, 2)
     with strategy.scope():
@@ -201,7 +207,10 @@ def read_together() -> list[torch.Tensor]:
 
 
 def what_happens_in_a_backward() -> list[str]:
-    """In the order in which it does: the mark begins to travel, and backward comes to the gradient of the output."""
+    """In the order in which it does.
+
+    The mark begins to travel, and backward comes to the gradient of the output.
+    """
     strategy, happened = strategy_of(1), []
     with strategy.scope():
         model = shard(Net())
@@ -246,7 +255,10 @@ class Counting(nn.Module):
 
 
 def buffers_of_backward() -> list[float]:
-    """After each of three runs, a buffer that backward writes, otherwise in each worker."""
+    """After each of three runs, a buffer that backward writes in each worker.
+
+    It is another one in each worker.
+    """
     strategy = strategy_of(1)
     with strategy.scope():
         model, counting = shard(Net()), Counting()

@@ -50,7 +50,7 @@ def of_task(kind: str, addresses: list[str]) -> Any:
 
 
 def of_a_part() -> Any:
-    """The processes 0 and 2 of three train together, of which process 0 has one more group."""
+    """Processes 0 and 2 of three train together; process 0 has one more group."""
     rank = dist.get_rank()
     group = dist.new_group([0, 2])
     if rank == 1:
@@ -67,7 +67,10 @@ def of_a_part() -> Any:
 
 
 def after_a_group_of_one() -> float:
-    """The sum over all workers, of which the first has made a group that torch counts there, and nowhere else."""
+    """The sum over all workers, of which the first has made a group.
+
+    Torch counts that group there, and nowhere else.
+    """
     if dist.get_rank() == 0:
         distributed: Any = dist.distributed_c10d
         before = distributed._world.group_count
@@ -80,7 +83,7 @@ def after_a_group_of_one() -> float:
 
 
 def of_two_worlds(folder: str) -> list[float]:
-    """The sums over both workers of a world of tasks 0 and 1, and then of one of tasks 0 and 2."""
+    """The sums over both workers of a world of tasks 0 and 1, then 0 and 2."""
     task = int(os.environ["TASK"])
     sums = []
     for world in (0, 1), (0, 2):
@@ -100,7 +103,10 @@ def of_two_worlds(folder: str) -> list[float]:
 
 
 def of_a_group_for_devices() -> Any:
-    """The script has made its group as one for DDP does: with a backend for CUDA only, which gloo plays here."""
+    """The script has made its group as one for DDP does.
+
+    It has a backend for CUDA only, which gloo plays here.
+    """
     dist.init_process_group("cuda:gloo")
     config = dist.get_backend_config()
     strategy = torchstrategy.MultiWorkerMirroredStrategy(devices=["cpu"])
@@ -160,7 +166,10 @@ def drifted(how: str) -> None:
 
 
 def of_dropped_strategies() -> tuple[int, int]:
-    """How many threads of gloo there are while there is a strategy, beyond those without one, and when it is gone."""
+    """How many threads of gloo there are while there is a strategy, and afterwards.
+
+    It counts them beyond those without one.
+    """
     before = num_gloo_threads()
     strategy = torchstrategy.MultiWorkerMirroredStrategy(devices=["cpu"])
     strategy.run(lambda: None)

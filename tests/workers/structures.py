@@ -58,7 +58,7 @@ def in_another_order(replicas: int) -> list[Any]:
 
 
 def of_other_parts(call: str) -> list[str]:
-    """Calls with parts that only one worker has: what is raised, and the sum that comes after it."""
+    """Calls with parts that only one worker has: the error, and the next sum."""
     strategy = strategy_of(1)
     is_first = strategy.extended.should_checkpoint
 
@@ -98,7 +98,10 @@ def of_other_keys_in_the_step() -> Any:
 
 
 def of_a_refusal_that_is_caught() -> Any:
-    """One worker's first collective refuses its argument; the step goes on, and the sums must not shift."""
+    """One worker's first collective refuses its argument.
+
+    The step goes on, and the sums must not shift.
+    """
     strategy = strategy_of(1)
     is_first = strategy.extended.should_checkpoint
     sums = []

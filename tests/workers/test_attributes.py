@@ -1,4 +1,7 @@
-"""What steps write on plain attributes of modules and trainers stays in their worker, as under DDP."""
+"""What steps write on plain attributes stays in their worker, as under DDP.
+
+They are those of modules and trainers.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,10 @@ pytestmark = pytest.mark.slow
 
 
 def test_attributes_that_a_lone_replica_writes_stay_in_its_worker() -> None:
-    """As with `DistributedDataParallel`: forward and trainer are the program's own, and see the worker's rows only."""
+    """As with `DistributedDataParallel`: forward and trainer are the program's own.
+
+    They see the worker's rows only.
+    """
     for w, found in enumerate(cluster(3).run(attributes.of_workers, 1)):
         assert found["kept"] == found["plain"]
         assert found["steps"] == found["kept"]["calls"] == len(attributes.SIZES)
@@ -20,16 +26,13 @@ def test_attributes_that_a_lone_replica_writes_stay_in_its_worker() -> None:
         assert w == 0 or found["rows"][2] == 1  # lent by worker 0
 
 
-def test_attributes_that_several_replicas_write_become_those_of_the_first_one_in_their_worker() -> (
-    None
-):
+def test_attributes_that_several_replicas_write_become_the_first_ones() -> None:
     everyone = cluster(2).run(attributes.of_workers, 2)
     for found in everyone:
         assert found["kept"] == found["plain"]
         assert found["steps"] == found["kept"]["calls"] == len(attributes.SIZES)
-        assert (
-            found["kinds"]["loss"] == "PerReplica"
-        )  # also of a worker that had no rows in the last step
+        # Also of a worker that had no rows in the last step.
+        assert found["kinds"]["loss"] == "PerReplica"
     first, second = everyone
     assert first["kept"]["losses"] != second["kept"]["losses"]
     assert all(

@@ -1,4 +1,4 @@
-"""Where a worker is lost, all others name this one, and no other one, and they do so soon."""
+"""Where a worker is lost, all others soon name this one, and no other one."""
 
 from __future__ import annotations
 
@@ -18,13 +18,18 @@ from workers.cluster import Outcome, alone, cluster, free_ports
 
 pytestmark = pytest.mark.slow
 
-SOON_S = 30.0  # on a machine that is ten times slower than one on which it takes half a second to three seconds
+# On a machine that is ten times slower than one on which it takes half a second to
+# three seconds.
+SOON_S = 30.0
 
 
 def together(
     count: int, call: Any, *args: Any, without: Collection[int] = ()
 ) -> list[Outcome]:
-    """What a call comes to in processes that find each other by their environment. The first one keeps the store."""
+    """What a call comes to in processes that find each other by their environment.
+
+    The first one keeps the store.
+    """
     (port,) = free_ports(1)
     common = {
         "MASTER_ADDR": "127.0.0.1",
@@ -52,9 +57,12 @@ def blamed(text: str) -> set[int]:
 def test_only_the_worker_that_was_killed_is_named(
     count: int, culprit: int, busy: int | None
 ) -> None:
-    """In a ring of four, the one that is opposite to the dead one heard late, and was named, or named a survivor.
+    """In a ring of four, the one that is opposite to the dead one heard late.
 
-    A worker that was busy when another one was killed was told of those that had ended because of it.
+    It was named, or named a survivor.
+
+    A worker that was busy when another one was killed was told of those that had ended
+    because of it.
     """
     outcomes = together(count, blaming.of_killed, culprit, busy)
     assert outcomes.pop(culprit).error == "ended"
@@ -68,7 +76,7 @@ def test_only_the_worker_that_was_killed_is_named(
 def test_a_worker_that_was_stopped_is_said_not_to_answer(
     count: int, culprit: int
 ) -> None:
-    """Where worker 0 was stopped, which keeps the store, the others asked the store for ever."""
+    """Where worker 0, which keeps the store, was stopped, others asked it for ever."""
     outcomes = together(count, blaming.of_stopped, culprit, without=[culprit])
     del outcomes[culprit]
     for outcome in outcomes:
@@ -77,10 +85,11 @@ def test_a_worker_that_was_stopped_is_said_not_to_answer(
 
 
 @for_changes
-def test_a_worker_that_was_stopped_is_named_also_if_the_others_wait_at_different_places() -> (
-    None
-):
-    """A sum had come to its end in some of them. They and the others were said to be apart, and nobody was named."""
+def test_a_stopped_worker_is_named_where_the_others_wait_at_different_places() -> None:
+    """A sum had come to its end in some of them.
+
+    They and the others were said to be apart, and nobody was named.
+    """
     for outcome in together(3, blaming.of_stopped_between, 2, without=[2])[:2]:
         assert blamed(outcome.value) == {2}, outcome
         assert re.search(r"has not answered for \d+ s", outcome.value)
@@ -90,7 +99,10 @@ def test_a_worker_that_was_stopped_is_named_also_if_the_others_wait_at_different
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
 @pytest.mark.parametrize("how", ["fork", "loader"])
 def test_a_death_is_heard_of_although_children_live_on(how: str) -> None:
-    """The children kept the connections of their dead parent open: the others heard of it when these ended."""
+    """The children kept the connections of their dead parent open.
+
+    The others heard of it when these ended.
+    """
     outcomes = together(3, blaming.of_forked_child, how)
     for outcome in (outcomes[0], outcomes[2]):
         told, seconds = outcome.value
@@ -110,9 +122,8 @@ def test_a_forked_child_has_no_part_in_the_training() -> None:
                 text
             )
         assert heard == "nothing"
-        assert (
-            sockets - int(in_child) >= 9
-        )  # three groups and two lifelines, each with two connections, at least
+        # Three groups and two lifelines, each with two connections, at least.
+        assert sockets - int(in_child) >= 9
 
 
 @for_changes
@@ -141,7 +152,10 @@ def test_a_worker_that_is_stopped_while_all_join_is_named(culprit: int) -> None:
 
 @for_changes
 def test_a_worker_that_is_stopped_before_it_answers_is_named_alone() -> None:
-    """Whoever had called it waited for its answer, answered nobody either, and was named too."""
+    """Whoever had called it waited for its answer, answered nobody, and was named.
+
+    It was named, too.
+    """
     outcomes = together(4, blaming.of_joining, 1, "is stopped at the door", without=[1])
     del outcomes[1]
     for outcome in outcomes:

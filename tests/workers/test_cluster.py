@@ -15,7 +15,10 @@ pytestmark = pytest.mark.slow
 
 
 def test_a_process_that_crashes_says_how() -> None:
-    """A process once ended in the middle of a test, once in thirty runs of the suite, and nothing said by what."""
+    """A process once ended in the middle of a test, and nothing said by what.
+
+    It happened once in thirty runs of the suite.
+    """
     one = Cluster(1, joined=False)
     try:
         (outcome,) = one.outcomes(os.abort)
@@ -28,7 +31,10 @@ def test_a_process_that_crashes_says_how() -> None:
 def test_the_number_of_a_process_that_has_ended_is_not_killed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The system gives the number of a process that has ended to another one: of another test, after some minutes."""
+    """The system gives the number of a process that has ended to another one.
+
+    After some minutes, that is one of another test.
+    """
     one = Cluster(1, joined=False)
     try:
         one.outcomes(os._exit, 3)
@@ -42,7 +48,7 @@ def test_the_number_of_a_process_that_has_ended_is_not_killed(
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
 def test_a_process_whose_child_lives_on_has_ended(tmp_path: Path) -> None:
-    """The child has inherited the connection, which does not end before the child does."""
+    """The child has inherited the connection, which ends only when the child does."""
     one = Cluster(1, joined=False)
     number = tmp_path / "child"
     try:

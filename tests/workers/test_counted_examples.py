@@ -1,4 +1,4 @@
-"""A function that counts the tokens of each worker: the training is that of one process."""
+"""A function that counts each worker's tokens trains as one process does."""
 
 from __future__ import annotations
 

@@ -29,6 +29,9 @@ pytestmark = pytest.mark.slow
 def test_workers_that_go_on_with_other_values_are_refused(
     replicas: int, what: str, name: str
 ) -> None:
-    """A script loaded its checkpoint on the first worker only, and every later step trained two models."""
+    """A script loaded its checkpoint on the first worker only.
+
+    Every later step trained two models.
+    """
     for found in cluster(2).run(drifting.after_writes, replicas, what):
         assert (name in found) if name else (found == ""), found

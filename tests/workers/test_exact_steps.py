@@ -1,4 +1,7 @@
-"""What a step does with gradients is as in plain PyTorch, with a worker's own objects and with copies of them."""
+"""What a step does with gradients is as in plain PyTorch.
+
+It is with a worker's own objects and with copies of them.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +49,7 @@ def test_steps_compute_the_numbers_of_plain_torch(workers: int, size: float) -> 
 
 @pytest.mark.parametrize("workers", [2, pytest.param(3, marks=for_changes)])
 def test_steps_of_copies_compute_the_numbers_of_plain_torch(workers: int) -> None:
-    """Some batches have rows for some replicas of a worker only, and some for none of them."""
+    """Some batches have rows for some of a worker's replicas only, or for none."""
     programs = some_of(exact_steps.PROGRAMS)
     first, *others = cluster(workers).run(exact_steps.of_copies, programs)
     wrong = {}
@@ -62,9 +65,7 @@ def test_steps_of_copies_compute_the_numbers_of_plain_torch(workers: int) -> Non
     assert wrong == {}
 
 
-def test_a_strategy_over_a_part_of_the_processes_computes_the_numbers_of_plain_torch() -> (
-    None
-):
+def test_a_strategy_over_some_of_the_processes_computes_plain_torchs_numbers() -> None:
     program = exact_steps.cleared_here_and_there
     *found, left_out = cluster(3).run(exact_steps.of_a_part, program)
     assert left_out is None

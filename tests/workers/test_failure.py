@@ -1,6 +1,7 @@
 """A worker that fails is named by all others, and nothing is left of the training.
 
-How soon they hear of it, `python -m tests.workers.faults` says; a test on a busy machine has time.
+How soon they hear of it, `python -m tests.workers.faults` says; a test on a busy
+machine has time.
 """
 
 from __future__ import annotations
@@ -22,7 +23,10 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.mark.parametrize("name", faults.FAULTS)
 def test_the_others_hear_who_failed_and_why(name: str) -> None:
-    """Once, workers that brought tensors of different shapes to `all_reduce` hung for 80 seconds."""
+    """Once, tensors of different shapes in `all_reduce` hung for 80 seconds.
+
+    Workers brought them.
+    """
     found = faults.run(faults.FAULTS[name])
     assert (found.unnamed, found.left) == ([], [])
     # No timeout of torch has passed, and nobody waits for ever: those are of minutes.
@@ -63,7 +67,10 @@ def test_a_strategy_that_failed_is_not_used_again() -> None:
 
 
 def test_the_others_hear_of_an_interrupt_where_an_epoch_begins() -> None:
-    """They heard of it 5 s later: torch waited so long for a worker of the loader, before this worker left."""
+    """They heard of it 5 s later.
+
+    Torch waited so long for a worker of the loader, before this worker left.
+    """
     first, second = cluster(2).run(failing.interrupted_where_an_epoch_begins)
     assert first == "KeyboardInterrupt: "
     assert "worker 0 of 2" in second and "failed: KeyboardInterrupt" in second

@@ -28,7 +28,8 @@ from workers.cluster import cluster
 def test_all_workers_leave_after_the_same_run(
     culprit: int, when: str, replicas: int, runs: int
 ) -> None:
-    # A signal that comes in a run is told to the others when it ends, or, with several replicas, when the next begins.
+    # A signal that comes in a run is told to the others when it ends, or, with several
+    # replicas, when the next begins.
     assert (
         cluster(3).run(leaving.of_signal, culprit, when, replicas)
         == [([False] * (runs - 1) + [True], True)] * 3

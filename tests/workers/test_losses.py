@@ -1,4 +1,4 @@
-"""Weights by what a loss was divided by, and the warning about it, in several workers."""
+"""Weights by what a loss was divided by, and its warning, in several workers."""
 
 from __future__ import annotations
 
@@ -27,10 +27,8 @@ UNDECIDED = {
     "accumulation_as_rows",
     "two_heads_halved",
 }
-SLOW = {
-    "compiled_loss",
-    "compiled_model",
-}  # tests/unit/run/test_loss_terms.py reads them
+# tests/unit/run/test_loss_terms.py reads them.
+SLOW = {"compiled_loss", "compiled_model"}
 NAMES = [name for name in KNOWN if name not in SLOW]
 LONG = [pytest.param(3, 1, marks=for_changes), pytest.param(2, 2, marks=for_changes)]
 layouts = pytest.mark.parametrize(("workers", "replicas"), [(2, 1), *LONG])
@@ -169,9 +167,8 @@ def test_after_the_first_run_one_term_needs_no_message_and_two_need_one(
     loss: Any, in_steps: int
 ) -> None:
     for first, *others in cluster(2).run(losses.messages, 1, loss, [8, 8, 12, 8]):
-        assert (
-            first <= 5
-        )  # that of the model, two of the loss, and that of the first backward
+        # That of the model, two of the loss, and that of the first backward.
+        assert first <= 5
         assert others == [in_steps] * 3
 
 
@@ -199,10 +196,11 @@ def test_a_worker_is_warned_once_with_the_numbers_of_two() -> None:
     ):
         assert list(map(len, found)) == [0, 0, 1, 0, 0]
         assert found[2][0] == (
-            "The loss of `step` was divided by 7 in replica 0 and by 1 in replica 1 (it leaves out ignored targets, or "
-            "weighs classes), but their gradients are weighted by rows, 2 and 1. The gradient of the whole batch needs "
-            'RunOptions(gradient_reduction="loss"). If each row is meant to count the same, say '
-            'gradient_reduction="mean", which hides this.'
+            "The loss of `step` was divided by 7 in replica 0 and by 1 in replica 1 "
+            "(it leaves out ignored targets, or weighs classes), but their gradients "
+            "are weighted by rows, 2 and 1. The gradient of the whole batch needs "
+            'RunOptions(gradient_reduction="loss"). If each row is meant to count the '
+            'same, say gradient_reduction="mean", which hides this.'
         )
 
 

@@ -26,9 +26,8 @@ def test_buffers_that_a_step_makes_are_those_of_the_first_replica_of_all(
     found_by = cluster(workers).run(making.of_workers, replicas)
     for found in found_by:
         assert found["saved"] == alone["saved"]
-        assert found["warned"] == (
-            alone["warned"] if replicas > 1 else []
-        )  # nobody compares those of lone replicas
+        # Nobody compares those of lone replicas.
+        assert found["warned"] == (alone["warned"] if replicas > 1 else [])
         assert difference(found["numbers"], alone["numbers"]) < 1e-12
         assert all(
             torch.equal(value, found_by[0]["numbers"][name])

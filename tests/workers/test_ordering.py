@@ -1,7 +1,8 @@
 """All workers read the same rows in the same order, or hear that they do not.
 
-Each worker draws the order of its own copy of the sampler. Seeded alike, two workers whose dataset augments with
-`random` read other rows in the second epoch: 8 of 27 twice, and 8 never.
+Each worker draws the order of its own copy of the sampler. Seeded alike, two workers
+whose dataset augments with `random` read other rows in the second epoch: 8 of 27 twice,
+and 8 never.
 """
 
 from __future__ import annotations
@@ -48,15 +49,22 @@ def test_an_order_that_is_drawn_from_a_global_generator_is_that_of_worker_0(
 
 
 TOLD = {
-    "the length": "ValueError: The workers read different datasets: worker 0 has a dataset with the number of rows 27, "
-    "and worker 1 has 28",
+    "the length": (
+        "ValueError: The workers read different datasets: worker 0 has a dataset with "
+        "the number of rows 27, and worker 1 has 28"
+    ),
     "the batch size": "worker 0 has the batch_size 6, and worker 1 has 7",
-    "the number of batches": "a loader with the number of batches 5, and worker 1 has 4",
+    "the number of batches": (
+        "a loader with the number of batches 5, and worker 1 has 4"
+    ),
     "a split": "worker 0 has a Subset whose indices have the digest ",
     "a split within": "worker 0 has a Subset whose indices have the digest ",
     "the class": "worker 0 has a dataset of the class Numbers, and worker 1 has list",
     "a generator of its own": "worker 0 has batch 0 with the indices [",
-    "the second batch": "worker 0 has batch 1 with the indices [6, 7, 8, 9, 11, 10], 6 in all\n  worker 1 has batch 1",
+    "the second batch": (
+        "worker 0 has batch 1 with the indices [6, 7, 8, 9, 11, 10], 6 in all\n  "
+        "worker 1 has batch 1"
+    ),
 }
 
 

@@ -1,4 +1,4 @@
-"""Gradients that are sent during backward are those that the step has when backward ends."""
+"""Gradients sent during backward are those that the step has when it ends."""
 
 from __future__ import annotations
 
@@ -42,7 +42,8 @@ def test_a_worker_that_leaves_others_with_gradients_under_way_is_heard_of(
 ) -> None:
     if how != "raises" and os.environ.get("TORCH_DISTRIBUTED_DEBUG") == "DETAIL":
         pytest.skip(
-            "torch waits for the other workers in each call itself, for as long as the timeout of the group"
+            "torch waits for the other workers in each call itself, for as long as the "
+            "timeout of the group"
         )
     for rank, told in enumerate(cluster(2).run(overlapping.of_failure, how)):
         if how == "raises":

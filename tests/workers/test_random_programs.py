@@ -1,4 +1,7 @@
-"""Random programs, each in two processes together: every one is what it is in plain PyTorch."""
+"""Random programs, each in two processes together, are what they are plainly.
+
+Plainly is in plain PyTorch.
+"""
 
 from __future__ import annotations
 

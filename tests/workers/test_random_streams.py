@@ -23,7 +23,10 @@ def test_four_replicas_draw_the_same_in_two_processes() -> None:
 
 
 def test_lone_replicas_draw_other_numbers_and_their_callers_the_same() -> None:
-    """Each mask is drawn once. What the program draws between runs, and an update, all workers draw alike."""
+    """Each mask is drawn once.
+
+    What the program draws between runs, and an update, all workers draw alike.
+    """
     first, second = cluster(2).run(drawing.of_lone_workers)
     assert torch.equal(first["shared"], second["shared"])
     assert torch.equal(first["weights"], second["weights"])

@@ -48,7 +48,8 @@ def test_each_worker_loads_its_own_rows_in_the_order_of_the_first(
         assert of_worker["third"] == found[0]["third"]
         assert of_worker["resumed"] == of_worker["rest"] == found[0]["rest"]
     if not loader:
-        # Two epochs of 8, 8 and 2 rows; a worker without rows reads those of the first replica.
+        # Two epochs of 8, 8 and 2 rows; a worker without rows reads those of the first
+        # replica.
         assert [len(of_worker["loaded"]) for of_worker in found] == [
             2 * n for n in ([7, 7, 5] if workers == 3 else [10, 9])
         ]

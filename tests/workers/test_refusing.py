@@ -1,4 +1,7 @@
-"""A call that refuses its arguments refuses them before anything is sent: the workers go on with the next call."""
+"""A call that refuses its arguments refuses them before anything is sent.
+
+The workers go on with the next call.
+"""
 
 from __future__ import annotations
 
@@ -17,16 +20,18 @@ NAMES = list(refusing.CALLS)
 def test_a_refused_argument_is_refused_by_all_and_the_strategy_goes_on(
     workers: int, replicas: int, one_only: bool
 ) -> None:
-    """Who caught the error of `gather` could not use the strategy any more, and the others heard that it failed."""
+    """Who caught the error of `gather` could not use the strategy any more.
+
+    The others heard that it failed.
+    """
     names = [
         name
         for name in NAMES
         if replicas == 2 or ("weights" not in name and "examples" not in name)
     ]
     if one_only:
-        names.remove(
-            "reduce plain"
-        )  # the others send nothing, and hear of it where they come next
+        # The others send nothing, and hear of it where they come next.
+        names.remove("reduce plain")
     of_all = cluster(workers).run(refusing.refused, names, replicas, one_only)
     trained = [calls.pop()[1] for calls in of_all]
     assert trained == trained[:1] * workers
@@ -53,7 +58,10 @@ def test_a_refused_argument_is_refused_by_all_and_the_strategy_goes_on(
 def test_a_batch_that_cannot_be_lent_is_refused_in_all_workers(
     kind: str, told: str
 ) -> None:
-    """Its class would say how to make one in the worker that has none: it was unpickled there."""
+    """Its class would say how to make one in the worker that has none.
+
+    It was unpickled there.
+    """
     (first, total), (second, _) = cluster(2).run(refusing.lent, kind)
     assert second.startswith(f"TypeError: {told}cannot be sent to other workers")
     assert first.startswith("TypeError: worker 1 of 2 (") and second in first

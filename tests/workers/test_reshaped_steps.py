@@ -1,4 +1,7 @@
-"""What a worker with one replica was once wrong about in silence: each is right now, or is refused by name."""
+"""What a worker with one replica was once wrong about in silence.
+
+Each is right now, or is refused by name.
+"""
 
 from __future__ import annotations
 
@@ -57,11 +60,17 @@ def test_running_statistics_are_averaged_where_gradients_are_added_up(
     [
         (
             "no object of the scope",
-            "SGD.step() was called in a replica, and it updates a parameter of shape (8, 4)",
+            (
+                "SGD.step() was called in a replica, and it updates a parameter of "
+                "shape (8, 4)"
+            ),
         ),
         (
             "an update by hand",
-            "Sequential.0.weight has other numbers in worker 1 than in worker 0. Only some workers",
+            (
+                "Sequential.0.weight has other numbers in worker 1 than in worker 0. "
+                "Only some workers"
+            ),
         ),
         (
             "a layer of forward",
@@ -76,7 +85,10 @@ def test_running_statistics_are_averaged_where_gradients_are_added_up(
     ],
 )
 def test_what_each_worker_would_do_for_itself_is_refused(what: str, told: str) -> None:
-    """All but the last: a step may train a copy that it makes, as the inner loop of MAML does."""
+    """All but the last: a step may train a copy that it makes.
+
+    The inner loop of MAML does.
+    """
     for message in cluster(2).run(reshaped_steps.told_of, what):
         assert message.startswith(told), message
 

@@ -1,4 +1,4 @@
-"""A training goes on in another number of processes, and ends as it would have on one device."""
+"""A training goes on in another number of processes, and ends as on one device."""
 
 from __future__ import annotations
 
@@ -41,7 +41,10 @@ def test_a_training_goes_on_in_fewer_processes_and_in_one(
 def test_a_checkpoint_of_workers_that_had_copies_goes_on(
     workers: int, replicas: int
 ) -> None:
-    """It was saved by 0.1.0 in worker 1 of two with one replica each, after 4 steps, within the second epoch."""
+    """It was saved by 0.1.0 in worker 1 of two with one replica each.
+
+    That was after 4 steps, within the second epoch.
+    """
     saved = torch.load(
         Path(__file__).with_name("saved_with_copies.pt"), weights_only=True
     )
@@ -62,10 +65,12 @@ def test_a_checkpoint_of_workers_that_had_copies_goes_on(
 def test_a_training_that_begins_anew_has_the_same_bits(
     kind: str, count: int, pack: int
 ) -> None:
-    """Three workers that went on from a checkpoint ended with other last bits than those that had not stopped.
+    """Three workers that went on from a checkpoint ended with other last bits.
 
-    The first step sent gradients in another order than later steps, and three summands that are added up in another
-    order have another sum.
+    Those that had not stopped had different ones.
+
+    The first step sent gradients in another order than later steps, and three summands
+    that are added up in another order have another sum.
     """
     assert (
         cluster(count).run(resuming.unlike_after_restarts, kind, pack) == [[]] * count

@@ -1,4 +1,7 @@
-"""Models that are sharded or wrapped already, in workers with one replica: the numbers of one device, or a refusal."""
+"""Models that are sharded or wrapped already, in workers with one replica.
+
+They get the numbers of one device, or a refusal.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,10 @@ def of_plain_torch(train: sharding.Train) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("workers", [2, pytest.param(4, marks=for_changes)])
 def test_steps_compute_the_numbers_of_plain_torch(workers: int) -> None:
-    """Among the batches are uneven ones, and one of a single row. A gradient of local rows is in none of them."""
+    """Among the batches are uneven ones, and one of a single row.
+
+    A gradient of local rows is in none of them.
+    """
     cases = some_of(sharding.CASES[workers])
     found = cluster(workers).run(sharding.of_workers, cases)
     wrong = {}
@@ -85,7 +91,10 @@ def test_low_precision_comes_near_to_the_numbers_of_one_device() -> None:
 
 @for_changes
 def test_workers_that_compute_one_model_draw_the_same_random_numbers() -> None:
-    """In the first run those of plain PyTorch. See Note [Random streams of lone replicas]."""
+    """In the first run those of plain PyTorch.
+
+    See Note [Random streams of lone replicas].
+    """
     first, *_ = sharding_more.drawn(torchstrategy.get_strategy(), lambda model: model)
     of_all = cluster(2).run(sharding_more.drawn_together)
     for found in of_all:
@@ -147,12 +156,15 @@ def test_workers_that_compute_together_may_read_by_a_sampler() -> None:
 
 # What is refused
 
-TOGETHER = "RuntimeError: The workers 0{}1 do not average their gradients with one another: tensor parallelism"
+TOGETHER = (
+    "RuntimeError: The workers 0{}1 do not average their gradients with one another: "
+    "tensor parallelism"
+)
 WRAPPED = "RuntimeError: The step calls a DistributedDataParallel of Net which "
 
 
 def test_the_mark_of_a_sharded_model_travels_while_backward_goes_on() -> None:
-    """It was sent at the end, where each step waited 2 ms for it and for nothing else."""
+    """It was sent at the end, where each step waited 2 ms for it and nothing else."""
     for happened in cluster(2).run(sharding_more.what_happens_in_a_backward):
         # In the first run, nothing is known that could go ahead.
         assert happened == [
@@ -163,7 +175,10 @@ def test_the_mark_of_a_sharded_model_travels_while_backward_goes_on() -> None:
 
 
 def test_what_backward_writes_on_buffers_is_that_of_the_first_worker() -> None:
-    """The mark has left by then, and could not tell of it: the buffers are sent when the run ends."""
+    """The mark has left by then, and could not tell of it.
+
+    The buffers are sent when the run ends.
+    """
     assert cluster(2).run(sharding_more.buffers_of_backward) == [[1.0, 2.0, 3.0]] * 2
 
 
@@ -175,12 +190,18 @@ def test_what_backward_writes_on_buffers_is_that_of_the_first_worker() -> None:
         (
             2,
             "flat",
-            "TypeError: A FullyShardedDataParallel averages gradients as if all workers had the same number",
+            (
+                "TypeError: A FullyShardedDataParallel averages gradients as if all "
+                "workers had the same number"
+            ),
         ),
         (
             2,
             "in one worker",
-            "RuntimeError: Workers 0 and 1 have different models: worker 0 has Net.blocks.0.norm.",
+            (
+                "RuntimeError: Workers 0 and 1 have different models: worker 0 has "
+                "Net.blocks.0.norm."
+            ),
         ),
         (2, "a hook", WRAPPED + "has a communication hook, which would not be called"),
         (2, "static", WRAPPED + "has static_graph=True"),
@@ -188,22 +209,34 @@ def test_what_backward_writes_on_buffers_is_that_of_the_first_worker() -> None:
         (
             2,
             "a write",
-            "RuntimeError: Worker 0 has written its part of Linear.weight in place 3 times, and worker 1 4",
+            (
+                "RuntimeError: Worker 0 has written its part of Linear.weight in place "
+                "3 times, and worker 1 4"
+            ),
         ),
         (
             2,
             "several replicas",
-            "TypeError: FSDPNet.blocks.0.norm.weight is a DTensor, of which each process has a",
+            (
+                "TypeError: FSDPNet.blocks.0.norm.weight is a DTensor, of which each "
+                "process has a"
+            ),
         ),
         (
             4,
             "pairs",
-            "RuntimeError: The workers {}, {} do not average their gradients with one another",
+            (
+                "RuntimeError: The workers {}, {} do not average their gradients with "
+                "one another"
+            ),
         ),
         (
             4,
             "unlike meshes",
-            "RuntimeError: In worker 0, the gradients of LayerNorm.weight become one over the process",
+            (
+                "RuntimeError: In worker 0, the gradients of LayerNorm.weight become "
+                "one over the process"
+            ),
         ),
         (
             4,
@@ -213,7 +246,10 @@ def test_what_backward_writes_on_buffers_is_that_of_the_first_worker() -> None:
         (
             4,
             "strangers",
-            "RuntimeError: Linear.weight is sharded, in worker 0, over the processes [0, 1, 2, 3], and",
+            (
+                "RuntimeError: Linear.weight is sharded, in worker 0, over the "
+                "processes [0, 1, 2, 3], and"
+            ),
         ),
     ],
 )
@@ -225,5 +261,6 @@ def test_what_cannot_be_right_is_refused_by_name(
         assert messages[2:] == ["", ""]  # in these, no strategy is at work
         messages = messages[:2]
     for worker, message in enumerate(messages):
-        # Who still waits in an operation of the model when another worker refuses hears of it by a WorkerError.
+        # Who still waits in an operation of the model when another worker refuses hears
+        # of it by a WorkerError.
         assert told.format(worker % 2, worker % 2 + 2) in message, message

@@ -1,4 +1,4 @@
-"""Who the workers are: torchrun, a group, TF_CONFIG, Slurm and what a program says itself."""
+"""Who the workers are: by torchrun, a group, TF_CONFIG, Slurm or the program."""
 
 from __future__ import annotations
 
@@ -76,7 +76,10 @@ def test_where_nobody_says_there_is_one_worker() -> None:
 
 
 def test_a_group_that_the_script_has_made_for_devices_only_is_enough() -> None:
-    """`init_process_group("nccl")` is the first line of scripts for DDP: its group takes no tensors of the CPU."""
+    """`init_process_group("nccl")` is the first line of scripts for DDP.
+
+    Its group takes no tensors of the CPU.
+    """
     addresses = [f"127.0.0.1:{port}" for port in free_ports(3)]
     first, *others = alone(
         starting.of_a_group_for_devices, environments("torchrun", addresses)
@@ -88,7 +91,10 @@ def test_a_group_that_the_script_has_made_for_devices_only_is_enough() -> None:
 
 
 def test_a_group_that_one_worker_has_made_alone_changes_no_names() -> None:
-    """torch named the next group by a number that was another one in this worker, and all waited for each other."""
+    """torch named the next group by a number that was another one in this worker.
+
+    All waited for each other.
+    """
     processes = Cluster(2)
     try:
         assert processes.run(starting.after_a_group_of_one) == [2.0, 2.0]
@@ -99,7 +105,10 @@ def test_a_group_that_one_worker_has_made_alone_changes_no_names() -> None:
 def test_a_process_can_leave_its_world_for_one_of_other_processes(
     tmp_path: Path,
 ) -> None:
-    """It had counted a strategy of workers 0 and 1 there, and the new worker 1 none: they waited under two names."""
+    """It had counted a strategy of workers 0 and 1 there, and the new worker 1 none.
+
+    They waited under two names.
+    """
     first, second, third = alone(
         starting.of_two_worlds, environments("simple", ["", "", ""]), str(tmp_path)
     )
@@ -136,7 +145,7 @@ def test_more_workers_than_accelerators_are_refused(
 def own_devices(
     seen: int, environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> list[torch.device]:
-    """Those of the second of three workers of a machine, which sees so many accelerators."""
+    """Those of a machine's second of three workers, which sees so many accelerators."""
     shown = [torch.device("cuda", index) for index in range(seen)]
     monkeypatch.setattr(multi_worker_mirrored, "local_accelerators", lambda: shown)
     for name in [name for name in os.environ if name.endswith("VISIBLE_DEVICES")]:
@@ -160,7 +169,10 @@ def own_devices(
 def test_workers_with_other_numbers_of_replicas_are_refused(
     counts: tuple[int, ...], told: str
 ) -> None:
-    """A worker with one replica exchanges other messages than one with several: each would wait for the other."""
+    """A worker with one replica exchanges other messages than one with several.
+
+    Each would wait for the other.
+    """
     for refusal, total in cluster(len(counts)).run(starting.of_unequal_workers, counts):
         assert told in refusal
         assert total == counts[0] * len(counts)  # they can make a strategy that fits
@@ -183,7 +195,10 @@ def test_a_task_that_does_not_train_is_refused(kind: str) -> None:
         ("value", "Linear 0.bias: worker 1 differs by up to 1, in 1 of 1 number"),
         (
             "state",
-            "Adam 1.state[param_groups[0]['params'][0]]['exp_avg']: worker 1 differs by up to 0.5, in 1 of 2",
+            (
+                "Adam 1.state[param_groups[0]['params'][0]]['exp_avg']: worker 1 "
+                "differs by up to 0.5, in 1 of 2"
+            ),
         ),
         ("structure", "Linear 0.bias: worker 1 does not have it and worker 0 does"),
     ],
@@ -258,7 +273,7 @@ from workers.starting import num_gloo_threads
 strategy = torchstrategy.MultiWorkerMirroredStrategy(devices=["cpu"])
 print("meanwhile:", num_gloo_threads() > 0)
 strategy.run(lambda: None)
-"""
+"""  # noqa: E501
 
 
 @for_changes
@@ -269,8 +284,8 @@ strategy.run(lambda: None)
     torch.__version__ < "2.11", reason="torch 2.10 gives the threads of gloo no name"
 )
 def test_no_thread_of_gloo_outlives_the_program() -> None:
-    # A thread that let go of a tensor while Python ended aborted a process that had trained well: "terminate called
-    # without an active exception".
+    # A thread that let go of a tensor while Python ended aborted a process that had
+    # trained well: "terminate called without an active exception".
     program = ENDING.format(
         path=[
             str(Path(torchstrategy.__file__).parents[1]),
@@ -322,7 +337,10 @@ sys.stdin.readline()
 
 @for_changes
 def test_the_process_that_keeps_the_store_leaves_last() -> None:
-    """If it ended first, a worker that still used the store said that the connection was reset."""
+    """If it ended first, a worker still using the store said: connection reset.
+
+    It said that the connection was reset.
+    """
     (port,) = free_ports(1)
     common = {
         **os.environ,
@@ -342,9 +360,8 @@ def test_the_process_that_keeps_the_store_leaves_last() -> None:
     )
     for process in (first, second):
         assert process.stdout is not None
-        told = (
-            line for line in process.stdout if not line.startswith("[Gloo]")
-        )  # torch 2.10 says who is connected
+        # torch 2.10 says who is connected.
+        told = (line for line in process.stdout if not line.startswith("[Gloo]"))
         assert next(told) == "done\n"
     assert first.stdin is not None and first.stdout is not None
     first.stdin.close()

@@ -1,4 +1,7 @@
-"""Values of several parts: each part is put together with that of the same name in the other workers."""
+"""Values of several parts.
+
+Each part is put together with that of the same name in the other workers.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,10 @@ pytestmark = pytest.mark.slow
 def test_parts_are_matched_by_name_and_not_by_order(
     workers: int, replicas: int
 ) -> None:
-    """An evaluation made its metrics of a set: workers had them in another order, and losses were added to counts."""
+    """An evaluation made its metrics of a set.
+
+    Workers had them in another order, and losses were added to counts.
+    """
     n = workers * replicas
     for found in cluster(workers).run(structures.in_another_order, replicas):
         total, mean, rows, gathered, sent, record, summed, joined = found
@@ -41,7 +47,8 @@ def test_parts_that_only_one_worker_has_are_refused_in_all(call: str) -> None:
     """The part met the next call of the other workers, without a word."""
     for told, after in cluster(2).run(structures.of_other_parts, call):
         assert told.startswith(
-            "Workers 0 and 1 brought values of different structure: only one of them has value["
+            "Workers 0 and 1 brought values of different structure: only one of them "
+            "has value["
         )
         assert after == "2.0"
 
@@ -54,7 +61,10 @@ def test_other_keys_of_a_collective_are_not_added() -> None:
 
 
 def test_a_refusal_that_a_step_catches_shifts_no_sum() -> None:
-    """The next collective of this worker met the first one of the others, and all went on with wrong sums."""
+    """The next collective of this worker met the first one of the others.
+
+    All went on with wrong sums.
+    """
     first, second = cluster(2).run(structures.of_a_refusal_that_is_caught)
     for sums, told in (first, second):
         assert not any(sums)

@@ -1,4 +1,7 @@
-"""Workers with one replica send no messages beside their gradients, and hear all the same that one of them differs."""
+"""Workers with one replica send no messages beside their gradients.
+
+They hear all the same that one of them differs.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +56,10 @@ UNLIKE = "The workers are not alike at"
 def test_a_worker_that_differs_is_named_in_all(
     what: str, told: str, later: int, size: float
 ) -> None:
-    """Either at the next exchange; or, where no version tells of a write, when the parameter's turn has come."""
+    """Either at the next exchange, or later.
+
+    Later is where no version tells of a write, when the parameter's turn has come.
+    """
     for message, run in cluster(2).run(unlike.of_difference, what, size):
         assert told in message, (what, message, run)
         assert any(said in message for said in (PLACES, UNLIKE, "other numbers"))
@@ -65,7 +71,10 @@ def test_a_worker_that_differs_is_named_in_all(
     [
         (
             "a parameter of nobody",
-            "RuntimeError: SGD.step() was called in a replica, and it updates a parameter of",
+            (
+                "RuntimeError: SGD.step() was called in a replica, and it updates a "
+                "parameter of"
+            ),
         ),
         (
             "parameters that were replaced",
@@ -73,12 +82,18 @@ def test_a_worker_that_differs_is_named_in_all(
         ),
         (
             "a tensor in an attribute",
-            "TypeError: Linear.scale is a tensor that requires grad in a plain attribute",
+            (
+                "TypeError: Linear.scale is a tensor that requires grad in a plain "
+                "attribute"
+            ),
         ),
         ("a lazy module", "TypeError: LazyLinear.weight has no shape yet"),
         (
             "a loss of gradients",
-            "RuntimeError: A loss was made of parameter.grad after backward(create_graph=True)",
+            (
+                "RuntimeError: A loss was made of parameter.grad after "
+                "backward(create_graph=True)"
+            ),
         ),
         (
             "a clipped gradient of its own",

@@ -84,7 +84,10 @@ def test_values_that_each_replica_has_begin_with_those_of_worker_0(
 
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_an_expanded_buffer_begins_with_the_values_of_worker_0(replicas: int) -> None:
-    """The first run failed: torch refused to write on a tensor that has each of its numbers several times."""
+    """The first run failed.
+
+    Torch refused to write on a tensor that has each of its numbers several times.
+    """
     for found in cluster(2).run(values.of_an_expanded_buffer, replicas):
         assert torch.equal(found, torch.arange(3.0).expand(2, 2, 3))
 
@@ -113,7 +116,8 @@ def test_a_moving_average_of_a_lone_replica_stays_in_its_worker() -> None:
 
 def test_attributes_of_trainers_are_those_of_each_worker() -> None:
     found = cluster(2).run(values.of_trainers, 2)
-    # In the last batch of one row the second worker is an understudy. It counts its step. Only replica 0 has a loss.
+    # In the last batch of one row the second worker is an understudy. It counts its
+    # step. Only replica 0 has a loss.
     assert [(steps, losses) for steps, losses, _ in found] == [
         (len(batches()), 1),
         (len(batches()), 0),
@@ -128,7 +132,10 @@ def test_attributes_of_trainers_are_those_of_each_worker() -> None:
     [
         (
             "shape",
-            "worker 0 has Linear.weight of shape (2, 3) and torch.float32 where worker 1 has Linear.weight",
+            (
+                "worker 0 has Linear.weight of shape (2, 3) and torch.float32 where "
+                "worker 1 has Linear.weight"
+            ),
         ),
         (
             "number",
@@ -167,7 +174,10 @@ def test_different_models_are_refused_by_name(what: str, told: str) -> None:
         (
             "an idle reader",
             2,
-            "worker 1 is at the first read of a gradient (.grad) after backward of run 1",
+            (
+                "worker 1 is at the first read of a gradient (.grad) after backward of "
+                "run 1"
+            ),
         ),
         ("an idle reader", 1, "of run 2 (the gradients of backward 1 of step)"),
     ],

@@ -1,4 +1,7 @@
-"""Trainings that are the same in plain PyTorch, and under a strategy of one process or of several."""
+"""Trainings that are the same in plain PyTorch, and under a strategy.
+
+It is one of one process or of several.
+"""
 
 from __future__ import annotations
 
@@ -12,15 +15,8 @@ from torch import nn
 import torchstrategy
 from torchstrategy import MultiWorkerMirroredStrategy
 
-SIZES = (
-    8,
-    8,
-    6,
-    2,
-    3,
-    8,
-    1,
-)  # rows of the batches: some workers have fewer, and some none
+# Rows of the batches: some workers have fewer, and some none.
+SIZES = (8, 8, 6, 2, 3, 8, 1)
 
 
 def strategy_of(replicas: int, **options: Any) -> MultiWorkerMirroredStrategy:
@@ -208,7 +204,10 @@ def sync_batch_norm() -> Made:
 
 
 def sync_batch_norm_by_turns() -> Made:
-    """Backward stops at some parameters. A replica without rows did not come to the backward of the layer then."""
+    """Backward stops at some parameters.
+
+    A replica without rows did not come to the backward of the layer then.
+    """
     model, optimizer, _, _ = sync_batch_norm()
     parameters = list(model.parameters())
 
@@ -221,7 +220,10 @@ def sync_batch_norm_by_turns() -> Made:
 
 
 def sync_batch_norm_of_doubled() -> Made:
-    """Hooks see what autograd saves. A replica without rows saved a mask, which is none when it has been doubled."""
+    """Hooks see what autograd saves.
+
+    A replica without rows saved a mask, which is none when it has been doubled.
+    """
     model, optimizer, _, _ = sync_batch_norm()
 
     def step(batch: Any) -> None:
@@ -235,7 +237,10 @@ def sync_batch_norm_of_doubled() -> Made:
 
 
 def batch_norm() -> Made:
-    """Whose statistics are those of each replica's rows: only the same number of replicas computes the same."""
+    """Whose statistics are those of each replica's rows.
+
+    Only the same number of replicas computes the same.
+    """
     return _normalised(nn.BatchNorm1d(8))
 
 
@@ -291,7 +296,10 @@ def sparse() -> Made:
 
 
 def overflowing() -> Made:
-    """A row of the second and the fourth batch makes the scaled gradients overflow: the scaler skips these updates."""
+    """A row of the second and the fourth batch makes the scaled gradients overflow.
+
+    The scaler skips these updates.
+    """
     model, optimizer, _, _ = sgd()
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**4, growth_interval=2)
     count = [0]
@@ -345,7 +353,7 @@ def updated_outside() -> Made:
 
 
 def assigned() -> Made:
-    """Each replica puts a gradient of its own rows in the place of one that it has seen."""
+    """Each replica puts a gradient of its own rows in place of one it has seen."""
     model, optimizer, _, _ = sgd()
 
     def step(batch: Any) -> None:
@@ -368,7 +376,10 @@ def hooked() -> Made:
 
 
 def averaged() -> Made:
-    """Losses of the whole batch, that count rows by weights, and a regularization loss beside them."""
+    """Losses of the whole batch that count rows by weights.
+
+    There is a regularization loss beside them.
+    """
     model, optimizer, _, _ = sgd()
 
     def step(batch: Any) -> None:
@@ -386,7 +397,10 @@ def averaged() -> Made:
 
 
 def penalized() -> Made:
-    """A backward through a backward through an all-reduce, in which the inner gradient is that of each replica."""
+    """A backward through a backward through an all-reduce.
+
+    The inner gradient is that of each replica.
+    """
     model, optimizer, _, _ = sgd()
 
     def step(batch: Any) -> None:
@@ -468,17 +482,12 @@ EXACT = [
 EXACT += [sync_batch_norm_by_turns, sync_batch_norm_of_doubled]
 EXACT += [overflowing, lbfgs, updated_outside, assigned, hooked]
 EXACT += [averaged, nan_in_understudies, counting]
-LIKE_ONE_PROCESS = [
-    batch_norm,
-    penalized,
-]  # where a replica computes something of its own rows
+# Where a replica computes something of its own rows.
+LIKE_ONE_PROCESS = [batch_norm, penalized]
 
 
-COMPILED = [
-    compiled,
-    compiled_step,
-    compiled_ahead,
-]  # which take the compiler some seconds
+# Which take the compiler some seconds.
+COMPILED = [compiled, compiled_step, compiled_ahead]
 
 
 def data_for(make: Callable[[], Made]) -> list[tuple[torch.Tensor, torch.Tensor]]:

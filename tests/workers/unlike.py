@@ -187,7 +187,10 @@ def _in_thread(call: Any) -> None:
 
 
 def of_backward_that_raises(size: float) -> tuple[str, list[float]]:
-    """A backward raises in all workers, and the step goes on. Returns what comes of it, and the weights."""
+    """A backward raises in all workers, and the step goes on.
+
+    Returns what comes of it, and the weights.
+    """
     with large_from(size):
         made = Models("")
 

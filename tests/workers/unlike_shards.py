@@ -65,13 +65,19 @@ def other_rows() -> str:
 
 
 def of_pairs(model: Net) -> Any:
-    """Processes 0 and 1 have a mesh, and so have 2 and 3: nobody averages the gradients of both."""
+    """Processes 0 and 1 have a mesh, and so have 2 and 3.
+
+    Nobody averages the gradients of both.
+    """
     meshes = [DeviceMesh("cpu", [first, first + 1]) for first in (0, 2)]
     return shard(model, meshes[dist.get_rank() // 2])
 
 
 def of_unlike_meshes(model: Net) -> Any:
-    """Blocks are sharded over some of the processes, and the head is split by tensor parallelism over all."""
+    """Blocks are sharded over some of the processes.
+
+    The head is split by tensor parallelism over all.
+    """
     some = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "parts"))["rows"]
     for block in model.blocks:
         fully_shard(block, mesh=some)

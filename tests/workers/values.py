@@ -59,14 +59,16 @@ def of_values(replicas: int) -> dict[str, Any]:
 
 
 def weighted_means_of(strategy: torchstrategy.Strategy) -> list[Any]:
-    """Losses that are scalars, of uneven batches, and which replica printed. The last has rows for one replica only."""
+    """Losses that are scalars, of uneven batches, and which replica printed.
+
+    The last has rows for one replica only.
+    """
     found: list[Any] = []
     numbers = [
         torch.arange(float(rows), dtype=torch.float64) ** 2 for rows in (11, 6, 5, 1)
     ]
-    everything = [
-        row.reshape(-1, 1).repeat(1, 3) for row in numbers
-    ]  # a worker without rows is lent several numbers
+    # A worker without rows is lent several numbers.
+    everything = [row.reshape(-1, 1).repeat(1, 3) for row in numbers]
 
     def step(rows: torch.Tensor) -> torch.Tensor:
         context = torchstrategy.get_replica_context()
@@ -96,7 +98,10 @@ def of_losses_over_tokens(replicas: int) -> list[float]:
 
 
 def variables_of(strategy: torchstrategy.Strategy) -> dict[str, torch.Tensor]:
-    """What variables of every kind come to. The last batches have no rows for some workers."""
+    """What variables of every kind come to.
+
+    The last batches have no rows for some workers.
+    """
     found: dict[str, torch.Tensor] = {}
     with strategy.scope():
         made = {
@@ -133,7 +138,10 @@ def variables_of(strategy: torchstrategy.Strategy) -> dict[str, torch.Tensor]:
 
 
 def of_variables_that_begin(replicas: int) -> list[tuple[list[float], float]]:
-    """What variables with values for each replica hold, where each worker makes them with another value."""
+    """What variables with values for each replica hold.
+
+    Each worker makes them with another value.
+    """
     strategy = strategy_of(replicas)
     rank = strategy.extended._workers.index
 
@@ -165,7 +173,7 @@ def of_variables_that_begin(replicas: int) -> list[tuple[list[float], float]]:
 
 
 def of_an_expanded_buffer(replicas: int) -> torch.Tensor:
-    """A buffer that repeats one row, where each worker makes the row with other numbers."""
+    """A buffer that repeats one row, which each worker makes with other numbers."""
     strategy = strategy_of(replicas)
     with strategy.scope():
         net = torch.nn.Linear(3, 1)
@@ -266,7 +274,10 @@ def of_different_models(what: str) -> None:
 
 
 def of_equal_settings() -> float:
-    """A setting that the workers have alike, though each has put its entries in another order."""
+    """A setting that the workers have alike, with entries in different orders.
+
+    Each has put them in another order.
+    """
     strategy = strategy_of(1)
     entries = [("a", 1), ("b", 2)]
     with strategy.scope():
@@ -327,13 +338,15 @@ def of_different(what: str, replicas: int) -> None:
         finally:
             assert model.weight.tolist() == before
     strategy.run(step)
-    strategy.run(
-        step if replicas == 1 else lambda: None
-    )  # what one replica has done is heard of at the next exchange
+    # What one replica has done is heard of at the next exchange.
+    strategy.run(step if replicas == 1 else lambda: None)
 
 
 def of_attributes(replicas: int) -> list[str]:
-    """What a run warns of, whose forward keeps a moving average in a plain attribute, and counts in another."""
+    """What a run warns of, whose forward keeps an average and a count in attributes.
+
+    It is a moving average; these are plain attributes.
+    """
 
     class Averaging(nn.Module):
         def __init__(self) -> None:
@@ -390,7 +403,7 @@ def of_dataclasses(replicas: int) -> list[Any]:
 
 
 def of_objects(replicas: int) -> list[list[Any]]:
-    """Texts, ids and dicts of the rows of uneven batches; some workers have no rows of them."""
+    """Texts, ids and dicts of the rows of uneven batches; some workers have none."""
     strategy = strategy_of(replicas)
     names = ["cat", "dog"]
 

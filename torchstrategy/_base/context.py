@@ -1,13 +1,16 @@
-"""Where a thread is: in which strategy and in which replica, and in which state of torch.
+"""Where a thread is: in which strategy, replica and state of torch.
 
-A thread is outside any scope, in the cross-replica context, or in a replica. It keeps a stack of frames, and the frame
-on top says which of these holds. Entering `Strategy.scope` or a merge function pushes a cross-replica frame;
-`Strategy.run` pushes a replica's frame on the thread on which the replica runs. A new thread starts outside any scope.
+A thread is outside any scope, in the cross-replica context, or in a replica. It keeps a
+stack of frames, and the frame on top says which of these holds. Entering
+`Strategy.scope` or a merge function pushes a cross-replica frame; `Strategy.run` pushes
+a replica's frame on the thread on which the replica runs. A new thread starts outside
+any scope.
 
-It also has none of the caller's thread-local state of torch: neither its grad mode nor its autocast, modes, default
-device or context variables. A replica's thread takes them over from the caller of `run`. The default dtype and the
-deterministic flag belong to the whole process, so nobody has to copy them. `using_device` sets the default device of a
-block.
+It also has none of the caller's thread-local state of torch: neither its grad mode nor
+its autocast, modes, default device or context variables. A replica's thread takes them
+over from the caller of `run`. The default dtype and the deterministic flag belong to
+the whole process, so nobody has to copy them. `using_device` sets the default device of
+a block.
 """
 
 from __future__ import annotations
@@ -35,12 +38,16 @@ from torchstrategy._base.types import Device, ReplicaContextLike, StrategyLike, 
 
 @dataclass(eq=False, slots=True)
 class Frame:
-    """One entry of a thread's stack. It is a context manager: the frame is on top of the stack while its block runs.
+    """One entry of a thread's stack.
+
+    It is a context manager: the frame is on top of the stack while its block runs.
 
     Args:
         strategy: The strategy that the thread has entered.
-        _replica_context: The context of the replica that runs. None: this is a cross-replica frame.
-        local_objects: By the id of an object of the user's, the object that this replica uses in its place.
+        _replica_context: The context of the replica that runs. None: this is a
+            cross-replica frame.
+        local_objects: By the id of an object of the user's, the object that this
+            replica uses in its place.
     """
 
     strategy: StrategyLike
@@ -60,29 +67,34 @@ class Frame:
 
 
 class _ThreadFrames(threading.local):
-    """This thread's stack, and the strategy that `experimental_set_strategy` put below it."""
+    """This thread's stack.
+
+    `experimental_set_strategy` puts a strategy below it.
+    """
 
     def __init__(self) -> None:
         self.frames: list[Frame] = []
         self.set_frame: Frame | None = None
-        self.set_scope = (
-            ExitStack()
-        )  # the block in which that strategy sees what this thread creates
+        # The block in which that strategy sees what this thread creates.
+        self.set_scope = ExitStack()
 
 
 this_thread = _ThreadFrames()
-_default: list[
-    Any
-] = []  # the default strategy and its replica context; filled once, when the package is imported
+# The default strategy and its replica context; filled once, when the package is
+# imported.
+_default: list[Any] = []
 
 
 def set_default(strategy: StrategyLike, replica_context: ReplicaContextLike) -> None:
-    """Sets the strategy and the replica context of code that has entered no strategy."""
+    """Sets the strategy and replica context of code that has entered no strategy."""
     _default[:] = [strategy, replica_context]
 
 
 def remember_frames() -> Callable[[], None]:
-    """Returns a function that puts this thread's stack back to what it is now, even if a block was not left."""
+    """Returns a function that puts this thread's stack back to what it is now.
+
+    It does so even if a block was not left.
+    """
     frames, depth = this_thread.frames, len(this_thread.frames)
 
     def put_back() -> None:
@@ -100,7 +112,10 @@ def current_frame() -> Frame | None:
 
 @contextmanager
 def outside_of_strategies(device: Device | None) -> Iterator[None]:
-    """Runs a block as if this thread had entered no strategy, and with this default device: see `using_device`."""
+    """Runs a block as if this thread had entered no strategy.
+
+    The block has this default device: see `using_device`.
+    """
     frames, this_thread.frames = this_thread.frames, []
     try:
         with using_device(device):
@@ -110,19 +125,25 @@ def outside_of_strategies(device: Device | None) -> Iterator[None]:
 
 
 def local_object(users: Any) -> Any:
-    """What the replica of this thread uses in the place of an object of the user's: its own copy, or the object."""
+    """What the replica of this thread uses in the place of an object of the user's.
+
+    That is its own copy, or the object.
+    """
     frames = this_thread.frames
     return frames[-1].local_objects.get(id(users), users) if frames else users
 
 
 def current_strategy() -> StrategyLike:
-    """The strategy in whose scope or replica the caller is; outside of every scope, the default strategy."""
+    """The strategy in whose scope or replica the caller is.
+
+    Outside of every scope, the default strategy.
+    """
     frame = current_frame()
     return frame.strategy if frame else _default[0]
 
 
 def has_strategy() -> bool:
-    """Whether the current strategy is one that the program entered, and not the default strategy.
+    """Whether the current strategy is one that the program entered, not the default.
 
     Example:
         >>> torchstrategy.has_strategy()
@@ -134,7 +155,9 @@ def has_strategy() -> bool:
 
 
 def in_cross_replica_context() -> bool:
-    """Whether the caller acts for all replicas: it is in a scope or a merge function, and not in a replica.
+    """Whether the caller acts for all replicas.
+
+    It is in a scope or a merge function, and not in a replica.
 
     Example:
         >>> with torchstrategy.OneDeviceStrategy("cpu").scope():
@@ -148,7 +171,7 @@ def in_cross_replica_context() -> bool:
 
 
 def is_in_replica() -> bool:
-    """Whether this thread runs a step in a replica of a strategy that the program entered."""
+    """Whether this thread runs a step in a replica of a strategy that was entered."""
     frame = current_frame()
     return (
         frame is not None
@@ -158,16 +181,22 @@ def is_in_replica() -> bool:
 
 
 def current_replica_context() -> ReplicaContextLike | None:
-    """The context of the replica that the caller is in; None exactly when `in_cross_replica_context()` is true."""
+    """The context of the replica that the caller is in.
+
+    None exactly when `in_cross_replica_context()` is true.
+    """
     frame = current_frame()
     return frame.replica_context if frame else _default[1]
 
 
 def set_strategy(strategy: StrategyLike | None) -> None:
-    """Makes a strategy the current one of this thread outside of every block; None: the default strategy.
+    """Makes a strategy the current one of this thread outside of every block.
+
+    None stands for the default strategy.
 
     Raises:
-        RuntimeError: In a block or in a replica, unless the block is of the strategy that None would remove.
+        RuntimeError: In a block or in a replica, unless the block is of the strategy
+            that None would remove.
     """
     is_removed_inside = (
         strategy is None
@@ -176,8 +205,9 @@ def set_strategy(strategy: StrategyLike | None) -> None:
     )
     if this_thread.frames and not is_removed_inside:
         raise RuntimeError(
-            "Must not be called inside a `with strategy.scope():` block or in a replica: experimental_set_strategy "
-            "sets what holds outside of them. Leave the block first."
+            "Must not be called inside a `with strategy.scope():` block or in a "
+            "replica: experimental_set_strategy sets what holds outside of them. Leave "
+            "the block first."
         )
     this_thread.set_scope.close()
     this_thread.set_frame = None
@@ -191,8 +221,8 @@ def require_cross_replica(
 ) -> None:
     """Raises an error unless the caller may act for all replicas of `strategy`.
 
-    The caller may do so in the strategy's own cross-replica context, and where it has entered no strategy or only the
-    default strategy.
+    The caller may do so in the strategy's own cross-replica context, and where it has
+    entered no strategy or only the default strategy.
 
     Args:
         strategy: The strategy whose method was called.
@@ -203,17 +233,17 @@ def require_cross_replica(
         RuntimeError: In a replica of `strategy`, or in the context of another strategy.
     """
     frames = this_thread.frames
-    frame = (
-        frames[-1] if frames else this_thread.set_frame
-    )  # as `current_frame`, without a call
+    # As `current_frame`, without a call.
+    frame = frames[-1] if frames else this_thread.set_frame
     if frame is None:  # the usual case
         return
     if frame.strategy is strategy:
         if frame.replica_context is not None:
             raise RuntimeError(
-                f"Method requires being in cross-replica context: {what} speaks for all replicas, and was called "
-                f"inside replica {frame.replica_context.replica_id_in_sync_group}. Call it outside of strategy.run, "
-                f"or in the replica get_replica_context().{instead}."
+                f"Method requires being in cross-replica context: {what} speaks for "
+                "all replicas, and was called inside replica "
+                f"{frame.replica_context.replica_id_in_sync_group}. Call it outside of "
+                f"strategy.run, or in the replica get_replica_context().{instead}."
             )
     elif frame.strategy is not _default[0]:
         raise RuntimeError(mixed_strategies_message(strategy, frame.strategy, what))
@@ -222,10 +252,14 @@ def require_cross_replica(
 def mixed_strategies_message(
     strategy: StrategyLike, current: StrategyLike, what: str
 ) -> str:
-    """What an error says of a call of `what`, a method of `strategy`, in the context of the strategy `current`."""
+    """What an error says of a call of `what` in the context of the strategy `current`.
+
+    `what` is a method of `strategy`.
+    """
     return (
-        f"Mixing different torchstrategy.Strategy objects: {what} of {strategy!r} was called in the context of "
-        f"{current!r}. Leave that strategy's scope, or use the strategy that torchstrategy.get_strategy() returns."
+        f"Mixing different torchstrategy.Strategy objects: {what} of {strategy!r} was "
+        f"called in the context of {current!r}. Leave that strategy's scope, or use "
+        "the strategy that torchstrategy.get_strategy() returns."
     )
 
 
@@ -240,10 +274,11 @@ def is_accelerator(device: Device) -> bool:
 
 
 def needs_device_context(device: Device) -> bool:
-    """Whether tensors that are created without a device would be elsewhere than on `device`.
+    """Whether tensors that name no device would be created elsewhere than on `device`.
 
-    A `torch.device` context costs about 2 us on every torch call, so the library enters one only when it is needed. A
-    caller whose default device is `meta` keeps creating tensors on `meta`.
+    A `torch.device` context costs about 2 us on every torch call, so the library enters
+    one only when it is needed. A caller whose default device is `meta` keeps creating
+    tensors on `meta`.
     """
     # A default device is a function mode. To ask for it takes ten times as long.
     if not torch_internals.count_function_modes():
@@ -253,7 +288,9 @@ def needs_device_context(device: Device) -> bool:
 
 
 def using_device(device: Device | None) -> AbstractContextManager[object]:
-    """A block in which tensors that are created without a device are on `device`; a null context if they are anyway.
+    """A block in which tensors that are created without a device are on `device`.
+
+    It is a null context if they are there anyway.
 
     Numbers that a random generator draws are on the device of this generator.
     """
@@ -268,19 +305,22 @@ def using_device(device: Device | None) -> AbstractContextManager[object]:
 
 @final
 class _TorchState(NamedTuple):
-    """The state that torch keeps for each thread, as far as the library sets it again when a replica has run.
+    """The state that torch keeps for each thread, as far as the library sets it again.
 
-    The grad mode and the inference mode are not here: `CallerState._call_on` sets both for one block.
+    It is set again when a replica has run.
+
+    The grad mode and the inference mode are not here: `CallerState._call_on` sets both
+    for one block.
     """
 
-    autocast: list[
-        tuple[str, bool, torch.dtype]
-    ]  # of each device type: whether it is on, and to which dtype
+    # Of each device type: whether it is on, and to which dtype.
+    autocast: list[tuple[str, bool, torch.dtype]]
     autocast_cache: bool
-    autocast_nesting: int  # how many autocasts the thread is in, as far as its cache of casted weights counts them
-    saved_tensors: list[
-        tuple[Callable[..., Any], Callable[..., Any]]
-    ]  # the pair of hooks that is in force is the last
+    # How many autocasts the thread is in, as far as its cache of casted weights counts
+    # them.
+    autocast_nesting: int
+    # The pair of hooks that is in force is the last.
+    saved_tensors: list[tuple[Callable[..., Any], Callable[..., Any]]]
     function_modes: list[Any]  # the default device is one of them
     dispatch_modes: list[Any]
     num_threads: int  # the libraries below torch keep it for each thread
@@ -288,14 +328,17 @@ class _TorchState(NamedTuple):
 
 @final
 class CallerState:
-    """The state of the caller's thread, which makes this object. The thread of a replica takes it over.
+    """The state of the caller's thread, which makes this object.
+
+    The thread of a replica takes it over.
 
     Args:
         streams: The caller's current streams of the devices that replicas use.
     """
 
     def __init__(self, streams: Streams) -> None:
-        warn_of_unseen_threads()  # a profiler is the one part of the state that another thread cannot take over
+        # A profiler is the one part of the state that another thread cannot take over.
+        warn_of_unseen_threads()
         self.grad = torch.is_grad_enabled()
         self.inference = torch.is_inference_mode_enabled()
         self.torch_state = _read_torch_state()
@@ -306,14 +349,20 @@ class CallerState:
         self.variables = contextvars.copy_context()
 
     def run_on_other_thread(self, device: Device, fn: Callable[[], Tree]) -> Tree:
-        """Calls `fn` in the caller's state, for a replica on `device`. Called on a thread that is not the caller's.
+        """Calls `fn` in the caller's state, for a replica on `device`.
 
-        Each call gets its own copy of the context variables, so that no replica sees what another one sets.
+        Called on a thread that is not the caller's.
+
+        Each call gets its own copy of the context variables, so that no replica sees
+        what another one sets.
         """
         return self.variables.copy().run(self._adopt_and_call, device, fn)
 
     def run_on_callers_thread(self, device: Device, fn: Callable[[], Tree]) -> Tree:
-        """The same on the caller's own thread, which is in this state already. It is in this state again afterwards."""
+        """The same on the caller's own thread, which is in this state already.
+
+        It is in this state again afterwards.
+        """
         try:
             return self.variables.copy().run(self._call_on, device, fn)
         finally:
@@ -350,8 +399,9 @@ class CallerState:
             torch_internals.push_dispatch_mode(mode)
 
     def _call_on(self, device: Device, fn: Callable[[], Tree]) -> Tree:
-        # Autograd would run the backward of an accelerator on a thread of its own, where no replica is entered.
-        # Without multithreading, it runs on this thread, which has the replica's context.
+        # Autograd would run the backward of an accelerator on a thread of its own,
+        # where no replica is entered. Without multithreading, it runs on this thread,
+        # which has the replica's context.
         with torch_internals.autograd_state(self.inference), using_device(device):
             torch_internals.set_grad_enabled(self.grad)
             torch_internals.set_multithreading_enabled(False)
@@ -361,16 +411,16 @@ class CallerState:
 def _read_torch_state() -> _TorchState:
     """The state of this thread now."""
     types = _types_with_autocast()
-    # A replica that runs on the caller's thread comes here, too, so that there is no Python call for each type.
+    # A replica that runs on the caller's thread comes here, too, so that there is no
+    # Python call for each type.
     are_enabled, dtypes = (
         map(torch.is_autocast_enabled, types),
         map(torch.get_autocast_dtype, types),
     )
     autocast = list(zip(types, are_enabled, dtypes, strict=True))
     hooks: list[tuple[Callable[..., Any], Callable[..., Any]]] = []
-    while (
-        pair := torch_internals.saved_tensors_hooks()
-    ) is not None:  # torch tells only the one that is in force
+    # torch tells only the one that is in force.
+    while (pair := torch_internals.saved_tensors_hooks()) is not None:
         hooks.insert(0, pair)
         torch_internals.pop_saved_tensors_hooks()
     for pack, unpack in hooks:
@@ -404,7 +454,9 @@ def _types_with_autocast() -> tuple[str, ...]:
 
 
 def _reset_thread(autocast_nesting: int) -> None:
-    """Ends all modes, hooks and autocasts of this thread, also those that the step has left behind.
+    """Ends all modes, hooks and autocasts of this thread.
+
+    Those that the step has left behind end, too.
 
     Args:
         autocast_nesting: Of the blocks of autocast that the thread is in, so many stay.
@@ -420,10 +472,11 @@ def _reset_thread(autocast_nesting: int) -> None:
 
 @final
 class without_autograd(AbstractContextManager[None]):
-    """A block whose operations autograd does not record, and whose tensors are no inference tensors.
+    """A block that autograd does not record, and that makes no inference tensors.
 
-    `torch.no_grad` does half of this: in a caller's inference mode, it would make inference tensors. A run enters
-    several of these blocks, and a class with two methods costs less than a generator.
+    `torch.no_grad` does half of this: in a caller's inference mode, it would make
+    inference tensors. A run enters several of these blocks, and a class with two
+    methods costs less than a generator.
     """
 
     __slots__ = ("_state",)

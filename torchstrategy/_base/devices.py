@@ -1,8 +1,10 @@
 """Which device a name means, and whether it is there.
 
-Names are made canonical once, where they enter the library: every device inside the library has an index, and is on
-this machine. Two logical CPUs (`cpu:0`, `cpu:1`) are two devices that share ordinary CPU memory: `memory_device` says
-where a tensor really lives. Code never identifies a replica by its device, since several replicas may have the same.
+Names are made canonical once, where they enter the library: every device inside the
+library has an index, and is on this machine. Two logical CPUs (`cpu:0`, `cpu:1`) are
+two devices that share ordinary CPU memory: `memory_device` says where a tensor really
+lives. Code never identifies a replica by its device, since several replicas may have
+the same.
 """
 
 from __future__ import annotations
@@ -11,19 +13,17 @@ import torch
 
 from torchstrategy._base.types import Device, DeviceLike
 
-_KNOWN = (
-    "cuda",
-    "xpu",
-    "mps",
-    "mtia",
-    "hpu",
-)  # if one is missing, the error says so, and not "no such device"
+# If one is missing, the error says so, and not "no such device".
+_KNOWN = ("cuda", "xpu", "mps", "mtia", "hpu")
 
 
 def canonical_device(name: DeviceLike) -> Device:
-    """The device of a name: `"cuda:1"`, `"/gpu:1"`, `"/job:localhost/replica:0/task:0/device:GPU:1"`, `1` and so on.
+    """The device of a name: `"cuda:1"`, `"/gpu:1"`, `1` and so on.
 
-    An integer is the index of an accelerator; `None` and `""` are torch's current default device.
+    It may be as long as `"/job:localhost/replica:0/task:0/device:GPU:1"`.
+
+    An integer is the index of an accelerator; `None` and `""` are torch's current
+    default device.
 
     Raises:
         TypeError: If `name` is not a string, an int, a `torch.device` or None.
@@ -33,7 +33,8 @@ def canonical_device(name: DeviceLike) -> Device:
         name, (str, int, torch.device, type(None))
     ):
         raise TypeError(
-            f"A device is a string, a torch.device or an index; got {name!r}, a {type(name).__name__}."
+            f"A device is a string, a torch.device or an index; got {name!r}, a "
+            f"{type(name).__name__}."
         )
     if isinstance(name, str):
         device = _parse(name)
@@ -56,12 +57,15 @@ def canonical_device(name: DeviceLike) -> Device:
 
 
 def memory_device(device: Device) -> Device:
-    """The device that tensors on `device` report: for every logical CPU, this is `cpu`."""
+    """The device that tensors on `device` report. For every logical CPU it is `cpu`."""
     return torch.device("cpu") if device.type == "cpu" else device
 
 
 def device_count(device_type: str) -> int | None:
-    """How many devices of a type there are; None for logical CPUs, of which there are as many as the user names."""
+    """How many devices of a type there are.
+
+    It is None for logical CPUs, of which there are as many as the user names.
+    """
     if device_type == "cpu":
         return None
     try:
@@ -79,7 +83,10 @@ def device_count(device_type: str) -> int | None:
 
 
 def _current_index(device_type: str) -> int:
-    """Which device of a type is the current one of this thread. Not every module says so: `torch.mps` does not."""
+    """Which device of a type is the current one of this thread.
+
+    Not every module says so: `torch.mps` does not.
+    """
     module = torch.get_device_module(device_type)
     if hasattr(module, "current_device"):
         return int(module.current_device())
@@ -99,7 +106,8 @@ def _is_accelerator_of_torch(device_type: str) -> bool:
 def copies_by_itself(device: Device) -> bool:
     """Whether a device can copy pinned memory of the CPU while the program goes on.
 
-    Torch cannot pin memory for MPS, which would read other memory after the program has written there.
+    Torch cannot pin memory for MPS, which would read other memory after the program has
+    written there.
     """
     return device.type not in ("cpu", "mps")
 
@@ -165,12 +173,15 @@ def _not_here(name: DeviceLike, device_type: str) -> str:
         [*asked_for, *others, "cpu:0, cpu:1, ... (logical CPUs, as many as you name)"]
     )
     return (
-        f"The device {str(name)!r} is not on this machine, which has {here}. To test the same program here, write "
-        '["cpu"] * 2 for two devices; torchstrategy.testing.simulate_devices(2) makes devices with their own memory.'
+        f"The device {str(name)!r} is not on this machine, which has {here}. To test "
+        "the same program here, write "
+        '["cpu"] * 2 for two devices; torchstrategy.testing.simulate_devices(2) makes '
+        "devices with their own memory."
     )
 
 
 def _refuse(name: object, why: str) -> Device:
     raise ValueError(
-        f"{name!r} is not a device: {why}. Devices are written like 'cpu:0', 'cuda:1' or '/gpu:1'."
+        f"{name!r} is not a device: {why}. Devices are written like 'cpu:0', 'cuda:1' "
+        "or '/gpu:1'."
     )

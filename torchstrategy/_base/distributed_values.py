@@ -1,7 +1,10 @@
-"""One value per replica: how such values are made, taken apart and printed, and which uses they refuse.
+"""One value per replica.
 
-A replica that gets no rows of a batch takes no part in the step, and then has no value: `ABSENT` is in its place. All
-functions in this file work on the values of the other replicas, which are called present.
+How such values are made, taken apart and printed, and which uses they refuse.
+
+A replica that gets no rows of a batch takes no part in the step, and then has no value:
+`ABSENT` is in its place. All functions in this file work on the values of the other
+replicas, which are called present.
 """
 
 from __future__ import annotations
@@ -42,7 +45,8 @@ class _Absent:
         return "ABSENT"
 
     def __reduce__(self) -> str:
-        return "ABSENT"  # the name of the one object, so that copying and pickling make no second one
+        # The name of the one object, so that copying and pickling make no second one.
+        return "ABSENT"
 
 
 # The placeholder for the value of a replica that took no part in the step.
@@ -51,7 +55,9 @@ ABSENT = _Absent()
 
 @final
 class Unmade:
-    """A placeholder for a part of a batch without rows, which is made only when somebody reads it.
+    """A placeholder for a part of a batch without rows.
+
+    It is made only when somebody reads it.
 
     Args:
         make: Makes the part.
@@ -64,18 +70,22 @@ class Unmade:
         return "a piece without rows"
 
 
-class DistributedValues(
-    Generic[T], metaclass=ABCMeta
-):  # so that variables, which are tensors, can be registered
-    """The values of several replicas in one container, which `Strategy.run` returns and takes: a component per replica.
+# So that variables, which are tensors, can be registered.
+class DistributedValues(Generic[T], metaclass=ABCMeta):
+    """The values of several replicas in one container: a component per replica.
 
-    It is a container, not a tensor: it has no arithmetic, no length and no index, and says what to write instead. A
-    step that gets one as an argument sees its own replica's component. Outside of replicas, `Strategy.reduce`,
-    `Strategy.gather` and `Strategy.experimental_local_results` read the components.
+    `Strategy.run` returns and takes such values.
+
+    It is a container, not a tensor: it has no arithmetic, no length and no index, and
+    says what to write instead. A step that gets one as an argument sees its own
+    replica's component. Outside of replicas, `Strategy.reduce`, `Strategy.gather` and
+    `Strategy.experimental_local_results` read the components.
 
     Example:
         >>> strategy = torchstrategy.CentralStorageStrategy(["cpu", "cpu"])
-        >>> value = strategy.run(lambda: torchstrategy.get_replica_context().replica_id_in_sync_group + 10)
+        >>> def step():
+        ...     return torchstrategy.get_replica_context().replica_id_in_sync_group + 10
+        >>> value = strategy.run(step)
         >>> isinstance(value, torchstrategy.DistributedValues)
         True
         >>> value
@@ -86,8 +96,8 @@ class DistributedValues(
         >>> value.values
         (10, 11)
 
-    Differs from tf.distribute:
-        A replica that gets no rows of a batch takes no part in the step and has no component; see `RunOptions`.
+    Differs from tf.distribute: A replica that gets no rows of a batch takes no part in
+        the step and has no component; see `RunOptions`.
 
     Source: https://www.tensorflow.org/versions/r2.4/api_docs/python/tf/distribute/DistributedValues
     """
@@ -97,17 +107,16 @@ class DistributedValues(
     def __init__(self, components: Sequence[Tree]) -> None:
         if type(self) is DistributedValues:
             raise TypeError(
-                "DistributedValues is only the common type of such values. Make one with "
-                "strategy.experimental_distribute_values_from_function(value_fn)."
+                "DistributedValues is only the common type of such values. Make one "
+                "with strategy.experimental_distribute_values_from_function(value_fn)."
             )
         self._components = tuple(components)
 
     @property
     def values(self) -> tuple[T, ...]:
         """The components of the replicas that are present, in replica order."""
-        is_plain = _SPECIAL.isdisjoint(
-            map(type, self._components)
-        )  # nearly always, and this is cheaper
+        # Nearly always, and this is cheaper.
+        is_plain = _SPECIAL.isdisjoint(map(type, self._components))
         return (
             self._components
             if is_plain
@@ -126,9 +135,9 @@ class DistributedValues(
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise unpicklable(
             self,
-            "it has a component for each replica of a strategy of this process. Save what they are, "
-            "strategy.experimental_local_results(value), or make one of them first: strategy.reduce(...) or "
-            "strategy.gather(...).",
+            "it has a component for each replica of a strategy of this process. Save "
+            "what they are, strategy.experimental_local_results(value), or make one of "
+            "them first: strategy.reduce(...) or strategy.gather(...).",
         )
 
     def _with(self, components: Sequence[Tree]) -> Self:
@@ -141,7 +150,10 @@ class DistributedValues(
 
 
 def describe_components(kind: str, components: Sequence[Tree]) -> str:
-    """The printed form of a value of several replicas: one line for each replica that is present."""
+    """The printed form of a value of several replicas.
+
+    It has one line for each replica that is present.
+    """
     lines = ",\n".join(
         f"  {r}: {describe_value(value)}"
         for r, value in enumerate(components)
@@ -151,11 +163,17 @@ def describe_components(kind: str, components: Sequence[Tree]) -> str:
 
 
 def describe_value(value: Tree) -> str:
-    """The printed form of a value; of a long one its beginning, and of a big tensor its shape, dtype and device."""
+    """The printed form of a value.
+
+    A long one shows its beginning, and a big tensor its shape, dtype and device.
+    """
     is_tensor = isinstance(value, torch.Tensor) and not value.is_nested
     text = "" if is_tensor and value.numel() > _MANY else f"{value}"
     if is_tensor and not 0 < len(text) <= _LONG:
-        return f"tensor(shape={tuple(value.shape)}, dtype={value.dtype}, device={str(value.device)!r})"
+        return (
+            f"tensor(shape={tuple(value.shape)}, dtype={value.dtype}, "
+            f"device={str(value.device)!r})"
+        )
     return text if len(text) <= _LONG else f"{text[:_LONG]}..."
 
 
@@ -172,25 +190,35 @@ def _make_if_unmade(value: Tree) -> Tree:
 
 @final
 class PerReplica(DistributedValues[T]):
-    """Components that may differ from replica to replica: a batch that was split, or what a step returned.
+    """Components that may differ from replica to replica.
 
-    Using it as a tensor or a number, as in `loss.item()` or `total + loss`, raises an error that says what to write:
-    `Strategy.reduce`, `Strategy.gather` or `Strategy.experimental_local_results`. `==`, `hash` and `print` work.
+    Such a value is a batch that was split, or what a step returned.
+
+    Using it as a tensor or a number, as in `loss.item()` or `total + loss`, raises an
+    error that says what to write: `Strategy.reduce`, `Strategy.gather` or
+    `Strategy.experimental_local_results`. `==`, `hash` and `print` work.
 
     Args:
         components: One for each replica.
-        rows: How many rows of the global batch each replica got; the distributed dataset that split the batch sets it.
-            The gradients of the replicas are weighted by it, so that they are exact for an uneven batch. None: the
-            value was not split from a batch, and every replica has the same weight.
-        understudy: A value of a process whose replicas have no rows or take no part, while those of other processes do.
-            A replica that runs the step as an understudy gets it, and it does not count. None: some component is there.
-        is_kept: Whether it is kept in a module. Then it is copied and pickled with the module.
+        rows: How many rows of the global batch each replica got; the distributed
+            dataset that split the batch sets it. The gradients of the replicas are
+            weighted by it, so that they are exact for an uneven batch. None: the value
+            was not split from a batch, and every replica has the same weight.
+        understudy: A value of a process whose replicas have no rows or take no part,
+            while those of other processes do. A replica that runs the step as an
+            understudy gets it, and it does not count. None: some component is there.
+        is_kept: Whether it is kept in a module. Then it is copied and pickled with the
+            module.
         rows_of_all: How many rows each replica of all workers got, if that is known.
-        read: What several processes compare of the batch that it was split from. None: they compare nothing.
+        read: What several processes compare of the batch that it was split from. None:
+            they compare nothing.
 
     Example:
         >>> strategy = torchstrategy.CentralStorageStrategy(["cpu", "cpu"])
-        >>> loss = strategy.run(lambda: torch.ones(()) * torchstrategy.get_replica_context().replica_id_in_sync_group)
+        >>> def step():
+        ...     context = torchstrategy.get_replica_context()
+        ...     return torch.ones(()) * context.replica_id_in_sync_group
+        >>> loss = strategy.run(step)
         >>> isinstance(loss, torchstrategy.PerReplica), loss.values
         (True, (tensor(0.), tensor(1.)))
         >>> strategy.reduce("mean", loss, axis=None).item()
@@ -219,8 +247,9 @@ class PerReplica(DistributedValues[T]):
         self.understudy = understudy
         self.is_kept = is_kept
         self.read = read
-        # Where it is kept on an object: by replica, for those that took no part in the last run, what they had before,
-        # with which they go on. It is no component, so that nobody takes it for a part of the last batch.
+        # Where it is kept on an object: by replica, for those that took no part in the
+        # last run, what they had before, with which they go on. It is no component, so
+        # that nobody takes it for a part of the last batch.
         self._earlier: dict[int, Tree] = {}
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -265,19 +294,27 @@ KNOWN_LEAVES.add(PerReplica)
 def _misuse_message(value: Any, use: str) -> str:
     """The message for a program that wrote `use` of a per-replica value."""
     return (
-        f"{use} does not work: this value is a PerReplica, with a component for each of {_replicas_of(value)}, and not "
-        "one tensor or number.\n"
-        "In the step, use it as an argument: strategy.run(step, args=(value,)) gives each replica its own component.\n"
+        f"{use} does not work: this value is a PerReplica, with a component for each "
+        f"of {_replicas_of(value)}, and not one tensor or number.\n"
+        "In the step, use it as an argument: strategy.run(step, args=(value,)) gives "
+        "each replica its own component.\n"
         "Outside of the step, write\n"
-        '  strategy.reduce("mean", value, axis=None)      for the mean over replicas; over rows: weights=batch\n'
-        "  strategy.gather(value, axis=0)                 for the rows of all replicas in one tensor\n"
-        "  strategy.experimental_local_results(value)     for the component of each replica: the tuple value.values\n"
-        "  strategy.count_rows(batch)                     for the number of rows of all replicas, if this is a batch"
+        '  strategy.reduce("mean", value, axis=None)      for the mean over replicas; '
+        "over rows: weights=batch\n"
+        "  strategy.gather(value, axis=0)                 for the rows of all replicas "
+        "in one tensor\n"
+        "  strategy.experimental_local_results(value)     for the component of each "
+        "replica: the tuple value.values\n"
+        "  strategy.count_rows(batch)                     for the number of rows of "
+        "all replicas, if this is a batch"
     )
 
 
 def _replicas_of(value: Any) -> str:
-    """How many replicas have a component, and how many rows each of them got, if the value is a batch."""
+    """How many replicas have a component.
+
+    It also says how many rows each of them got, if the value is a batch.
+    """
     count = len(value._components)
     replicas = plural(count, "replica")
     if value.rows_of_all is not None and len(value.rows_of_all) > count:
@@ -294,7 +331,8 @@ def _replicas_of(value: Any) -> str:
 
 
 def _no_attribute(self: PerReplica, name: str) -> Any:
-    # Python, torch and numpy ask every object for some names with underscores, and expect a short answer.
+    # Python, torch and numpy ask every object for some names with underscores, and
+    # expect a short answer.
     raise AttributeError(
         name if name.startswith("_") else _misuse_message(self, f"value.{name}")
     )
@@ -307,8 +345,8 @@ def _refuse_use(use: str) -> Callable[..., Any]:
     return refuse
 
 
-# Every use as a tensor or number ends in one message. `==` and `hash` stay those of an object, since dicts, sets and
-# `in` need them.
+# Every use as a tensor or number ends in one message. `==` and `hash` stay those of an
+# object, since dicts, sets and `in` need them.
 _CALLS = ("float", "int", "bool", "complex", "len", "iter", "abs", "round", "divmod")
 _COMPARISONS = {"lt": "<", "le": "<=", "gt": ">", "ge": ">="}
 _SIGNS = {
@@ -345,7 +383,8 @@ _USES |= {
     "__index__": "value as an index",
     "__array__": "value as a numpy array",
 }
-# They are set here and not written in the class: a type checker shall not take every name for an attribute.
+# They are set here and not written in the class: a type checker shall not take every
+# name for an attribute.
 for _name, _method in {
     "__getattr__": _no_attribute,
     **{name: _refuse_use(use) for name, use in _USES.items()},
@@ -355,10 +394,10 @@ for _name, _method in {
 
 @final
 class Mirrored(DistributedValues):
-    """Components that are known to be equal, such as a reduction sent to several devices.
+    """Components that are known to be equal, such as a reduction sent to all devices.
 
-    Unlike a per-replica value, it can be used as a tensor: in a replica as that replica's component, elsewhere as the
-    component of the first replica.
+    Unlike a per-replica value, it can be used as a tensor: in a replica as that
+    replica's component, elsewhere as the component of the first replica.
     """
 
     __slots__ = ()
@@ -384,7 +423,10 @@ def _forward(name: str, operation: Callable[..., Any]) -> None:
 
 
 def _component_here(value: Any) -> Any:
-    """The component of a mirrored value that the caller uses: in a replica its own, elsewhere that of the first."""
+    """The component of a mirrored value that the caller uses.
+
+    In a replica it is its own, elsewhere that of the first.
+    """
     if not isinstance(value, Mirrored):
         return value
     context = current_replica_context()
@@ -405,7 +447,10 @@ _forward("__float__", float)
 
 
 def local_results(value: Tree, num_replicas: int) -> tuple[Tree, ...]:
-    """The present components of `value`; for a container, one container per replica; for anything else, `(value,)`."""
+    """The present components of `value`.
+
+    For a container, one container per replica; for anything else, `(value,)`.
+    """
     if isinstance(value, DistributedValues):
         return value.values
     leaves, spec = tree_flatten(value)
@@ -435,19 +480,21 @@ def distributed_within(tree: Tree) -> list[DistributedValues]:
 
 
 def _is_distributed(value: Tree) -> bool:
-    kind = type(
-        value
-    )  # which is nearly always one of these, and to ask the common class takes a call
+    # Which is nearly always one of these, and to ask the common class takes a call.
+    kind = type(value)
     return kind is PerReplica or (
         kind not in PLAIN_LEAVES and isinstance(value, DistributedValues)
     )
 
 
 def select(tree: Tree, replica: int) -> Tree:
-    """`tree` as replica `replica` sees it: new containers, with its component in place of every distributed value."""
-    kind = type(
-        tree
-    )  # lists, tuples and dicts, as most arguments are, are quicker to walk than to flatten
+    """`tree` as replica `replica` sees it.
+
+    New containers have its component in place of every distributed value.
+    """
+    # Lists, tuples and dicts, as most arguments are, are quicker to walk than to
+    # flatten.
+    kind = type(tree)
     if kind is list or kind is tuple:
         return kind(
             [
@@ -471,9 +518,12 @@ def select(tree: Tree, replica: int) -> Tree:
 
 
 def select_for_understudy(tree: Tree) -> Tree:
-    """`tree` for a replica that runs the step as an understudy: with borrowed rows in the place of a batch.
+    """`tree` for a replica that runs the step as an understudy.
 
-    A distributed value that lends nothing stays in the tree, and `select` takes its component.
+    It has borrowed rows in the place of a batch.
+
+    A distributed value that lends nothing stays in the tree, and `select` takes its
+    component.
     """
 
     def borrow(leaf: Tree) -> Tree:
@@ -496,8 +546,9 @@ def check_component_counts(leaves: Sequence[Tree], num_replicas: int) -> None:
         is_distributed = type(leaf) is PerReplica or isinstance(leaf, DistributedValues)
         if is_distributed and len(leaf._components) != num_replicas:
             raise ValueError(
-                f"A value with {plural(len(leaf._components), 'component')} was given to a strategy with "
-                f"{plural(num_replicas, 'replica')}: there must be one for each. Did another strategy make it?"
+                f"A value with {plural(len(leaf._components), 'component')} was given "
+                f"to a strategy with {plural(num_replicas, 'replica')}: there must be "
+                "one for each. Did another strategy make it?"
             )
 
 
@@ -507,19 +558,23 @@ _NUMBERS = frozenset({int, float, complex})
 def regroup(
     by_replica: Sequence[Tree], *, always_wrap: bool = False, are_results: bool = False
 ) -> Tree:
-    """Puts the trees of all replicas together to one tree, with a `PerReplica` at every leaf.
+    """Makes one tree of the trees of all replicas, with a `PerReplica` at every leaf.
 
-    If a leaf is the very same object in every replica, the result has this object without a `PerReplica`; so it does
-    with the leaves of a strategy's only replica. Two equal tensors are different objects and stay two components.
-    `None` gets no `PerReplica` even when only one replica is present.
+    If a leaf is the very same object in every replica, the result has this object
+    without a `PerReplica`; so it does with the leaves of a strategy's only replica. Two
+    equal tensors are different objects and stay two components. `None` gets no
+    `PerReplica` even when only one replica is present.
 
     Args:
-        by_replica: One tree per replica; `ABSENT` for a replica that took no part in the step.
+        by_replica: One tree per replica; `ABSENT` for a replica that took no part in
+            the step.
         always_wrap: Whether every leaf gets a `PerReplica`.
-        are_results: Whether the trees are what replicas computed. Then lists of different lengths, such as lists with
-            an item for each row, are one component each. So are numbers: Python has only one object for each small
-            integer, so that the same object says nothing about where a number comes from. The same holds for the
-            texts and the like in a list that has one for each row.
+        are_results: Whether the trees are what replicas computed. Then lists of
+            different lengths, such as lists with an item for each row, are one
+            component each. So are numbers: Python has only one object for each small
+            integer, so that the same object says nothing about where a number comes
+            from. The same holds for the texts and the like in a list that has one for
+            each row.
 
     Raises:
         ValueError: If the containers of two replicas differ in type, length or keys.
@@ -531,7 +586,8 @@ def regroup(
         """One leaf of those that the present replicas have in the same place."""
         first, is_alone = column[0], len(by_replica) == 1
         must_wrap = always_wrap or (type(column) is RowColumn and not is_alone)
-        # That one object is in all replicas says nothing where only one of several is present, nor of a number.
+        # That one object is in all replicas says nothing where only one of several is
+        # present, nor of a number.
         is_telling = len(column) > 1 and not (are_results and type(first) in _NUMBERS)
         may_be_one = is_alone or is_telling or first is None
         if not must_wrap and may_be_one and all(value is first for value in column):
@@ -547,13 +603,17 @@ def regroup(
 def regroup_in_worker(
     by_replica: Sequence[Tree], *, is_understudy: bool, are_results: bool = False
 ) -> Tree:
-    """`regroup` where other processes have replicas, too: a value of a single replica is not that of all replicas.
+    """`regroup` where other processes have replicas, too.
+
+    A value of a single replica is not that of all replicas.
 
     Args:
-        by_replica: One tree for each replica of this process; `ABSENT` for a replica that took no part in the step.
-        is_understudy: Whether nothing of it counts. Then every leaf is a `PerReplica` that has only an understudy.
-        are_results: Whether the trees are what replicas computed. If not, objects that cannot be reduced stay what they
-            are.
+        by_replica: One tree for each replica of this process; `ABSENT` for a replica
+            that took no part in the step.
+        is_understudy: Whether nothing of it counts. Then every leaf is a `PerReplica`
+            that has only an understudy.
+        are_results: Whether the trees are what replicas computed. If not, objects that
+            cannot be reduced stay what they are.
     """
     count = len(by_replica)
     if count > 1 and not is_understudy:

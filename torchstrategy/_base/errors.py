@@ -1,22 +1,29 @@
-"""Words for messages, the warnings of a run, and what an exception says about the replica in which it was raised.
+"""Words for messages, for the warnings of a run, and for notes on exceptions.
 
-The library raises Python's own kinds of exceptions, so `except ValueError` works without importing the library:
+A note says in which replica an exception was raised.
 
-    RuntimeError           a call inside instead of outside of `Strategy.run`, or the reverse; a call in another
-                           strategy's scope; replicas that disagree
-    ValueError             something that the caller can change: a size, a device, an option
+The library raises Python's own kinds of exceptions, so `except ValueError` works
+without importing the library:
+
+    RuntimeError           a call inside instead of outside of `Strategy.run`, or the
+                           reverse; a call in another strategy's scope; replicas that
+                           disagree
+    ValueError             something that the caller can change: a size, a device, an
+                           option
     TypeError              an object of the wrong type
-    NotImplementedError    something that a kind of strategy, or a class of the user's, does not have
+    NotImplementedError    something that a kind of strategy, or a class of the user's,
+                           does not have
 
-One exception has a class of its own, as in TensorFlow: `OutOfRangeError`, an `EOFError`, says that a dataset has no
-more batches.
+One exception has a class of its own, as in TensorFlow: `OutOfRangeError`, an
+`EOFError`, says that a dataset has no more batches.
 
-An exception that the user's code raises in a replica comes out of `Strategy.run` as the same object; `add_note` adds
-to this object in which replica it was raised.
+An exception that the user's code raises in a replica comes out of `Strategy.run` as the
+same object; `add_note` adds to this object in which replica it was raised.
 
-The warnings are about numbers that one device would not have. Only the user can tell whether such a difference matters.
-A run warns once of each cause, at the user's line that called `run`. Each kind of warning has a class, so that a user
-can silence it, or make it an error, without the others.
+The warnings are about numbers that one device would not have. Only the user can tell
+whether such a difference matters. A run warns once of each cause, at the user's line
+that called `run`. Each kind of warning has a class, so that a user can silence it, or
+make it an error, without the others.
 """
 
 from __future__ import annotations
@@ -42,9 +49,11 @@ from torch import nn
 class SharedWriteWarning(UserWarning):
     """Several replicas wrote in place, in one run, on one tensor that they share.
 
-    All replicas share a tensor that is neither in a module of the strategy nor in a `Variable`, and that the step
-    reaches by a name, an attribute or a container. `total.add_(loss)` adds one loss in plain PyTorch, and n losses in n
-    replicas. `hits.add_(hits_in_these_rows)` and `bank[indices] = outputs` are right: silence the warning for those.
+    All replicas share a tensor that is neither in a module of the strategy nor in a
+    `Variable`, and that the step reaches by a name, an attribute or a container.
+    `total.add_(loss)` adds one loss in plain PyTorch, and n losses in n replicas.
+    `hits.add_(hits_in_these_rows)` and `bank[indices] = outputs` are right: silence the
+    warning for those.
 
     Example:
         >>> import warnings
@@ -62,11 +71,13 @@ class SharedWriteWarning(UserWarning):
 
 @final
 class ReplicaBufferWarning(UserWarning):
-    """Replicas wrote different numbers on a buffer or a plain attribute of a module: those of the first are kept.
+    """Replicas wrote different numbers on a buffer or plain attribute of a module.
 
-    The running statistics of normalisation layers are averaged instead. A queue, a codebook or a count of rows, which
-    `forward` computes from the rows that it sees, needs the rows of all replicas: see "Other buffers" in
-    docs/features.md.
+    Those of the first are kept.
+
+    The running statistics of normalisation layers are averaged instead. A queue, a
+    codebook or a count of rows, which `forward` computes from the rows that it sees,
+    needs the rows of all replicas: see "Other buffers" in docs/features.md.
 
     Example:
         >>> import warnings
@@ -78,19 +89,23 @@ class ReplicaBufferWarning(UserWarning):
 
 @final
 class LossWeightWarning(UserWarning):
-    """The gradients of replicas are weighted by rows, and a loss was divided by something else, such as tokens.
+    """Gradients were weighted by rows, but a loss was divided by something else.
 
-    The mean over the tokens of a batch is not the mean of the replicas' means, unless each has as many tokens. A run
-    warns once for each step, if the gradient is another one than that of the whole batch. A strategy with
-    `gradient_reduction="loss"` weighs by what the loss was divided by. One with `gradient_reduction="mean"` does not
-    look.
+    It was divided by tokens, for example.
+
+    The mean over the tokens of a batch is not the mean of the replicas' means, unless
+    each has as many tokens. A run warns once for each step, if the gradient is another
+    one than that of the whole batch. A strategy with `gradient_reduction="loss"` weighs
+    by what the loss was divided by. One with `gradient_reduction="mean"` does not look.
 
     Example:
         >>> import warnings
         >>> strategy = torchstrategy.CentralStorageStrategy(["cpu", "cpu"])
         >>> model = strategy.distribute_module(torch.nn.Linear(1, 2))
         >>> def step(inputs, targets):
-        ...     torch.nn.functional.cross_entropy(model(inputs), targets, ignore_index=-100).backward()
+        ...     torch.nn.functional.cross_entropy(
+        ...         model(inputs), targets, ignore_index=-100
+        ...     ).backward()
         >>> batch = torch.ones(4, 1), torch.tensor([0, 1, -100, 1])
         >>> (batch,) = strategy.experimental_distribute_dataset([batch])
         >>> with warnings.catch_warnings(record=True) as caught:
@@ -105,7 +120,9 @@ class LossWeightWarning(UserWarning):
 
 @final
 class UndistributedBatchWarning(UserWarning):
-    """A step was trained on tensors that were not split among the replicas, so each replica computed with all rows.
+    """A step was trained on tensors that were not split among the replicas.
+
+    So each replica computed with all rows.
 
     Example:
         >>> import warnings
@@ -116,15 +133,15 @@ class UndistributedBatchWarning(UserWarning):
 
 
 def warn(message: str, kind: type[Warning]) -> None:
-    """Gives a warning for the line at which the user's code called into this package."""
+    """Gives a warning for the line where the user's code called into this package."""
     level, frame = 1, inspect.currentframe()
     while frame is not None and frame.f_code.co_filename.startswith(_NOT_THE_USERS):
         level, frame = level + 1, frame.f_back
     warnings.warn(message, kind, stacklevel=level)
 
 
-# torch's `Module.__call__` calls a DataParallel, and `contextlib` calls some functions of this package; so frames of
-# these files are not the user's, either.
+# torch's `Module.__call__` calls a DataParallel, and `contextlib` calls some functions
+# of this package; so frames of these files are not the user's, either.
 _NOT_THE_USERS = (
     f"{Path(__file__).parents[1]}{os.sep}",
     contextlib.__file__,
@@ -133,10 +150,11 @@ _NOT_THE_USERS = (
 
 
 def hide_frames(error: BaseException) -> None:
-    """Takes this package's frames above the user's last one out of the traceback of an error.
+    """Takes this package's frames after the user's last one out of a traceback.
 
-    A bare `raise` follows. In Python 3.10 it goes on with the traceback that the error had when it was caught, so the
-    first frame stays: that of the function which caught it.
+    A bare `raise` follows. In Python 3.10 it goes on with the traceback that the error
+    had when it was caught, so the first frame stays: that of the function which caught
+    it.
     """
     frames, trace = [], error.__traceback__
     while trace is not None:
@@ -163,11 +181,10 @@ def hide_frames(error: BaseException) -> None:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """` Did you mean 'reduce'?`, if one of the public names is like the name; else nothing."""
+    """` Did you mean 'reduce'?`, if a public name is like the name; else nothing."""
     public = {one.lower(): one for one in known if not one.startswith("_")}
-    if (
-        f"experimental_{name}" in public
-    ):  # what a name is called that has no other ending
+    # What a name is called that has no other ending.
+    if f"experimental_{name}" in public:
         return f" Did you mean 'experimental_{name}'?"
     like = difflib.get_close_matches(name.lower(), public, n=1, cutoff=0.7)
     return (
@@ -180,11 +197,14 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 def explain_keywords(
     names: dict[str, Any], public: Iterable[str], methods_of: tuple[type, ...] = ()
 ) -> None:
-    """Lets public functions, constructors and methods say which keyword argument was meant, where one is misspelt.
+    """Lets public callables say which keyword argument a misspelt one was meant to be.
+
+    They are functions, constructors and methods.
 
     Args:
         names: The namespace that has them. Functions are replaced there.
-        public: Their names. Classes that the package makes for users, often, are left out.
+        public: Their names. Classes that the package makes for users, often, are left
+            out.
         methods_of: Classes whose public methods say so, too.
     """
     for name in public:
@@ -227,7 +247,10 @@ _EXPLAINED = "_has_explained_keywords"
 
 
 def _with_explained_keywords(function: FunctionType, shown: str) -> Callable[..., Any]:
-    """The function, which says of an unknown keyword argument which was meant; `shown` is its name, or empty."""
+    """The function, which says of an unknown keyword argument which was meant.
+
+    `shown` is its name, or empty.
+    """
     parameters = inspect.signature(function).parameters.values()
     known = [
         one.name
@@ -246,13 +269,14 @@ def _with_explained_keywords(function: FunctionType, shown: str) -> Callable[...
             called = shown or (made if isinstance(made, type) else type(made)).__name__
             usable = [name for name in known if name not in ("self", "cls")]
             raise TypeError(
-                f"{called}() got an unexpected keyword argument {wrong!r}.{did_you_mean(wrong, usable)} It takes "
-                f"{', '.join(usable)}."
+                f"{called}() got an unexpected keyword argument "
+                f"{wrong!r}.{did_you_mean(wrong, usable)} It takes {', '.join(usable)}."
             )
         try:
             return function(*args, **kwargs)
         except BaseException as error:
-            # Its traceback is as without this function, where Python is 3.11 or newer: see `hide_frames`.
+            # Its traceback is as without this function, where Python is 3.11 or newer:
+            # see `hide_frames`.
             if error.__traceback__ is not None:
                 error.__traceback__ = error.__traceback__.tb_next
             raise
@@ -272,13 +296,19 @@ def an(noun: str) -> str:
 
 
 def require_type(value: object, kind: Any, what: str) -> None:
-    """Raises a TypeError for a value of another type: `what` says, in the user's words, which is wanted."""
+    """Raises a TypeError for a value of another type.
+
+    `what` says, in the user's words, which is wanted.
+    """
     if not isinstance(value, kind):
         raise TypeError(f"{what}; got {value!r:.200}, {an(type(value).__name__)}.")
 
 
 def as_int(value: object, otherwise: str) -> int:
-    """An integer, or what Python takes for one; a TypeError that says `otherwise` for anything else."""
+    """An integer, or what Python takes for one.
+
+    Anything else is a TypeError that says `otherwise`.
+    """
     try:
         return operator.index(value)  # type: ignore[arg-type]
     except TypeError:
@@ -286,12 +316,17 @@ def as_int(value: object, otherwise: str) -> int:
 
 
 def unpicklable(thing: object, why: str) -> TypeError:
-    """The error for a user who saves, or sends to another process, an object that is of use in this process only."""
+    """The error for an object that is of use in this process only.
+
+    The user saves it, or sends it to another process.
+    """
     return TypeError(f"This {type(thing).__name__} cannot be pickled: {why}")
 
 
 def described(error: BaseException) -> str:
-    """The type and text of an error; the `__str__` of some errors raises, and then the text says so.
+    """The type and text of an error.
+
+    The `__str__` of some errors raises, and then the text says so.
 
     What cannot be printed or sent, as half of a surrogate pair, becomes an escape.
     """
@@ -302,12 +337,17 @@ def described(error: BaseException) -> str:
 
 
 def add_note(error: BaseException, note: str) -> None:
-    """Adds `note` to what a traceback prints below `error`: once, even if the same object is raised several times."""
+    """Adds `note` to what a traceback prints below `error`.
+
+    It does so once, even if the same object is raised several times.
+    """
     notes = getattr(error, "__notes__", [])
     if note in notes:
-        return  # a module that raises one prepared exception object would collect a note at every step
-    with suppress(
-        AttributeError, TypeError
-    ):  # an exception whose class refuses attributes gets no note
-        # On Python 3.10 tracebacks do not print notes, but debuggers and loggers can read them.
+        # A module that raises one prepared exception object would collect a note at
+        # every step.
+        return
+    # An exception whose class refuses attributes gets no note.
+    with suppress(AttributeError, TypeError):
+        # On Python 3.10 tracebacks do not print notes, but debuggers and loggers can
+        # read them.
         error.__notes__ = [*notes, note]

@@ -1,11 +1,16 @@
-"""Whether a tensor was written, and whether two tensors hold the same numbers: the one way to ask each.
+"""Whether a tensor was written, and whether two tensors hold the same numbers.
 
-*Was it written?* Torch counts the writes on a tensor in its version. A version by itself says nothing: whoever wants to
-know looks twice, and compares. `Versions` does so for some tensors, `version_of` and `mark_of` for one, and a `Look`
-for tensors that may also have moved to other memory through `.data`. Writes that torch does not count, `writes` finds.
+There is one way to ask each.
 
-*Are the numbers the same?* Two processes cannot compare tensors without sending them, and nobody should read all of a
-model at each step. So numbers are compared by fingerprints; see Note [Three fingerprints].
+*Was it written?* Torch counts the writes on a tensor in its version. A version by
+itself says nothing: whoever wants to know looks twice, and compares. `Versions` does so
+for some tensors, `version_of` and `mark_of` for one, and a `Look` for tensors that may
+also have moved to other memory through `.data`. Writes that torch does not count,
+`writes` finds.
+
+*Are the numbers the same?* Two processes cannot compare tensors without sending them,
+and nobody should read all of a model at each step. So numbers are compared by
+fingerprints; see Note [Three fingerprints].
 """
 
 from __future__ import annotations
@@ -42,7 +47,10 @@ from torchstrategy._base.torch_internals import (
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """How often a tensor was written in place, as torch counts it; 0 for an inference tensor, which does not count."""
+    """How often a tensor was written in place, as torch counts it.
+
+    It is 0 for an inference tensor, which does not count.
+    """
     try:
         return version(tensor)
     except RuntimeError:
@@ -61,16 +69,20 @@ def versions_of(tensors: Sequence[torch.Tensor | None]) -> list[int]:
 
 
 def mark_of(tensor: torch.Tensor | None) -> tuple[int, int]:
-    """What differs once a tensor was written, or another one is in its place, for as long as somebody keeps it."""
+    """What differs once a tensor was written, or another one is in its place.
+
+    It does for as long as somebody keeps it.
+    """
     return id(tensor), -1 if tensor is None else version_of(tensor)
 
 
 @final
 class Versions:
-    """The versions of some tensors at the moment when this was made, or when they were last taken again.
+    """The versions of some tensors when this was made, or when they were last taken.
 
     Args:
-        tensors: The tensors. If the caller puts another tensor into this list, that one's version is looked at.
+        tensors: The tensors. If the caller puts another tensor into this list, that
+            one's version is looked at.
     """
 
     __slots__ = ("_known", "tensors")
@@ -80,7 +92,7 @@ class Versions:
         self._known = versions(tensors)
 
     def take(self) -> None:
-        """Looks again: what was written until now does not count as written any more."""
+        """Looks again: what was written until now no longer counts as written."""
         self._known = versions(self.tensors)
 
     def have_changed(self) -> bool:
@@ -97,13 +109,16 @@ class Versions:
 
 
 class Look(NamedTuple):
-    """What a later look at some tensors is compared with, to tell whether they were written, or have moved."""
+    """What a later look at some tensors is compared with.
+
+    It tells whether they were written, or have moved.
+    """
 
     versions: list[int]
     pointers: list[int]  # their addresses
-    layouts: list[
-        list[object]
-    ]  # lists that say how each reads its memory: its dtype, shape and strides, for example
+    # Lists that say how each reads its memory: its dtype, shape and strides, for
+    # example.
+    layouts: list[list[object]]
 
 
 def look_at(tensors: Sequence[torch.Tensor]) -> Look:
@@ -119,7 +134,10 @@ def look_at(tensors: Sequence[torch.Tensor]) -> Look:
 def differing(
     columns: tuple[Sequence[object], ...], others: tuple[Sequence[object], ...]
 ) -> list[int]:
-    """The positions at which some lists, which say each something else of the same things, differ from earlier ones."""
+    """The positions at which some lists differ from earlier ones.
+
+    Each list says something else of the same things.
+    """
     if columns == others:  # mostly; it needs no Python call for each position
         return []
     rows, known = list(zip(*columns, strict=True)), list(zip(*others, strict=False))
@@ -133,24 +151,29 @@ def differing(
 # Are the numbers the same?
 
 
-# Note [Three fingerprints]
-# No one fingerprint serves all, so there are three, which differ in what they cost and in what they see:
-# - `sum_of_bits` is computed where the tensor is, so that the host need not wait for an accelerator. A sum is the same
-#   for the same numbers in another order. It is for gradients, which are compared at many steps.
-# - `checksum` sees the order. The host reads the numbers, or only the first of them, in microseconds. It is for what is
-#   looked at again and again, where a case that is missed once shows at another look.
-# - `digest` sees the order, and has so many bits that no two values ever have the same one. It is for a refusal that
-#   names a tensor, and for the texts and states that workers compare.
-# To see in one process whether memory was written, nothing has to be sent, and no change may be missed: there, `writes`
-# keeps small tensors themselves, and the sums of columns of large ones. The gradient that a step was shown is compared
-# by a sample of it (`replica_gradients`): most steps do not touch it, and those that do change all of it.
+# Note [Three fingerprints] No one fingerprint serves all, so there are three, which
+# differ in what they cost and in what they see:
+# - `sum_of_bits` is computed where the tensor is, so that the host need not wait for an
+#   accelerator. A sum is the same for the same numbers in another order. It is for
+#   gradients, which are compared at many steps.
+# - `checksum` sees the order. The host reads the numbers, or only the first of them, in
+#   microseconds. It is for what is looked at again and again, where a case that is
+#   missed once shows at another look.
+# - `digest` sees the order, and has so many bits that no two values ever have the same
+#   one. It is for a refusal that names a tensor, and for the texts and states that
+#   workers compare.
+# To see in one process whether memory was written, nothing has to be sent, and no
+# change may be missed: there, `writes` keeps small tensors themselves, and the sums of
+# columns of large ones. The gradient that a step was shown is compared by a sample of
+# it (`replica_gradients`): most steps do not touch it, and those that do change all of
+# it.
 
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The sum of the numbers of a tensor as if their bits were integers, where the tensor is.
+    """The sum of a tensor's numbers, with their bits as integers, where the tensor is.
 
     See Note [Three fingerprints].
     """
@@ -167,7 +190,9 @@ def sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def checksum(tensor: torch.Tensor, most: int | None = None, before: int = 0) -> int:
-    """32 bits of the elements of a dense tensor, in their order. See Note [Three fingerprints].
+    """32 bits of the elements of a dense tensor, in their order.
+
+    See Note [Three fingerprints].
 
     Args:
         tensor: The tensor. If it is on an accelerator, the host waits for it.
@@ -177,22 +202,25 @@ def checksum(tensor: torch.Tensor, most: int | None = None, before: int = 0) -> 
     return zlib.crc32(bits(tensor)[:most].cpu().numpy().data, before)
 
 
-_PIECE = (
-    1 << 12
-)  # bytes. While zlib reads more than 5 kB, another thread may take the memory away
+# bytes. While zlib reads more than 5 kB, another thread may take the memory away.
+_PIECE = 1 << 12
 
 
 def checksum_of_piece(tensor: torch.Tensor, number: int) -> int:
-    """The checksum of a piece of a tensor in the CPU's memory: of another one for each number, by turns.
+    """The checksum of a piece of a tensor in the CPU's memory.
 
-    Each backward takes one. The pieces of tensors with the same numbers are the same in every layout.
+    Each number takes another piece, by turns.
+
+    Each backward takes one. The pieces of tensors with the same numbers are the same in
+    every layout.
 
     Args:
         tensor: The tensor. If it wraps others, they have pieces by turns.
         number: From 0 on.
 
     Returns:
-        The checksum; 0 where there is nothing to read, or where the host would have to wait for an accelerator.
+        The checksum; 0 where there is nothing to read, or where the host would have to
+        wait for an accelerator.
     """
     if wraps_others(tensor):
         parts = wrapped_by(tensor)
@@ -211,13 +239,14 @@ def checksum_of_piece(tensor: torch.Tensor, number: int) -> int:
         count = min(in_piece, num_elements - begin)
         if not tensor.is_contiguous():
             return _checksum_of_elements(tensor, begin, begin + count)
-        # A sum, by torch or by NumPy, takes three times as long here: its code is in no cache of the processor.
+        # A sum, by torch or by NumPy, takes three times as long here: its code is in no
+        # cache of the processor.
         address = storage.data_ptr() + (int(tensor.storage_offset()) + begin) * size
         return zlib.crc32(view_at(address, count * size))
 
 
 def _checksum_of_elements(tensor: torch.Tensor, begin: int, end: int) -> int:
-    """The checksum of some elements in the order of the tensor, which is not that of its memory."""
+    """The checksum of some elements in the order of the tensor, not of its memory."""
     numbers = as_in_memory(tensor)
     per_element = numbers.numel() // tensor.numel()  # a complex number is two
     positions = torch.arange(begin * per_element, end * per_element, device="cpu")
@@ -225,12 +254,17 @@ def _checksum_of_elements(tensor: torch.Tensor, begin: int, end: int) -> int:
 
 
 def digest(data: bytes) -> bytes:
-    """Eight bytes by which workers compare what they have. See Note [Three fingerprints]."""
+    """Eight bytes by which workers compare what they have.
+
+    See Note [Three fingerprints].
+    """
     return hashlib.blake2b(data, digest_size=8).digest()
 
 
 def digest_of(tensor: torch.Tensor) -> bytes:
-    """The digest of the elements of a tensor of any layout, in their order; the host waits for an accelerator.
+    """The digest of the elements of a tensor of any layout, in their order.
+
+    The host waits for an accelerator.
 
     A tensor whose memory somebody has taken away has none.
     """
@@ -240,7 +274,10 @@ def digest_of(tensor: torch.Tensor) -> bytes:
 
 
 def _dense_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The dense tensors that make up a tensor: of a sparse one its indices and values; of a wrapping one all others."""
+    """The dense tensors that make up a tensor.
+
+    A sparse one has indices and values; a wrapping one has all others.
+    """
     if wraps_others(tensor):
         return list(chain.from_iterable(map(_dense_parts, wrapped_by(tensor))))
     tensor = tensor.detach()

@@ -1,4 +1,7 @@
-"""Where the numbers of a tensor lie in memory: several at one place, or in memory that tensors share."""
+"""Where the numbers of a tensor lie in memory.
+
+Several may lie at one place, or in memory that tensors share.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +16,20 @@ import torch
 from torchstrategy._base.torch_internals import unseen_by_function_modes
 
 
-# Note [Tensors without memory]
-# To read at the address of a tensor that has no memory ends the process, and torch's own functions read there, too.
-# - A tensor that wraps others, as `DTensor`, `FakeTensor` and torchao's quantized ones do, has an empty storage.
-# - Some programs take the memory of a tensor away while they do not use it, as FSDP does by `storage.resize_(0)`.
-# The address of either is not 0 if the tensor begins behind the beginning of its storage. A storage may also be too
-# small, and `set_` would make it larger. So what reads memory asks here, and holds the storage while it reads: another
-# thread may give the tensor other memory meanwhile. What a tensor wraps is to be had by `wrapped_by`.
+# Note [Tensors without memory] To read at the address of a tensor that has no memory
+# ends the process, and torch's own functions read there, too.
+# - A tensor that wraps others, as `DTensor`, `FakeTensor` and torchao's quantized ones
+#   do, has an empty storage.
+# - Some programs take the memory of a tensor away while they do not use it, as FSDP
+#   does by `storage.resize_(0)`.
+# The address of either is not 0 if the tensor begins behind the beginning of its
+# storage. A storage may also be too small, and `set_` would make it larger. So what
+# reads memory asks here, and holds the storage while it reads: another thread may give
+# the tensor other memory meanwhile. What a tensor wraps is to be had by `wrapped_by`.
 def own_storage(tensor: torch.Tensor) -> torch.UntypedStorage | None:
-    """The storage in which all elements of a dense tensor lie; None if there is none, or if it is too small.
+    """The storage in which all elements of a dense tensor lie.
+
+    It is None if there is none, or if it is too small.
 
     See Note [Tensors without memory].
     """
@@ -29,20 +37,21 @@ def own_storage(tensor: torch.Tensor) -> torch.UntypedStorage | None:
         try:
             storage = tensor.untyped_storage()
             is_there = storage.data_ptr() and extent(tensor)[1] <= storage.nbytes()
-        except (
-            RuntimeError
-        ):  # a layout that has no storage, or a tensor that wraps others
+        # A layout that has no storage, or a tensor that wraps others.
+        except RuntimeError:
             return None
     return storage if is_there else None
 
 
 def has_lost_memory(tensor: torch.Tensor) -> bool:
-    """Whether somebody has taken the memory of a dense tensor away. See Note [Tensors without memory]."""
+    """Whether somebody has taken the memory of a dense tensor away.
+
+    See Note [Tensors without memory].
+    """
     with unseen_by_function_modes():
         try:
-            if (
-                not tensor.numel() or tensor.is_quantized
-            ):  # the elements of some quantized ones are parts of a byte
+            # The elements of some quantized ones are parts of a byte.
+            if not tensor.numel() or tensor.is_quantized:
                 return False
             return extent(tensor)[1] > tensor.untyped_storage().nbytes()
         except RuntimeError:
@@ -50,14 +59,18 @@ def has_lost_memory(tensor: torch.Tensor) -> bool:
 
 
 LOST_MEMORY = (
-    "{} has no memory: its storage is smaller than the tensor, as after tensor.untyped_storage().resize_(0). Its "
-    "values are needed when the first run of a module begins. Give it memory and values before strategy.run, and take "
-    "the memory away in the step, or later."
+    "{} has no memory: its storage is smaller than the tensor, as after "
+    "tensor.untyped_storage().resize_(0). Its values are needed when the first run of "
+    "a module begins. Give it memory and values before strategy.run, and take the "
+    "memory away in the step, or later."
 )
 
 
 def sizes_of(storages: Iterable[torch.UntypedStorage]) -> list[int]:
-    """How many bytes each of some storages has: it differs once somebody has taken memory away, or given it."""
+    """How many bytes each of some storages has.
+
+    It differs once somebody has taken memory away, or given it.
+    """
     return list(map(torch.UntypedStorage.nbytes, storages))
 
 
@@ -67,7 +80,10 @@ def wraps_others(tensor: torch.Tensor) -> bool:
 
 
 def wrapped_by(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The tensors that one has in the place of memory of its own, with what these wrap; else the tensor itself."""
+    """The tensors that a tensor has in the place of memory of its own.
+
+    What these wrap comes with them. Without any, it is the tensor itself.
+    """
     if not wraps_others(tensor):
         return [tensor]
     flatten_one: Any = tensor.__tensor_flatten__  # type: ignore[attr-defined]
@@ -94,9 +110,12 @@ def extent(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def memory_between_ends(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of the CPU from the first element of a tensor to its last, as bytes: the same memory, and no copy.
+    """The CPU's memory from a tensor's first element to its last, as bytes.
 
-    In gaps between the elements there may be what belongs to other tensors. A tensor without memory has no bytes.
+    It is the same memory, and no copy.
+
+    In gaps between the elements there may be what belongs to other tensors. A tensor
+    without memory has no bytes.
     """
     memory = torch.empty(0, dtype=torch.uint8, device="cpu")
     storage = own_storage(tensor)
@@ -107,10 +126,12 @@ def memory_between_ends(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def memory_at(address: int, num_bytes: int) -> ctypes.Array[ctypes.c_char]:
-    """So many bytes from an address of the CPU's memory: the same memory, which the caller has to keep alive.
+    """So many bytes from an address of the CPU's memory.
 
-    A run reads some kilobytes several times. By then, the code that makes an array of NumPy is in no cache of the
-    processor: it takes 20 us there, and this takes 4.
+    It is the same memory, which the caller has to keep alive.
+
+    A run reads some kilobytes several times. By then, the code that makes an array of
+    NumPy is in no cache of the processor: it takes 20 us there, and this takes 4.
     """
     return _reader_of(num_bytes)(address)
 
@@ -118,8 +139,9 @@ def memory_at(address: int, num_bytes: int) -> ctypes.Array[ctypes.c_char]:
 def view_at(address: int, num_bytes: int) -> memoryview:
     """The same as `memory_at`, for callers that read many different numbers of bytes.
 
-    ctypes makes a class for each length, of 9 kB, which stays until Python's collector of cycles comes. Here there is
-    one for each power of two. It says more than there may be; nobody reads beyond the part that is returned.
+    ctypes makes a class for each length, of 9 kB, which stays until Python's collector
+    of cycles comes. Here there is one for each power of two. It says more than there
+    may be; nobody reads beyond the part that is returned.
     """
     return memoryview(_reader_of(1 << num_bytes.bit_length())(address))[:num_bytes]
 
@@ -130,9 +152,14 @@ def _reader_of(num_bytes: int) -> Callable[[int], ctypes.Array[ctypes.c_char]]:
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The elements of a dense tensor as bytes, one after the other; a copy where they are not so in memory."""
+    """The elements of a dense tensor as bytes, one after the other.
+
+    It is a copy where they are not so in memory.
+    """
     numbers = as_in_memory(tensor).contiguous()
-    if not numbers.numel():  # an empty tensor, such as that of an empty array, may have strides that `view` refuses
+    # An empty tensor, such as that of an empty array, may have strides that `view`
+    # refuses.
+    if not numbers.numel():
         return numbers.new_empty(0, dtype=torch.uint8)
     return numbers.reshape(-1).view(torch.uint8)
 
@@ -146,20 +173,26 @@ def as_in_memory(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def flatten(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
-    """The elements of some dense tensors of one dtype and device, one after the other, in new memory.
+    """The elements of dense tensors of one dtype and device, in new memory.
 
-    So they are sent, added up or compared by one call. `torch_internals.unflatten` takes them apart again. (Torch's own
-    function for this returns a view if there is one tensor only, on which the caller might write.)
+    They lie there one after the other.
+
+    So they are sent, added up or compared by one call. `torch_internals.unflatten`
+    takes them apart again. (Torch's own function for this returns a view if there is
+    one tensor only, on which the caller might write.)
     """
     return torch.cat([tensor.reshape(-1) for tensor in tensors])
 
 
 def write_values(tensor: torch.Tensor, values: torch.Tensor) -> None:
-    """Writes on a tensor, which may be an expanded one: torch refuses to write on each of its numbers.
+    """Writes on a tensor, which may be an expanded one.
+
+    Torch refuses to write on each of its numbers.
 
     Args:
         tensor: The tensor.
-        values: Numbers of its shape. Where several of the tensor's numbers lie at one place, the first of these counts.
+        values: Numbers of its shape. Where several of the tensor's numbers lie at one
+            place, the first of these counts.
     """
     strides = (
         tensor.stride() if tensor.layout is torch.strided and tensor.numel() else ()

@@ -17,9 +17,9 @@ from torchstrategy._base.errors import require_type
 class VariableSynchronization(enum.Enum):
     """When the components of a `Variable` become one value.
 
-    `ON_WRITE`: whenever the variable is assigned, so that all replicas have the same value. `AUTO` means `ON_WRITE`.
-    `ON_READ`: when the variable is read outside of the replicas; until then each replica has a value of its own.
-    `NONE`: never.
+    `ON_WRITE`: whenever the variable is assigned, so that all replicas have the same
+    value. `AUTO` means `ON_WRITE`. `ON_READ`: when the variable is read outside of the
+    replicas; until then each replica has a value of its own. `NONE`: never.
 
     Example:
         >>> torchstrategy.VariableSynchronization.ON_READ
@@ -36,7 +36,9 @@ class VariableSynchronization(enum.Enum):
 
 @final
 class VariableAggregation(enum.Enum):
-    """How the values of several replicas become the one value of a `Variable`, when it is assigned or read.
+    """How the values of several replicas become the one value of a `Variable`.
+
+    They do when it is assigned or read.
 
     `NONE`: they cannot become one; assigning the variable in a replica is an error.
 
@@ -55,7 +57,9 @@ class VariableAggregation(enum.Enum):
 
 @final
 class ReduceOp(enum.Enum):
-    """How values of several replicas become one. Arguments that take a member take its name, too, in any case: `"sum"`.
+    """How values of several replicas become one.
+
+    Arguments that take a member take its name, too, in any case: `"sum"`.
 
     Example:
         >>> strategy = torchstrategy.CentralStorageStrategy(["cpu", "cpu"])
@@ -68,7 +72,8 @@ class ReduceOp(enum.Enum):
     Source: https://www.tensorflow.org/versions/r2.4/api_docs/python/tf/distribute/ReduceOp
     """
 
-    # There are these two, and code takes whatever is not one of them for the other. Gradients are reduced by them, too.
+    # There are these two, and code takes whatever is not one of them for the other.
+    # Gradients are reduced by them, too.
     SUM = "SUM"
     MEAN = "MEAN"
 
@@ -77,7 +82,9 @@ class ReduceOp(enum.Enum):
         """The reduction that a `VariableAggregation` stands for.
 
         Example:
-            >>> torchstrategy.ReduceOp.from_variable_aggregation(torchstrategy.VariableAggregation.MEAN)
+            >>> torchstrategy.ReduceOp.from_variable_aggregation(
+            ...     torchstrategy.VariableAggregation.MEAN
+            ... )
             <ReduceOp.MEAN: 'MEAN'>
 
         Raises:
@@ -104,12 +111,15 @@ class ReduceOp(enum.Enum):
         require_type(
             op,
             str,
-            "Expected reduce_op to be a torchstrategy.ReduceOp or its name, 'SUM' or 'MEAN'",
+            "Expected reduce_op to be a torchstrategy.ReduceOp or its name, 'SUM' or "
+            "'MEAN'",
         )
         if op.lower() == LOSS:
             raise ValueError(
-                f"{op!r} is a reduction of gradients only: RunOptions(gradient_reduction='loss'). Values are reduced "
-                "by 'SUM' or 'MEAN'; the mean of losses by reduce('mean', loss, axis=None, weights=counts)."
+                f"{op!r} is a reduction of gradients only: "
+                "RunOptions(gradient_reduction='loss'). Values are reduced by 'SUM' or "
+                "'MEAN'; the mean of losses by reduce('mean', loss, axis=None, "
+                "weights=counts)."
             )
         if op.upper() not in cls.__members__:
             raise ValueError(f"{op!r} is not one of the reductions 'SUM', 'MEAN'.")
@@ -117,12 +127,13 @@ class ReduceOp(enum.Enum):
 
 
 LOSS: Final = "loss"
-# How gradients become one. "loss": as for `MEAN`, but each replica weighs what its loss was divided by.
+# How gradients become one. "loss": as for `MEAN`, but each replica weighs what its loss
+# was divided by.
 GradientReduction = ReduceOp | Literal["loss"]
 
 
 def as_gradient_reduction(said: ReduceOp | str) -> GradientReduction:
-    """What somebody has said of how gradients become one: a member of `ReduceOp`, or `"loss"`.
+    """How gradients become one, as somebody said: a `ReduceOp` member, or `"loss"`.
 
     Raises:
         ValueError: If it is a string that names no reduction.
@@ -137,49 +148,63 @@ class RunOptions:
     """Options of one `Strategy.run`.
 
     Args:
-        experimental_enable_dynamic_batch_size: An option of TPUs. Only its default is accepted.
-        experimental_bucketizing_dynamic_shape: An option of TPUs. Only its default is accepted.
+        experimental_enable_dynamic_batch_size: An option of TPUs. Only its default is
+            accepted.
+        experimental_bucketizing_dynamic_shape: An option of TPUs. Only its default is
+            accepted.
         experimental_xla_options: An option of TPUs. Only its default is accepted.
-        run_empty_replicas: Whether the step is called also in replicas that got no rows of the batch, with tensors of
-            zero rows. By default such replicas take no part in the step. The gradient of such a replica is dropped.
-        gradient_reduction: `MEAN`: the gradients of the replicas are averaged, each weighted by its number of
-            examples, which is right for a loss that is a mean over examples. `SUM`: they are added, which is right for
-            a loss that the step has divided by the global batch size. `"loss"`: the gradients are averaged, each
-            weighted by what the loss of its replica was divided by, such as tokens, class weights or a mask: it is read
-            from the graph of the loss when backward begins. What cannot be read is weighted as for `MEAN`, and a
-            `LossWeightWarning` says so. Every replica runs as many backwards then, in all workers. None: the reduction
-            of the strategy.
-        examples: How much each replica counts, for `MEAN`. Either one number for each replica; or a function that is
-            called for each replica with the arguments that the step gets there, before any step begins, and that
-            returns the number: an int, a float, a bool, or a tensor with one element on any device, which is read. For
-            a loss that is a mean over tokens, the function counts tokens. A replica without rows is not asked, and
-            counts 0. The gradient of a replica that counts 0 is dropped; if all of them do, rows count. None: what the
-            strategy was made with; without that, the numbers of rows that the distributed dataset gave to the replicas;
-            without a distributed dataset, the same number for each.
+        run_empty_replicas: Whether the step is called also in replicas that got no rows
+            of the batch, with tensors of zero rows. By default such replicas take no
+            part in the step. The gradient of such a replica is dropped.
+        gradient_reduction: `MEAN`: the gradients of the replicas are averaged, each
+            weighted by its number of examples, which is right for a loss that is a mean
+            over examples. `SUM`: they are added, which is right for a loss that the
+            step has divided by the global batch size. `"loss"`: the gradients are
+            averaged, each weighted by what the loss of its replica was divided by, such
+            as tokens, class weights or a mask: it is read from the graph of the loss
+            when backward begins. What cannot be read is weighted as for `MEAN`, and a
+            `LossWeightWarning` says so. Every replica runs as many backwards then, in
+            all workers. None: the reduction of the strategy.
+        examples: How much each replica counts, for `MEAN`. Either one number for each
+            replica; or a function that is called for each replica with the arguments
+            that the step gets there, before any step begins, and that returns the
+            number: an int, a float, a bool, or a tensor with one element on any device,
+            which is read. For a loss that is a mean over tokens, the function counts
+            tokens. A replica without rows is not asked, and counts 0. The gradient of a
+            replica that counts 0 is dropped; if all of them do, rows count. None: what
+            the strategy was made with; without that, the numbers of rows that the
+            distributed dataset gave to the replicas; without a distributed dataset, the
+            same number for each.
 
     Example:
         >>> strategy = torchstrategy.CentralStorageStrategy(["cpu", "cpu"])
         >>> with strategy.scope():
         ...     model = torch.nn.Linear(1, 2)
         >>> def step(inputs, targets):
-        ...     torch.nn.functional.cross_entropy(model(inputs), targets, ignore_index=-100).backward()
-        >>> def count(inputs, targets):  # one replica has two targets, and the other has one
+        ...     torch.nn.functional.cross_entropy(
+        ...         model(inputs), targets, ignore_index=-100
+        ...     ).backward()
+        >>> # One replica has two targets, and the other has one.
+        >>> def count(inputs, targets):
         ...     return (targets != -100).sum()
         >>> batch = torch.ones(4, 1), torch.tensor([0, 1, -100, 1])
         >>> (batch,) = strategy.experimental_distribute_dataset([batch])
-        >>> strategy.run(step, args=batch, options=torchstrategy.RunOptions(examples=count))
+        >>> strategy.run(
+        ...     step, args=batch, options=torchstrategy.RunOptions(examples=count)
+        ... )
         >>> gradient = model.weight.grad.clone()
-        >>> torch.nn.functional.cross_entropy(model(torch.ones(3, 1)), torch.tensor([0, 1, 1])).backward()  # adds
+        >>> outputs, targets = model(torch.ones(3, 1)), torch.tensor([0, 1, 1])
+        >>> torch.nn.functional.cross_entropy(outputs, targets).backward()  # adds
         >>> torch.allclose(model.weight.grad, 2 * gradient)
         True
 
-    Differs from tf.distribute:
-        TensorFlow ignores the TPU options on other strategies; here they are refused. TensorFlow does not have the last
-        three options.
+    Differs from tf.distribute: TensorFlow ignores the TPU options on other strategies;
+        here they are refused. TensorFlow does not have the last three options.
 
     Raises:
         ValueError: If a TPU option is set, or an example count is negative.
-        TypeError: If `gradient_reduction` is no reduction, or `examples` is neither numbers nor a function.
+        TypeError: If `gradient_reduction` is no reduction, or `examples` is neither
+            numbers nor a function.
 
     Source: https://www.tensorflow.org/versions/r2.4/api_docs/python/tf/distribute/RunOptions
     """
@@ -196,7 +221,8 @@ class RunOptions:
             said = getattr(self, option.name)
             if option.name.startswith("experimental_") and said != option.default:
                 raise ValueError(
-                    f"RunOptions({option.name}={said!r}) is an option of TPUs and has no meaning here."
+                    f"RunOptions({option.name}={said!r}) is an option of TPUs and has "
+                    "no meaning here."
                 )
         if self.gradient_reduction is not None:
             object.__setattr__(
@@ -216,12 +242,14 @@ class RunOptions:
             )
             if not is_list or not all(isinstance(count, Real) for count in examples):
                 raise TypeError(
-                    f"RunOptions(examples={given!r}): it is a list of numbers, one for each replica; or a function "
-                    "that is called with the arguments of the step, and returns how much a replica counts."
+                    f"RunOptions(examples={given!r}): it is a list of numbers, one for "
+                    "each replica; or a function that is called with the arguments of "
+                    "the step, and returns how much a replica counts."
                 )
             if not all(0 <= count < float("inf") for count in examples):
                 raise ValueError(
-                    f"RunOptions(examples={examples}) counts examples: each is a number, not negative."
+                    f"RunOptions(examples={examples}) counts examples: each is a "
+                    "number, not negative."
                 )
             object.__setattr__(self, "examples", examples)
 
@@ -232,7 +260,9 @@ NO_OPTIONS = RunOptions()
 @final
 @dataclass(frozen=True)
 class ValueContext:
-    """The argument of the function of `Strategy.experimental_distribute_values_from_function`: which replica it is for.
+    """Says which replica a value is made for.
+
+    `Strategy.experimental_distribute_values_from_function` gives it to its function.
 
     Example:
         >>> context = torchstrategy.experimental.ValueContext(1, 4)
@@ -247,4 +277,7 @@ class ValueContext:
 
     def __str__(self) -> str:
         replica, count = self.replica_id_in_sync_group, self.num_replicas_in_sync
-        return f"torchstrategy.ValueContext(replica id {replica}, total replicas in sync: {count})"
+        return (
+            f"torchstrategy.ValueContext(replica id {replica}, total replicas in sync: "
+            f"{count})"
+        )

@@ -1,12 +1,15 @@
-"""What a plain value is: a number, a text or the like, in which nobody can change anything.
+"""What a plain value is: a number or a text, in which nobody can change anything.
 
-Replicas need no copies of plain values, the library looks into none of them for tensors or modules, and two that are
-equal are one for all purposes. There are three tables, since three questions are asked:
+Replicas need no copies of plain values, the library looks into none of them for tensors
+or modules, and two that are equal are one for all purposes. There are three tables,
+since three questions are asked:
 
-    PLAIN_TYPES    is this surely plain? By `type(value) in`, which takes a tenth of the time of the next: there may be
-                   millions of values. A subclass may have attributes of its own, and is not among them.
+    PLAIN_TYPES    is this surely plain? By `type(value) in`, which takes a tenth of the
+                   time of the next: there may be millions of values. A subclass may
+                   have attributes of its own, and is not among them.
     PLAIN          is this plain? By `isinstance`
-    ROW_OBJECTS    may this be what a list has for one row of a batch? A dtype, a range or a slice stands for no row.
+    ROW_OBJECTS    may this be what a list has for one row of a batch? A dtype, a range
+                   or a slice stands for no row.
 """
 
 from __future__ import annotations
@@ -66,9 +69,12 @@ ROW_OBJECTS = (
 
 
 def are_equal(value: Any, other: Any) -> bool:
-    """Whether two values are the same object, or equal plain values of one type, or tuples of such.
+    """Whether two values are one object, equal plain values, or tuples of such.
 
-    Two equal tensors, or other objects, count as different: later, one of them may be changed in one replica.
+    Equal plain values are of one type.
+
+    Two equal tensors, or other objects, count as different: later, one of them may be
+    changed in one replica.
     """
     if type(value) is not type(other):
         return False

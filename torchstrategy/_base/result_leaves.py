@@ -1,4 +1,7 @@
-"""The leaves of what steps return, those in dataclasses and mappings included, each with its path for messages."""
+"""The leaves of what steps return, each with its path for messages.
+
+Those in dataclasses and mappings are included.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,9 @@ def map_results(
     path: str = "",
     is_leaf: IsLeaf = is_one_thing,
 ) -> Tree:
-    """What `run` returned, with `fn(leaf)` in place of each leaf. An error of `fn` names one leaf of several.
+    """What `run` returned, with `fn(leaf)` in place of each leaf.
+
+    An error of `fn` names one leaf of several.
 
     Args:
         fn: The function.
@@ -34,13 +39,16 @@ def map_results(
         is_leaf: Which containers not to look into.
 
     Raises:
-        ValueError: If the records of two replicas have different parts, or hold themselves.
+        ValueError: If the records of two replicas have different parts, or hold
+            themselves.
     """
     return _visit(lambda leaf, _: fn(leaf), value, path, is_leaf)
 
 
 def paths_of_results(value: Tree, is_leaf: IsLeaf = is_one_thing) -> list[str]:
-    """How Python code reads each leaf of what `run` returned, in the order in which `map_results` comes to them.
+    """How Python code reads each leaf of what `run` returned.
+
+    They are in the order in which `map_results` comes to them.
 
     Raises:
         ValueError: As `map_results` does.
@@ -67,8 +75,8 @@ def _visit(visit: _Visit, value: Tree, path: str, is_leaf: IsLeaf) -> Tree:
         raise
 
 
-# Processes may have the items of a dict in another order each, and each leaf is an exchange with the others. So leaves
-# are visited in the order of their paths.
+# Processes may have the items of a dict in another order each, and each leaf is an
+# exchange with the others. So leaves are visited in the order of their paths.
 def _map_results(visit: _Visit, value: Tree, path: str, is_leaf: IsLeaf) -> Tree:
     if type(value) is PerReplica:
         components, spare = value._components, value.understudy
@@ -81,7 +89,8 @@ def _map_results(visit: _Visit, value: Tree, path: str, is_leaf: IsLeaf) -> Tree
                 for one in there
             ):
                 raise ValueError(
-                    f"value{path}: the {type(there[0]).__name__} of each replica has other parts."
+                    f"value{path}: the {type(there[0]).__name__} of each replica has "
+                    "other parts."
                 )
 
             def part(name: str) -> Tree:
@@ -111,7 +120,6 @@ def _map_results(visit: _Visit, value: Tree, path: str, is_leaf: IsLeaf) -> Tree
         if not path:
             raise
         located = type(error)(f"value{path}: {error}")
-        vars(located).update(
-            vars(error)
-        )  # what is noted on it: whether other processes know of it
+        # What is noted on it: whether other processes know of it.
+        vars(located).update(vars(error))
         raise located from None

@@ -1,7 +1,10 @@
-"""Lists of Python objects with one for each row, such as texts and ids, of which each replica has its own.
+"""Lists of Python objects with one for each row, such as texts and ids.
 
-In a result of `Strategy.run` such a list is a `PerReplica` of lists, or, where all replicas returned lists of one
-length, a list of `PerReplica`s. The outermost list is the one of rows: a row may be a list, too.
+Each replica has its own rows.
+
+In a result of `Strategy.run` such a list is a `PerReplica` of lists, or, where all
+replicas returned lists of one length, a list of `PerReplica`s. The outermost list is
+the one of rows: a row may be a list, too.
 """
 
 from __future__ import annotations
@@ -24,9 +27,10 @@ from torchstrategy._base.types import Tree
 
 
 def is_row_list(value: Tree) -> bool:
-    """Whether a value is a list of Python objects for each row, of one replica or of several.
+    """Whether a value is a list of one Python object per row, of any replicas.
 
-    It is not if there is a tensor or an array in it: then the tensors are put together, each for itself.
+    It is not if there is a tensor or an array in it: then the tensors are put together,
+    each for itself.
     """
     if type(value) is PerReplica:
         there = [
@@ -44,7 +48,10 @@ def is_row_list_or_one_thing(value: Tree) -> bool:
 
 
 def own_rows(value: Tree) -> list[tuple[Tree, ...]] | None:
-    """The rows of each replica of this process that is present; None for a list that is not distributed."""
+    """The rows of each replica of this process that is present.
+
+    It is None for a list that is not distributed.
+    """
     if isinstance(value, PerReplica):
         return [tuple(component) for component in value.values]
     found = distributed_within(value)

@@ -1,8 +1,9 @@
-"""Which streams of accelerators are current on a thread, and how a block makes others current.
+"""Which streams of accelerators are current on a thread, and how a block sets them.
 
-The library never enters a stream object, as in `with stream:`. torch keeps what was current before in that object. If
-several threads have entered one object, the first that leaves gets the stream and the device of the last that entered;
-torch 2.10 raises an error instead. The functions here keep what was before on the stack of their thread.
+The library never enters a stream object, as in `with stream:`. torch keeps what was
+current before in that object. If several threads have entered one object, the first
+that leaves gets the stream and the device of the last that entered; torch 2.10 raises
+an error instead. The functions here keep what was before on the stack of their thread.
 """
 
 from __future__ import annotations
@@ -25,10 +26,11 @@ def current_streams(devices: Iterable[Device]) -> dict[Device, torch.Stream]:
 
 
 def begin_using(device: Device) -> None:
-    """Makes an accelerator the current one of this thread, which may have used none before.
+    """Makes an accelerator the current one of this thread, which may have used none.
 
-    `torch.accelerator.set_device_index` does nothing on a new thread if it is given device 0, which is the current one.
-    Then the thread has no CUDA context, and torch warns of that at the thread's first product of matrices.
+    `torch.accelerator.set_device_index` does nothing on a new thread if it is given
+    device 0, which is the current one. Then the thread has no CUDA context, and torch
+    warns of that at the thread's first product of matrices.
     """
     set_device = getattr(
         torch.get_device_module(device),
@@ -39,12 +41,14 @@ def begin_using(device: Device) -> None:
 
 
 def make_current(streams: Iterable[torch.Stream]) -> None:
-    """Makes streams the current ones of their devices on this thread. Its current device stays."""
+    """Makes streams the current ones of their devices on this thread.
+
+    Its current device stays.
+    """
     index = torch.accelerator.current_device_index()
     for stream in streams:
-        torch.accelerator.set_stream(
-            stream
-        )  # which also makes its device the current one
+        # Which also makes its device the current one.
+        torch.accelerator.set_stream(stream)
     torch.accelerator.set_device_index(index)
 
 
@@ -56,9 +60,8 @@ def on_stream(stream: torch.Stream) -> Iterator[None]:
         torch.accelerator.current_stream(stream.device),
     )
     try:
-        torch.accelerator.set_stream(
-            stream
-        )  # which also makes its device the current one
+        # Which also makes its device the current one.
+        torch.accelerator.set_stream(stream)
         yield
     finally:
         torch.accelerator.set_stream(before)
@@ -67,7 +70,10 @@ def on_stream(stream: torch.Stream) -> Iterator[None]:
 
 @contextmanager
 def on_streams(streams: Streams) -> Iterator[None]:
-    """A block in which several devices have other current streams. The current device stays."""
+    """A block in which several devices have other current streams.
+
+    The current device stays.
+    """
     before = current_streams(streams)
     try:
         make_current(streams.values())
@@ -77,13 +83,16 @@ def on_streams(streams: Streams) -> Iterator[None]:
 
 
 def keep_until_used(tensor: torch.Tensor, stream: torch.Stream) -> None:
-    """When a tensor is dropped, its memory is not used again before the stream has done what it has been given."""
+    """Keeps the memory of a dropped tensor for a stream.
+
+    It is not used again before the stream has done what it has been given.
+    """
     for part in memory_of(tensor):
         part.record_stream(stream)
 
 
 def memory_of(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The dense tensors that hold the memory of a tensor: for a sparse or nested one, its parts."""
+    """The dense tensors with a tensor's memory: the parts of a sparse or nested one."""
     if tensor.is_nested:
         parts = (tensor.values(), tensor.offsets(), tensor.lengths())  # type: ignore[attr-defined]
         return [part for part in parts if part is not None]

@@ -19,7 +19,8 @@ from typing import Any, TypeVar
 import torch
 from torch import _guards, overrides
 
-# The frame evaluator, which decides whether `torch.compile` compiles a function that is called.
+# The frame evaluator, which decides whether `torch.compile` compiles a function that is
+# called.
 from torch._C._dynamo import eval_frame
 from torch.autograd import profiler as _profiler
 from torch.nn.modules import module as _modules
@@ -29,7 +30,8 @@ from torch.utils import _device, _python_dispatch, _pytree
 
 T = TypeVar("T")
 
-# The tables of hooks that torch calls for every module, in all threads: there is no public way to list them.
+# The tables of hooks that torch calls for every module, in all threads: there is no
+# public way to list them.
 GLOBAL_MODULE_HOOKS: tuple[dict[int, Any], ...] = (
     _modules._global_forward_pre_hooks,
     _modules._global_forward_hooks,
@@ -39,9 +41,12 @@ GLOBAL_MODULE_HOOKS: tuple[dict[int, Any], ...] = (
 
 
 def global_step_hooks() -> tuple[dict[int, Any], dict[int, Any]]:
-    """The tables of hooks that torch calls before and after the steps of all optimizers, which it cannot list.
+    """The tables of hooks that torch calls around the steps of all optimizers.
 
-    They are asked for each time: in ranks on threads, other tables stand in these places.
+    Torch cannot list these hooks.
+
+    They are asked for each time: in ranks on threads, other tables stand in these
+    places.
     """
     return (
         _optimizers._global_optimizer_pre_hooks,
@@ -49,9 +54,10 @@ def global_step_hooks() -> tuple[dict[int, Any], dict[int, Any]]:
     )
 
 
-# A replica's thread has to be in the very mode objects that the caller's thread is in. `with mode:` would run the
-# mode's own `__enter__`, which may reset it (FlopCounterMode starts counting at zero), and there is no public way to
-# push a mode without entering it.
+# A replica's thread has to be in the very mode objects that the caller's thread is in.
+# `with mode:` would run the mode's own `__enter__`, which may reset it (FlopCounterMode
+# starts counting at zero), and there is no public way to push a mode without entering
+# it.
 function_modes: Callable[[], list[Any]] = overrides._get_current_function_mode_stack
 pop_function_mode: Callable[[], Any] = overrides._pop_mode
 push_function_mode: Callable[[Any], None] = overrides._push_mode
@@ -62,8 +68,9 @@ dispatch_modes: Callable[[], list[Any]] = (
 pop_dispatch_mode: Callable[[], Any] = _python_dispatch._pop_mode
 push_dispatch_mode: Callable[[Any], None] = _python_dispatch._push_mode
 
-# The functions that walk nested containers. torch's own tracing and export use them, and libraries register
-# their containers with them; `torch.utils.pytree` is not public yet.
+# The functions that walk nested containers. torch's own tracing and export use them,
+# and libraries register their containers with them; `torch.utils.pytree` is not public
+# yet.
 TreeSpec = _pytree.TreeSpec
 kinds_of_nodes = _pytree.SUPPORTED_NODES
 kind_of_node = _pytree._get_node_type
@@ -71,7 +78,8 @@ tree_flatten = _pytree.tree_flatten
 tree_is_leaf = _pytree.tree_is_leaf
 tree_leaves_with_path = _pytree.tree_leaves_with_path
 
-# The fused loops over many tensors that torch's optimizers use. `torch.optim` is their only public user.
+# The fused loops over many tensors that torch's optimizers use. `torch.optim` is their
+# only public user.
 foreach_add = torch._foreach_add
 foreach_add_ = torch._foreach_add_
 foreach_copy_ = torch._foreach_copy_
@@ -95,27 +103,32 @@ def _make_counting(write: Callable[..., Any]) -> Callable[..., Any]:
     return counting
 
 
-# torch's kernels for CUDA of these two operators on lists do not count what they write in the versions of the tensors,
-# as their kernels for the CPU do. `AveragedModel` writes by the one, and `zero_grad(set_to_none=False)` of an optimizer
-# with `foreach=True` by the other; a run would see neither.
+# torch's kernels for CUDA of these two operators on lists do not count what they write
+# in the versions of the tensors, as their kernels for the CPU do. `AveragedModel`
+# writes by the one, and `zero_grad(set_to_none=False)` of an optimizer with
+# `foreach=True` by the other; a run would see neither.
 for _name in ("_foreach_lerp_", "_foreach_zero_"):
     setattr(torch, _name, _make_counting(getattr(torch, _name)))
 
-# Whether this build of torch has NCCL; `torch.cuda.nccl.is_available` checks the same, and also warns.
+# Whether this build of torch has NCCL; `torch.cuda.nccl.is_available` checks the same,
+# and also warns.
 HAS_NCCL = hasattr(torch._C, "_nccl_all_reduce")
 
-# The default saved-tensor hooks of a thread. The public `torch.autograd.graph.saved_tensors_hooks` sets them, but
-# cannot tell which ones are set.
+# The default saved-tensor hooks of a thread. The public
+# `torch.autograd.graph.saved_tensors_hooks` sets them, but cannot tell which ones are
+# set.
 push_saved_tensors_hooks = torch._C._autograd._push_saved_tensors_default_hooks
 pop_saved_tensors_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
 
 
-# A block in which no function mode sees the calls: the user's modes are for the user's calls, not for the library's.
+# A block in which no function mode sees the calls: the user's modes are for the user's
+# calls, not for the library's.
 unseen_by_function_modes: Callable[[], AbstractContextManager[None]] = (
     torch._C.DisableTorchFunction
 )
 
-# How many function modes this thread is in. It makes no list of the modes, since every run calls it.
+# How many function modes this thread is in. It makes no list of the modes, since every
+# run calls it.
 count_function_modes: Callable[[], int] = torch._C._len_torch_function_stack
 
 # The name of torch's device type for backends of others, `PrivateUse1`.
@@ -131,8 +144,8 @@ set_raw_grad: Callable[[torch.Tensor, torch.Tensor | None], None] = (
 # How often a tensor was written in place, as autograd counts it.
 version: Callable[[torch.Tensor], int] = _of_tensor._version.__get__
 
-# How many operations autograd has recorded on this thread. If the number is the same at two moments, autograd has
-# recorded nothing in between.
+# How many operations autograd has recorded on this thread. If the number is the same at
+# two moments, autograd has recorded nothing in between.
 num_nodes: Callable[[], int] = torch._C._autograd._get_sequence_nr
 
 
@@ -140,14 +153,15 @@ def _of_each(
     read: Callable[[torch.Tensor], T], tensors: Iterable[torch.Tensor]
 ) -> list[T]:
     """What `read` returns for each of some tensors."""
-    # Else torch looks up, for each tensor of a subclass, whether the subclass has a function of its own for this. That
-    # takes longer than reading the attribute.
+    # Else torch looks up, for each tensor of a subclass, whether the subclass has a
+    # function of its own for this. That takes longer than reading the attribute.
     with unseen_by_function_modes():
         return list(map(read, tensors))
 
 
-# A run looks at all parameters several times. These make a list of what `map` reads, without a Python call for each
-# tensor: the gradients that autograd has written, how many bytes the elements take, and so on.
+# A run looks at all parameters several times. These make a list of what `map` reads,
+# without a Python call for each tensor: the gradients that autograd has written, how
+# many bytes the elements take, and so on.
 _Tensors = Iterable[torch.Tensor]
 raw_grads: Callable[[_Tensors], list[torch.Tensor | None]] = functools.partial(
     _of_each, raw_grad
@@ -170,13 +184,16 @@ are_contiguous: Callable[[_Tensors], list[bool]] = functools.partial(
 
 
 def kinds_of(tensors: Sequence[torch.Tensor]) -> set[tuple[torch.dtype, bool]]:
-    """The dtypes of some tensors, each with whether there is such a tensor on the CPU, or on another device."""
+    """The dtypes of some tensors, each with where such a tensor is.
+
+    It says whether one is on the CPU, or on another device.
+    """
     with unseen_by_function_modes():
         return set(zip(map(_dtype, tensors), map(_is_cpu, tensors), strict=True))
 
 
 def forms(tensors: Sequence[torch.Tensor]) -> list[object]:
-    """What differs once one of some tensors was resized, or got another dtype, by its `data`."""
+    """What differs once one of some tensors was resized, or recast, by its `data`."""
     with unseen_by_function_modes():
         return [*map(_nbytes, tensors), *map(_dtype, tensors)]
 
@@ -202,7 +219,10 @@ def take_raw_grads(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor | None]
 
 
 def versions(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """How often each of some tensors was written in place; 0 for inference tensors, which do not count their writes."""
+    """How often each of some tensors was written in place.
+
+    It is 0 for inference tensors, which do not count their writes.
+    """
     try:
         with unseen_by_function_modes():
             return list(map(version, tensors))
@@ -211,7 +231,7 @@ def versions(tensors: Sequence[torch.Tensor]) -> list[int]:
 
 
 def are_dense(tensors: Iterable[torch.Tensor]) -> bool:
-    """Whether all of some tensors have the layout `torch.strided`, and none is sparse."""
+    """Whether some tensors all have the layout `torch.strided`, and none is sparse."""
     return _STRIDED.issuperset(_of_each(_layout, tensors))
 
 
@@ -229,7 +249,10 @@ _layout: Callable[[Any], torch.layout] = _of_tensor.layout.__get__
 
 
 def readings(tensors: Sequence[torch.Tensor]) -> list[list[object]]:
-    """How each of some tensors reads its memory: whether as conjugate, whether as negative, and with which strides."""
+    """How each of some tensors reads its memory.
+
+    It says whether as conjugate, whether as negative, and with which strides.
+    """
     read: list[Callable[[torch.Tensor], Any]] = [
         torch.Tensor.is_conj,
         torch.Tensor.is_neg,
@@ -242,16 +265,16 @@ def _stride_or_layout(tensor: torch.Tensor) -> object:
     return tensor.stride() if tensor.layout is torch.strided else tensor.layout
 
 
-# Views of the parts of a flat tensor that lie one after the other, in the shapes of other tensors: the reverse of
-# `memory.flatten`. In Python it would be two calls for each part, which for small tensors take longer than to add them
-# up.
+# Views of the parts of a flat tensor that lie one after the other, in the shapes of
+# other tensors: the reverse of `memory.flatten`. In Python it would be two calls for
+# each part, which for small tensors take longer than to add them up.
 unflatten: Callable[[torch.Tensor, _Tensors], Sequence[torch.Tensor]] = (
     torch._utils._unflatten_dense_tensors
 )
 
 
 def pointers(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """The address at which each of some tensors begins in memory; for a sparse tensor, its id."""
+    """The address at which each tensor begins in memory; for a sparse one, its id."""
     if are_dense(tensors):
         return _of_each(torch.Tensor.data_ptr, tensors)
     return [
@@ -261,7 +284,10 @@ def pointers(tensors: Sequence[torch.Tensor]) -> list[int]:
 
 
 def have_gradient_hooks(leaves: Iterable[torch.Tensor]) -> bool:
-    """Whether the user has registered hooks for the gradient of any of some leaves, which no public function tells."""
+    """Whether the user has registered hooks for the gradient of any of some leaves.
+
+    No public function tells that.
+    """
     with unseen_by_function_modes():
         return any(map(_hooks_of_tensor, leaves)) or any(map(_late_hooks, leaves))
 
@@ -280,10 +306,12 @@ def saved_tensors_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | Non
 def end_modes() -> None:
     """Ends all modes and hooks of saved tensors that this thread is in.
 
-    A thread must not keep one when it ends. C++ gives it back to Python after the thread has left Python, when a join
-    may be over already: if the process is at its end by then, too, it aborts.
+    A thread must not keep one when it ends. C++ gives it back to Python after the
+    thread has left Python, when a join may be over already: if the process is at its
+    end by then, too, it aborts.
     """
-    left = dispatch_modes()  # it keeps them alive: to pop a mode that nobody else refers to crashes torch 2.10
+    # It keeps them alive: to pop a mode that nobody else refers to crashes torch 2.10.
+    left = dispatch_modes()
     for _ in left:
         pop_dispatch_mode()
     while function_modes():
@@ -292,9 +320,10 @@ def end_modes() -> None:
         pop_saved_tensors_hooks()
 
 
-# A block in inference mode, or out of it. At its end, this thread has the grad mode, the inference mode and the
-# threads for backward that it had before, whatever was set in the block. These take a fifth of the time of the public
-# `torch.inference_mode`, `torch.set_grad_enabled` and `torch.autograd.set_multithreading_enabled`.
+# A block in inference mode, or out of it. At its end, this thread has the grad mode,
+# the inference mode and the threads for backward that it had before, whatever was set
+# in the block. These take a fifth of the time of the public `torch.inference_mode`,
+# `torch.set_grad_enabled` and `torch.autograd.set_multithreading_enabled`.
 autograd_state: Callable[[bool], AbstractContextManager[object]] = (
     torch._C._InferenceMode
 )
@@ -304,18 +333,23 @@ set_multithreading_enabled: Callable[[bool], None] = (
 )
 
 
-# Its `device_context` is the function mode by which `torch.set_default_device` acts on this thread, and which the next
-# `torch.set_default_device` ends; a thread that has set no default device has no such attribute.
+# Its `device_context` is the function mode by which `torch.set_default_device` acts on
+# this thread, and which the next `torch.set_default_device` ends; a thread that has set
+# no default device has no such attribute.
 default_device: Any = torch._GLOBAL_DEVICE_CONTEXT
 
 
 class DefaultDevice(_device.DeviceContext):
-    """A block in which tensors that are created without a device are on this one, as in `with torch.device(...)`.
+    """A block in which tensors that name no device are created on this one.
 
-    Random numbers of a generator are where the generator is: it can draw nowhere else, and torch would raise an error.
+    `with torch.device(...)` does the same.
+
+    Random numbers of a generator are where the generator is: it can draw nowhere else,
+    and torch would raise an error.
     """
 
-    # As `with torch.device(...)`, it leaves alone what `torch.set_default_device` writes, which is one for all threads.
+    # As `with torch.device(...)`, it leaves alone what `torch.set_default_device`
+    # writes, which is one for all threads.
     __enter__ = overrides.TorchFunctionMode.__enter__
     __exit__ = overrides.TorchFunctionMode.__exit__
 
@@ -333,12 +367,13 @@ class DefaultDevice(_device.DeviceContext):
         return func(*args, **kwargs)
 
 
-# Makes a leaf of a class that shares the memory of some data. `torch.nn.Parameter.__new__` behaves differently for
-# different classes of data; this is the constructor that it calls in the end.
+# Makes a leaf of a class that shares the memory of some data.
+# `torch.nn.Parameter.__new__` behaves differently for different classes of data; this
+# is the constructor that it calls in the end.
 make_parameter = torch.Tensor._make_subclass
 
-# A block in which writes on a tensor, or on several, do not change its version, as some writes of torch's own kernels
-# do not.
+# A block in which writes on a tensor, or on several, do not change its version, as some
+# writes of torch's own kernels do not.
 _autograd: Any = torch.autograd
 _Kept = torch.Tensor | tuple[torch.Tensor, ...]
 keeping_version: Callable[[_Kept], AbstractContextManager[None]] = (
@@ -348,7 +383,9 @@ keeping_version: Callable[[_Kept], AbstractContextManager[None]] = (
 
 @contextmanager
 def counting_writes(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
-    """A block that writes each of some tensors once, and counts that in their versions, whether torch does or not.
+    """A block that writes each of some tensors once.
+
+    It counts that in their versions, whether torch does or not.
 
     NCCL writes memory that torch does not look at.
     """
@@ -370,26 +407,33 @@ on_gradient: Callable[[torch.Tensor, Callable[[torch.Tensor], None]], Any]
 on_gradient = torch.Tensor.register_post_accumulate_grad_hook
 
 
-# The function by which `Tensor.backward`, `autograd.backward` and `autograd.grad` run the engine. A worker with one
-# replica has to act before a backward adds to the first gradient and after it has added to the last one, and torch has
-# hooks for neither: the hooks of tensors are called in between.
+# The function by which `Tensor.backward`, `autograd.backward` and `autograd.grad` run
+# the engine. A worker with one replica has to act before a backward adds to the first
+# gradient and after it has added to the last one, and torch has hooks for neither: the
+# hooks of tensors are called in between.
 _run_engine = _autograd._engine_run_backward
 
-# Runs a backward: it is called with a function that does so, and with whether the gradients get a graph.
+# Runs a backward: it is called with a function that does so, and with whether the
+# gradients get a graph.
 AroundBackward = Callable[[Callable[[], Any], bool], Any]
-# Runs the forward of a `DistributedDataParallel`: it is called with the module, and with a function that does so.
+# Runs the forward of a `DistributedDataParallel`: it is called with the module, and
+# with a function that does so.
 AroundForward = Callable[[Any, Callable[[], Any]], Any]
 
 
-# Runs a backward: it is called with where the backward begins, which are tensors or edges of the graph; with the
-# gradients there; and with a function that runs it from these or from others.
+# Runs a backward: it is called with where the backward begins, which are tensors or
+# edges of the graph; with the gradients there; and with a function that runs it from
+# these or from others.
 AroundLosses = Callable[
     [Sequence[Any], Sequence[Any], Callable[[Sequence[Any], Sequence[Any]], Any]], Any
 ]
 
 
 class _Around(threading.local):
-    """What runs the backwards of this thread, and the forwards of its `DistributedDataParallel`s; None: torch alone."""
+    """What runs the backwards of this thread, and the forwards of its DDP modules.
+
+    They are modules of `DistributedDataParallel`. None: torch alone.
+    """
 
     backward: AroundBackward | None = None
     losses: AroundLosses | None = None
@@ -400,13 +444,16 @@ _around = _Around()
 
 
 class _Inputs:
-    """What `backward(inputs=...)` and `torch.autograd.grad` take for the tensors that a step names."""
+    """What `backward(inputs=...)` and `autograd.grad` take for a step's tensors."""
 
     of_replica: Callable[[Any], Any] | None = None
 
 
 def take_inputs_by(of_replica: Callable[[Any], Any]) -> None:
-    """From here on, a gradient that is asked for by a tensor is that of what `of_replica` returns for the tensor."""
+    """From here on, a gradient that is asked for by a tensor is another's.
+
+    It is that of what `of_replica` returns for the tensor.
+    """
     _Inputs.of_replica = of_replica
     _autograd._engine_run_backward = _run_backward
 
@@ -458,8 +505,8 @@ def _run_backward(
         _around.backward, _around.losses = around, of_losses
 
 
-# Nothing public tells which `DistributedDataParallel`s hold a module, and torch would call a forward hook for all
-# modules at the forward of each.
+# Nothing public tells which `DistributedDataParallel`s hold a module, and torch would
+# call a forward hook for all modules at the forward of each.
 _DistributedDataParallel: Any = torch.nn.parallel.DistributedDataParallel
 _run_forward = _DistributedDataParallel.forward
 
@@ -476,7 +523,9 @@ def _forward(module: Any, *args: Any, **kwargs: Any) -> Any:
 def run_by(
     backward: AroundBackward, forward: AroundForward, call: Callable[[], T]
 ) -> T:
-    """Returns `call()`, during which `backward` runs each backward of this thread that adds to `.grad` of leaves.
+    """Returns `call()`, while `backward` runs backwards of this thread.
+
+    It runs each one that adds to `.grad` of leaves.
 
     And `forward` runs each forward of a `DistributedDataParallel`.
     """
@@ -493,7 +542,9 @@ def run_by(
 
 
 class losses_run_by(AbstractContextManager[None]):
-    """A block in which a function runs each backward of this thread that adds to `.grad` of leaves.
+    """A block in which a function runs each backward that adds to `.grad` of leaves.
+
+    It does for the backwards of this thread.
 
     It is told where the backward begins, and may let it begin elsewhere.
     """
@@ -512,7 +563,9 @@ class losses_run_by(AbstractContextManager[None]):
 
 
 def losses_noted_by(note: Callable[[Sequence[Any]], object]) -> losses_run_by:
-    """A block in which a function is told where each backward of this thread begins that adds to `.grad` of leaves.
+    """A block in which a function is told where each backward begins.
+
+    It is told of those of this thread that add to `.grad` of leaves.
 
     Whatever ran these backwards before goes on to run them.
     """
@@ -543,7 +596,7 @@ def is_distributed_tensor(tensor: object) -> bool:
 
 
 def is_flat_sharded(module: torch.nn.Module) -> bool:
-    """Whether a module is a `FullyShardedDataParallel`, which came before `fully_shard`."""
+    """Whether a module is a `FullyShardedDataParallel`, older than `fully_shard`."""
     kind = getattr(
         sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", None
     )
@@ -551,10 +604,13 @@ def is_flat_sharded(module: torch.nn.Module) -> bool:
 
 
 def sharding_groups(module: torch.nn.Module) -> Sequence[Any]:
-    """The groups of parameters that `fully_shard` has made of a module; empty if it has not sharded the module.
+    """The groups of parameters that `fully_shard` has made of a module.
 
-    `FSDPModule` sets how it communicates, but does not tell it. Nor does it tell which parameters are its own: between
-    forward and backward, its modules may have whole ones in their place.
+    There are none if it has not sharded the module.
+
+    `FSDPModule` sets how it communicates, but does not tell it. Nor does it tell which
+    parameters are its own: between forward and backward, its modules may have whole
+    ones in their place.
     """
     state = getattr(module, "_get_fsdp_state", None)
     if state is None:
@@ -567,28 +623,37 @@ def sharding_groups(module: torch.nn.Module) -> Sequence[Any]:
 
 
 def places_of_sharded(parameter: Any) -> list[tuple[torch.nn.Module, str]]:
-    """The modules that have a parameter of one of `sharding_groups`, each with the name under which it has it."""
+    """The modules that have a parameter of one of `sharding_groups`.
+
+    Each comes with the name under which it has it.
+    """
     info = parameter._module_info
     shared = zip(info.shared_modules, info.shared_param_names, strict=True)
     return [(info.module, info.param_name), *shared]
 
 
 def whole_of_sharded(parameter: Any) -> torch.Tensor | None:
-    """The whole parameter, for which backward computes a gradient; None: forward has not put it together yet."""
+    """The whole parameter, for which backward computes a gradient.
+
+    None: forward has not put it together yet.
+    """
     whole: torch.Tensor | None = getattr(parameter, "_unsharded_param", None)
     return whole
 
 
 def communication_hooks(module: Any) -> bool:
-    """Whether a `DistributedDataParallel` has hooks of its own for its communication, which it does not tell."""
+    """Whether a `DistributedDataParallel` has communication hooks of its own.
+
+    It does not tell of them.
+    """
     return bool(module._comm_hooks)
 
 
 def will_be_reached(leaf: torch.Tensor) -> bool:
-    """Whether the backward that is under way on this thread reaches a leaf, or has reached it already.
+    """Whether the backward under way on this thread reaches a leaf, or has reached it.
 
-    `register_multi_grad_hook` uses the same function, but keeps all its leaves alive in a reference cycle that the
-    garbage collector cannot find.
+    `register_multi_grad_hook` uses the same function, but keeps all its leaves alive in
+    a reference cycle that the garbage collector cannot find.
     """
     return torch._C._will_engine_execute_node(
         torch.autograd.graph.get_gradient_edge(leaf).node
@@ -598,7 +663,8 @@ def will_be_reached(leaf: torch.Tensor) -> bool:
 # The indices and values of a sparse tensor, also of one that is not coalesced.
 sparse_indices: Any = torch.ops.aten._indices
 sparse_values: Any = torch.ops.aten._values
-# Swaps the contents of two tensors, so that every reference to one of them now shows the other.
+# Swaps the contents of two tensors, so that every reference to one of them now shows
+# the other.
 swap_tensors: Callable[[torch.Tensor, torch.Tensor], None] = torch._C._swap_tensor_impl
 # Tells the frame evaluator to leave a function, and all that it calls, as they are.
 _AS_IT_IS = eval_frame._FrameExecStrategy(
@@ -607,16 +673,17 @@ _AS_IT_IS = eval_frame._FrameExecStrategy(
 
 
 def hide_from_compiler(function: Any) -> None:
-    """Makes `torch.compile` run a function, and all that it calls, without compiling them.
+    """Makes `torch.compile` run a function, and all it calls, without compiling them.
 
-    `torch.compiler.disable` would wrap the function, and would import the compiler, which takes seconds.
+    `torch.compiler.disable` would wrap the function, and would import the compiler,
+    which takes seconds.
     """
     function._torchdynamo_disable = True
     eval_frame.set_code_exec_strategy(function.__code__, _AS_IT_IS)
 
 
-# The compiler is to trace this mode within functions that it compiles, as it does torch's own, and not to compile it
-# where torch calls it from elsewhere.
+# The compiler is to trace this mode within functions that it compiles, as it does
+# torch's own, and not to compile it where torch calls it from elsewhere.
 eval_frame.set_code_exec_strategy(
     DefaultDevice.__torch_function__.__code__,
     eval_frame._FrameExecStrategy(
@@ -626,9 +693,12 @@ eval_frame.set_code_exec_strategy(
 
 
 def compile_alike(module: torch.nn.Module, copy: torch.nn.Module) -> None:
-    """Compiles a copy of a module in place, with the same settings, if `module.compile()` has compiled the module.
+    """Compiles a copy of a module in place, if `module.compile()` has compiled that.
 
-    The copy is not compiled by itself, and only the function that `torch.compile` returned has the settings.
+    The settings are the same.
+
+    The copy is not compiled by itself, and only the function that `torch.compile`
+    returned has the settings.
     """
     compiled: Any = module._compiled_call_impl
     if compiled is not None:
@@ -641,16 +711,20 @@ def compile_alike(module: torch.nn.Module, copy: torch.nn.Module) -> None:
 
 
 def flat_weights(layer: torch.nn.RNNBase) -> list[Any]:
-    """All weights of a recurrent layer, in the order in which cuDNN takes them. Some may be missing."""
+    """All weights of a recurrent layer, in the order in which cuDNN takes them.
+
+    Some may be missing.
+    """
     return list(getattr(layer, "_flat_weights", ()))
 
 
 def keep_graphs_here() -> None:
     """Gives this thread the tables in which torch's compiler keeps CUDA graphs.
 
-    With `torch.compile(mode="reduce-overhead")` it looks for them on the thread that runs a compiled function. Torch
-    gave them to the main thread and to those of backward, and ended with an assertion on any other one; now it makes
-    them where they are missing.
+    With `torch.compile(mode="reduce-overhead")` it looks for them on the thread that
+    runs a compiled function. Torch gave them to the main thread and to those of
+    backward, and ended with an assertion on any other one; now it makes them where they
+    are missing.
     """
     if torch.__version__ < "2.13":  # which compares the numbers, and no text
         tables: dict[str, object] = {
@@ -658,39 +732,47 @@ def keep_graphs_here() -> None:
             "tree_manager_locks": defaultdict(threading.Lock),
         }
         for name, table in tables.items():
-            # When the thread ends, torch lets go of a reference to the table that it has never taken. Without one that
-            # is its own, Python would free the table at once, and torch would free other memory later.
+            # When the thread ends, torch lets go of a reference to the table that it
+            # has never taken. Without one that is its own, Python would free the table
+            # at once, and torch would free other memory later.
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(table))
             torch._C._stash_obj_in_tls(name, table)
 
 
 def keep_what_stands_in_for_gpus() -> None:
-    """Creates, on this thread, the substitute for a CUDA device guard that torch uses on a machine without GPUs.
+    """Creates, on this thread, the substitute for a CUDA device guard.
 
-    A build of torch for CUDA needs it when it traces for `torch.compile`. In torch 2.10 and 2.11 it belongs to the
-    first thread that traces; when that thread ends, torch frees it, and the next thread that traces crashes.
+    Torch uses it on a machine without GPUs.
+
+    A build of torch for CUDA needs it when it traces for `torch.compile`. In torch 2.10
+    and 2.11 it belongs to the first thread that traces; when that thread ends, torch
+    frees it, and the next thread that traces crashes.
     """
     if torch.version.cuda is not None and not torch.cuda.is_available():
         torch._C._ensureCUDADeviceGuardSet()
 
 
 def is_compiling() -> bool:
-    """Whether `torch.compile` is compiling on this thread. It does not say which function; no caller needs that."""
-    # Each read of a gradient asks this. `CompileContext.try_get` takes three times as long where nobody compiles.
+    """Whether `torch.compile` is compiling on this thread.
+
+    It does not say which function; no caller needs that.
+    """
+    # Each read of a gradient asks this. `CompileContext.try_get` takes three times as
+    # long where nobody compiles.
     return _guards._TLS.__dict__.get("compile_context") is not None
 
 
 hide_from_compiler(_run_backward)
-hide_from_compiler(
-    is_compiling
-)  # else the answer while a step is compiled would be a part of the compiled step
+# Else the answer while a step is compiled would be a part of the compiled step.
+hide_from_compiler(is_compiling)
 
 
 @contextmanager
 def parametrizations_computed_anew() -> Iterator[None]:
-    """A block in which `torch.nn.utils.parametrize.cached()`, which may be around it, caches nothing.
+    """A block in which `torch.nn.utils.parametrize.cached()` around it caches nothing.
 
-    Its one cache knows a module and all copies of it by one key, so a replica would get the tensor of another.
+    Its one cache knows a module and all copies of it by one key, so a replica would get
+    the tensor of another.
     """
     depth = parametrize._cache_enabled
     parametrize._cache_enabled -= depth
@@ -701,17 +783,21 @@ def parametrizations_computed_anew() -> Iterator[None]:
 
 
 def are_parametrizations_cached() -> bool:
-    """Whether a block of `torch.nn.utils.parametrize.cached()` is open, on any thread."""
+    """Whether any thread is in a block of `torch.nn.utils.parametrize.cached()`."""
     return bool(parametrize._cache_enabled)
 
 
 def is_transforming() -> bool:
-    """Whether a transform of `torch.func` is under way on this thread: `grad`, `vmap`, `jvp` and so on."""
+    """Whether a transform of `torch.func` is under way on this thread.
+
+    It is `grad`, `vmap`, `jvp` and so on.
+    """
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
-# Whether a profiler is on, on any thread. `record_function` does not check this, and costs as much without a profiler
-# as with one. This check costs 50 ns, since it creates no Python frame.
+# Whether a profiler is on, on any thread. `record_function` does not check this, and
+# costs as much without a profiler as with one. This check costs 50 ns, since it creates
+# no Python frame.
 is_profiling: Callable[[], bool] = functools.partial(
     getattr, _profiler, "_is_profiler_enabled"
 )
@@ -720,7 +806,9 @@ is_profiling_this_thread_only: Callable[[], bool] = _autograd._profiler_enabled
 
 
 def are_alone_in_memory(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether each of some tensors shares its memory with no other tensor and no other library, such as numpy.
+    """Whether each of some tensors has its memory for itself.
+
+    It shares it with no other tensor and no other library, such as numpy.
 
     A tensor that reads its memory as conjugate or negative counts as one that shares.
     """
@@ -736,7 +824,9 @@ def are_alone_in_memory(tensors: Sequence[torch.Tensor]) -> bool:
     )
 
 
-_ONE_TENSOR = 2  # the users of a storage that one tensor has: the tensor, and the Python object for the storage
+# The users of a storage that one tensor has: the tensor, and the Python object for the
+# storage.
+_ONE_TENSOR = 2
 
 
 def has_one_tensor(storage: torch.UntypedStorage) -> bool:
@@ -751,9 +841,12 @@ def num_users(storage: torch.UntypedStorage) -> int:
 
 
 def shared_store(prefix: str) -> tuple[Any, tuple[str, int] | None]:
-    """A connection of its own to the store by which the processes of `torch.distributed` have found each other.
+    """A connection of its own to the store of `torch.distributed`.
 
-    Its keys begin with the prefix. The host and the port are those at which it is kept, if it is at any.
+    By this store the processes have found each other.
+
+    Its keys begin with the prefix. The host and the port are those at which it is kept,
+    if it is at any.
     """
     distributed: Any = torch.distributed
     store = distributed.distributed_c10d._get_default_store()
@@ -775,15 +868,17 @@ def make_named_group(
 ) -> torch.distributed.ProcessGroup:
     """A group of some of the processes, which these make without the others.
 
-    torch names such a group (`new_group(use_local_synchronization=True)`) by how many groups its process has. Two
-    processes of which one has one more, or has not yet collected one that is gone, then wait for each other under two
-    names.
+    torch names such a group (`new_group(use_local_synchronization=True)`) by how many
+    groups its process has. Two processes of which one has one more, or has not yet
+    collected one that is gone, then wait for each other under two names.
 
     Args:
         name: The same in all processes of the group, and of no other group.
-        ranks: The processes, of which this is one, by their numbers in the default group.
+        ranks: The processes, of which this is one, by their numbers in the default
+            group.
         backend: Its backends. None: as the default group has.
-        timeout: How long an operation may take. None: as torch's default for the backend.
+        timeout: How long an operation may take. None: as torch's default for the
+            backend.
     """
     c10d: Any = torch.distributed.distributed_c10d
     world = c10d._world

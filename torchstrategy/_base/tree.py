@@ -1,10 +1,12 @@
 """Nested containers: taking them apart, and putting them together again.
 
-Containers are lists, tuples, named tuples, dicts, and all types that are registered with torch's pytree. Anything else
-is a leaf: a tensor, a string, a set, an object of the user's own class.
+Containers are lists, tuples, named tuples, dicts, and all types that are registered
+with torch's pytree. Anything else is a leaf: a tensor, a string, a set, an object of
+the user's own class.
 
-Some leaves are objects with known parts: dataclasses and mutable mappings, which this file calls records. The trees do
-not look into them; `leaves_within` and `map_within` do.
+Some leaves are objects with known parts: dataclasses and mutable mappings, which this
+file calls records. The trees do not look into them; `leaves_within` and `map_within`
+do.
 """
 
 from __future__ import annotations
@@ -38,10 +40,12 @@ def is_one_thing(value: Tree) -> bool:
 def tree_flatten(
     tree: Tree, is_leaf: IsLeaf = is_one_thing
 ) -> tuple[list[Tree], TreeSpec]:
-    """The leaves of `tree`, and its structure; `is_leaf` says which containers not to look into.
+    """The leaves of `tree`, and its structure.
 
-    torch's own `tree_flatten` creates, at each call, a function that refers to itself: the memory of this reference
-    cycle is freed only by the garbage collector.
+    `is_leaf` says which containers not to look into.
+
+    torch's own `tree_flatten` creates, at each call, a function that refers to itself:
+    the memory of this reference cycle is freed only by the garbage collector.
     """
     leaves: list[Tree] = []
     try:
@@ -53,9 +57,8 @@ def tree_flatten(
 
 def tree_leaves(tree: Tree) -> list[Tree]:
     """The leaves of `tree`, whose structure nobody asks for."""
-    kind = type(
-        tree
-    )  # lists, tuples and dicts, as most trees are, are quicker to walk than to flatten
+    # Lists, tuples and dicts, as most trees are, are quicker to walk than to flatten.
+    kind = type(tree)
     if kind is dict:
         tree = list(tree.values())
     elif kind is not list and kind is not tuple:
@@ -74,20 +77,24 @@ def tree_leaves(tree: Tree) -> list[Tree]:
 
 
 PLAIN_LEAVES = frozenset({torch.Tensor, *PLAIN_TYPES})
-# These, and what else is never looked into: the class of most values of replicas adds itself.
+# These, and what else is never looked into: the class of most values of replicas adds
+# itself.
 KNOWN_LEAVES: set[Any] = set(PLAIN_LEAVES)
 
 
 @final
 class RowColumn(list[Tree]):
-    """What several replicas have in one place of a list with a plain object for each of their rows.
+    """What replicas have in one place of a list with a plain object for each row.
 
-    The same object in all of them is one for each: there is only one object for a class name that all have found.
+    The same object in all of them is one for each: there is only one object for a class
+    name that all have found.
     """
 
 
 def is_plain_list(value: Tree) -> bool:
-    """Whether a value is a list with a text, a number or the like for each row, or with containers of such.
+    """Whether a value is a list with a text, a number or the like for each row.
+
+    Containers of such may be there, too.
 
     So is a tuple of texts, as a `DataLoader` makes it of texts.
     """
@@ -112,13 +119,16 @@ def is_container(value: Tree) -> bool:
 def map_leaves(
     fn: Callable[[Tree], Tree], tree: Tree, is_leaf: IsLeaf = is_one_thing
 ) -> Tree:
-    """`tree` with every leaf replaced by `fn(leaf)`; `is_leaf` says which containers not to look into."""
+    """`tree` with every leaf replaced by `fn(leaf)`.
+
+    `is_leaf` says which containers not to look into.
+    """
     try:
         if is_leaf(tree):
             return fn(tree)
-        kind = type(
-            tree
-        )  # lists, tuples and dicts, as most batches are, are quicker to walk than to flatten
+        # Lists, tuples and dicts, as most batches are, are quicker to walk than to
+        # flatten.
+        kind = type(tree)
         if kind is list or kind is tuple:
             return kind([map_leaves(fn, item, is_leaf) for item in tree])
         if kind is dict:
@@ -131,7 +141,10 @@ def map_leaves(
 
 
 def by_name(tree: Tree) -> tuple[list[str], list[Tree], Callable[[list[Tree]], Tree]]:
-    """The names and leaves of `tree` in the order of the names, and a function that builds the tree of other leaves."""
+    """The names and leaves of `tree` in the order of the names.
+
+    With them comes a function that builds the tree of other leaves.
+    """
     named = leaves_with_names(tree)
     order = sorted(range(len(named)), key=lambda i: named[i][0])
     spec = tree_flatten(tree)[1]
@@ -146,7 +159,9 @@ def by_name(tree: Tree) -> tuple[list[str], list[Tree], Callable[[list[Tree]], T
 def leaves_with_names(
     tree: Tree, is_leaf: IsLeaf = is_one_thing
 ) -> list[tuple[str, Tree]]:
-    """Every leaf with its path as in Python code: `"['mask'][0]"`; the path of a tree that is one leaf is `""`.
+    """Every leaf with its path as in Python code: `"['mask'][0]"`.
+
+    The path of a tree that is one leaf is `""`.
 
     Args:
         tree: Any tree.
@@ -175,7 +190,9 @@ LEAF = torch_internals.tree_flatten(None)[1]  # the structure of a tree that is 
 
 
 class Unlike(ValueError):
-    """Trees differ in structure: the arguments are the index of one that differs from the first, and where and how.
+    """Trees differ in structure.
+
+    The arguments are the index of one that differs from the first, and where and how.
 
     Such as `(2, "['a']: a list of 2 and a list of 3")`.
     """
@@ -186,8 +203,9 @@ def zip_leaves(
 ) -> tuple[list[list[Tree]], TreeSpec]:
     """The leaves of several trees of one structure, side by side, and that structure.
 
-    Dicts with the same keys in another order have the same structure. `is_leaf` says which containers not to look into.
-    If `are_results`, lists that differ in length are leaves, and the columns within plain lists are `RowColumn`s.
+    Dicts with the same keys in another order have the same structure. `is_leaf` says
+    which containers not to look into. If `are_results`, lists that differ in length are
+    leaves, and the columns within plain lists are `RowColumn`s.
 
     Raises:
         Unlike: If the trees differ in structure.
@@ -248,7 +266,10 @@ def _zip(
 
 
 def _open_container(tree: Tree, is_leaf: IsLeaf) -> tuple[object, Mapping[Any, Tree]]:
-    """What containers of one structure have alike, and the parts of a container by index or key; of a leaf, None."""
+    """What containers of one structure have alike, and their parts by index or key.
+
+    A leaf has None.
+    """
     kind = torch_internals.kind_of_node(tree)
     if kind not in torch_internals.kinds_of_nodes or is_leaf(tree):
         return None, {}
@@ -271,7 +292,7 @@ def columns_of(
     are_results: bool,
     what: str = "values",
 ) -> tuple[list[list[Tree]], TreeSpec]:
-    """The leaves of the trees of some replicas side by side, and the common structure of the trees.
+    """The leaves of some replicas' trees side by side, and their common structure.
 
     If `are_results`, lists that differ in length are leaves.
 
@@ -285,8 +306,9 @@ def columns_of(
     except Unlike as unlike:
         other, how = unlike.args
         raise ValueError(
-            f"Replicas {replicas[0]} and {replicas[other]} returned {what} of different structure, which cannot be "
-            f"put together: {how}. Return the same containers from every replica."
+            f"Replicas {replicas[0]} and {replicas[other]} returned {what} of "
+            f"different structure, which cannot be put together: {how}. Return the "
+            "same containers from every replica."
         ) from None
 
 
@@ -296,12 +318,18 @@ def _describe(value: Tree) -> str:
 
 
 def is_record(value: Any) -> bool:
-    """Whether a value is a dataclass instance or a mutable mapping: an object that can be copied with other parts."""
+    """Whether a value is a dataclass instance or a mutable mapping.
+
+    Such an object can be copied with other parts .
+    """
     return _has_fields(value) or isinstance(value, MutableMapping)
 
 
 def parts_of(record: Any) -> dict[str, Tree]:
-    """The parts of a record, by the code that reads them from it: `".x"`, `"['x']"`. Unset fields are left out."""
+    """The parts of a record, by the code that reads them from it: `".x"`, `"['x']"`.
+
+    Unset fields are left out.
+    """
     if _has_fields(record):
         return {
             f".{f.name}": getattr(record, f.name)
@@ -317,7 +345,9 @@ def leaves_within(
     is_leaf: IsLeaf = is_one_thing,
     is_record: Callable[[Any], bool] = is_record,
 ) -> Iterator[tuple[str, Tree]]:
-    """The leaves of a tree, with the leaves in its records in place of these, and how Python code reads each of them.
+    """The leaves of a tree, with those in its records, and the code that reads each.
+
+    A record is replaced by its leaves.
 
     Args:
         tree: Any tree.
@@ -345,7 +375,9 @@ def map_within(
     is_leaf: IsLeaf = is_one_thing,
     is_record: Callable[[Any], bool] = is_record,
 ) -> Tree:
-    """`tree` with `fn(leaf)` in place of each leaf, also in its records; one of which no part changes stays the same.
+    """`tree` with `fn(leaf)` in place of each leaf, also in its records.
+
+    A record of which no part changes stays the same.
 
     The arguments are as for `leaves_within`.
     """
@@ -365,10 +397,13 @@ def map_within(
 
 
 def with_parts(record: Any, change: Callable[[str, Tree], Tree]) -> Any:
-    """A copy of a record with `change(name, part)` in place of each part, and without its cached properties.
+    """A copy of a record with `change(name, part)` in place of each part.
+
+    It is without the cached properties.
 
     Raises:
-        TypeError: If a copy of a mapping shares its items with the original, which has to stay as it is.
+        TypeError: If a copy of a mapping shares its items with the original, which has
+            to stay as it is.
     """
     if not _has_fields(record):
         return _copy_with_items(record, change)
@@ -382,22 +417,23 @@ def with_parts(record: Any, change: Callable[[str, Tree], Tree]) -> Any:
     return changed
 
 
-MOST_LEVELS = (
-    100  # Python walks through several times as many, with some calls for each
-)
+# Python walks through several times as many, with some calls for each.
+MOST_LEVELS = 100
 
 
 def check_depth(tree: Tree) -> None:
-    """Says that a value has no end, or too many levels, where a walk through it came to Python's limit of calls.
+    """Says that a value has no end, or too many levels.
+
+    A walk through it came to Python's limit of calls.
 
     A walk of its own: it needs no further calls for further levels.
 
     Raises:
-        ValueError: If a container holds itself, or is nested in more than `MOST_LEVELS` levels.
+        ValueError: If a container holds itself, or is nested in more than `MOST_LEVELS`
+            levels.
     """
-    levels = [
-        (tree, iter(_list_parts(tree).items()))
-    ]  # the containers on the way down, each with its parts to come
+    # The containers on the way down, each with its parts to come.
+    levels = [(tree, iter(_list_parts(tree).items()))]
     path: list[str] = []
     while levels:
         name, part = next(levels[-1][1], (None, None))
@@ -415,21 +451,23 @@ def check_depth(tree: Tree) -> None:
         if above:
             kind = type(part).__name__
             raise ValueError(
-                f"This {kind} holds itself: value{''.join(path)} is value{''.join(path[: above[0]])} again, so it "
-                "has no last level. Make a container without this item, or an object of a plain class of "
+                f"This {kind} holds itself: value{''.join(path)} is "
+                f"value{''.join(path[: above[0]])} again, so it has no last level. "
+                "Make a container without this item, or an object of a plain class of "
                 "your own, which is not looked into."
             ) from None
         if len(levels) > MOST_LEVELS:
             raise ValueError(
-                f"Containers are nested in more than {MOST_LEVELS} levels, at value{''.join(path[:3])}...: that is "
-                "more than Python can walk through. Make a flat list of what they hold, or an object of a plain class "
-                "of your own, which is not looked into."
+                f"Containers are nested in more than {MOST_LEVELS} levels, at "
+                f"value{''.join(path[:3])}...: that is more than Python can walk "
+                "through. Make a flat list of what they hold, or an object of a plain "
+                "class of your own, which is not looked into."
             ) from None
         levels.append((part, iter(held.items())))
 
 
 def _list_parts(value: Tree) -> dict[str, Tree]:
-    """The parts of a container or record, by the code that reads them; of anything else, none."""
+    """The parts of a container or record, by the code that reads them; else none."""
     if is_record(value):
         return parts_of(value)
     kind, parts = _open_container(value, is_one_thing)
@@ -437,17 +475,16 @@ def _list_parts(value: Tree) -> dict[str, Tree]:
 
 
 def _has_fields(value: Any) -> bool:
-    return is_dataclass(value) and not isinstance(
-        value, type
-    )  # a dataclass that is also a mapping counts as this
+    # A dataclass that is also a mapping counts as this.
+    return is_dataclass(value) and not isinstance(value, type)
 
 
 def _copy_record(record: MutableMapping[Any, Tree]) -> Any:
     try:
         return copy.copy(record)
     except KeyError:
-        # Python 3.10 looks for `__getstate__`, which every object has in newer ones. A dict whose items are attributes
-        # takes it for the key of an item.
+        # Python 3.10 looks for `__getstate__`, which every object has in newer ones. A
+        # dict whose items are attributes takes it for the key of an item.
         if sys.version_info >= (3, 11) or not isinstance(record, dict):
             raise
         changed = record.__class__.__new__(record.__class__)
@@ -466,8 +503,9 @@ def _copy_with_items(
             record.update(before)
             kind = type(record).__name__
             raise TypeError(
-                f"copy.copy() of {an(kind)} shares its items with the original, which must stay as it is. Give {kind} "
-                f"a method __copy__, or say how its batches are split: torchstrategy.register_batch_type({kind}, "
+                f"copy.copy() of {an(kind)} shares its items with the original, which "
+                f"must stay as it is. Give {kind} a method __copy__, or say how its "
+                f"batches are split: torchstrategy.register_batch_type({kind}, "
                 "rows=..., take=..., apply=...)."
             )
     return changed

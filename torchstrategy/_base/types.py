@@ -1,4 +1,7 @@
-"""The type aliases of the package, and what the lower rooms know of strategies, contexts and variables."""
+"""The type aliases of the package, and what lower rooms know of higher ones.
+
+That is of strategies, contexts and variables.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,8 @@ from torchstrategy._base.options import ReduceOp
 # A canonical device, which always has an index: `cpu:0`, never `cpu`.
 Device: TypeAlias = torch.device
 
-# What a user may write for a device; see `torchstrategy._base.devices.canonical_device`.
+# What a user may write for a device; see
+# `torchstrategy._base.devices.canonical_device`.
 DeviceLike: TypeAlias = "str | int | torch.device | None"
 
 # A value, or lists, tuples, named tuples and dicts of values to any depth.
@@ -43,7 +47,10 @@ class ExtendedLike(Protocol):
     """The part of `Strategy.extended` that the lower rooms call."""
 
     def _creation_scope(self) -> AbstractContextManager[Any]:
-        """A block in which the strategy registers the models and optimizers that this thread creates."""
+        """A block in which the strategy registers what this thread creates.
+
+        That is modules and optimizers.
+        """
 
     def _device_of(self, replica: int) -> Device:
         """The device of one replica."""
@@ -78,7 +85,7 @@ class StrategyLike(Protocol):
     def reduce(
         self, reduce_op: ReduceOp | str, value: Tree, axis: int | tuple[int, ...] | None
     ) -> Tree:
-        """Reduces the values of the replicas to one, and along `axis`, too, unless this is None."""
+        """Reduces the replicas' values to one, and along `axis` unless this is None."""
 
     def experimental_local_results(self, value: Tree) -> tuple[Tree, ...]:
         """The components of a distributed value."""
@@ -108,7 +115,13 @@ class ReplicaContextLike(Protocol):
         """Calls a function once for all replicas."""
 
     def _ends(self) -> None:
-        """Says that the call of the step is over: from here on the context cannot synchronize with other replicas."""
+        """Says that the call of the step is over.
+
+        From here on the context cannot synchronize with other replicas.
+        """
 
     def _require_active(self, what: str) -> Any:
-        """The `ReplicaGroup` with which the replica synchronizes; an error if the caller is not in the replica."""
+        """The `ReplicaGroup` with which the replica synchronizes.
+
+        It is an error if the caller is not in the replica.
+        """

@@ -1,4 +1,6 @@
-"""Threads that stand for processes, as `torchstrategy.testing.run_ranks` runs them: whether this thread is a worker.
+"""Threads that stand for processes: whether this thread is a worker.
+
+`torchstrategy.testing.run_ranks` runs them.
 
 Who runs the threads says so, and who joins workers asks. Neither knows the other.
 """
@@ -21,7 +23,7 @@ _here = _Here()
 
 @contextmanager
 def worker_here() -> Iterator[None]:
-    """A block in which this thread is a worker, which other workers of this process join."""
+    """A block in which this thread is a worker, whom others of this process join."""
     _here.is_worker = True
     try:
         yield

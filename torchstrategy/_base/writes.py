@@ -1,14 +1,17 @@
-"""Writes on tensors: which of some tensors were written since somebody looked, in whatever way.
+"""Writes on tensors: which of some were written since a look, in whatever way.
 
-Torch's version counters see most writes, and a run checks all tensors several times. So there is one list for the
-versions of all tensors, one for their addresses and one for their layouts (`marks.Look`). Comparing two such lists
-needs no Python call for each tensor.
+Torch's version counters see most writes, and a run checks all tensors several times. So
+there is one list for the versions of all tensors, one for their addresses and one for
+their layouts (`marks.Look`). Comparing two such lists needs no Python call for each
+tensor.
 
-Some writes change no version: those through `.data`, from NumPy, from another process, or from a kernel that does not
-count its writes. The copies of a tensor have to be brought up to date after such a write, too. So the library compares
-CPU memory with what it was before: that of small tensors bit by bit, that of large tensors by checksums. To compare the
-memory of an accelerator, it would have to wait for the accelerator. There, a tensor counts as written if the program
-has read its `.data` since, or still holds a `.data` that it has read.
+Some writes change no version: those through `.data`, from NumPy, from another process,
+or from a kernel that does not count its writes. The copies of a tensor have to be
+brought up to date after such a write, too. So the library compares CPU memory with what
+it was before: that of small tensors bit by bit, that of large tensors by checksums. To
+compare the memory of an accelerator, it would have to wait for the accelerator. There,
+a tensor counts as written if the program has read its `.data` since, or still holds a
+`.data` that it has read.
 """
 
 from __future__ import annotations
@@ -37,18 +40,14 @@ from torchstrategy._base.torch_internals import (
 )
 
 _OUTDATED = -1  # takes the place of a version: the copies do not agree with the tensor
-_SMALL = (
-    1 << 16
-)  # bytes: of tensors up to this size, the library keeps a copy of the memory
-_COLUMNS = (
-    1021,
-    1019,
-    1013,
-)  # primes: the checksums of a tensor have a number of columns that divides no stride
+# Bytes: of tensors up to this size, the library keeps a copy of the memory.
+_SMALL = 1 << 16
+# Primes: the checksums of a tensor have a number of columns that divides no stride.
+_COLUMNS = (1021, 1019, 1013)
 
 
 class Writes(NamedTuple):
-    """The positions of tensors that were written, or may have been, since somebody last looked."""
+    """The positions of tensors that were, or may have been, written since a look."""
 
     all: list[int]
     moved: set[int]  # those whose address, shape, strides or dtype has changed
@@ -63,7 +62,8 @@ class TrackedTensors:
     Args:
         held: The tensors that are part of a module.
         loose: The tensors that are not part of a module. They are not kept alive.
-        running: The positions of running statistics. Torch's kernels write these without changing their versions.
+        running: The positions of running statistics. Torch's kernels write these
+            without changing their versions.
     """
 
     def __init__(
@@ -75,13 +75,11 @@ class TrackedTensors:
         self._held, self._loose = list(held), list(map(weakref.ref, loose))
         self.running = running
         self._versions: list[int] = []
-        self.pointers: list[
-            int
-        ] = []  # the addresses of the tensors; another list when one has moved
+        # The addresses of the tensors; another list when one has moved.
+        self.pointers: list[int] = []
         self._layouts: list[list[object]] = []
-        self._memory: list[
-            object
-        ] = []  # keeps the memory, so that no other tensor can get one of the addresses
+        # Keeps the memory, so that no other tensor can get one of the addresses.
+        self._memory: list[object] = []
         self._watched: set[int] = set()
         self._uncounted = UncountedWrites({})
         self._noted: set[int] = set()
@@ -101,7 +99,10 @@ class TrackedTensors:
         return [*self._held, *loose]
 
     def watch(self, indices: Iterable[int] | None = None) -> None:
-        """Starts to look for uncounted writes on those tensors of which replicas have real copies; `None`: on all."""
+        """Starts to look for uncounted writes on tensors that replicas have copies of.
+
+        They are real copies. `None` stands for all tensors.
+        """
         self._watched = set(range(len(self.tensors)) if indices is None else indices)
         self._uncounted = UncountedWrites(
             {index: self.tensors[index] for index in self._watched}
@@ -110,7 +111,8 @@ class TrackedTensors:
     def written(self) -> list[int]:
         """The indices of the tensors whose version or address has changed.
 
-        It does not check whether a tensor has another shape or other strides over the same memory.
+        It does not check whether a tensor has another shape or other strides over the
+        same memory.
         """
         tensors = self.tensors
         return differing(
@@ -120,11 +122,13 @@ class TrackedTensors:
     def take_changes(self, counts_all: bool = False) -> Writes:
         """The tensors that have changed since the copies agreed with them.
 
-        The caller brings the copies up to date: later calls compare with the tensors as they are now.
+        The caller brings the copies up to date: later calls compare with the tensors as
+        they are now.
 
         Args:
-            counts_all: Whether torch has counted all writes since the last call. Then a large tensor of which nobody
-                knows whether it was written does not count as written.
+            counts_all: Whether torch has counted all writes since the last call. Then a
+                large tensor of which nobody knows whether it was written does not count
+                as written.
         """
         tensors = self.tensors
         count, where, how = look_at(tensors)
@@ -139,8 +143,8 @@ class TrackedTensors:
                 t.untyped_storage() if t.layout is torch.strided else None
                 for t in tensors
             ]
-            # All watched tensors count as written: to look at the old memory of those that did not move is not worth
-            # its risk.
+            # All watched tensors count as written: to look at the old memory of those
+            # that did not move is not worth its risk.
             unsure = self._watched - moved
             self.watch(self._watched)
         elif self._watched:
@@ -159,16 +163,22 @@ class TrackedTensors:
             self._versions[index] = version_of(tensors[index])
 
     def note_uncounted(self, indices: Iterable[int]) -> None:
-        """Says that some of the tensors were, or may have been, written without a change of their version."""
+        """Says that some of the tensors were, or may have been, written.
+
+        Their version has not changed.
+        """
         self._noted.update(indices)
 
     def note_outdated(self, indices: Iterable[int]) -> None:
-        """Says that the copies do not agree with some of the tensors: these count as written."""
+        """Says that copies do not agree with some tensors: these count as written."""
         for index in indices:
             self._versions[index] = _OUTDATED
 
     def replace(self, index: int, tensor: torch.Tensor) -> None:
-        """Takes another tensor, one that is part of a module, in the place of one. The copies do not agree with it."""
+        """Takes another tensor, one that is part of a module, in the place of one.
+
+        The copies do not agree with it.
+        """
         self._held[index] = tensor
         self.note_outdated([index])
 
@@ -185,24 +195,32 @@ class TrackedTensors:
         self.note_outdated([index])
 
 
-# Note [Writes that count, and writes that do not]
-# torch refuses a backward if a tensor that its forward has saved has got another version since. The backward of a
-# replica is to be refused where that of the user's own tensors would be.
+# Note [Writes that count, and writes that do not] torch refuses a backward if a tensor
+# that its forward has saved has got another version since. The backward of a replica is
+# to be refused where that of the user's own tensors would be.
 # - What torch has counted on the user's tensor is counted on the copies, too.
-# - What was perhaps not written is not counted: the copies get the values that they have. So it is with a large tensor
-#   whose memory nobody has compared, and with one on an accelerator whose `.data` somebody holds. A copy of a buffer or
-#   a constant in the memory of the CPU is compared, and written only if it differs. Parameters are not: they are unsure
-#   after each update, and to compare them takes longer than to write them.
-# - What was written in a run, as by a merge function through `.data`, is not counted, either. In plain PyTorch, a
-#   backward after it computes with the new values, and so it does in replicas.
-# - What was written between runs through `.data` is counted on the copies. A backward of an earlier run is refused: it
-#   would compute with the new values only if another run had begun meanwhile.
-# - torch's kernels write running statistics without changing their version, so that an earlier forward, which has saved
-#   them, may still have its backward. The library does the same.
+# - What was perhaps not written is not counted: the copies get the values that they
+#   have. So it is with a large tensor whose memory nobody has compared, and with one on
+#   an accelerator whose `.data` somebody holds. A copy of a buffer or a constant in the
+#   memory of the CPU is compared, and written only if it differs. Parameters are not:
+#   they are unsure after each update, and to compare them takes longer than to write
+#   them.
+# - What was written in a run, as by a merge function through `.data`, is not counted,
+#   either. In plain PyTorch, a backward after it computes with the new values, and so
+#   it does in replicas.
+# - What was written between runs through `.data` is counted on the copies. A backward
+#   of an earlier run is refused: it would compute with the new values only if another
+#   run had begun meanwhile.
+# - torch's kernels write running statistics without changing their version, so that an
+#   earlier forward, which has saved them, may still have its backward. The library does
+#   the same.
 def write_value(
     buffer: torch.Tensor, value: torch.Tensor, is_counted: bool = True
 ) -> None:
-    """Writes a buffer, or a copy of one. See Note [Writes that count, and writes that do not]."""
+    """Writes a buffer, or a copy of one.
+
+    See Note [Writes that count, and writes that do not].
+    """
     # An inference tensor counts no writes.
     with (
         nullcontext()
@@ -213,7 +231,10 @@ def write_value(
 
 
 def can_compare(copied: torch.Tensor, original: torch.Tensor) -> bool:
-    """Whether a copy can be compared with the original, bit by bit and without waiting for an accelerator."""
+    """Whether a copy can be compared with the original.
+
+    That is done bit by bit and without waiting for an accelerator.
+    """
     if not (copied.is_cpu and original.is_cpu and are_dense((copied, original))):
         return False
     return look_at([copied]).layouts == look_at([original]).layouts
@@ -223,13 +244,10 @@ def has_bits_of(copied: torch.Tensor, original: torch.Tensor) -> bool:
     """Whether a copy can be compared with the original, and has the same bits."""
     if not can_compare(copied, original):
         return False
-    one, other = (
-        memory_between_ends(copied),
-        memory_between_ends(original),
-    )  # of numbers, 0.0 and -0.0 would be equal
-    whole = (
-        len(one) // 8 * 8 if one.data_ptr() % 8 == other.data_ptr() % 8 == 0 else 0
-    )  # words are compared faster
+    # Of numbers, 0.0 and -0.0 would be equal.
+    one, other = memory_between_ends(copied), memory_between_ends(original)
+    # Words are compared faster.
+    whole = len(one) // 8 * 8 if one.data_ptr() % 8 == other.data_ptr() % 8 == 0 else 0
     are_same_words = torch.equal(
         one[:whole].view(torch.int64), other[:whole].view(torch.int64)
     )
@@ -242,7 +260,10 @@ def bring_value(
     is_unsure: bool,
     is_running: bool = False,
 ) -> None:
-    """Writes a copy of a buffer, or of a constant. `is_unsure`: it may agree already."""
+    """Writes a copy of a buffer, or of a constant.
+
+    `is_unsure`: it may agree already.
+    """
     if has_lost_memory(original):  # it has no values now
         return
     if not is_unsure or not has_bits_of(copied, original):
@@ -265,11 +286,14 @@ class UncountedWrites:
     """Finds out whether some tensors were written without a change of their version.
 
     Args:
-        tensors: The tensors, by keys that the caller chooses. Their memory must stay where it is. Of a tensor without
-            memory, and from when its memory is taken away, no write is found.
-        is_exact: About large tensors on the CPU. True: exact, with a checksum at each call. False: cheaper. A tensor
-            whose version has changed also counts as written at the next call, which a step with an optimizer makes once
-            for each change; and if nothing is counted there, at the one after it, which makes a checksum.
+        tensors: The tensors, by keys that the caller chooses. Their memory must stay
+            where it is. Of a tensor without memory, and from when its memory is taken
+            away, no write is found.
+        is_exact: About large tensors on the CPU. True: exact, with a checksum at each
+            call. False: cheaper. A tensor whose version has changed also counts as
+            written at the next call, which a step with an optimizer makes once for each
+            change; and if nothing is counted there, at the one after it, which makes a
+            checksum.
     """
 
     def __init__(
@@ -291,7 +315,8 @@ class UncountedWrites:
             key: _Large(bits, _count_columns(dense[key])) for key, bits in large.items()
         }
         self._is_exact = is_exact
-        # The checksums of the large tensors, as far as they are known; None: the next call makes one.
+        # The checksums of the large tensors, as far as they are known; None: the next
+        # call makes one.
         self._sums: dict[int, torch.Tensor | None] = {}
         if is_exact:
             self._sums.update(
@@ -310,10 +335,11 @@ class UncountedWrites:
     def take(
         self, counted: Set[int], counts_all: bool = False
     ) -> tuple[set[int], set[int]]:
-        """The tensors that were written since the last call, and those that may have been.
+        """The tensors that were, or may have been, written since the last call.
 
         Args:
-            counted: The tensors whose version has changed, of which the caller knows that they were written.
+            counted: The tensors whose version has changed, of which the caller knows
+                that they were written.
             counts_all: Whether all writes since the last call were counted.
         """
         if sizes_of(self._storages) != self._sizes:
@@ -345,7 +371,10 @@ class UncountedWrites:
         return written, unsure
 
     def _forget_lost(self) -> None:
-        """Forgets the tensors whose memory was taken away: to read there would end the process."""
+        """Forgets the tensors whose memory was taken away.
+
+        To read there would end the process.
+        """
         self._sizes = sizes_of(self._storages)
         lost = {key for key, bits in self._here.items() if has_lost_memory(bits)}
         kept = zip(
@@ -370,10 +399,13 @@ def _concatenate(parts: list[torch.Tensor]) -> torch.Tensor:
 
 @final
 class DataReads:
-    """Records of which tensors on accelerators a program has read the `.data`, on which it can write uncounted.
+    """Records of which tensors on accelerators a program has read the `.data`.
+
+    It can write on that without being counted.
 
     Args:
-        tensors: The tensors, by keys that the caller chooses. They are not kept alive, but their memory is.
+        tensors: The tensors, by keys that the caller chooses. They are not kept alive,
+            but their memory is.
     """
 
     def __init__(self, tensors: dict[int, torch.Tensor]) -> None:
@@ -381,9 +413,8 @@ class DataReads:
             key: tensor.untyped_storage() for key, tensor in tensors.items()
         }
         self._keys = {storage._cdata for storage in self._storages.values()}
-        self._read = (
-            self._keys & _given.keys()
-        )  # the program has read these before, and still holds the `.data`
+        # The program has read these before, and still holds the `.data`.
+        self._read = self._keys & _given.keys()
         given = {storage: len(_given.get(storage, ())) for storage in self._keys}
         self._users = {
             key: num_users(s) - given[s._cdata] for key, s in self._storages.items()
@@ -393,12 +424,18 @@ class DataReads:
             _listeners[id(self)] = self
 
     def note(self, storage: int) -> None:
-        """Records that the program has read the `.data` of a tensor of this storage. Called on any thread."""
+        """Records that the program has read the `.data` of a tensor of this storage.
+
+        Called on any thread.
+        """
         if storage in self._keys:
             self._read.add(storage)
 
     def take(self) -> set[int]:
-        """The tensors that may have been written: their `.data` was read, or the program still holds it."""
+        """The tensors that may have been written.
+
+        Their `.data` was read, or the program still holds it.
+        """
         if not self._read:
             return set()
         # First the set is exchanged: another thread may note a read meanwhile.
@@ -414,7 +451,9 @@ class DataReads:
 
 @final
 class StepWrites:
-    """Finds out on which of a replica's tensors a step writes, from when this was made or `note` was called.
+    """Finds out on which of a replica's tensors a step writes.
+
+    It counts from when this was made or `note` was called.
 
     Args:
         tensors: The tensors. Sparse tensors are left to torch's own counter.
@@ -448,7 +487,7 @@ class StepWrites:
         return version_of(self.tensors[index]) != self._versions[index]
 
     def written(self) -> set[int]:
-        """The positions of the tensors that were written, or got other memory through `.data`."""
+        """The positions of tensors that were written, or whose `.data` was replaced."""
         counted = set(
             differing(
                 (versions(self.tensors), pointers(self.tensors)),
@@ -461,14 +500,15 @@ class StepWrites:
 
 # `valuerefs` makes a list at once: another thread may add a listener meanwhile.
 _listeners: weakref.WeakValueDictionary[int, DataReads] = weakref.WeakValueDictionary()
-_given: dict[
-    int, dict[int, weakref.ref[torch.Tensor]]
-] = {}  # by storage: the tensors that reading `.data` returned
+# By storage: the tensors that reading `.data` returned.
+_given: dict[int, dict[int, weakref.ref[torch.Tensor]]] = {}
 
 
 @functools.cache  # once in a process
 def listen_to_data() -> None:
-    """Replaces the property `torch.Tensor.data` by one that records each read of a tensor on an accelerator.
+    """Makes `torch.Tensor.data` record each read of a tensor on an accelerator.
+
+    It replaces that property by another one.
 
     torch has no hook for this.
     """
@@ -477,9 +517,8 @@ def listen_to_data() -> None:
     def data(tensor: torch.Tensor) -> torch.Tensor:
         given: torch.Tensor = plain.__get__(tensor)
         if not tensor.is_cpu and tensor.layout is torch.strided:
-            with suppress(
-                NotImplementedError, RuntimeError, ValueError
-            ):  # a tensor without a storage
+            # A tensor without a storage.
+            with suppress(NotImplementedError, RuntimeError, ValueError):
                 storage = tensor.untyped_storage()._cdata
                 gone = functools.partial(_forget, storage, id(given))
                 _given.setdefault(storage, {})[id(given)] = weakref.ref(given, gone)
@@ -499,7 +538,7 @@ def _forget(storage: int, given: int, _: object) -> None:
 
 
 def _count_columns(tensor: torch.Tensor) -> int:
-    """A number of columns such that the checksums also change if two neighbouring rows change places."""
+    """A number of columns that makes checksums see neighbouring rows change places."""
     steps = [stride * tensor.element_size() for stride in tensor.stride() if stride]
     return next(
         (c for c in _COLUMNS if all(step % (8 * c) for step in steps)), _COLUMNS[0]
@@ -509,7 +548,8 @@ def _count_columns(tensor: torch.Tensor) -> int:
 def _sum_columns(large: _Large) -> torch.Tensor:
     """Checksums of some memory: one sum for each column of its words.
 
-    So a changed word shows, and so do two exchanged words, unless they are in one column.
+    So a changed word shows, and so do two exchanged words, unless they are in one
+    column.
     """
     bits, num_columns = large.bits, large.num_columns
     begin = -bits.data_ptr() % 8

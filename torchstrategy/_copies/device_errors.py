@@ -1,8 +1,10 @@
-"""What a replica's device error says first: which tensor of the step's is on one device for all replicas.
+"""What a replica's device error says first.
 
-A tensor that is in no module of the strategy is one for all replicas, on one device. In a replica on another device,
-torch says which devices met, and not which tensor. The step may also move such a tensor itself, so the library cannot
-refuse it beforehand.
+It says which tensor of the step's is on one device for all replicas.
+
+A tensor that is in no module of the strategy is one for all replicas, on one device. In
+a replica on another device, torch says which devices met, and not which tensor. The
+step may also move such a tensor itself, so the library cannot refuse it beforehand.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ from torchstrategy._copies.references.step_references import StepReferences
 from torchstrategy._copies.run_warnings import shared_tensors
 
 _OF_DEVICES = re.compile(
-    r"on the same device|Input type \(\S*cuda\S*\) and weight type|Input type .*weight type \(\S*cuda"
+    r"on the same device|Input type \(\S*cuda\S*\) and weight type|Input type .*weight "
+    r"type \(\S*cuda"
 )
 _DEVICE = re.compile(r"\b(?:cpu\b|[a-z]+:\d+)")
 _SHOWN = 3  # at the most so many tensors are in a message
@@ -31,7 +34,9 @@ def explain_devices(
     known: Collection[int],
     devices: Sequence[Device],
 ) -> None:
-    """Lets torch's error about devices begin with the tensors that have caused it, if the step names such.
+    """Lets torch's error about devices begin with the tensors that have caused it.
+
+    It does if the step names such.
 
     Args:
         error: Any error of a run; others stay as they are.
@@ -65,16 +70,21 @@ def explain_devices(
 
 
 def _is_usable_anywhere(tensor: torch.Tensor) -> bool:
-    """Whether torch takes a tensor beside those of any device: a number in the memory of the CPU."""
+    """Whether torch takes a tensor beside others: a number in the CPU's memory.
+
+    The others may be on any device.
+    """
     return tensor.dim() == 0 and tensor.device.type == "cpu"
 
 
 _BEGIN = "The step uses a tensor that is in no module of the strategy"
 _TEXT = (
-    f"{_BEGIN}, and so is one for all replicas, on one device: {{shown}}. The replicas are on {{places}}. Make it a "
-    "parameter or buffer of a module that you create in strategy.scope(), or give such a module to "
-    "strategy.distribute_module(module): then each replica has it on its own device. If it is not trained, the step "
-    "may move it instead: tensor.to(inputs.device). A moving average of the weights is updated once a step, and not "
-    "once in each replica: update it after strategy.run, from your own model, or in the step by "
-    "get_replica_context().merge_call(lambda strategy: ...). What torch says: "
+    f"{_BEGIN}, and so is one for all replicas, on one device: {{shown}}. The replicas "
+    "are on {places}. Make it a parameter or buffer of a module that you create in "
+    "strategy.scope(), or give such a module to strategy.distribute_module(module): "
+    "then each replica has it on its own device. If it is not trained, the step may "
+    "move it instead: tensor.to(inputs.device). A moving average of the weights is "
+    "updated once a step, and not once in each replica: update it after strategy.run, "
+    "from your own model, or in the step by get_replica_context().merge_call(lambda "
+    "strategy: ...). What torch says: "
 )

@@ -1,12 +1,14 @@
-"""Weights that `torch.func.functional_call` gives to the module of a `DataParallel` for one forward.
+"""Weights for one forward of a `DataParallel`, by `torch.func.functional_call`.
 
-`functional_call` puts tensors in the places of parameters and buffers for the length of a call. They may be plain
-tensors, and may have a history, as the fast weights of MAML, which an inner step computes from parameters.
+`functional_call` puts tensors in the places of parameters and buffers for the length of
+a call. They may be plain tensors, and may have a history, as the fast weights of MAML,
+which an inner step computes from parameters.
 
-Replicas have copies of parameters, which are leaves and are kept between forwards. So while the replicas run, the
-module has its own parameters back, and nothing has to be copied anew. The given tensors go to the replicas' devices as
-inputs do, through autograd, and are put into each replica's own copy of the module. Gradients flow back to them, also
-those of gradients.
+Replicas have copies of parameters, which are leaves and are kept between forwards. So
+while the replicas run, the module has its own parameters back, and nothing has to be
+copied anew. The given tensors go to the replicas' devices as inputs do, through
+autograd, and are put into each replica's own copy of the module. Gradients flow back to
+them, also those of gradients.
 """
 
 from __future__ import annotations
@@ -37,7 +39,8 @@ class _Given(NamedTuple):
     tensor: torch.Tensor
 
 
-# By the module of a DataParallel: its tables, each with what it held when it was last seen without given tensors.
+# By the module of a DataParallel: its tables, each with what it held when it was last
+# seen without given tensors.
 _own: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
@@ -89,14 +92,18 @@ def _is_given_parameter(tensor: torch.Tensor | None) -> bool:
     """Whether a tensor in the place of a parameter is none."""
     if tensor is None or type(tensor) is nn.Parameter:
         return False
-    # A subclass of `torch.nn.Parameter` is one, which is refused elsewhere, by its name.
+    # A subclass of `torch.nn.Parameter` is one, which is refused elsewhere, by its
+    # name.
     return not issubclass(plain_class(type(tensor)), nn.Parameter) and not is_variable(
         tensor
     )
 
 
 def _is_given_buffer(tensor: torch.Tensor | None) -> bool:
-    """Whether a tensor in the place of a buffer learns. Any other is brought as buffers are that were replaced."""
+    """Whether a tensor in the place of a buffer learns.
+
+    Any other is brought as buffers are that were replaced.
+    """
     return tensor is not None and tensor.requires_grad and not is_variable(tensor)
 
 
@@ -105,7 +112,8 @@ def _find_own(
 ) -> list[tuple[_Given, torch.Tensor | None]]:
     """What belongs in the place of each given tensor.
 
-    If that is not known, it is a new parameter: the values do not matter, since the given tensor is used.
+    If that is not known, it is a new parameter: the values do not matter, since the
+    given tensor is used.
     """
     seen: list[tuple[Table, Table]] = _own.setdefault(module, [])
     known = {id(table): content for table, content in seen}
@@ -131,7 +139,10 @@ def _find_own(
 def send_given(
     given: Mapping[str, torch.Tensor], device: Device
 ) -> dict[str, torch.Tensor]:
-    """Given tensors on the device of a replica, through autograd, with the attributes that the user has set on them."""
+    """Given tensors on the device of a replica, through autograd.
+
+    They have the attributes that the user has set on them.
+    """
     sent = {}
     for path, tensor in given.items():
         sent[path] = there = tensor.to(device)
@@ -150,7 +161,9 @@ def call_with(
     inputs: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    """Calls a module with given tensors in the places of parameters and buffers. Runs in each replica.
+    """Calls a module with given tensors in the places of parameters and buffers.
+
+    Runs in each replica.
 
     Raises:
         RuntimeError: If forward writes on one, or puts another tensor into its place.
@@ -168,7 +181,8 @@ def call_with(
 
 
 _WRITTEN = (
-    "forward wrote on {path}, which is a tensor that torch.func.functional_call gave to a DataParallel. Each replica "
-    "would write it from its own rows, and you would get nothing of that. Let forward return what it computes; or, of "
-    "a buffer, give one that does not require grad."
+    "forward wrote on {path}, which is a tensor that torch.func.functional_call gave "
+    "to a DataParallel. Each replica would write it from its own rows, and you would "
+    "get nothing of that. Let forward return what it computes; or, of a buffer, give "
+    "one that does not require grad."
 )

@@ -1,12 +1,14 @@
 """Copies of the user's optimizers, for replicas that have parameters of their own.
 
-The user's own optimizer updates the user's own parameters, whose memory the replicas on that device share. Each replica
-on another device has a copy of the optimizer, with a state of its own. After each step of the user's optimizer, the
-copy takes the same step on the same gradients. So all replicas have bitwise the same parameters, and no parameter is
-sent.
+The user's own optimizer updates the user's own parameters, whose memory the replicas on
+that device share. Each replica on another device has a copy of the optimizer, with a
+state of its own. After each step of the user's optimizer, the copy takes the same step
+on the same gradients. So all replicas have bitwise the same parameters, and no
+parameter is sent.
 
-An optimizer that draws random numbers, or looks at more than gradients, could come to other bits. So only torch's own
-optimizers have copies. After a step of any other optimizer, the new values of the parameters are sent.
+An optimizer that draws random numbers, or looks at more than gradients, could come to
+other bits. So only torch's own optimizers have copies. After a step of any other
+optimizer, the new values of the parameters are sent.
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ from torchstrategy._copies.gradients.replica_gradients import ReplicaParameter
 from torchstrategy._copies.replica_steppers import settings_of
 from torchstrategy._group.transfer import copy_to
 
-# Returns the copy of an accumulated gradient that is on the device of a replica already, or None.
+# Returns the copy of an accumulated gradient that is on the device of a replica
+# already, or None.
 Arrived = Callable[[torch.Tensor, int], torch.Tensor | None]
 
 
@@ -47,7 +50,8 @@ def can_have_copies(optimizer: Optimizer) -> bool:
         or inside["_optimizer_step_post_hooks"]
         or others_are_told()
     )
-    # A fused optimizer divides gradients by the scale of a GradScaler, which tells it to the user's optimizer only.
+    # A fused optimizer divides gradients by the scale of a GradScaler, which tells it
+    # to the user's optimizer only.
     return not has_hooks and not any(
         group.get("fused") for group in inside["param_groups"]
     )
@@ -59,7 +63,8 @@ class OptimizerCopies:
 
     Args:
         optimizer: The user's own.
-        local: For each replica that has parameters with memory of their own: these, by the ids of the user's.
+        local: For each replica that has parameters with memory of their own: these, by
+            the ids of the user's.
     """
 
     def __init__(
@@ -74,18 +79,26 @@ class OptimizerCopies:
         self._tensors = TrackedTensors([])  # those in it
         # The marks of the gradients with which the user's optimizer begins its step.
         self._gradients: list[tuple[int, int]] = []
-        # Replicas on several devices run at the same time, and each may ask for the state of its copy.
+        # Replicas on several devices run at the same time, and each may ask for the
+        # state of its copy.
         self._lock = threading.Lock()
 
     def state(self, optimizer: Optimizer, replica: int) -> dict[torch.Tensor, Any]:
-        """The state of a replica's copy, by the replica's own parameters. Called on the replica's thread."""
+        """The state of a replica's copy, by the replica's own parameters.
+
+        Called on the replica's thread.
+        """
         with self._lock, without_autograd():
             self.begin(optimizer)
             return self.of_replicas[replica].state()
 
     def begin(self, optimizer: Optimizer) -> None:
-        """Before a step: brings the settings and the state of the user's optimizer to the copies, if they changed."""
-        # A state dict may have been loaded, or a state tensor written, since the copies took their last step.
+        """Before a step: brings the user's settings and state to the copies.
+
+        They are those of the user's optimizer, if they changed.
+        """
+        # A state dict may have been loaded, or a state tensor written, since the copies
+        # took their last step.
         has_news = self._note_state(optimizer)
         known, self._known = self._known, [_NOTHING]  # until all copies have it
         for copied in self.of_replicas.values():
@@ -96,7 +109,9 @@ class OptimizerCopies:
     def step(
         self, optimizer: Optimizer, owners: Sequence[torch.Tensor], arrived: Arrived
     ) -> bool:
-        """After a step of the user's optimizer: the copies take the same step on the replicas' parameters.
+        """After a step of the user's optimizer.
+
+        The copies take the same step on the replicas' parameters.
 
         Args:
             optimizer: The user's own.
@@ -104,8 +119,9 @@ class OptimizerCopies:
             arrived: Returns the copy of a gradient that a replica has already.
 
         Returns:
-            Whether they took it. They cannot if the gradients are no longer those that the user's optimizer began its
-            step with: torch's loops for SGD with nesterov momentum write on gradients, and a closure makes new ones.
+            Whether they took it. They cannot if the gradients are no longer those that
+            the user's optimizer began its step with: torch's loops for SGD with
+            nesterov momentum write on gradients, and a closure makes new ones.
         """
         if _mark_gradients(optimizer) != self._gradients:
             return False
@@ -119,13 +135,15 @@ class OptimizerCopies:
                     )
             with traced("update [{}] [replica {}]", optimizer, replica):
                 copied.step(taken)
-        self._note_state(
-            optimizer
-        )  # the step itself has written it, and the copies have done the same to theirs
+        # The step itself has written it, and the copies have done the same to theirs.
+        self._note_state(optimizer)
         return True
 
     def _note_state(self, optimizer: Optimizer) -> bool:
-        """Says that the copies agree with the state that the optimizer has now. Returns whether it is a new one."""
+        """Says that the copies agree with the state that the optimizer has now.
+
+        Returns whether it is a new one.
+        """
         values = [
             value
             for state in vars(optimizer)["state"].values()
@@ -149,9 +167,8 @@ class _Gradient(NamedTuple):
 
     owner: torch.Tensor  # the user's parameter
     gradient: torch.Tensor  # of the user's parameter
-    here: (
-        torch.Tensor | None
-    )  # the copy of the gradient that is on the replica's device already
+    # The copy of the gradient that is on the replica's device already.
+    here: torch.Tensor | None
 
 
 def _mark_gradients(optimizer: Optimizer) -> list[tuple[int, int]]:
@@ -167,8 +184,8 @@ class _Copy:
     ) -> None:
         cls, inside = plain_class(type(optimizer)), vars(optimizer)
         self._local = local
-        # The copy updates plain parameters over the same memory: for a subclass, such as `ReplicaParameter`, torch
-        # chooses another loop, which rounds otherwise.
+        # The copy updates plain parameters over the same memory: for a subclass, such
+        # as `ReplicaParameter`, torch chooses another loop, which rounds otherwise.
         owners = [owner for owner in parameters_of(optimizer) if id(owner) in local]
         self.plain = {
             id(owner): nn.Parameter(local[id(owner)].detach()) for owner in owners
@@ -219,7 +236,8 @@ class _Copy:
         trained = [self.plain[id(one.owner)] for one in gradients]
         for one, plain in zip(gradients, trained, strict=True):
             local = self._local[id(one.owner)]
-            # The replica's parameter may have got other memory since the last step (`ModuleReplica.bring_parameters`).
+            # The replica's parameter may have got other memory since the last step
+            # (`ModuleReplica.bring_parameters`).
             if plain.data_ptr() != local.data_ptr() or plain.shape != local.shape:
                 plain.data = local.detach()
         sent = iter(
@@ -233,7 +251,8 @@ class _Copy:
         try:
             self._optimizer.step()
         finally:
-            # The gradients were lent for the step. To keep them would cost their memory until the next one.
+            # The gradients were lent for the step. To keep them would cost their memory
+            # until the next one.
             for plain in trained:
                 plain.grad = None
 

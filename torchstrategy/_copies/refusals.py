@@ -1,7 +1,8 @@
 """Refusals of objects of which replicas cannot have copies.
 
-`copy.deepcopy` does not refuse most of them: it makes a copy that would not learn, or learn otherwise than the user's.
-So they are refused by name, when the user gives the module to the strategy or when the first run copies it.
+`copy.deepcopy` does not refuse most of them: it makes a copy that would not learn, or
+learn otherwise than the user's. So they are refused by name, when the user gives the
+module to the strategy or when the first run copies it.
 """
 
 from __future__ import annotations
@@ -39,9 +40,11 @@ def refuse_uncopyable(
 
     Args:
         roots: Modules, which are checked with all modules below them.
-        are_all: True: there are no other modules, and copies are made now. False: copies are made later. A trainable
-            tensor in a plain attribute is not refused then, since it may be a parameter of another module. Neither is a
-            module that does not know its sizes yet, since it may learn them before the first run.
+        are_all: True: there are no other modules, and copies are made now. False:
+            copies are made later. A trainable tensor in a plain attribute is not
+            refused then, since it may be a parameter of another module. Neither is a
+            module that does not know its sizes yet, since it may learn them before the
+            first run.
         further: Tensors that are copied besides, and that a module may hold in any way.
 
     Raises:
@@ -61,18 +64,21 @@ def refuse_uncopyable(
     for path, module in named:
         if isinstance(module, torch.jit.ScriptModule):
             raise TypeError(
-                f"{path} is a ScriptModule, which cannot be copied. Use the module it was made from."
+                f"{path} is a ScriptModule, which cannot be copied. Use the module it "
+                "was made from."
             )
         if isinstance(module, nn.DataParallel):
             raise TypeError(
-                f"{path} is a torch.nn.DataParallel, and would make replicas of each replica. Use the module that it "
-                "wraps, `.module`: the batch is split already."
+                f"{path} is a torch.nn.DataParallel, and would make replicas of each "
+                "replica. Use the module that it wraps, `.module`: the batch is split "
+                "already."
             )
         for name, parameter in module._parameters.items():
             if parameter is not None and nn.parameter.is_lazy(parameter) and are_all:
                 raise TypeError(
-                    f"{path}.{name} has no shape yet: {type(module).__name__} is lazy. Run one batch through the "
-                    "module, outside of strategy.run, before the first step."
+                    f"{path}.{name} has no shape yet: {type(module).__name__} is lazy. "
+                    "Run one batch through the module, outside of strategy.run, before "
+                    "the first step."
                 )
             if parameter is not None and not nn.parameter.is_lazy(parameter):
                 _refuse_parameter(f"{path}.{name}", parameter)
@@ -80,8 +86,9 @@ def refuse_uncopyable(
             continue
         for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
             _refuse_without_memory(f"{path}.{name}", tensor)
-        # `weight_norm` and pruning keep the weight that they compute in a plain attribute, and compute it again before
-        # each forward: of the replica's own parameters.
+        # `weight_norm` and pruning keep the weight that they compute in a plain
+        # attribute, and compute it again before each forward: of the replica's own
+        # parameters.
         computed = computed_by_hooks(module)
         for name, value in {**module._buffers, **plain_attributes(module)}.items():
             if name not in computed and not (
@@ -98,28 +105,33 @@ def refuse_uncopyable(
 
 
 def refuse_trainable(path: str, value: object, parameters: Container[int]) -> None:
-    """Refuses a plain attribute that holds a trainable tensor, or a function that closes over one.
+    """Refuses a plain attribute with a trainable tensor or a function over one.
+
+    Such a function closes over the tensor.
 
     Args:
         path: The path of the attribute.
         value: Its value.
-        parameters: The ids of the parameters of modules, which may be held: an LSTM keeps a list of its own.
+        parameters: The ids of the parameters of modules, which may be held: an LSTM
+            keeps a list of its own.
 
     Raises:
         TypeError: Naming it.
     """
     for where in trainable_among(things_in(path, value), parameters):
         raise TypeError(
-            f"{where} is a tensor that requires grad in a plain attribute, so a replica's copy would not learn. Make "
-            "it a torch.nn.Parameter(...) or torch.nn.ParameterList([...]) of the module, or detach it."
+            f"{where} is a tensor that requires grad in a plain attribute, so a "
+            "replica's copy would not learn. Make it a torch.nn.Parameter(...) or "
+            "torch.nn.ParameterList([...]) of the module, or detach it."
         )
     for name in trainable_among(
         variables_in_closure(value) if isinstance(value, types.FunctionType) else (),
         parameters,
     ):
         raise TypeError(
-            f"{path} is a function that closes over {name}, a tensor that requires grad and is no parameter: every "
-            "replica would add to its one gradient. Make it a torch.nn.Parameter(...) of the module, or detach it."
+            f"{path} is a function that closes over {name}, a tensor that requires "
+            "grad and is no parameter: every replica would add to its one gradient. "
+            "Make it a torch.nn.Parameter(...) of the module, or detach it."
         )
 
 
@@ -134,8 +146,9 @@ def _refuse_without_memory(name: str, tensor: torch.Tensor | None) -> None:
         and not is_variable(tensor)
     ):
         raise TypeError(
-            f"{name} is a {type(tensor).__name__}, which wraps other tensors: replicas have copies of tensors with "
-            "memory of their own only. Use MultiWorkerMirroredStrategy with one device in each process: it makes no "
+            f"{name} is a {type(tensor).__name__}, which wraps other tensors: replicas "
+            "have copies of tensors with memory of their own only. Use "
+            "MultiWorkerMirroredStrategy with one device in each process: it makes no "
             "copies. Or register the tensors that it wraps."
         )
 
@@ -143,22 +156,27 @@ def _refuse_without_memory(name: str, tensor: torch.Tensor | None) -> None:
 def _refuse_parameter(name: str, parameter: torch.Tensor) -> None:
     if parameter.is_inference():
         raise TypeError(
-            f"{name} was made in torch.inference_mode(), where torch does not count what is written on a tensor, so "
-            "that copies could not be kept in step. Make the model outside of that mode."
+            f"{name} was made in torch.inference_mode(), where torch does not count "
+            "what is written on a tensor, so that copies could not be kept in step. "
+            "Make the model outside of that mode."
         )
     if plain_class(type(parameter)) is not nn.Parameter and not is_variable(parameter):
         if is_distributed_tensor(parameter):
             raise TypeError(
-                f"{name} is a DTensor, of which each process has a part, and this strategy makes copies of whole "
-                "models. Use MultiWorkerMirroredStrategy with one device in each process: it trains sharded models."
+                f"{name} is a DTensor, of which each process has a part, and this "
+                "strategy makes copies of whole models. Use "
+                "MultiWorkerMirroredStrategy with one device in each process: it "
+                "trains sharded models."
             )
         kind = type(parameter).__name__
         if plain_class(type(parameter)) is torch.Tensor:
             raise TypeError(
-                f"{name} is a plain tensor and no torch.nn.Parameter, as torch.func.functional_call puts it there for "
-                "the length of a call. Replicas have copies of parameters only: call functional_call in the step that "
-                "strategy.run runs, and not around it."
+                f"{name} is a plain tensor and no torch.nn.Parameter, as "
+                "torch.func.functional_call puts it there for the length of a call. "
+                "Replicas have copies of parameters only: call functional_call in the "
+                "step that strategy.run runs, and not around it."
             )
         raise TypeError(
-            f"{name} is a {kind}. Replicas can have copies of torch.nn.Parameter, not of its subclasses."
+            f"{name} is a {kind}. Replicas can have copies of torch.nn.Parameter, not "
+            "of its subclasses."
         )

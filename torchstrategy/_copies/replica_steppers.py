@@ -1,11 +1,14 @@
-"""Optimizers, learning-rate schedulers and `GradScaler` in a replica: their step is one step for all replicas.
+"""Optimizers, learning-rate schedulers and `GradScaler` in a replica.
 
-An optimizer shows the replica's own parameters. When all replicas have come to `optimizer.step()`, the user's own
-optimizer takes the step on the gradients of the whole batch.
+Their step is one step for all replicas.
 
-So it is with the methods that schedulers and scalers run once a step (`step`, `update`, `unscale_`): they are
-synchronization points, at which the user's own object runs the method once. Everything else about them can be asked
-anywhere.
+An optimizer shows the replica's own parameters. When all replicas have come to
+`optimizer.step()`, the user's own optimizer takes the step on the gradients of the
+whole batch.
+
+So it is with the methods that schedulers and scalers run once a step (`step`, `update`,
+`unscale_`): they are synchronization points, at which the user's own object runs the
+method once. Everything else about them can be asked anywhere.
 """
 
 from __future__ import annotations
@@ -37,22 +40,25 @@ from torchstrategy._group.group import Replica
 
 
 def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """What a group has beside its parameters, for another optimizer or another replica."""
+    """What a group has beside parameters, for another optimizer or replica."""
     settings: dict[str, Any] = {}
     for name, value in group.items():
         if name != "params":
-            # A learning rate may be a tensor. Each replica gets a clone: `lr.mul_(0.5)` on one would act n times.
+            # A learning rate may be a tensor. Each replica gets a clone: `lr.mul_(0.5)`
+            # on one would act n times.
             settings[name] = value.clone() if isinstance(value, torch.Tensor) else value
     return settings
 
 
 class OptimizerHost(Protocol):
-    """The user's own parameters and gradients in one run, for the optimizers in its replicas."""
+    """The user's own parameters and gradients in one run, for replicas' optimizers."""
 
     def call_for_all(
         self, call: Callable[[], Tree], optimizer: Optimizer | None = None
     ) -> Tree:
-        """Calls a function once for all replicas, while they wait: the user's parameters have all gradients.
+        """Calls a function once for all replicas, while they wait.
+
+        The user's parameters have all gradients.
 
         Args:
             call: The function.
@@ -60,16 +66,29 @@ class OptimizerHost(Protocol):
         """
 
     def compare(self, name: str, given: _Given) -> None:
-        """Refuses a method that acts once for all replicas if those of other processes give it other arguments."""
+        """Refuses a method that acts once for all replicas if arguments differ.
+
+        Those of other processes give it other arguments.
+        """
 
     def cross_replica(self) -> AbstractContextManager[None]:
-        """For the length of the block, this thread acts for all replicas, with the caller's default device."""
+        """For the length of the block, this thread acts for all replicas.
+
+        It has the caller's default device.
+        """
 
     def show(self) -> None:
-        """From here on, until `stop_showing`, the user's parameters have the gradients of the whole batch."""
+        """From here on, the user's parameters have the gradients of the whole batch.
+
+        They do until `stop_showing`.
+        """
 
     def stop_showing(self, optimizer: Optimizer | None = None) -> None:
-        """Ends `show`: the values that an optimizer has written on the user's parameters reach the replicas."""
+        """Ends `show`.
+
+        The values that an optimizer has written on the user's parameters reach the
+        replicas.
+        """
 
     def combine_losses(self, losses: Sequence[Any]) -> Any:
         """The loss of the whole batch, made of the loss of each replica."""
@@ -84,12 +103,14 @@ class ReplicaOptimizer:
         optimizer: The user's own.
         replica: The replica.
         gradients: The gradients of the replica.
-        index_of: The position in `gradients` of each parameter that the optimizer updates, by the id of the user's
-            parameter.
+        index_of: The position in `gradients` of each parameter that the optimizer
+            updates, by the id of the user's parameter.
         host: Acts on the user's parameters and gradients.
-        leads: Whether the optimizer's loop runs in this replica, for an optimizer that calls a closure.
-        own_state: Returns the state of this replica's own copy of the optimizer, by the replica's parameters. None: the
-            replica has no copy, and is shown the state of the user's optimizer.
+        leads: Whether the optimizer's loop runs in this replica, for an optimizer that
+            calls a closure.
+        own_state: Returns the state of this replica's own copy of the optimizer, by the
+            replica's parameters. None: the replica has no copy, and is shown the state
+            of the user's optimizer.
     """
 
     optimizer: Optimizer
@@ -99,15 +120,20 @@ class ReplicaOptimizer:
     host: OptimizerHost
     leads: bool
     own_state: Callable[[], dict[torch.Tensor, Any]] | None
-    # The groups that the step was shown, on which it may write, and the same groups as they were then.
+    # The groups that the step was shown, on which it may write, and the same groups as
+    # they were then.
     _groups: list[dict[str, Any]] = field(default_factory=list)
     _shown: list[dict[str, Any]] = field(default_factory=list)
-    # The tensors of the state that the step was shown, with their versions then; None: it was shown none.
+    # The tensors of the state that the step was shown, with their versions then; None:
+    # it was shown none.
     _shown_state: Versions | None = None
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The groups with this replica's parameters. Settings that the step writes there hold from the next update."""
+        """The groups with this replica's parameters.
+
+        Settings that the step writes there hold from the next update.
+        """
         if not self._shown:
             self._groups = [self._local_group(group) for group in self._central_groups]
             self._shown = [self._local_group(group) for group in self._central_groups]
@@ -115,12 +141,14 @@ class ReplicaOptimizer:
 
     @property
     def state(self) -> dict[torch.Tensor, Any]:
-        """The optimizer's state for each of this replica's parameters. The step may read it, and not write on it."""
+        """The optimizer's state for each of this replica's parameters.
+
+        The step may read it, and not write on it.
+        """
         name = plain_class(type(self.optimizer)).__name__
         if self.own_state is not None:
-            with (
-                self.gradients.on_callers_streams()
-            ):  # the first replica that asks brings the state to all of them
+            # The first replica that asks brings the state to all of them.
+            with self.gradients.on_callers_streams():
                 states = self.own_state()
         else:
             states = {
@@ -140,7 +168,10 @@ class ReplicaOptimizer:
         return _Shown(name, shown)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clears this replica's local and visible gradients. A synchronization point only if a hook waits for one."""
+        """Clears this replica's local and visible gradients.
+
+        A synchronization point only if a hook waits for one.
+        """
         self.gradients.clear(list(self.index_of.values()), set_to_none)
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
@@ -148,11 +179,14 @@ class ReplicaOptimizer:
         return self.call("step", *args, **kwargs)
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """A synchronization point, at which gradients are reduced and a method of the user's optimizer runs once.
+        """A synchronization point: a method of the user's optimizer runs there once.
+
+        Gradients are reduced there, too.
 
         Args:
             method: The name of the method.
-            *args: Its arguments, the same in each replica. But a closure computes the replica's own loss.
+            *args: Its arguments, the same in each replica. But a closure computes the
+                replica's own loss.
             **kwargs: Its keyword arguments, likewise.
         """
         name = (
@@ -177,10 +211,13 @@ class ReplicaOptimizer:
     def _call_with(
         self, closure: Callable[[], Any], name: str, method: str, arguments: _Given
     ) -> Any:
-        """Runs an optimizer that calls a closure for the loss and its gradients, as often as it likes (`LBFGS`).
+        """Runs an optimizer that calls a closure as often as it likes (`LBFGS`).
 
-        The optimizer's loop runs on the thread of the first replica, and the others wait at the next synchronization
-        point. Whenever the loop calls the closure, all replicas compute their loss.
+        It calls the closure for the loss and its gradients.
+
+        The optimizer's loop runs on the thread of the first replica, and the others
+        wait at the next synchronization point. Whenever the loop calls the closure, all
+        replicas compute their loss.
         """
         host, frame = self.host, current_frame()
         assert frame is not None
@@ -200,7 +237,8 @@ class ReplicaOptimizer:
             host.show()
             return [host.combine_losses(losses)] * len(losses)
 
-        # What each replica calls to compute its loss, and what the optimizer's loop calls in the place of the closure.
+        # What each replica calls to compute its loss, and what the optimizer's loop
+        # calls in the place of the closure.
 
         def evaluate() -> Any:
             with torch.enable_grad():
@@ -213,8 +251,9 @@ class ReplicaOptimizer:
             with frame, using_device(self.replica.device):
                 return evaluate()
 
-        # The closure cannot run on the thread of the caller, which is the one that combines: it is a part of the step,
-        # and needs the thread-local state of its replica. So the loop has to run on the thread of a replica, too.
+        # The closure cannot run on the thread of the caller, which is the one that
+        # combines: it is a part of the step, and needs the thread-local state of its
+        # replica. So the loop has to run on the thread of a replica, too.
         self.replica.synchronize(
             name, begin, _replace_argument(arguments, closure, None)
         )
@@ -234,11 +273,17 @@ class ReplicaOptimizer:
             return getattr(self.optimizer, method)(*args, **kwargs)
 
     def forget_settings(self) -> None:
-        """Forgets what the step was shown, since an update may have changed settings and state."""
+        """Forgets what the step was shown.
+
+        An update may have changed settings and state.
+        """
         self._groups, self._shown, self._shown_state = [], [], None
 
     def return_settings(self) -> None:
-        """Brings settings that the step wrote on the groups, such as a learning rate, to the user's own optimizer."""
+        """Brings settings that the step wrote on groups to the user's own optimizer.
+
+        A learning rate is such a setting.
+        """
         if not self._shown:
             return
         central = self._central_groups
@@ -254,18 +299,23 @@ class ReplicaOptimizer:
                 own.pop(name, None)
 
     def written_settings(self) -> dict[tuple[int, str], Any]:
-        """The settings that the step wrote on the groups, by the position of the group and the setting's name.
+        """The settings that the step wrote on the groups.
+
+        They are by the position of the group and the setting's name.
 
         Raises:
-            RuntimeError: If the step has changed which parameters a group has, or which groups there are.
+            RuntimeError: If the step has changed which parameters a group has, or which
+                groups there are.
         """
         parameters = [list(map(id, group["params"])) for group in self._groups]
         parameters_shown = [list(map(id, group["params"])) for group in self._shown]
         if parameters != parameters_shown:
             raise RuntimeError(
-                f"The step changed the parameters of {plain_class(type(self.optimizer)).__name__}.param_groups, or the "
-                "groups themselves, in a replica, which shares the optimizer with the others. Do it outside of "
-                "strategy.run. To freeze parameters in a step, set their requires_grad."
+                "The step changed the parameters of "
+                f"{plain_class(type(self.optimizer)).__name__}.param_groups, or the "
+                "groups themselves, in a replica, which shares the optimizer with the "
+                "others. Do it outside of strategy.run. To freeze parameters in a "
+                "step, set their requires_grad."
             )
         written: dict[tuple[int, str], Any] = {}
         for i, (group, shown) in enumerate(zip(self._groups, self._shown, strict=True)):
@@ -275,7 +325,7 @@ class ReplicaOptimizer:
         return written
 
     def settings(self) -> list[dict[str, Any]]:
-        """For each group, the settings of the next update that are numbers, flags or the like."""
+        """For each group, the next update's settings: numbers, flags or the like."""
         groups: list[dict[str, Any]] = []
         for group in self._central_groups:
             groups.append(
@@ -288,7 +338,9 @@ class ReplicaOptimizer:
     def refuse_other_settings(
         self, mine: int, others: Mapping[int, ReplicaOptimizer]
     ) -> None:
-        """Refuses a write on the state, and a setting that another replica has set to another number than this one has.
+        """Refuses a write on the state, and a setting that replicas set differently.
+
+        Another replica has set it to another number than this one has.
 
         Args:
             mine: The id of this replica.
@@ -311,10 +363,12 @@ class ReplicaOptimizer:
                     and isinstance(own, _COMPARED)
                     and own != value
                 ):
-                    setting = f"{plain_class(type(self.optimizer)).__name__}.param_groups[{i}][{name!r}]"
+                    kind = plain_class(type(self.optimizer)).__name__
+                    setting = f"{kind}.param_groups[{i}][{name!r}]"
                     raise RuntimeError(
-                        f"The replicas set {setting} to different values: {own!r} in replica {mine} and {value!r} in "
-                        f"replica {replica}. They share the optimizer. Set the same value in each: "
+                        f"The replicas set {setting} to different values: {own!r} in "
+                        f"replica {mine} and {value!r} in replica {replica}. They "
+                        "share the optimizer. Set the same value in each: "
                         "get_replica_context().all_reduce(...) makes one of all."
                     )
 
@@ -335,15 +389,19 @@ class ReplicaOptimizer:
 
 
 _STATE_WRITTEN = (
-    "A step wrote on the state of {name} in a replica, which shares the optimizer with the others. Write on it in a "
-    "method of the optimizer's class, which is called once for all of them; after strategy.run; or in a merge "
-    "function: get_replica_context().merge_call(...)."
+    "A step wrote on the state of {name} in a replica, which shares the optimizer with "
+    "the others. Write on it in a method of the optimizer's class, which is called "
+    "once for all of them; after strategy.run; or in a merge function: "
+    "get_replica_context().merge_call(...)."
 )
 
 
 @final
 class _Shown(dict[Any, Any]):
-    """The state of an optimizer as a replica is shown it: read-only, and empty for a parameter without state."""
+    """The state of an optimizer as a replica is shown it.
+
+    It is read-only, and empty for a parameter without state.
+    """
 
     def __init__(self, optimizer: str, values: Mapping[Any, Any]) -> None:
         super().__init__(values)
@@ -366,13 +424,18 @@ class _Shown(dict[Any, Any]):
 
 
 def _is_setting(value: object) -> bool:
-    """Whether workers compare a setting. A text, such as a group's name, may be another one in each."""
+    """Whether workers compare a setting.
+
+    A text, such as a group's name, may be another one in each.
+    """
     is_number = isinstance(value, torch.Tensor) and value.numel() == 1
     return is_number or isinstance(value, (int, float, tuple, type(None)))
 
 
 _COMPARED = (*PLAIN, tuple)  # the settings that the replicas of one process compare
-_EVALUATE = object()  # tells the other replicas that the optimizer has called the closure and has no result yet
+# Tells the other replicas that the optimizer has called the closure and has no result
+# yet.
+_EVALUATE = object()
 
 # The arguments of a method: positional and by keyword.
 _Given = tuple[tuple[Any, ...], dict[str, Any]]
@@ -397,8 +460,9 @@ def _check(name: str, brought: Sequence[_Given], host: OptimizerHost) -> None:
             for leaf in tree_flatten(given)[0]
         ):
             raise RuntimeError(
-                f"{name} acts once for all replicas, and was given a tensor that requires grad, which is one replica's "
-                "own. In the step, run backward and give the method nothing of the graph; or call it after "
+                f"{name} acts once for all replicas, and was given a tensor that "
+                "requires grad, which is one replica's own. In the step, run backward "
+                "and give the method nothing of the graph; or call it after "
                 "strategy.run, with tensors computed from your own parameters."
             )
     _refuse_different(name, brought, host)
@@ -420,7 +484,10 @@ class SharedStepper:
     host: OptimizerHost
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """A synchronization point, at which a method of the user's scheduler or scaler runs once."""
+        """A synchronization point for one call of a scheduler or scaler of the user's.
+
+        A method of it runs once for all.
+        """
         name = f"{type(self.stepper).__name__}.{method}()"
 
         def combine(brought: Sequence[_Given]) -> list[Any]:
@@ -439,7 +506,8 @@ _ready: weakref.WeakSet[torch.amp.GradScaler] = weakref.WeakSet()
 
 def make_ready(steppers: Iterable[object], device: Device) -> None:
     """Lets scalers make the tensor of their scale before the replicas run."""
-    # A scaler makes it when it sees its first loss. In a run, several replicas would make it at the same time.
+    # A scaler makes it when it sees its first loss. In a run, several replicas would
+    # make it at the same time.
     for stepper in steppers:
         if isinstance(stepper, torch.amp.GradScaler) and stepper not in _ready:
             stepper.scale(torch.zeros((), device=memory_device(device)))
@@ -449,7 +517,8 @@ def make_ready(steppers: Iterable[object], device: Device) -> None:
 def refuse_bound_methods(named: Iterable[tuple[str, object]]) -> None:
     """Refuses steps that hold a bound method of a scheduler, a scaler or an optimizer.
 
-    Such a method is bound to the user's own object, so the step would pass by the object that acts for all replicas.
+    Such a method is bound to the user's own object, so the step would pass by the
+    object that acts for all replicas.
 
     Raises:
         RuntimeError: Naming it.
@@ -458,8 +527,9 @@ def refuse_bound_methods(named: Iterable[tuple[str, object]]) -> None:
         if isinstance(thing, types.MethodType):
             kind = type(thing.__self__).__name__
             raise RuntimeError(
-                f"The step holds {kind}.{name}, a method that was taken from its object before the run: each replica "
-                f"would call it, and it acts once for all of them. Name the object in the step, and call its {name} "
+                f"The step holds {kind}.{name}, a method that was taken from its "
+                "object before the run: each replica would call it, and it acts once "
+                f"for all of them. Name the object in the step, and call its {name} "
                 "there; or call it after the run."
             )
 
@@ -467,7 +537,7 @@ def refuse_bound_methods(named: Iterable[tuple[str, object]]) -> None:
 def _refuse_different(
     name: str, brought: Sequence[_Given], host: OptimizerHost
 ) -> None:
-    """Refuses different arguments from the replicas for a method that runs once for all of them.
+    """Refuses different arguments for a method that runs once for all replicas.
 
     Raises:
         ValueError: Naming what they call.
@@ -483,7 +553,8 @@ def _refuse_different(
             are_alike = all(_have_same_value(own, theirs) for own, theirs in pairs)
         if not are_alike:
             raise ValueError(
-                f"{name} acts once for all replicas, and they gave it different arguments. Give it the same in each: "
+                f"{name} acts once for all replicas, and they gave it different "
+                "arguments. Give it the same in each: "
                 "get_replica_context().all_reduce(...) makes one value of all."
             )
     if args or kwargs:
@@ -496,7 +567,8 @@ def _have_same_value(value: Any, other: Any) -> bool:
     return value is other or (isinstance(value, PLAIN) and bool(value == other))
 
 
-# A compiler that traced these would trace the locks and threads of a synchronization point.
+# A compiler that traced these would trace the locks and threads of a synchronization
+# point.
 hide_from_compiler(ReplicaOptimizer.step)
 hide_from_compiler(ReplicaOptimizer.call)
 hide_from_compiler(ReplicaOptimizer.zero_grad)

@@ -1,8 +1,11 @@
-"""What all replicas have of the user's modules and optimizers, and one run on it: how it begins, ends and is undone.
+"""What all replicas have of the user's modules and optimizers, and one run on it.
 
-A `ReplicaSet` lives from run to run, since to make copies takes longer than most steps. A `ReplicatedRun` is one call
-of `run` on such a set: what depends on the step, and what acts for all replicas while they stand still. So a run that
-fails leaves nothing but a set that is not used again.
+How a run begins, ends and is undone.
+
+A `ReplicaSet` lives from run to run, since to make copies takes longer than most steps.
+A `ReplicatedRun` is one call of `run` on such a set: what depends on the step, and what
+acts for all replicas while they stand still. So a run that fails leaves nothing but a
+set that is not used again.
 """
 
 from __future__ import annotations
@@ -69,7 +72,7 @@ from torchstrategy._variables.variable import Variable, is_variable
 
 @final
 class ReplicaSet:
-    """What all replicas have of the user's modules and optimizers, for one run at a time.
+    """What all replicas have of the user's modules and optimizers, for one run.
 
     Args:
         roots: The user's modules that are part of no other.
@@ -78,7 +81,8 @@ class ReplicaSet:
         placement: Where the copies are, and how they are kept in step.
 
     Attributes:
-        generation: A number that the storage counts up when the user's set of modules changes.
+        generation: A number that the storage counts up when the user's set of modules
+            changes.
         thread: The thread that called the run which has this set.
     """
 
@@ -102,11 +106,15 @@ class ReplicaSet:
         self._take_optimizers(optimizers)
 
     def bring_up_to_date(self, optimizers: Sequence[Optimizer]) -> bool:
-        """Brings what the user wrote on modules and optimizers to the copies. False if a new set has to be made."""
+        """Brings what the user wrote on modules and optimizers to the copies.
+
+        False if a new set has to be made.
+        """
         if not self.replicated.refresh():
             return False
-        # The gradients of a set are those of the parameters of these optimizers, and their copies are made for these
-        # parameters: after `add_param_group`, or where a parameter moved, both are made anew.
+        # The gradients of a set are those of the parameters of these optimizers, and
+        # their copies are made for these parameters: after `add_param_group`, or where
+        # a parameter moved, both are made anew.
         if (
             _signature(optimizers) != self._optimizer_signature
             or self.replicated.list_sharing() != self._sharing
@@ -129,8 +137,9 @@ class ReplicaSet:
     def _take_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
         self._optimizers = [weakref.ref(optimizer) for optimizer in optimizers]
         self._optimizer_signature = _signature(optimizers)
-        # Parameters that an optimizer has and no module, such as those of a layer that the user has removed. Replicas
-        # have no copies of them, and may clear and read their gradients.
+        # Parameters that an optimizer has and no module, such as those of a layer that
+        # the user has removed. Replicas have no copies of them, and may clear and read
+        # their gradients.
         loose: dict[int, torch.Tensor] = {}
         names_of_loose: list[str] = []
         for optimizer in optimizers:
@@ -156,9 +165,8 @@ class ReplicaSet:
         indices = {
             key: index for index, key in enumerate([*self.replicated.index_of, *loose])
         }
-        self.optimized: dict[
-            int, dict[int, int]
-        ] = {}  # by optimizer: the positions of its parameters, by their ids
+        # By optimizer: the positions of its parameters, by their ids.
+        self.optimized: dict[int, dict[int, int]] = {}
         for optimizer in optimizers:
             self.optimized[id(optimizer)] = {
                 id(p): indices[id(p)] for p in parameters_of(optimizer)
@@ -166,7 +174,8 @@ class ReplicaSet:
         self.known = indices.keys()
         self._sharing = self.replicated.list_sharing()
         self._local = self.replicated.own_parameters()
-        # The user's optimizer updates the first replica's parameters only if these share the memory of the user's.
+        # The user's optimizer updates the first replica's parameters only if these
+        # share the memory of the user's.
         is_updated = (
             self.placement.is_mirrored and self._local and all(self._sharing[0])
         )
@@ -183,14 +192,20 @@ class ReplicaSet:
     def own_state(
         self, optimizer: Optimizer, replica: int
     ) -> Callable[[], dict[torch.Tensor, Any]] | None:
-        """Returns a function for the state of a replica's copy of an optimizer; None if the replica has no copy."""
+        """Returns a function for the state of a replica's copy of an optimizer.
+
+        It is None if the replica has no copy.
+        """
         copies = self._optimizer_copies.get(id(optimizer))
         if copies is None or replica not in copies.of_replicas:
             return None
         return functools.partial(copies.state, optimizer, replica)
 
     def begin_step(self, optimizer: Optimizer) -> None:
-        """The user's optimizer is about to take a step: its copies get the settings and the state that it has now."""
+        """The user's optimizer is about to take a step.
+
+        Its copies get the settings and the state that it has now.
+        """
         copies = self._optimizer_copies_of(optimizer)
         if copies is not None:
             with without_autograd():
@@ -216,8 +231,8 @@ class ReplicaSet:
 
     def _optimizer_copies_of(self, optimizer: Optimizer) -> OptimizerCopies | None:
         copies = self._optimizer_copies.get(id(optimizer))
-        # If parameters moved to other memory in this run, the copies would update the old memory. So values are sent
-        # until the next run, which makes new copies.
+        # If parameters moved to other memory in this run, the copies would update the
+        # old memory. So values are sent until the next run, which makes new copies.
         if (
             copies is None
             or not can_have_copies(optimizer)
@@ -228,7 +243,10 @@ class ReplicaSet:
 
 
 def _signature(optimizers: Sequence[Optimizer]) -> list[tuple[int, list[list[int]]]]:
-    """What differs once there are other optimizers, or one has other groups or parameters."""
+    """What differs once there are other optimizers, or one has other parameters.
+
+    They may be in other groups.
+    """
     signature = []
     for optimizer in optimizers:
         groups = users_own(optimizer, "param_groups")
@@ -254,21 +272,25 @@ CrossReplica = Callable[[], AbstractContextManager[None]]
 @final
 @dataclass(eq=False)
 class ReplicatedRun(OptimizerHost):
-    """One run on one replica set: what its replicas have, what acts for all of them, and how it ends.
+    """One run on one replica set: its replicas' things, what acts for all, how it ends.
 
     Args:
         replica_set: The replica set.
         participants: How much each replica counts.
-        outsiders: Trainable tensors that the step names and of which replicas have no copies, each with its name.
-        steppers: The schedulers and scalers of the strategy, and those that the step names.
-        trainers: The user's objects that hold models, with their attributes in each replica.
-        shared_trainers: Those that all replicas share, and what hooks reach by a global name.
+        outsiders: Trainable tensors that the step names and of which replicas have no
+            copies, each with its name.
+        steppers: The schedulers and scalers of the strategy, and those that the step
+            names.
+        trainers: The user's objects that hold models, with their attributes in each
+            replica.
+        shared_trainers: Those that all replicas share, and what hooks reach by a global
+            name.
         kept: What hooks keep outside of the model; None if they keep nothing.
         enter_cross_replica: Enters the strategy's cross-replica context.
         watch: Looks on while the replicas run, for writes on shared tensors.
         warned: What users were warned of before.
-        trained_before: What `mark_training` returned when the run began, if the arguments have rows and were not
-            distributed.
+        trained_before: What `mark_training` returned when the run began, if the
+            arguments have rows and were not distributed.
     """
 
     replica_set: ReplicaSet
@@ -285,18 +307,18 @@ class ReplicatedRun(OptimizerHost):
     _lent: list[Replica] = field(default_factory=list)
     # By replica: what stands there for the user's objects.
     _local: dict[int, Mapping[int, object]] = field(default_factory=dict)
-    _optimizers: dict[int, list[ReplicaOptimizer]] = field(
-        default_factory=dict
-    )  # by replica
-    # The message for an optimizer that took a step on a thread of the user's own. The caller's thread raises it
-    # later: on the other thread, nobody might see it.
+    # By replica.
+    _optimizers: dict[int, list[ReplicaOptimizer]] = field(default_factory=dict)
+    # The message for an optimizer that took a step on a thread of the user's own. The
+    # caller's thread raises it later: on the other thread, nobody might see it.
     _on_other_thread: str | None = None
     # While it is open, the user's parameters have their gradients; see `show`.
     _shown: ExitStack = field(default_factory=ExitStack)
     _callers_device: torch.device = field(default_factory=torch.get_default_device)
 
     def __post_init__(self) -> None:
-        # A variable that is not the strategy's may be assigned, and each replica does so for itself: it is not checked.
+        # A variable that is not the strategy's may be assigned, and each replica does
+        # so for itself: it is not checked.
         checked = [
             (tensor, name) for tensor, name in self.outsiders if not is_variable(tensor)
         ]
@@ -305,7 +327,8 @@ class ReplicatedRun(OptimizerHost):
         self._outsiders_then = (
             Versions([tensor for tensor, _ in checked]) if checked else None
         )
-        # The threads that act for all replicas: the caller's; and the first replica's, while an optimizer's loop runs.
+        # The threads that act for all replicas: the caller's; and the first replica's,
+        # while an optimizer's loop runs.
         self._threads = {threading.get_ident()}
         # All that replicas have attributes or items of their own of.
         self._writers: list[Trainer | KeptInRun] = [
@@ -322,7 +345,7 @@ class ReplicatedRun(OptimizerHost):
         ]
 
     def local_objects(self, replica: Replica) -> Mapping[int, object]:
-        """The objects that `replica` has in the place of the user's, by the ids of the user's.
+        """What `replica` has in place of the user's objects, by the ids of the user's.
 
         Called on the replica's thread, when the step begins there.
         """
@@ -360,24 +383,30 @@ class ReplicatedRun(OptimizerHost):
     def published(
         self, optimizer: Optimizer | None = None, is_for_optimizer: bool = False
     ) -> Iterator[Callable[[Any], Any] | None]:
-        """For the length of the block, the user's own parameters have the accumulated gradients of the run.
+        """A block in which the user's own parameters have the accumulated gradients.
+
+        They are those of the run.
 
         Args:
             optimizer: The optimizer of which the block does no more than call a method.
-            is_for_optimizer: Whether an optimizer acts in the block. All else may write on gradients there in ways that
-                torch does not count: a merge function through `.data`; a scaler, which divides them by its scale.
+            is_for_optimizer: Whether an optimizer acts in the block. All else may write
+                on gradients there in ways that torch does not count: a merge function
+                through `.data`; a scaler, which divides them by its scale.
         """
-        # Writes of the step on parameters are looked for now: after the block they could not be told from an update.
+        # Writes of the step on parameters are looked for now: after the block they
+        # could not be told from an update.
         self._check_unwritten()
-        # Optimizers look at the class of parameters, and update those of a subclass one after the other, which is slow.
-        # So while an optimizer steps, the user's parameters are no proxies.
+        # Optimizers look at the class of parameters, and update those of a subclass one
+        # after the other, which is slow. So while an optimizer steps, the user's
+        # parameters are no proxies.
         with (
             suspended(self.replica_set.plain_owners, self.replica_set),
             self.replica_set.gradients.published(),
         ):
             if not is_for_optimizer:
                 self.replica_set.gradients.forget_arrived()
-            # A merge function of a replica is over what the replica has for itself, and acts for all.
+            # A merge function of a replica is over what the replica has for itself, and
+            # acts for all.
             yield None if self.kept is None else self.kept.to_users
         for own in chain.from_iterable(self._optimizers.values()):
             own.forget_settings()
@@ -462,8 +491,12 @@ class ReplicatedRun(OptimizerHost):
         )
 
     def end(self) -> None:
-        """Brings everything that the run made to the user's own objects. The parts that may raise come first."""
-        # See Note [The order of a run and of its undoing] in `replicated_storage`, step 7.
+        """Brings everything that the run made to the user's own objects.
+
+        The parts that may raise come first.
+        """
+        # See Note [The order of a run and of its undoing] in `replicated_storage`, step
+        # 7.
         self._check_unwritten()
         changes = self.replica_set.replicated.check_structure(self.participants.present)
         self._check_settings()
@@ -471,9 +504,8 @@ class ReplicatedRun(OptimizerHost):
             for writer in self._writers:
                 writer.put_together()
             self.replica_set.replicated.put_together(self.participants, changes)
-            self.replica_set.gradients.reduce(
-                can_wait=True
-            )  # it also tells whether the workers wrote the same buffers
+            # It also tells whether the workers wrote the same buffers.
+            self.replica_set.gradients.reduce(can_wait=True)
             self.replica_set.replicated.return_to_originals(self.participants, changes)
         # A list, since all are written.
         if any([writer.write_back() for writer in self._writers]):
@@ -497,7 +529,10 @@ class ReplicatedRun(OptimizerHost):
             warn_of_plain_batch(len(self._lent))
 
     def let_go(self) -> None:
-        """Drops the objects that the replicas had, whose memory would else wait for Python's collector of cycles."""
+        """Drops the objects that the replicas had.
+
+        Their memory would else wait for Python's collector of cycles.
+        """
         self._local.clear()
         self._optimizers.clear()
         self.replica_set.replicated.kept.is_under_way = False
@@ -514,7 +549,8 @@ class ReplicatedRun(OptimizerHost):
         is_on_other_thread = (
             not in_this_run and threading.get_ident() not in self._threads
         )
-        # The optimizer belongs to another run, or to this run on the thread of a replica.
+        # The optimizer belongs to another run, or to this run on the thread of a
+        # replica.
         if not in_this_run and (
             is_in_replica() or (is_on_other_thread and frame is not None)
         ):
@@ -534,18 +570,21 @@ class ReplicatedRun(OptimizerHost):
             self._on_other_thread = _ON_OTHER_THREAD.format(*names)
         elif in_this_run:
             raise RuntimeError(
-                f"{type(optimizer).__name__}.step() was called in a replica, and the optimizer was not created in "
-                "strategy.scope(): every replica would take a step of its own on the shared parameters. Create it, and "
-                "its model, in the scope; or give them to strategy.distribute_module(model) and "
+                f"{type(optimizer).__name__}.step() was called in a replica, and the "
+                "optimizer was not created in strategy.scope(): every replica would "
+                "take a step of its own on the shared parameters. Create it, and its "
+                "model, in the scope; or give them to "
+                "strategy.distribute_module(model) and "
                 "strategy.distribute_optimizer(optimizer); or step after strategy.run."
             )
         else:
             self.replica_set.gradients.keep()
 
     def _has_written(self, optimizer: Optimizer | None) -> None:
-        """Says that an optimizer may have written on parameters in ways that torch does not count."""
-        # Torch's own optimizers count their writes, but for fused ones, which `ReplicatedStorage` handles. Others may
-        # write through `.data`, and need not call the hooks that torch calls at each step.
+        """Says that an optimizer may have written on parameters without a count."""
+        # Torch's own optimizers count their writes, but for fused ones, which
+        # `ReplicatedStorage` handles. Others may write through `.data`, and need not
+        # call the hooks that torch calls at each step.
         if optimizer is not None and not is_torchs(optimizer):
             self.replica_set.gradients.keep()
             self.replica_set.replicated.note_written(parameters_of(optimizer))
@@ -577,7 +616,10 @@ class ReplicatedRun(OptimizerHost):
         return self.published(optimizer, is_for_optimizer)
 
     def _check_settings(self) -> None:
-        """Refuses settings of optimizers that cannot become one: see `ReplicaOptimizer.refuse_other_settings`."""
+        """Refuses settings of optimizers that cannot become one.
+
+        See `ReplicaOptimizer.refuse_other_settings`.
+        """
         lead, *others = self.participants.present
         for i, optimizer in enumerate(self._optimizers.get(lead, [])):
             optimizer.refuse_other_settings(
@@ -596,8 +638,9 @@ class ReplicatedRun(OptimizerHost):
 
 
 _ON_OTHER_THREAD = (
-    "{}.step() was called on the thread {!r}, which is none of a replica, while strategy.run was at work with the same "
-    "parameters. A thread that a step starts has your own model and optimizer, not its replica's; so has a hook that "
-    "autograd calls on a thread of its own. Call backward and optimizer.step() in the step itself; or train on the "
-    "other thread when strategy.run has returned."
+    "{}.step() was called on the thread {!r}, which is none of a replica, while "
+    "strategy.run was at work with the same parameters. A thread that a step starts "
+    "has your own model and optimizer, not its replica's; so has a hook that autograd "
+    "calls on a thread of its own. Call backward and optimizer.step() in the step "
+    "itself; or train on the other thread when strategy.run has returned."
 )

@@ -1,8 +1,12 @@
-"""The storage of a strategy with several replicas in one process, and the replica sets that its runs borrow.
+"""The storage of a strategy with several replicas in one process.
 
-A storage takes in the modules, variables and optimizers that are created in the strategy's scope. A replica set has the
-copies of all replicas for one run. Each run borrows one. One set serves all runs that follow one another. Runs at the
-same time, of several threads or from a merge function, get sets of their own, so no two runs ever use the same copy.
+Its runs borrow replica sets from it.
+
+A storage takes in the modules, variables and optimizers that are created in the
+strategy's scope. A replica set has the copies of all replicas for one run. Each run
+borrows one. One set serves all runs that follow one another. Runs at the same time, of
+several threads or from a merge function, get sets of their own, so no two runs ever use
+the same copy.
 """
 
 from __future__ import annotations
@@ -72,7 +76,9 @@ from torchstrategy._variables.variable import Variable
 
 @final
 class ReplicatedStorage(Storage):
-    """The user's parameters live on one device, and each replica has copies. These follow, or take the same updates.
+    """The user's parameters live on one device, and each replica has copies.
+
+    These follow, or take the same updates.
 
     Args:
         placement: Where the copies are, and how they are kept in step.
@@ -90,47 +96,57 @@ class ReplicatedStorage(Storage):
             weakref.WeakValueDictionary()
         )
         self._idle: list[ReplicaSet] = []
-        # Those that runs have borrowed, with the runs that are told before any optimizer takes a step.
+        # Those that runs have borrowed, with the runs that are told before any
+        # optimizer takes a step.
         self._in_use: dict[ReplicaSet, ReplicatedRun | None] = {}
         self._shared = SharedTensors()
         self._warned: set[tuple[int, str]] = set()  # what is warned of once
-        self._new: set[int] = (
-            set()
-        )  # the ids of modules and variables that no run has had yet
-        # Grows by 1 when modules or variables come or go. A replica set with another number is not used again.
+        # The ids of modules and variables that no run has had yet.
+        self._new: set[int] = set()
+        # Grows by 1 when modules or variables come or go. A replica set with another
+        # number is not used again.
         self._generation = 0
         # Runs of several threads may borrow and return sets at the same time.
         self._lock = threading.RLock()
-        self._is_copying = (
-            False  # while it is true, new modules are copies and not the user's
-        )
+        # While it is true, new modules are copies and not the user's.
+        self._is_copying = False
         self._on_death = functools.partial(_forget, weakref.ref(self))
         tell_of_steps(self)
         if any(map(is_accelerator, (*self.devices, self.parameter_device))):
             listen_to_data()
 
     # Note [The order of a run and of its undoing]
-    # 0. If a worker has new modules or variables, all workers take the values of worker 0. This is not undone.
+    # 0. If a worker has new modules or variables, all workers take the values of worker
+    #    0. This is not undone.
     # 1. The run takes a replica set that no other run has, and brings it up to date.
-    # 2. `ReplicatedRun` is made. It notes the versions of outsiders, so that a step that writes on one is refused.
-    # 3. From here on, the run is told of every step of an optimizer before it is taken. It refuses those of optimizers
-    #    that are not the strategy's.
-    # 4. The first replica gets the states of the user's metrics, the others the default states.
-    # 5. `.grad` is taken away from the user's parameters. See Note [The states of a gradient].
-    # 6. The user's objects become proxies: in a replica, each acts as the replica's own object. The replicas run, and
-    #    the objects get their own classes back.
-    # 7. `end` checks everything that may be refused, then writes on the user's objects, and gives `.grad` back last.
-    # If anything fails after 1, the set is never used again, and what was done is undone in this order:
-    # - This thread leaves the replica that it was in (6). The user's objects are no proxies any more (6), since all
-    #   else writes on them.
-    # - The user's modules may have a `PerReplica` of tensors, on which the step may have written in place. These
-    #   tensors get back the values from before the run (1).
-    # - If the loop of an optimizer with a closure was under way, the block in which the user's parameters have
-    #   gradients is left. What any optimizer has written on parameters stays.
-    # - The gradients are given back (5): those from before the run, or those that its last update left.
-    # The states of metrics (4) are not undone: the replicas have copies of them, which are dropped with the set.
-    # Whether or not the run failed, 3 and 1 are undone last. A signal's handler may raise at any line. So each of these
-    # must also work if what it undoes was not done.
+    # 2. `ReplicatedRun` is made. It notes the versions of outsiders, so that a step
+    #    that writes on one is refused.
+    # 3. From here on, the run is told of every step of an optimizer before it is taken.
+    #    It refuses those of optimizers that are not the strategy's.
+    # 4. The first replica gets the states of the user's metrics, the others the default
+    #    states.
+    # 5. `.grad` is taken away from the user's parameters. See Note [The states of a
+    #    gradient].
+    # 6. The user's objects become proxies: in a replica, each acts as the replica's own
+    #    object. The replicas run, and the objects get their own classes back.
+    # 7. `end` checks everything that may be refused, then writes on the user's objects,
+    #    and gives `.grad` back last.
+    # If anything fails after 1, the set is never used again, and what was done is
+    # undone in this order:
+    # - This thread leaves the replica that it was in (6). The user's objects are no
+    #   proxies any more (6), since all else writes on them.
+    # - The user's modules may have a `PerReplica` of tensors, on which the step may
+    #   have written in place. These tensors get back the values from before the run
+    #   (1).
+    # - If the loop of an optimizer with a closure was under way, the block in which the
+    #   user's parameters have gradients is left. What any optimizer has written on
+    #   parameters stays.
+    # - The gradients are given back (5): those from before the run, or those that its
+    #   last update left.
+    # The states of metrics (4) are not undone: the replicas have copies of them, which
+    # are dropped with the set. Whether or not the run failed, 3 and 1 are undone last.
+    # A signal's handler may raise at any line. So each of these must also work if what
+    # it undoes was not done.
     @contextmanager
     def begin_run(
         self,
@@ -155,7 +171,8 @@ class ReplicatedStorage(Storage):
             if id(method.__self__) in self._optimizers
         ]
         refuse_bound_methods([*named.steppers, *ours])
-        # The numbers below are the steps of Note [The order of a run and of its undoing].
+        # The numbers below are the steps of Note [The order of a run and of its
+        # undoing].
         if participants.has_news:  # 0
             self._take_from_first_worker()
         # The list keeps the variables alive for as long as the run has copies of them.
@@ -164,7 +181,8 @@ class ReplicatedStorage(Storage):
         originals: list[Any] = []
         leave_replicas = remember_frames()
         replica_set = self._borrow(variables)  # 1
-        # A signal's handler may raise anywhere here: whatever was done is undone, whether or not it was completed.
+        # A signal's handler may raise anywhere here: whatever was done is undone,
+        # whether or not it was completed.
         try:
             originals += replica_set.originals()
             run_state = self._make_run(
@@ -174,9 +192,8 @@ class ReplicatedStorage(Storage):
             self._in_use[replica_set] = run_state  # 3
             for metric in replica_set.replicated.metrics:  # 4
                 metric.hand_out(participants)
-            replica_set.gradients.begin(
-                participants, run_state.outsiders, run_state
-            )  # 5
+            # 5
+            replica_set.gradients.begin(participants, run_state.outsiders, run_state)
             install(originals, replica_set)  # 6
             yield run_state
             uninstall(originals, replica_set)
@@ -203,8 +220,9 @@ class ReplicatedStorage(Storage):
             variables.clear()
 
     def _take_from_first_worker(self) -> None:
-        """Gives the modules and variables of the scope the values that they have in worker 0."""
-        # What the user has dropped must not be compared, so Python's collector of cycles runs first.
+        """Gives the modules and variables of the scope the values of worker 0."""
+        # What the user has dropped must not be compared, so Python's collector of
+        # cycles runs first.
         gc.collect()
         known: list[weakref.ref[Any]] = [
             *self._variables.values(),
@@ -222,7 +240,10 @@ class ReplicatedStorage(Storage):
         leaves: Sequence[Tree],
         cross_replica: CrossReplica,
     ) -> ReplicatedRun:
-        """The run, with what its step names beside modules: steppers, trainers, and tensors without copies."""
+        """The run, with what its step names beside modules.
+
+        That is steppers, trainers, and tensors without copies.
+        """
         # The schedulers and scalers of the scope, and those that the step names.
         found = [
             *_living(self._steppers.valuerefs()),
@@ -242,9 +263,8 @@ class ReplicatedStorage(Storage):
         kept = self._kept_by_hooks(replica_set, run, named, [fn, *leaves])
         trainers: list[Trainer] = []
         shared_trainers: list[SharedTrainer | SharedGlobal] = []
-        if (
-            num_replicas > 1
-        ):  # a lone replica has the user's own trainers: nobody else reads what it writes
+        # A lone replica has the user's own trainers: nobody else reads what it writes.
+        if num_replicas > 1:
             trainers, shared_trainers = _make_trainers(named, run, kept)
         several = len(participants.present) > 1
         # None if the step reaches no tensor that all replicas share.
@@ -282,7 +302,10 @@ class ReplicatedStorage(Storage):
     def _find_outsiders(
         self, replica_set: ReplicaSet, named: StepReferences
     ) -> list[tuple[torch.Tensor, str]]:
-        """The parameters and trainable tensors of which replicas have no copies, each with its name."""
+        """The parameters and trainable tensors without copies, each with its name.
+
+        Replicas have no copies of them.
+        """
         unknown = [
             (name, tensor)
             for name, tensor in named.tensors
@@ -331,7 +354,10 @@ class ReplicatedStorage(Storage):
         return bool(self._new)
 
     def as_before(self) -> AbstractContextManager[None]:
-        """A block for an understudy: after it, variables with a value for each replica have the values from before."""
+        """A block for an understudy, which takes back what it wrote.
+
+        Variables with a value for each replica get the values from before.
+        """
         return unwritten(_living(self._on_read.valuerefs()))
 
     def take_module(self, module: nn.Module) -> None:
@@ -348,13 +374,13 @@ class ReplicatedStorage(Storage):
     def take_variable(self, variable: Variable) -> None:
         self.claim(variable)
         self._new.add(id(variable))
-        if isinstance(
-            variable, SyncOnReadVariable
-        ):  # each replica has a value of such a variable already
+        # Each replica has a value of such a variable already.
+        if isinstance(variable, SyncOnReadVariable):
             self._on_read[id(variable)] = variable
         else:
             self._variables[id(variable)] = weakref.ref(variable, self._on_death)
-            # The run in which the variable is made has no copies of it: a backward that reaches it is refused.
+            # The run in which the variable is made has no copies of it: a backward that
+            # reaches it is refused.
             for replica_set in self._find_at_rest() if self._in_use else []:
                 replica_set.gradients.watch(variable, variable.name)
 
@@ -375,7 +401,8 @@ class ReplicatedStorage(Storage):
             ):
                 self._generation += 1
             self._new.clear()
-            # The last set that was returned comes first. One that does not fit any more is dropped.
+            # The last set that was returned comes first. One that does not fit any more
+            # is dropped.
             while self._idle:
                 replica_set = self._idle.pop()
                 if (
@@ -388,10 +415,10 @@ class ReplicatedStorage(Storage):
                     self._generation,
                     self._make_replica_set(variables, optimizers),
                 )
-                replica_set.generation = generation  # of before: another thread may have counted it up meanwhile
-            if (
-                self._in_use
-            ):  # none of these runs can tell which of them has written a parameter
+                # Of before: another thread may have counted it up meanwhile.
+                replica_set.generation = generation
+            # None of these runs can tell which of them has written a parameter.
+            if self._in_use:
                 for other in (replica_set, *self._in_use):
                     other.gradients.is_alone = False
             replica_set.thread = threading.get_ident()
@@ -401,7 +428,8 @@ class ReplicatedStorage(Storage):
     def _find_at_rest(self) -> list[ReplicaSet]:
         """The replica sets that this thread may write, since no replica uses them now.
 
-        During a run: its set, if this thread called the run. Between runs: the set used last.
+        During a run: its set, if this thread called the run. Between runs: the set used
+        last.
         """
         with self._lock:
             if not self._in_use:
@@ -432,7 +460,10 @@ class ReplicatedStorage(Storage):
                 self._idle.append(replica_set)
 
     def _take_wrappers(self, named: StepReferences) -> None:
-        """Takes in wrappers that hold modules or optimizers of the scope, if they have no parameters of their own."""
+        """Takes in wrappers that hold modules or optimizers of the scope.
+
+        They have no parameters of their own.
+        """
         for optimizer in [
             optimizer
             for optimizer in named.optimizers
@@ -441,8 +472,9 @@ class ReplicatedStorage(Storage):
             is_around = any(
                 id(held) in self._optimizers for _, held in list_held(optimizer)
             )
-            # An optimizer that does not call `Optimizer.__init__` has no hooks: the scope was not told that it was
-            # created, and nobody is told when it takes a step.
+            # An optimizer that does not call `Optimizer.__init__` has no hooks: the
+            # scope was not told that it was created, and nobody is told when it takes a
+            # step.
             is_untold = "_optimizer_step_pre_hooks" not in vars(optimizer)
             if is_around or (
                 is_untold and any(map(self.owns, parameters_of(optimizer)))
@@ -471,7 +503,8 @@ class ReplicatedStorage(Storage):
         if self.placement.is_mirrored and id(optimizer) in self._optimizers:
             for replica_set in self._find_at_rest():
                 replica_set.step(optimizer)
-        # Version counters show what torch's own optimizers write, except for fused ones. What others write is noted.
+        # Version counters show what torch's own optimizers write, except for fused
+        # ones. What others write is noted.
         if not is_torchs(optimizer) or any(
             group.get("fused") for group in users_own(optimizer, "param_groups")
         ):
@@ -482,7 +515,7 @@ class ReplicatedStorage(Storage):
 def _make_trainers(
     named: StepReferences, run: RunReplicas, kept: KeptInRun | None
 ) -> tuple[list[Trainer], list[SharedTrainer | SharedGlobal]]:
-    """The trainers with attributes of their own in each replica, and what is one for all replicas.
+    """The trainers with attributes in each replica, and what is one for all.
 
     Args:
         named: What the step names.
@@ -508,7 +541,10 @@ def _make_trainers(
 def _forget(
     storage: weakref.ref[ReplicatedStorage], reference: weakref.ref[Any]
 ) -> None:
-    """Drops the copies of an object that the user no longer has. Called by the garbage collector, on any thread."""
+    """Drops the copies of an object that the user no longer has.
+
+    Called by the garbage collector, on any thread.
+    """
     if (own := storage()) is None:
         return
     for table in (own._modules, own._optimizers, own._variables):
@@ -521,7 +557,8 @@ def _forget(
                 own._idle.clear()
 
 
-# `_run/own/own_objects` has the same function: each step would pass from room to room for it.
+# `_run/own/own_objects` has the same function: each step would pass from room to room
+# for it.
 def _living(references: Iterable[weakref.ref[Any]]) -> list[Any]:
     """The objects that some references refer to, as far as they still live."""
     # Another thread may add one meanwhile, so the references are listed at once.

@@ -1,27 +1,34 @@
 """Warnings of a run: that its numbers may not be those of one device.
 
-*Batches that were not distributed.* Every replica computes with all rows. An argument that is the same tensor in all
-replicas is nothing unusual: a mask, noise, a table of weights. So the warning comes only if three conditions hold. No
-argument is a distributed value, and one is a tensor with rows. No replica asked for its id, by which it could choose
-rows of its own. And the run trained: parameters got gradients, or were updated.
+*Batches that were not distributed.* Every replica computes with all rows. An argument
+that is the same tensor in all replicas is nothing unusual: a mask, noise, a table of
+weights. So the warning comes only if three conditions hold. No argument is a
+distributed value, and one is a tensor with rows. No replica asked for its id, by which
+it could choose rows of its own. And the run trained: parameters got gradients, or were
+updated.
 
-*Buffers and plain attributes that replicas wrote differently*, such as a queue, a codebook or a moving average. Only
-the numbers of the first replica are kept. To compare them with those of other accelerators, the program has to wait for
-the accelerators. So they are compared after the first run that wrote them, the second, the fourth, the eighth etc.
+*Buffers and plain attributes that replicas wrote differently*, such as a queue, a
+codebook or a moving average. Only the numbers of the first replica are kept. To compare
+them with those of other accelerators, the program has to wait for the accelerators. So
+they are compared after the first run that wrote them, the second, the fourth, the
+eighth etc.
 
-*Writes on tensors that all replicas share.* A tensor that is neither in a module of the strategy nor in a variable is
-one tensor for all replicas: a total, a moving average in a dict, a teacher that was made outside of the scope. If it is
-a count, or each replica writes rows of its own, the writes are right. A mean or a decay is applied once by each
+*Writes on tensors that all replicas share.* A tensor that is neither in a module of the
+strategy nor in a variable is one tensor for all replicas: a total, a moving average in
+a dict, a teacher that was made outside of the scope. If it is a count, or each replica
+writes rows of its own, the writes are right. A mean or a decay is applied once by each
 replica, which is wrong. This file cannot tell them apart, so it warns.
 
-Such writes are known by the versions that torch counts. These are read whenever a replica stops to wait. If replicas
-run one at a time, a new version tells which replica has written. On several devices they run one at a time in the first
-run of a step that reaches such a tensor, and in the run after one in which it was not clear who wrote.
+Such writes are known by the versions that torch counts. These are read whenever a
+replica stops to wait. If replicas run one at a time, a new version tells which replica
+has written. On several devices they run one at a time in the first run of a step that
+reaches such a tensor, and in the run after one in which it was not clear who wrote.
 
-Writes through `.data` and NumPy count no version. So in the first run, the second, the fourth, the eighth and so on,
-the numbers in the memory of the CPU are read as well. On accelerators the program would have to wait for the device to
-read them: there such writes are not noticed. Modules of no strategy are looked into in the same runs only, since this
-costs much, and a module writes in every run or in none.
+Writes through `.data` and NumPy count no version. So in the first run, the second, the
+fourth, the eighth and so on, the numbers in the memory of the CPU are read as well. On
+accelerators the program would have to wait for the device to read them: there such
+writes are not noticed. Modules of no strategy are looked into in the same runs only,
+since this costs much, and a module writes in every run or in none.
 """
 
 from __future__ import annotations
@@ -60,21 +67,14 @@ from torchstrategy._run.metrics import is_metric
 from torchstrategy._variables.variable import is_variable
 
 Named = tuple[str, torch.Tensor]  # a tensor with the name by which the step reaches it
-_READ = (
-    2**24
-)  # so many bytes of a tensor are read at most: a mean or a decay changes all, so it shows in these
+# So many bytes of a tensor are read at most: a mean or a decay changes all, so it shows
+# in these.
+_READ = 2**24
 _SHOWN = 3  # at the most so many names are in a message
-_NUMERIC = (
-    bool,
-    int,
-    float,
-    complex,
-    np.number,
-    np.ndarray,
-)  # what `np.isclose` compares
-_COUNTER = (
-    "num_batches_tracked"  # each replica of a normalisation layer counts the same steps
-)
+# What `np.isclose` compares.
+_NUMERIC = (bool, int, float, complex, np.number, np.ndarray)
+# Each replica of a normalisation layer counts the same steps.
+_COUNTER = "num_batches_tracked"
 
 
 def _is_power_of_two(count: int) -> bool:
@@ -97,7 +97,10 @@ def has_plain_rows(leaves: Sequence[Any]) -> bool:
 
 
 def mark_training(parameters: Sequence[torch.Tensor]) -> list[object]:
-    """A list that differs, item by item, after some parameters got gradients or were updated."""
+    """A list that differs after parameters got gradients or an update.
+
+    Items differ one by one.
+    """
     return [*versions_of(parameters), *map(mark_of, raw_grads(parameters))]
 
 
@@ -106,17 +109,18 @@ def warn_of_plain_batch(num_replicas: int) -> None:
     warn(_NOT_DISTRIBUTED.format(count=num_replicas), UndistributedBatchWarning)
 
 
-PLAIN_BATCH = (
-    0,
-    "a plain batch",
-)  # stands for this warning among those that users have got
+# Stands for this warning among those that users have got.
+PLAIN_BATCH = (0, "a plain batch")
 _ARRAYS = (torch.Tensor, np.ndarray)
 _NOT_DISTRIBUTED = (
-    "This run trained on tensors that were not distributed: each of the {count} replicas computed with all rows, which "
-    "costs {count} times the work, and counts each row {count} times where results are added up. Distribute the "
-    "batches, and run the step with what that yields: for batch in strategy.experimental_distribute_dataset(loader): "
-    "strategy.run(step, args=(batch,)). If each replica is to have all rows: "
-    'warnings.filterwarnings("ignore", category=torchstrategy.UndistributedBatchWarning).'
+    "This run trained on tensors that were not distributed: each of the {count} "
+    "replicas computed with all rows, which costs {count} times the work, and counts "
+    "each row {count} times where results are added up. Distribute the batches, and "
+    "run the step with what that yields: for batch in "
+    "strategy.experimental_distribute_dataset(loader): strategy.run(step, "
+    "args=(batch,)). If each replica is to have all rows: "
+    'warnings.filterwarnings("ignore", '
+    "category=torchstrategy.UndistributedBatchWarning)."
 )
 
 
@@ -135,7 +139,7 @@ class LostNumbers:
     def look(
         self, place: int, name: str, kept: object, others: Sequence[object]
     ) -> None:
-        """Compares what is kept, or what the step made, with what other replicas wrote in its place.
+        """Compares what is kept, or the step made, with what other replicas wrote.
 
         Args:
             place: The id of the module or container.
@@ -150,7 +154,7 @@ class LostNumbers:
                 self.differing.append((place, name))
 
     def warn(self, warned: set[tuple[int, str]]) -> None:
-        """Warns of what differed; `warned` has that of which users were warned before."""
+        """Warns of what differed, unless `warned` has that users were warned of it."""
         for key in self.differing:
             if key not in warned:
                 warned.add(key)
@@ -159,7 +163,7 @@ class LostNumbers:
 
 
 def _are_close(one: Any, other: Any) -> bool:
-    """Whether two values hold the same numbers, but for rounding, which differs between devices."""
+    """Whether two values hold the same numbers, but for rounding on devices."""
     if isinstance(one, _NUMERIC) and isinstance(other, _NUMERIC):
         return np.shape(one) == np.shape(other) and bool(
             np.all(np.isclose(one, other, equal_nan=True))
@@ -171,7 +175,8 @@ def _are_close(one: Any, other: Any) -> bool:
     if (one.shape, one.dtype) != (other.shape, other.dtype):
         return False
     other = other.to(one.device)
-    # `torch.allclose` takes neither sparse nor nested tensors, and a warning that may be wrong is worse than none.
+    # `torch.allclose` takes neither sparse nor nested tensors, and a warning that may
+    # be wrong is worse than none.
     if (
         one.layout is not torch.strided
         or other.layout is not torch.strided
@@ -187,11 +192,13 @@ def _are_close(one: Any, other: Any) -> bool:
 
 
 _DIFFERS = (
-    "The {name} has other numbers in each replica after this run: each wrote it from its own rows. Those of the "
-    "first replica are kept, and what the others wrote is lost. Write it from the rows of all replicas: in forward, "
-    "rows = torchstrategy.get_replica_context().all_gather(rows, axis=0) before it is written, or all_reduce('sum', "
-    "...) for a sum or a count. Or write it in a merge function; or keep it in a torchstrategy.Variable. For "
-    "statistics of a batch there is torchstrategy.nn.SyncBatchNorm. If the first replica's will do: "
+    "The {name} has other numbers in each replica after this run: each wrote it from "
+    "its own rows. Those of the first replica are kept, and what the others wrote is "
+    "lost. Write it from the rows of all replicas: in forward, rows = "
+    "torchstrategy.get_replica_context().all_gather(rows, axis=0) before it is "
+    "written, or all_reduce('sum', ...) for a sum or a count. Or write it in a merge "
+    "function; or keep it in a torchstrategy.Variable. For statistics of a batch there "
+    "is torchstrategy.nn.SyncBatchNorm. If the first replica's will do: "
     'warnings.filterwarnings("ignore", category=torchstrategy.ReplicaBufferWarning).'
 )
 
@@ -201,20 +208,25 @@ _DIFFERS = (
 
 @final
 class SharedTensors:
-    """What a strategy remembers of tensors that its steps reach and of which replicas have no copies."""
+    """What a strategy remembers of tensors that its steps reach.
+
+    Replicas have no copies of them.
+    """
 
     def __init__(self) -> None:
         self._runs: Counter[str] = Counter()  # by name: how many runs have reached it
-        self.unclear: set[str] = (
-            set()
-        )  # names of tensors on which somebody wrote, nobody knows which replica
+        # Names of tensors on which somebody wrote, nobody knows which replica.
+        self.unclear: set[str] = set()
         # By id and name: to keep the tensors themselves would keep their memory.
         self.warned: set[tuple[int, str]] = set()
 
     def watch(
         self, named: StepReferences, own: Container[int], known: Collection[int]
     ) -> SharedWrites | None:
-        """Makes what watches tensors for the length of a run; None if there are none. See `shared_tensors`."""
+        """Makes what watches tensors for the length of a run; None if there are none.
+
+        See `shared_tensors`.
+        """
         roots = {
             _root_name(name)
             for name, _ in (*named.others, *named.tensors, *named.modules)
@@ -285,8 +297,12 @@ class SharedWrites(Watch):
         self._assigners: dict[int, _Changes] = {}  # by the id of a place
 
     def look(self, running: Collection[int]) -> None:
-        """Notes the tensors that changed since the last look: these replicas wrote them. With none, nobody did."""
-        # On the thread that called `run`, whose own function modes must not see these operations.
+        """Notes tensors that changed since the last look: these replicas wrote them.
+
+        With no replicas, nobody did.
+        """
+        # On the thread that called `run`, whose own function modes must not see these
+        # operations.
         with unseen_by_function_modes():
             marks = [*versions_of(self._counted), *map(_checksum, self._read)]
         if running and marks != self._marks:
@@ -311,9 +327,10 @@ class SharedWrites(Watch):
         self._held = held
 
     def warn(self) -> None:
-        """Warns of tensors that several replicas have written or replaced, once for each."""
+        """Warns of tensors that several replicas wrote or replaced, once for each."""
         found = [*self._writers.values(), *self._assigners.values()]
-        # Several replicas ran between two looks. In the next run they take turns, and it becomes clear.
+        # Several replicas ran between two looks. In the next run they take turns, and
+        # it becomes clear.
         unclear = [changes for changes in found if not changes.are_clear()]
         self._known.unclear.difference_update(
             _root_name(changes.name) for changes in found
@@ -364,7 +381,7 @@ def shared_tensors(
     known: Collection[int],
     is_due: Callable[[str], bool] = lambda name: True,
 ) -> list[tuple[str, torch.Tensor]]:
-    """The tensors that a step reaches and of which replicas have no copies, each with its path.
+    """The tensors that a step reaches and replicas have no copies of, by path.
 
     Args:
         named: What the step names.
@@ -401,12 +418,18 @@ def _tensors_of(path: str, module: nn.Module) -> Iterator[Named]:
 
 @functools.lru_cache(maxsize=4096)
 def _root_name(name: str) -> str:
-    """The name with which a path begins. The objects below it may change from run to run, as the items of a list do."""
+    """The name with which a path begins.
+
+    The objects below it may change from run to run, as the items of a list do.
+    """
     return name.partition("[")[0].partition(".")[0]
 
 
 def _checksum(tensor: torch.Tensor) -> int:
-    """A checksum of the numbers of a tensor, if they fill one piece of the CPU's memory without gaps; else 0."""
+    """A checksum of the numbers of a tensor in the CPU's memory.
+
+    It is 0 unless they fill one piece without gaps.
+    """
     is_plain = (
         type(tensor) in _PLAIN_TENSORS
         and tensor.layout is torch.strided
@@ -423,19 +446,25 @@ def _checksum(tensor: torch.Tensor) -> int:
 
 _PLAIN_TENSORS = (torch.Tensor, nn.Parameter)
 _BY_SEVERAL = (
-    "In one run, {count} replicas wrote in place on {names}: a tensor that is neither in a module of the strategy nor "
-    "in a torchstrategy.Variable is one for all replicas. That is right for a count (hits.add_(hits_in_these_rows)) "
-    "and for rows of each replica's own (bank[indices] = outputs). It is wrong for a mean, a moving average or a "
-    "decay, which plain PyTorch writes once. For those, return the value from the step and write after strategy.run; "
-    "or keep it in a torchstrategy.Variable; or write in a merge function: get_replica_context().merge_call(lambda "
-    'strategy: ...). If it is right: warnings.filterwarnings("ignore", category=torchstrategy.SharedWriteWarning).'
+    "In one run, {count} replicas wrote in place on {names}: a tensor that is neither "
+    "in a module of the strategy nor in a torchstrategy.Variable is one for all "
+    "replicas. That is right for a count (hits.add_(hits_in_these_rows)) and for rows "
+    "of each replica's own (bank[indices] = outputs). It is wrong for a mean, a moving "
+    "average or a decay, which plain PyTorch writes once. For those, return the value "
+    "from the step and write after strategy.run; or keep it in a "
+    "torchstrategy.Variable; or write in a merge function: "
+    "get_replica_context().merge_call(lambda "
+    'strategy: ...). If it is right: warnings.filterwarnings("ignore", '
+    "category=torchstrategy.SharedWriteWarning)."
 )
 _ASSIGNED_BY_SEVERAL = (
-    "In one run, {count} replicas assigned another tensor to {names}: what is neither in a module of the strategy nor "
-    "in a torchstrategy.Variable is one for all replicas. A sum (total = total + loss) gets what each replica adds. A "
-    "mean, a moving average or a decay is applied {count} times, where plain PyTorch applies it once. If the value "
-    "does not depend on the one before, the last replica's is kept. Return the value from the step and assign after "
-    "strategy.run; or keep it in a torchstrategy.Variable; or assign in a merge function: "
+    "In one run, {count} replicas assigned another tensor to {names}: what is neither "
+    "in a module of the strategy nor in a torchstrategy.Variable is one for all "
+    "replicas. A sum (total = total + loss) gets what each replica adds. A mean, a "
+    "moving average or a decay is applied {count} times, where plain PyTorch applies "
+    "it once. If the value does not depend on the one before, the last replica's is "
+    "kept. Return the value from the step and assign after strategy.run; or keep it in "
+    "a torchstrategy.Variable; or assign in a merge function: "
     "get_replica_context().merge_call(lambda strategy: ...). If it is right: "
     'warnings.filterwarnings("ignore", category=torchstrategy.SharedWriteWarning).'
 )

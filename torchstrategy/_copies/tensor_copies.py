@@ -1,8 +1,9 @@
-"""Copies of tensors for a replica: where the user's tensors share memory, so do the copies.
+"""Copies of tensors for a replica, which share memory where the user's do.
 
-`tensor.clone()` of each by itself would not do: of two views of one buffer, a write on one shows in the other, and in
-the replica it would not. So tensors that share memory are copied as one piece of memory, and the copies are views of
-it. The weights of a recurrent layer are in one piece of memory, too, though each is a parameter of its own.
+`tensor.clone()` of each by itself would not do: of two views of one buffer, a write on
+one shows in the other, and in the replica it would not. So tensors that share memory
+are copied as one piece of memory, and the copies are views of it. The weights of a
+recurrent layer are in one piece of memory, too, though each is a parameter of its own.
 """
 
 from __future__ import annotations
@@ -22,10 +23,14 @@ _ALIGNMENT = 16  # bytes; the elements of any dtype may begin there
 
 
 def copy_tensors(tensors: Sequence[torch.Tensor], device: Device) -> list[torch.Tensor]:
-    """A copy on a device of each of some tensors. Copies of tensors that share memory share memory."""
+    """A copy on a device of each of some tensors.
+
+    Copies of tensors that share memory share memory.
+    """
     groups = group_by_memory(tensors)
     shared = {index for group in groups for index in group}
-    # Each by itself: tensors that were sent together would be parts of one piece of memory.
+    # Each by itself: tensors that were sent together would be parts of one piece of
+    # memory.
     copies = {
         i: detached_copy(tensor, device)
         for i, tensor in enumerate(tensors)
@@ -88,12 +93,12 @@ def _copy_together(
 
 
 def lay_in_one_piece(layers: Sequence[nn.RNNBase], own: Sequence[torch.Tensor]) -> None:
-    """Puts the weights of each recurrent layer into one piece of memory, as cuDNN wants them.
+    """Puts the weights of each recurrent layer into one piece of memory, for cuDNN.
 
     Args:
         layers: A replica's layers.
-        own: The parameters that the replica has copies of. A layer with other weights, or with weights that share
-            memory, stays as it is.
+        own: The parameters that the replica has copies of. A layer with other weights,
+            or with weights that share memory, stays as it is.
     """
     shared = {index for group in group_by_memory(own) for index in group}
     movable = {id(tensor) for index, tensor in enumerate(own) if index not in shared}

@@ -22,24 +22,31 @@ _Array: TypeAlias = "np.ndarray[Any, Any] | torch.Tensor"
 
 @final
 class ArrayDataset(Dataset[Tree]):
-    """A map-style dataset of the rows of arrays, which `Strategy.experimental_make_numpy_dataset` returns.
+    """A map-style dataset of the rows of arrays.
 
-    It has no batches. Give it to a `torch.utils.data.DataLoader`, which shuffles and batches it, with workers or
-    without.
+    `Strategy.experimental_make_numpy_dataset` returns it.
 
-    An element has the containers of `numpy_input`, with a row in place of each array. A row is a tensor; if torch has
-    no dtype for the array, as for strings, it is the item itself. Rows are not copied, but share the memory of their
-    array. Where torch cannot share this memory, for example because it is read-only, each row is copied when it is
-    read.
+    It has no batches. Give it to a `torch.utils.data.DataLoader`, which shuffles and
+    batches it, with workers or without.
+
+    An element has the containers of `numpy_input`, with a row in place of each array. A
+    row is a tensor; if torch has no dtype for the array, as for strings, it is the item
+    itself. Rows are not copied, but share the memory of their array. Where torch cannot
+    share this memory, for example because it is read-only, each row is copied when it
+    is read.
 
     Args:
-        numpy_input: An array; or tuples, named tuples and dicts of arrays to any depth, with the same number of rows.
-            A list of arrays is one array: they are stacked. Tensors may take the place of arrays.
+        numpy_input: An array; or tuples, named tuples and dicts of arrays to any depth,
+            with the same number of rows. A list of arrays is one array: they are
+            stacked. Tensors may take the place of arrays.
 
     Example:
         >>> import numpy
         >>> strategy = torchstrategy.CentralStorageStrategy(["cpu", "cpu"])
-        >>> numpy_input = {"x": numpy.arange(6.0).reshape(3, 2), "y": numpy.array([0, 1, 0])}
+        >>> numpy_input = {
+        ...     "x": numpy.arange(6.0).reshape(3, 2),
+        ...     "y": numpy.array([0, 1, 0]),
+        ... }
         >>> dataset = strategy.experimental_make_numpy_dataset(numpy_input)
         >>> len(dataset), dataset[1]
         (3, {'x': tensor([2., 3.], dtype=torch.float64), 'y': tensor(1)})
@@ -51,7 +58,8 @@ class ArrayDataset(Dataset[Tree]):
         }
 
     Raises:
-        ValueError: If arrays have no dimensions, differ in their numbers of rows, or cannot be stacked.
+        ValueError: If arrays have no dimensions, differ in their numbers of rows, or
+            cannot be stacked.
         TypeError: If something in `numpy_input` is no array.
 
     Source: https://www.tensorflow.org/versions/r2.3/api_docs/python/tf/distribute/Strategy#experimental_make_numpy_dataset
@@ -76,21 +84,21 @@ class ArrayDataset(Dataset[Tree]):
         index = operator.index(index)
         if not -self._rows <= index < self._rows:
             raise IndexError(
-                f"Index {index} is out of range for a dataset of {plural(self._rows, 'element')}."
+                f"Index {index} is out of range for a dataset of "
+                f"{plural(self._rows, 'element')}."
             )
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[Tree]:
         """The elements at `indices`. A DataLoader calls this once for each batch."""
-        # Row by row, so that nothing is copied. Indexing a whole column once is faster for rows of less than about
-        # 4 kB, but takes twice as long for images.
+        # Row by row, so that nothing is copied. Indexing a whole column once is faster
+        # for rows of less than about 4 kB, but takes twice as long for images.
         columns = [_rows_at(indices, column) for column in self._columns]
         return [self._shape.unflatten(list(row)) for row in zip(*columns, strict=True)]
 
     def __getstate__(self) -> tuple[int, Tree]:
-        return self._rows, self._shape.unflatten(
-            list(self._columns)
-        )  # unpickling a TreeSpec gives a warning
+        # Unpickling a TreeSpec gives a warning.
+        return self._rows, self._shape.unflatten(list(self._columns))
 
     def __setstate__(self, state: tuple[int, Tree]) -> None:
         self._rows, columns = state
@@ -98,9 +106,12 @@ class ArrayDataset(Dataset[Tree]):
 
 
 def _rows_at(indices: Sequence[int], column: _Array) -> Iterable[Any]:
-    """Some rows of an array. Those of numbers are tensors: where torch cannot share their memory, each is copied.
+    """Some rows of an array.
 
-    The array is not copied as a whole, since it may be larger than the memory, such as an array mapped from a file.
+    Those of numbers are tensors: where torch cannot share their memory, each is copied.
+
+    The array is not copied as a whole, since it may be larger than the memory, such as
+    an array mapped from a file.
     """
     rows = map(column.__getitem__, indices)
     if isinstance(column, torch.Tensor) or not has_dtype(column.dtype):
@@ -112,7 +123,8 @@ def _rows_at(indices: Sequence[int], column: _Array) -> Iterable[Any]:
 def share_memory(array: _Array) -> torch.Tensor | None:
     """A tensor that shares the memory of an array; None if torch cannot share it.
 
-    It cannot do so if the array is read-only, has negative strides, another byte order or items that are no numbers.
+    It cannot do so if the array is read-only, has negative strides, another byte order
+    or items that are no numbers.
     """
     with suppress(TypeError, ValueError):
         return (
@@ -125,7 +137,7 @@ def share_memory(array: _Array) -> torch.Tensor | None:
 
 @functools.cache
 def has_dtype(dtype: np.dtype[Any]) -> bool:
-    """Whether torch has a dtype for the items of arrays of a dtype, in any byte order."""
+    """Whether torch has a dtype for items of an array's dtype, in any byte order."""
     try:
         torch.from_numpy(np.empty(0, dtype.newbyteorder("=")))
     except TypeError:
@@ -134,7 +146,10 @@ def has_dtype(dtype: np.dtype[Any]) -> bool:
 
 
 def _as_array(name: str, leaf: Tree) -> _Array:
-    """The array of a leaf of `numpy_input`; if the leaf is a list of arrays, these are stacked."""
+    """The array of a leaf of `numpy_input`.
+
+    If the leaf is a list of arrays, these are stacked.
+    """
     if _is_list(leaf) and leaf:
         arrays: list[Any] = [
             _as_array(f"{name}[{i}]", item) for i, item in enumerate(leaf)
@@ -142,8 +157,9 @@ def _as_array(name: str, leaf: Tree) -> _Array:
         for i, array in enumerate(arrays):
             if _kind(array) != _kind(arrays[0]):
                 raise ValueError(
-                    f"{name} is a list, so the arrays in it are stacked; but {name}[0] is {_describe(arrays[0])} and "
-                    f"{name}[{i}] is {_describe(array)}. Make them alike, or write a tuple if each has its own rows."
+                    f"{name} is a list, so the arrays in it are stacked; but {name}[0] "
+                    f"is {_describe(arrays[0])} and {name}[{i}] is {_describe(array)}. "
+                    "Make them alike, or write a tuple if each has its own rows."
                 )
         return (
             torch.stack(arrays)
@@ -152,20 +168,23 @@ def _as_array(name: str, leaf: Tree) -> _Array:
         )
     if isinstance(leaf, np.ma.MaskedArray):
         raise TypeError(
-            f"{name} is a masked array, and a tensor has no mask. Write {name}.filled(...)."
+            f"{name} is a masked array, and a tensor has no mask. Write "
+            f"{name}.filled(...)."
         )
     if not isinstance(leaf, (np.ndarray, torch.Tensor)):
         kind = "an empty list" if _is_list(leaf) else an(type(leaf).__name__)
         raise TypeError(
-            f"{name} is {kind}, and has no rows. numpy_input is an array, or tuples and dicts of arrays, or lists of "
-            "arrays to stack. Make one array of numbers or strings that belong together, as in numpy.array([1.0, 2.0])."
+            f"{name} is {kind}, and has no rows. numpy_input is an array, or tuples "
+            "and dicts of arrays, or lists of arrays to stack. Make one array of "
+            "numbers or strings that belong together, as in numpy.array([1.0, 2.0])."
         )
     return leaf
 
 
 def _kind(array: _Array) -> tuple[object, ...]:
     """The properties that arrays must have in common to be stacked."""
-    # Strings of different lengths, and integers of different widths, have different dtypes and can be stacked.
+    # Strings of different lengths, and integers of different widths, have different
+    # dtypes and can be stacked.
     return tuple(array.shape), array.dtype if isinstance(
         array, torch.Tensor
     ) else array.dtype.kind

@@ -1,17 +1,24 @@
 """Which values of a batch have rows, how many, and how some of the rows are taken.
 
-Containers are lists, tuples, named tuples, dicts, and all types that are registered with torch's pytree. The first line
-of this table that fits a value in them says what its rows are:
+Containers are lists, tuples, named tuples, dicts, and all types that are registered
+with torch's pytree. The first line of this table that fits a value in them says what
+its rows are:
 
-    a registered type               what the functions given to `register_batch_type` say
-    a tensor, an array of numbers   the first dimension; without dimensions, it is a single value
-    a sparse or a nested tensor     the first dimension, of the layouts `sparse_coo` and `jagged`; others are refused
+    a registered type               what the functions given to `register_batch_type`
+                                    say
+    a tensor, an array of numbers   the first dimension; without dimensions, it is a
+                                    single value
+    a sparse or a nested tensor     the first dimension, of the layouts `sparse_coo` and
+                                    `jagged`; others are refused
     any other array                 the first dimension; it stays an array
     a `PackedSequence`              each sequence is a row
     a list of things without rows   each string, number or object in it is a row
-    a tuple of strings              each string is a row: torch's default_collate makes such tuples of samples' strings
-    a dataclass, a mapping          an object with parts, and the rows of the parts are its rows
-    a number, a string, None        a single value: it has no rows, and every replica gets it
+    a tuple of strings              each string is a row: torch's default_collate makes
+                                    such tuples of samples' strings
+    a dataclass, a mapping          an object with parts, and the rows of the parts are
+                                    its rows
+    a number, a string, None        a single value: it has no rows, and every replica
+                                    gets it
 """
 
 from __future__ import annotations
@@ -36,7 +43,8 @@ from torchstrategy._data.arrays import has_dtype, share_memory
 T = TypeVar("T")
 TensorFn = Callable[[torch.Tensor], torch.Tensor]
 
-# The types of single values, which have no rows, so that every replica gets them as they are.
+# The types of single values, which have no rows, so that every replica gets them as
+# they are.
 SINGLE = (*PLAIN_TYPES, np.generic, torch.Size)
 
 
@@ -46,7 +54,8 @@ class Kind:
     """How to split the values of one type.
 
     Args:
-        rows: Returns how many rows a value has. None: it is a single value, which every replica gets as it is.
+        rows: Returns how many rows a value has. None: it is a single value, which every
+            replica gets as it is.
         take: Returns a value that has only some of the rows.
         apply: Returns a value with `fn(tensor)` in place of each tensor.
     """
@@ -65,17 +74,21 @@ def register_batch_type(
 ) -> None:
     """Says how batches of a type of your own are split among replicas.
 
-    Register a type once, where it is defined. The registration also holds for subclasses of the type.
+    Register a type once, where it is defined. The registration also holds for
+    subclasses of the type.
 
     Args:
-        cls: The type. A value of it becomes one per-replica value, even if torch's pytree knows the type as a
-            container.
-        rows: `rows(value)` returns how many rows a value has. None: every replica gets the values as they are.
-        take: `take(value, rows)` returns a value that has the rows of a slice, which has a start, a stop and no step.
-            It is required if there are rows. With an empty slice it is called only if somebody needs a part without
-            rows, as a run with `RunOptions(run_empty_replicas=True)` does.
-        apply: `apply(value, fn)` returns a value in which each tensor `t` is replaced by `fn(t)`; the library uses it
-            to move the tensors to a device. It must not change `value` itself. None: the values hold no tensors.
+        cls: The type. A value of it becomes one per-replica value, even if torch's
+            pytree knows the type as a container.
+        rows: `rows(value)` returns how many rows a value has. None: every replica gets
+            the values as they are.
+        take: `take(value, rows)` returns a value that has the rows of a slice, which
+            has a start, a stop and no step. It is required if there are rows. With an
+            empty slice it is called only if somebody needs a part without rows, as a
+            run with `RunOptions(run_empty_replicas=True)` does.
+        apply: `apply(value, fn)` returns a value in which each tensor `t` is replaced
+            by `fn(t)`; the library uses it to move the tensors to a device. It must not
+            change `value` itself. None: the values hold no tensors.
 
     Example:
         >>> class Sentences:
@@ -84,29 +97,35 @@ def register_batch_type(
         >>> torchstrategy.register_batch_type(
         ...     Sentences,
         ...     rows=lambda batch: len(batch.words),
-        ...     take=lambda batch, rows: Sentences(batch.words[rows], batch.scores[rows]),
+        ...     take=lambda batch, rows: Sentences(
+        ...         batch.words[rows], batch.scores[rows]
+        ...     ),
         ...     apply=lambda batch, fn: Sentences(batch.words, fn(batch.scores)),
         ... )
         >>> strategy = torchstrategy.CentralStorageStrategy(["cpu", "cpu"])
         >>> source = [Sentences(["a", "b", "c"], torch.ones(3))]
         >>> for batch in strategy.experimental_distribute_dataset(source):
-        ...     print(strategy.run(lambda sentences: " ".join(sentences.words), args=(batch,)))
+        ...     joined = lambda sentences: " ".join(sentences.words)
+        ...     print(strategy.run(joined, args=(batch,)))
         PerReplica:{
           0: a b,
           1: c
         }
 
     Raises:
-        TypeError: If `cls` is no class, or one whose values are distributed by rules of their own; or if one of the
-            functions cannot be called.
-        ValueError: If the type is registered already, or `take` is missing, or there for what has no rows.
+        TypeError: If `cls` is no class, or one whose values are distributed by rules of
+            their own; or if one of the functions cannot be called.
+        ValueError: If the type is registered already, or `take` is missing, or there
+            for what has no rows.
 
-    Source: https://docs.pytorch.org/docs/stable/data.html#torch.utils.data.default_collate (which makes batches)
+    Source: https://docs.pytorch.org/docs/stable/data.html#torch.utils.data.default_collate
+    (which makes batches)
     """
     require_type(cls, type, "register_batch_type takes a class")
     if cls in _BUILT_IN:
         raise TypeError(
-            f"How a {cls.__name__} is distributed is fixed: register a type of your own that holds it."
+            f"How a {cls.__name__} is distributed is fixed: register a type of your "
+            "own that holds it."
         )
     for name, function in (("rows", rows), ("take", take), ("apply", apply)):
         require_type(
@@ -116,12 +135,14 @@ def register_batch_type(
         )
     if cls in _registered:
         raise ValueError(
-            f"{cls.__name__} is registered already. Register a type once, where it is defined."
+            f"{cls.__name__} is registered already. Register a type once, where it is "
+            "defined."
         )
     if (rows is None) != (take is None):
         raise ValueError(
-            f"register_batch_type({cls.__name__}, ...) takes rows=... and take=lambda batch, rows: ..., which takes "
-            "some of them; or neither of the two, and the values, which have no rows, are given whole."
+            f"register_batch_type({cls.__name__}, ...) takes rows=... and take=lambda "
+            "batch, rows: ..., which takes some of them; or neither of the two, and "
+            "the values, which have no rows, are given whole."
         )
     checked = _check_functions(
         cls, rows or len, take or keep_whole, apply or keep_whole
@@ -137,7 +158,10 @@ def _check_functions(
     take: Callable[..., Any],
     apply: Callable[..., Any],
 ) -> Kind:
-    """The kind of a type with a user's functions. Their results are checked, as an error would lose rows."""
+    """The kind of a type with a user's functions.
+
+    Their results are checked, as an error would lose rows.
+    """
 
     def told(name: str) -> str:
         return f"The {name} function that {cls.__name__} was registered with"
@@ -145,7 +169,8 @@ def _check_functions(
     def check_type(name: str, result: Any) -> Any:
         if not isinstance(result, cls):
             raise TypeError(
-                f"{told(name)} returned {an(type(result).__name__)}, and not a {cls.__name__}."
+                f"{told(name)} returned {an(type(result).__name__)}, and not a "
+                f"{cls.__name__}."
             )
         return result
 
@@ -171,7 +196,10 @@ def _check_functions(
 
 
 def registration_of(value: Any) -> Kind | None:
-    """The registration of the type of a value, or of one of its base classes; None if there is none."""
+    """The registration of the type of a value, or of a base class.
+
+    It is None if there is none.
+    """
     if not _registered:
         return None
     return next(
@@ -180,7 +208,10 @@ def registration_of(value: Any) -> Kind | None:
 
 
 def keep_whole(value: T, _: object) -> T:
-    """A value without rows, of which every replica gets the whole; or without tensors, of which none is moved."""
+    """A value without rows, which every replica gets whole, or without tensors.
+
+    Nothing of one without tensors is moved.
+    """
     return value
 
 
@@ -199,14 +230,16 @@ _BUILT_IN = (
 
 @final
 class Rows(list[Any]):
-    """A list in which each item is a row, whatever it is. With `lists_are_rows`, all lists of a batch become `Rows`.
+    """A list in which each item is a row, whatever it is.
+
+    With `lists_are_rows`, all lists of a batch become `Rows`.
 
     Some of the rows are a list again.
     """
 
 
 def exchange_lists(batch: Tree, old: type[list[Any]], new: type[list[Any]]) -> Tree:
-    """A batch with a `new` in place of each `old`: `Rows` in place of `list`, or the reverse."""
+    """A batch with a `new` in place of each `old`: `Rows` for `list`, or back."""
 
     def change(leaf: Any) -> Any:
         return new(leaf) if type(leaf) is old else leaf
@@ -218,9 +251,8 @@ def exchange_lists(batch: Tree, old: type[list[Any]], new: type[list[Any]]) -> T
 
 def kind_of(value: Any) -> Kind:
     """How to split a leaf of a batch; `_UNKNOWN` if the library does not know how."""
-    if (
-        type(value) is torch.Tensor
-    ):  # by far the most leaves, and nobody can register this type
+    # By far the most leaves, and nobody can register this type.
+    if type(value) is torch.Tensor:
         return _of_tensor(value)
     if (registered := registration_of(value)) is not None:
         return registered
@@ -238,10 +270,9 @@ def kind_of(value: Any) -> Kind:
 
 
 def is_leaf(value: Any) -> bool:
-    """Whether a value is split as one leaf, though it may be a container for torch's pytree."""
-    kind = type(
-        value
-    )  # decides for most values: nobody can register the first three types
+    """Whether a value is split as one leaf, though torch's pytree may look into it."""
+    # Decides for most values: nobody can register the first three types.
+    kind = type(value)
     if kind is torch.Tensor:
         return True
     if kind is list:
@@ -260,7 +291,7 @@ def has_rows(leaf: Any) -> bool:
 
 
 def rows_of(batch: Tree) -> int | None:
-    """The number of rows that all values in a batch have in common; None if no value has rows.
+    """The rows that all values in a batch have in common; None if no value has any.
 
     Raises:
         ValueError: If two of them have different numbers of rows.
@@ -270,9 +301,8 @@ def rows_of(batch: Tree) -> int | None:
     def name_of(index: int) -> str:  # which takes longer than to count the rows
         return list(tree.leaves_within(batch, "batch", is_leaf, _is_record))[index][0]
 
-    counts: dict[
-        int, int
-    ] = {}  # for each number of rows, the index of the first value that has it
+    # For each number of rows, the index of the first value that has it.
+    counts: dict[int, int] = {}
     values = [
         part for leaf in tree.tree_flatten(batch, is_leaf)[0] for part in _parts(leaf)
     ]
@@ -281,7 +311,8 @@ def rows_of(batch: Tree) -> int | None:
         if kind is _UNKNOWN:
             what, to_do = _unknown(value)
             raise TypeError(
-                f"{name_of(index)} is {what}, and it is not known how to distribute its rows. {to_do}"
+                f"{name_of(index)} is {what}, and it is not known how to distribute "
+                f"its rows. {to_do}"
             )
         if kind.rows is not None:
             counts.setdefault(kind.rows(value), index)
@@ -294,7 +325,10 @@ def rows_of(batch: Tree) -> int | None:
 
 
 def is_registered_within(leaf: Any) -> bool:
-    """Whether a leaf, or a leaf in its parts, is of a registered type, so that a user's function takes its rows."""
+    """Whether a leaf, or one in its parts, is of a registered type.
+
+    So a user's function takes its rows.
+    """
     return any(registration_of(value) is not None for value in _parts(leaf))
 
 
@@ -304,7 +338,10 @@ def take_rows(leaf: Any, rows: slice) -> Any:
 
 
 def apply_to_tensors(leaf: Any, fn: TensorFn) -> Any:
-    """`leaf` with `fn(tensor)` in place of each tensor. An array of numbers becomes a tensor."""
+    """`leaf` with `fn(tensor)` in place of each tensor.
+
+    An array of numbers becomes a tensor.
+    """
     if type(leaf) is torch.Tensor:  # a shortcut with the same result
         return leaf if _of_tensor(leaf) is _UNKNOWN else fn(leaf)
     return kind_of(leaf).apply(leaf, fn)
@@ -333,7 +370,10 @@ def move_to(batch: Tree, device: Device) -> Tree:
 
 
 def _parts(leaf: Any) -> list[Any]:
-    """The leaves in the parts of a leaf that is a record; of any other leaf, only the leaf itself."""
+    """The leaves in the parts of a leaf that is a record.
+
+    Of any other leaf, only the leaf itself.
+    """
     if not _is_record(leaf):
         return [leaf]
     try:
@@ -358,9 +398,8 @@ def _makes_container(value: Any) -> bool:
     if type(value) is not torch.Tensor and tree.is_container(value):
         return True
     kind = kind_of(value)
-    is_unsplit = kind is _UNKNOWN and isinstance(
-        value, (torch.Tensor, np.ndarray)
-    )  # it has rows all the same
+    # It has rows all the same.
+    is_unsplit = kind is _UNKNOWN and isinstance(value, (torch.Tensor, np.ndarray))
     return is_unsplit or kind.rows is not None or kind is _RECORD
 
 
@@ -375,17 +414,25 @@ def _is_strings(value: Any) -> bool:
 def _unknown(value: Any) -> tuple[str, str]:
     """What a value is that the library cannot split, and what to do about it."""
     if isinstance(value, np.ndarray):
-        to_do = "torch has no such numbers: let the loader's collate_fn convert them, as by array.astype('float64')."
+        to_do = (
+            "torch has no such numbers: let the loader's collate_fn convert them, as "
+            "by array.astype('float64')."
+        )
         return f"an array of {value.dtype}", to_do
     if isinstance(value, torch.Tensor):
-        to_do = "Let the loader's collate_fn make a dense tensor, or one of layout torch.sparse_coo or torch.jagged."
+        to_do = (
+            "Let the loader's collate_fn make a dense tensor, or one of layout "
+            "torch.sparse_coo or torch.jagged."
+        )
         return (
             f"a {'nested' if value.is_nested else 'sparse'} tensor ({value.layout})",
             to_do,
         )
     return an(type(value).__name__), (
-        "Let the loader's collate_fn make tensors, or lists, tuples and dicts of them; or say how it is done: "
-        f"torchstrategy.register_batch_type({type(value).__name__}, rows=..., take=..., apply=...)."
+        "Let the loader's collate_fn make tensors, or lists, tuples and dicts of them; "
+        "or say how it is done: "
+        f"torchstrategy.register_batch_type({type(value).__name__}, rows=..., "
+        "take=..., apply=...)."
     )
 
 
@@ -406,15 +453,17 @@ def _apply_to_tensor(tensor: torch.Tensor, fn: TensorFn) -> torch.Tensor:
 def _of_array(array: np.ndarray[Any, Any]) -> Kind:
     if array.ndim == 0:
         return _ONE_THING
-    if array.dtype.kind not in "biufc" or isinstance(
-        array, np.ma.MaskedArray
-    ):  # a tensor has no mask
+    # A tensor has no mask.
+    if array.dtype.kind not in "biufc" or isinstance(array, np.ma.MaskedArray):
         return _ROWS
     return _NUMBERS if has_dtype(array.dtype) else _UNKNOWN
 
 
 def _tensor_over(array: np.ndarray[Any, Any]) -> torch.Tensor:
-    """A tensor that shares the memory of an array, or has a copy of it where torch cannot share the memory."""
+    """A tensor that shares the memory of an array.
+
+    It has a copy of it where torch cannot share the memory.
+    """
     tensor = share_memory(array)
     return (
         torch.from_numpy(array.astype(array.dtype.newbyteorder("="), order="C"))
@@ -424,7 +473,10 @@ def _tensor_over(array: np.ndarray[Any, Any]) -> torch.Tensor:
 
 
 def _apply_to_items(items: Sequence[Any], fn: TensorFn) -> Sequence[Any]:
-    """The `apply` of a list of rows. They have no rows of their own, unless the list is one of `Rows`."""
+    """The `apply` of a list of rows.
+
+    They have no rows of their own, unless the list is one of `Rows`.
+    """
     if all(type(item) in _SINGLE_TYPES for item in items):
         return items
     return [apply_within(item, fn) for item in items]
@@ -449,10 +501,12 @@ def _take_nested(tensor: Any, rows: slice) -> torch.Tensor:
 def _cut_once(
     sizes: torch.Tensor, rows: slice, cut: Callable[[], torch.Tensor]
 ) -> torch.Tensor:
-    """A part of the offsets or lengths of nested tensors: the same tensor for all that share the whole `sizes`.
+    """A part of the offsets or lengths of nested tensors.
 
-    torch takes two nested tensors to be of one shape, and adds them, only if they share the very same offsets. Parts of
-    such tensors have to do so, too.
+    It is the same tensor for all that share the whole `sizes`.
+
+    torch takes two nested tensors to be of one shape, and adds them, only if they share
+    the very same offsets. Parts of such tensors have to do so, too.
     """
     parts: dict[tuple[int, int], torch.Tensor] = _pieces_of_sizes.setdefault(sizes, {})
     key = (rows.start, rows.stop)
@@ -460,9 +514,8 @@ def _cut_once(
 
 
 def _take_packed(packed: rnn.PackedSequence, rows: slice) -> rnn.PackedSequence:
-    if (
-        rows.start == rows.stop
-    ):  # torch cannot pack an empty list, but its layers accept one step of no rows
+    # torch cannot pack an empty list, but its layers accept one step of no rows.
+    if rows.start == rows.stop:
         return _apply_to_packed(packed, lambda tensor: tensor[:0])._replace(
             batch_sizes=packed.batch_sizes.new_zeros(1)
         )
@@ -489,16 +542,13 @@ def _take_record(record: Any, rows: slice) -> Any:
     )
 
 
-_pieces_of_sizes: WeakTensorKeyDictionary = (
-    WeakTensorKeyDictionary()
-)  # by the whole tensor, then by start and stop
-_SINGLE_TYPES: frozenset[type] = frozenset(
-    SINGLE
-)  # a set, which is quicker to check for each item of a long list
+# By the whole tensor, then by start and stop.
+_pieces_of_sizes: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+# A set, which is quicker to check for each item of a long list.
+_SINGLE_TYPES: frozenset[type] = frozenset(SINGLE)
 _ONE_THING = Kind(None, keep_whole, keep_whole)
-_UNKNOWN = Kind(
-    None, keep_whole, keep_whole
-)  # a value that the library does not know how to split
+# A value that the library does not know how to split.
+_UNKNOWN = Kind(None, keep_whole, keep_whole)
 _ROWS = Kind(len, operator.getitem, keep_whole)
 _LIST = Kind(len, operator.getitem, _apply_to_items)
 _TENSOR = Kind(None, keep_whole, _apply_to_tensor)

@@ -1,4 +1,4 @@
-"""The distributed dataset, its iterators in TensorFlow 2 and 1, and the ways to make one."""
+"""The distributed dataset, its iterators in TensorFlow 2 and 1, and their makers."""
 
 from __future__ import annotations
 
@@ -87,7 +87,8 @@ class Optional(Generic[T]):
         """
         if not self._values:
             raise ValueError(
-                "This Optional holds no batch: the dataset had come to its end. Ask has_value() first."
+                "This Optional holds no batch: the dataset had come to its end. Ask "
+                "has_value() first."
             )
         return self._values[0]
 
@@ -96,13 +97,14 @@ class Optional(Generic[T]):
 
 
 class BatchIterator(Iterator[T]):
-    """An iterator over batches whose next one can be asked for as in TensorFlow, too."""
+    """An iterator over batches whose next one can be asked for as in TensorFlow."""
 
     def get_next(self) -> T:
         """The next batch.
 
         Raises:
-            OutOfRangeError: If there is none; `next(iterator)` raises StopIteration then.
+            OutOfRangeError: If there is none; `next(iterator)` raises StopIteration
+                then.
         """
         try:
             return next(self)
@@ -114,7 +116,8 @@ class BatchIterator(Iterator[T]):
 class DistributedIterator(BatchIterator[T]):
     """One iteration over a `DistributedDataset`; `iter(dataset)` returns it.
 
-    If it is dropped or closed before its end, it ends the threads and the loader workers that it has started.
+    If it is dropped or closed before its end, it ends the threads and the loader
+    workers that it has started.
 
     Example:
         >>> strategy = torchstrategy.CentralStorageStrategy(["cpu", "cpu"])
@@ -165,16 +168,16 @@ class DistributedIterator(BatchIterator[T]):
             workers = self._splitter.workers
             if isinstance(error, Exception) and is_refusal(error):
                 workers.refuse(error, "the next batch of a dataset")
-            workers.tell_failure(
-                error
-            )  # they wait for this worker, which does not come
+            # They wait for this worker, which does not come.
+            workers.tell_failure(error)
             raise
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise unpicklable(
             self,
-            "it reads a loader of this process. Save where it stands, with the state_dict() of the dataset that it "
-            "iterates over; where it goes on, give that to a dataset with load_state_dict, and iterate over it.",
+            "it reads a loader of this process. Save where it stands, with the "
+            "state_dict() of the dataset that it iterates over; where it goes on, give "
+            "that to a dataset with load_state_dict, and iterate over it.",
         )
 
     def get_next_as_optional(self) -> Optional[T]:
@@ -182,7 +185,7 @@ class DistributedIterator(BatchIterator[T]):
         return Optional(tuple(islice(self, 1)))
 
     def close(self) -> None:
-        """Ends the iteration, and the threads and loader workers that it has started."""
+        """Ends the iteration, and the threads and loader workers that it started."""
         self._is_over = True
         self._next = self._reading.next
         self._reading.close()
@@ -198,8 +201,8 @@ def _close(reading: weakref.ref[Reading]) -> None:
 class InputIterator(BatchIterator[Any]):
     """An iterator over batches that are split among replicas.
 
-    `Strategy.make_dataset_iterator` and `Strategy.make_input_fn_iterator` return it. It reads nothing before the
-    program asks for the first batch.
+    `Strategy.make_dataset_iterator` and `Strategy.make_input_fn_iterator` return it. It
+    reads nothing before the program asks for the first batch.
 
     Example:
         >>> strategy = torchstrategy.compat.v1.OneDeviceStrategy("cpu")
@@ -210,8 +213,8 @@ class InputIterator(BatchIterator[Any]):
         >>> list(iterator)
         [tensor([1.]), tensor([0.])]
 
-    Differs from tf.distribute:
-        There are no graphs: `initialize` has its effect at once, and need not be called before the first batch.
+    Differs from tf.distribute: There are no graphs: `initialize` has its effect at
+        once, and need not be called before the first batch.
 
     Source: https://www.tensorflow.org/versions/r2.2/api_docs/python/tf/compat/v1/distribute/OneDeviceStrategy#make_dataset_iterator
     """
@@ -221,10 +224,12 @@ class InputIterator(BatchIterator[Any]):
         self._iterator: Iterator[Tree] | None = None
 
     def initialize(self) -> None:
-        """Makes the next batch the first one of a new epoch. It ends the threads and loader workers of the old one."""
-        self._iterator = (
-            None  # a distributed iterator that is dropped ends its threads and workers
-        )
+        """Makes the next batch the first one of a new epoch.
+
+        It ends the threads and loader workers of the old one.
+        """
+        # A distributed iterator that is dropped ends its threads and workers.
+        self._iterator = None
 
     @property
     def initializer(self) -> None:
@@ -245,8 +250,9 @@ def next_of(iterator: Any) -> Tree:
     """
     if not hasattr(iterator, "get_next"):
         raise TypeError(
-            "An input iterator is what make_dataset_iterator, make_input_fn_iterator or iter(distributed dataset) "
-            f"returns, and has get_next(); got {an(type(iterator).__name__)}."
+            "An input iterator is what make_dataset_iterator, make_input_fn_iterator "
+            "or iter(distributed dataset) returns, and has get_next(); got "
+            f"{an(type(iterator).__name__)}."
         )
     return iterator.get_next()
 
@@ -254,7 +260,8 @@ def next_of(iterator: Any) -> Tree:
 def from_input_fn(input_fn: DatasetFn) -> DatasetFn:
     """A function that calls `input_fn` and returns a dataset.
 
-    If `input_fn` returns a function, the elements of the dataset are the results of calls of that function.
+    If `input_fn` returns a function, the elements of the dataset are the results of
+    calls of that function.
     """
 
     def dataset_fn(context: InputContext) -> Any:
@@ -264,7 +271,8 @@ def from_input_fn(input_fn: DatasetFn) -> DatasetFn:
         if callable(source):
             return _Calls(source)
         raise ValueError(
-            f"input_fn returns a dataset, or a function that makes an element; got {an(type(source).__name__)}."
+            "input_fn returns a dataset, or a function that makes an element; got "
+            f"{an(type(source).__name__)}."
         )
 
     return dataset_fn
@@ -272,22 +280,28 @@ def from_input_fn(input_fn: DatasetFn) -> DatasetFn:
 
 @final
 class _Calls:
-    """An iterable over the results of a function, which is called once for each element, until it raises an error."""
+    """An iterable over the results of a function.
+
+    The function is called once for each element, until it raises an error.
+    """
 
     def __init__(self, fn: Callable[[], Tree]) -> None:
         self._fn = fn
 
     def __iter__(self) -> Iterator[Tree]:
-        # It is no generator, since a generator ends when it raises. Here, the next call may return a value again.
+        # It is no generator, since a generator ends when it raises. Here, the next call
+        # may return a value again.
         return map(lambda _: self._fn(), repeat(None))
 
 
 @final
 class DistributedDataset(Generic[T]):
-    """An iterable of batches that are split among replicas; `Strategy.experimental_distribute_dataset` returns it.
+    """An iterable of batches that are split among replicas.
 
-    Each iteration starts again, as with the loader. The loader is not read before an iteration begins. The length of
-    the dataset is that of the loader.
+    `Strategy.experimental_distribute_dataset` returns it.
+
+    Each iteration starts again, as with the loader. The loader is not read before an
+    iteration begins. The length of the dataset is that of the loader.
 
     Example:
         >>> strategy = torchstrategy.OneDeviceStrategy("cpu")
@@ -296,8 +310,8 @@ class DistributedDataset(Generic[T]):
         >>> len(dataset), list(dataset)
         (2, [tensor([0, 1]), tensor([2, 3])])
 
-    Differs from tf.distribute:
-        `len` works if the loader has a length. TensorFlow has no `state_dict` and no `load_state_dict`.
+    Differs from tf.distribute: `len` works if the loader has a length. TensorFlow has
+        no `state_dict` and no `load_state_dict`.
 
     Source: https://www.tensorflow.org/versions/r2.4/api_docs/python/tf/distribute/DistributedDataset
     """
@@ -317,9 +331,12 @@ class DistributedDataset(Generic[T]):
         )
 
     def __iter__(self) -> DistributedIterator[T]:
-        """A new iteration. It starts the loader's workers, and draws their seeds, on this thread."""
-        # Persistent workers serve one epoch at a time, also if one loader is in several distributed datasets. So the
-        # last epoch over the loader is ended first.
+        """A new iteration.
+
+        It starts the loader's workers, and draws their seeds, on this thread.
+        """
+        # Persistent workers serve one epoch at a time, also if one loader is in several
+        # distributed datasets. So the last epoch over the loader is ended first.
         shared = [
             id(source._dataset)
             for source in self._splitter.sources
@@ -330,7 +347,8 @@ class DistributedDataset(Generic[T]):
         try:
             reading = self._read(self._splitter, self._routes)
         except BaseException as error:
-            # The others are told before the loader is dropped: torch may wait for 5 s for a worker of it.
+            # The others are told before the loader is dropped: torch may wait for 5 s
+            # for a worker of it.
             self._splitter.workers.tell_failure(error)
             raise
         _readings.update(dict.fromkeys(shared, reading))
@@ -343,12 +361,19 @@ class DistributedDataset(Generic[T]):
         return DistributedIterator(reading, self._splitter, ended=restart)
 
     def reduce(self, initial_state: Any, reduce_func: Callable[[Any, T], Any]) -> Any:
-        """Calls `state = reduce_func(state, batch)` for every batch, and returns the last state.
+        """Calls `state = reduce_func(state, batch)` for every batch.
+
+        Returns the last state.
 
         Example:
             >>> strategy = torchstrategy.CentralStorageStrategy(["cpu", "cpu"])
-            >>> dataset = strategy.experimental_distribute_dataset([torch.ones(3), torch.ones(4)])
-            >>> dataset.reduce(0, lambda total, batch: total + strategy.reduce("sum", batch, axis=0))
+            >>> dataset = strategy.experimental_distribute_dataset(
+            ...     [torch.ones(3), torch.ones(4)]
+            ... )
+            >>> dataset.reduce(
+            ...     0,
+            ...     lambda total, batch: total + strategy.reduce("sum", batch, axis=0),
+            ... )
             tensor(7.)
 
         Source: https://www.tensorflow.org/api_docs/python/tf/distribute/DistributedDataset#reduce
@@ -358,8 +383,9 @@ class DistributedDataset(Generic[T]):
     def __len__(self) -> int:
         if self._splitter.reads_its_own:
             raise TypeError(
-                "How many steps the workers take together is not known before they have read: each has a dataset of "
-                "its own, and the iteration ends where the last of them ends."
+                "How many steps the workers take together is not known before they "
+                "have read: each has a dataset of its own, and the iteration ends "
+                "where the last of them ends."
             )
         return len(self._splitter)
 
@@ -375,8 +401,9 @@ class DistributedDataset(Generic[T]):
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise unpicklable(
             self,
-            "it distributes batches to replicas of this process. Save where it stands, dataset.state_dict(); where it "
-            "goes on, distribute the loader anew, and give it that with load_state_dict.",
+            "it distributes batches to replicas of this process. Save where it stands, "
+            "dataset.state_dict(); where it goes on, distribute the loader anew, and "
+            "give it that with load_state_dict.",
         )
 
     def _copy_with(self, attributes: dict[str, Any]) -> DistributedDataset[T]:
@@ -386,12 +413,18 @@ class DistributedDataset(Generic[T]):
 
     @property
     def dataset(self) -> Any:
-        """The dataset of the loader: `len(distributed.dataset)` is the number of rows of an epoch."""
+        """The dataset of the loader.
+
+        `len(distributed.dataset)` is the number of rows of an epoch.
+        """
         return self._splitter.sources[0].of_loader("dataset")
 
     @property
     def batch_size(self) -> int | None:
-        """The `batch_size` of the loader, which is that of all replicas together unless a function made the loader."""
+        """The `batch_size` of the loader.
+
+        It is that of all replicas together unless a function made the loader.
+        """
         return self._splitter.sources[0].of_loader("batch_size")  # type: ignore[no-any-return]
 
     @property
@@ -401,18 +434,23 @@ class DistributedDataset(Generic[T]):
 
     @property
     def element_spec(self) -> Tree:
-        """What the elements are made of: a `TensorSpec` for each tensor, in the containers that the loader makes.
+        """What the elements are made of: a `TensorSpec` for each tensor.
 
-        With several replicas, there is a `PerReplicaSpec` for each value with rows. The number of rows is known only if
-        the loader drops a smaller last batch, and each replica gets the same number of rows of every batch.
+        They are in the containers that the loader makes.
 
-        The property looks at one element, which no iteration loses, and leaves torch's random generators as they were.
-        The sizes of the other dimensions are those of this element; other elements are not checked.
+        With several replicas, there is a `PerReplicaSpec` for each value with rows. The
+        number of rows is known only if the loader drops a smaller last batch, and each
+        replica gets the same number of rows of every batch.
+
+        The property looks at one element, which no iteration loses, and leaves torch's
+        random generators as they were. The sizes of the other dimensions are those of
+        this element; other elements are not checked.
 
         Example:
             >>> strategy = torchstrategy.CentralStorageStrategy(["cpu", "cpu"])
             >>> loader = torch.utils.data.DataLoader(torch.ones(5, 3), batch_size=2)
-            >>> strategy.experimental_distribute_dataset(loader).element_spec.value_specs[0]
+            >>> dataset = strategy.experimental_distribute_dataset(loader)
+            >>> dataset.element_spec.value_specs[0]
             TensorSpec(shape=(None, 3), dtype=torch.float32)
 
         Raises:
@@ -421,21 +459,31 @@ class DistributedDataset(Generic[T]):
         return self._splitter.spec()
 
     def state_dict(self) -> dict[str, Any]:
-        """The position of the last iteration that was begun: after the last batch that the program got from it.
+        """The position of the last iteration that was begun.
 
-        Batches that were only read ahead do not count. As without a strategy, a checkpoint also needs the state of
-        torch's generator. If the loader has `state_dict` and `load_state_dict`, the position is what these say. For any
-        other loader, the library counts the batches, and saves the states of the generators that decide their order:
-        torch's default generator, and the `torch.Generator` objects that the loader, its samplers and an iterable
-        dataset have as attributes. When an iteration has ended, the position is that before the next iteration.
+        It is after the last batch that the program got from it.
+
+        Batches that were only read ahead do not count. As without a strategy, a
+        checkpoint also needs the state of torch's generator. If the loader has
+        `state_dict` and `load_state_dict`, the position is what these say. For any
+        other loader, the library counts the batches, and saves the states of the
+        generators that decide their order: torch's default generator, and the
+        `torch.Generator` objects that the loader, its samplers and an iterable dataset
+        have as attributes. When an iteration has ended, the position is that before the
+        next iteration.
 
         Returns:
-            A dict of numbers, lists, dicts and tensors; and of what the loader's own `state_dict` returned.
+            A dict of numbers, lists, dicts and tensors; and of what the loader's own
+            `state_dict` returned.
 
         Example:
-            >>> loader = torch.utils.data.DataLoader(torch.arange(6), batch_size=2, shuffle=True)
-            >>> two = torchstrategy.CentralStorageStrategy(["cpu"] * 2).experimental_distribute_dataset(loader)
-            >>> three = torchstrategy.CentralStorageStrategy(["cpu"] * 3).experimental_distribute_dataset(loader)
+            >>> loader = torch.utils.data.DataLoader(
+            ...     torch.arange(6), batch_size=2, shuffle=True
+            ... )
+            >>> strategy = torchstrategy.CentralStorageStrategy(["cpu"] * 2)
+            >>> two = strategy.experimental_distribute_dataset(loader)
+            >>> strategy = torchstrategy.CentralStorageStrategy(["cpu"] * 3)
+            >>> three = strategy.experimental_distribute_dataset(loader)
             >>> iterator = iter(two)
             >>> batch = next(iterator)
             >>> three.load_state_dict(two.state_dict())
@@ -445,36 +493,43 @@ class DistributedDataset(Generic[T]):
         return {"sources": [source.state() for source in self._splitter.sources]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Makes the next iteration begin with the batch after the last one that the program got before `state_dict()`.
+        """Makes the next iteration go on where `state_dict()` was called.
 
-        The strategy may have another number of replicas now, and the loader another number of workers. The batch size
-        may also have changed, if a batch of the new size begins at the next row; so a dataset function may use
-        `get_per_replica_batch_size`. If the loader reads a map-style dataset, the rows that are skipped are not loaded;
-        rows of anything else are read and dropped.
+        It begins with the batch after the last one that the program had got then.
 
-        The rows come in the same order if torch's generators decide it, as with torch's samplers. An object that draws
-        during the whole iteration and remembers what it drew, such as a shuffling buffer, needs a generator of its own
-        for this. Loader workers that draw random numbers start from a new seed.
+        The strategy may have another number of replicas now, and the loader another
+        number of workers. The batch size may also have changed, if a batch of the new
+        size begins at the next row; so a dataset function may use
+        `get_per_replica_batch_size`. If the loader reads a map-style dataset, the rows
+        that are skipped are not loaded; rows of anything else are read and dropped.
+
+        The rows come in the same order if torch's generators decide it, as with torch's
+        samplers. An object that draws during the whole iteration and remembers what it
+        drew, such as a shuffling buffer, needs a generator of its own for this. Loader
+        workers that draw random numbers start from a new seed.
 
         Raises:
-            ValueError: If the state is of a dataset of another kind, or ends within a batch of this one.
+            ValueError: If the state is of a dataset of another kind, or ends within a
+                batch of this one.
             TypeError: If it is no such state.
         """
         sources = self._splitter.sources
         states = state_dict.get("sources") if isinstance(state_dict, dict) else None
         if not isinstance(states, list) or len(state_dict) != 1:
             raise TypeError(
-                f"load_state_dict takes what DistributedDataset.state_dict() returned, {{'sources': [...]}}; got "
-                f"{type(state_dict).__name__} {state_dict!r:.60}."
+                "load_state_dict takes what DistributedDataset.state_dict() returned, "
+                f"{{'sources': [...]}}; got {type(state_dict).__name__} "
+                f"{state_dict!r:.60}."
             )
         if len(states) != len(sources):
             raise ValueError(
-                f"The state is of a dataset that reads {plural(len(states), 'loader')}, and this one reads "
-                f"{len(sources)}: what each replica had consumed of its own cannot be given to another number of them."
+                "The state is of a dataset that reads "
+                f"{plural(len(states), 'loader')}, and this one reads {len(sources)}: "
+                "what each replica had consumed of its own cannot be given to another "
+                "number of them."
             )
-        positions = list(
-            map(Source.position_of, sources, states)
-        )  # nothing is loaded unless all of them are right
+        # Nothing is loaded unless all of them are right.
+        positions = list(map(Source.position_of, sources, states))
         for source, position in zip(sources, positions, strict=True):
             source.load_position(position)
 
@@ -486,14 +541,17 @@ def distribute_dataset(
 
     Raises:
         TypeError: If `dataset` cannot be iterated over.
-        ValueError: If it yields single elements where batches are needed, or `options` do not fit.
+        ValueError: If it yields single elements where batches are needed, or `options`
+            do not fit.
         NotImplementedError: If an input pipeline for each replica is asked for.
     """
     replicas = len(devices)
     if options.experimental_replication_mode is InputReplicationMode.PER_REPLICA:
         raise NotImplementedError(
-            "A dataset is one input pipeline, and InputOptions(experimental_replication_mode=PER_REPLICA) asks for one "
-            "for each replica. Give distribute_datasets_from_function a function that makes them."
+            "A dataset is one input pipeline, and "
+            "InputOptions(experimental_replication_mode=PER_REPLICA) asks for one for "
+            "each replica. Give distribute_datasets_from_function a function that "
+            "makes them."
         )
     share = share_rule(options, replicas, workers)
     is_dealt = (
@@ -511,10 +569,12 @@ def distribute_dataset(
         raise single_elements_error(type(dataset).__name__, replicas_of_all)
     if is_dealt and not (is_sharded or isinstance(dataset, (list, tuple))):
         warn(
-            f"Every worker reads all of this {type(dataset).__name__}, and keeps the rows of its own replicas: nobody "
-            "can tell which rows they are before they are read. Give the strategy a torch.utils.data.DataLoader of a "
-            "dataset that is read by index, and each worker reads its own rows only; or let a function make the "
-            "dataset of each worker: strategy.distribute_datasets_from_function(dataset_fn).",
+            f"Every worker reads all of this {type(dataset).__name__}, and keeps the "
+            "rows of its own replicas: nobody can tell which rows they are before they "
+            "are read. Give the strategy a torch.utils.data.DataLoader of a dataset "
+            "that is read by index, and each worker reads its own rows only; or let a "
+            "function make the dataset of each worker: "
+            "strategy.distribute_datasets_from_function(dataset_fn).",
             UserWarning,
         )
     return DistributedDataset(
@@ -525,7 +585,9 @@ def distribute_dataset(
 
 
 def _can_be_sharded(dataset: Any) -> bool:
-    """Whether a worker can load its own rows only: a `DataLoader` that makes batches of a dataset read by index.
+    """Whether a worker can load its own rows only.
+
+    It can of a `DataLoader` that makes batches of a dataset read by index.
 
     Raises:
         ValueError: If the loader leaves some rows to other processes already.
@@ -535,10 +597,12 @@ def _can_be_sharded(dataset: Any) -> bool:
     for sampler in (dataset.sampler, getattr(dataset.batch_sampler, "sampler", None)):
         if isinstance(sampler, DistributedSampler):
             raise ValueError(
-                "The loader has a DistributedSampler, which gives each process rows of its own, and so does the "
-                "strategy: most rows would be left out. Leave the sampler out, give the loader the global batch size, "
-                "and say shuffle=True if the sampler shuffles; or return the loader from the function that you give to "
-                "distribute_datasets_from_function, which splits nothing."
+                "The loader has a DistributedSampler, which gives each process rows of "
+                "its own, and so does the strategy: most rows would be left out. Leave "
+                "the sampler out, give the loader the global batch size, and say "
+                "shuffle=True if the sampler shuffles; or return the loader from the "
+                "function that you give to distribute_datasets_from_function, which "
+                "splits nothing."
             )
     is_plain = type(dataset).__iter__ is DataLoader.__iter__ and getattr(
         dataset, "in_order", True
@@ -564,8 +628,9 @@ def distribute_from_function(
     """
     if options.row_shares is not None:
         raise ValueError(
-            "InputOptions(row_shares=...) says how a global batch is cut, and what a dataset function's dataset yields "
-            "is not cut: each element goes to one replica. Let the function make batches of the sizes that you want."
+            "InputOptions(row_shares=...) says how a global batch is cut, and what a "
+            "dataset function's dataset yields is not cut: each element goes to one "
+            "replica. Let the function make batches of the sizes that you want."
         )
     replicas = len(devices)
     everyone = replicas * workers.count
@@ -588,7 +653,8 @@ def _source(
 ) -> Source:
     if isinstance(dataset, (DistributedDataset, DistributedIterator)):
         raise TypeError(
-            "This dataset is distributed already: it cannot be distributed again. Give the loader that it was made of."
+            "This dataset is distributed already: it cannot be distributed again. Give "
+            "the loader that it was made of."
         )
     return Source(dataset, what, loaded_of)
 
@@ -600,5 +666,6 @@ def _routes(devices: Sequence[Device], options: InputOptions) -> list[Route]:
     ]
 
 
-# By the id of each loader with persistent workers, which is alive as long as this: the last epoch over it.
+# By the id of each loader with persistent workers, which is alive as long as this: the
+# last epoch over it.
 _readings: weakref.WeakValueDictionary[int, Reading] = weakref.WeakValueDictionary()

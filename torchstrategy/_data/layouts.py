@@ -1,9 +1,12 @@
-"""Batches that are not laid out with rows first: lists of samples, and padded sequences with time first.
+"""Batches that are not laid out with rows first.
 
-A strategy cuts each tensor of a batch along its first dimension. Where that holds no rows, it would cut images into
-their channels and sequences into pieces of time, and often nothing disagrees: the step fails later, or computes other
-numbers. A loader says how many samples its batch is made of, and by this number such a batch is known. Where it is not
-known, this file can only warn.
+These are lists of samples, and padded sequences with time first.
+
+A strategy cuts each tensor of a batch along its first dimension. Where that holds no
+rows, it would cut images into their channels and sequences into pieces of time, and
+often nothing disagrees: the step fails later, or computes other numbers. A loader says
+how many samples its batch is made of, and by this number such a batch is known. Where
+it is not known, this file can only warn.
 """
 
 from __future__ import annotations
@@ -24,7 +27,9 @@ _CHANNELS = {1, 3, 4}
 
 
 def refuse_samples(batch: Tree, samples: int | None) -> None:
-    """Refuses a batch in which a list or tuple has an item for each sample, and the items would be cut.
+    """Refuses a batch in which a list or tuple has an item for each sample.
+
+    The items would be cut.
 
     Args:
         batch: The first batch that was read. Later ones may have fewer samples.
@@ -48,7 +53,10 @@ def refuse_samples(batch: Tree, samples: int | None) -> None:
 
 
 def warn_of_layout(batch: Tree, samples: int | None) -> bool:
-    """Warns at the user's line if a batch looks as if its first dimension held no rows. Returns whether it did."""
+    """Warns at the user's line if a batch looks as if its first dimension held no rows.
+
+    Returns whether it did.
+    """
     shown: set[str] = set()
     if type(batch) is list and len(batch) >= _A_FEW:
         shown = {_shown(item) for item in batch}
@@ -119,7 +127,10 @@ def _form(item: Any) -> object:
 
 
 def _shown(item: Any) -> str:
-    """What a message says of an item of a list, so that items which look like rows have one text; else nothing."""
+    """What a message says of an item of a list, or nothing.
+
+    So items that look like rows have one text.
+    """
     if isinstance(item, torch.Tensor) and item.dim():
         return f"tensors of shape {tuple(item.shape)} and {item.dtype}"
     if type(item) in (dict, tuple) and any(True for _ in _tensors_in(item)):
@@ -128,7 +139,10 @@ def _shown(item: Any) -> str:
 
 
 def _are_images(items: Sequence[Any], samples: int | None) -> bool:
-    """Whether items look like images of several sizes, with channels first, and not like columns of the samples."""
+    """Whether items look like images of several sizes, with channels first.
+
+    They do not look like columns of the samples.
+    """
     if not all(isinstance(item, torch.Tensor) and item.dim() == 3 for item in items):
         return False
     channels, sizes = (
@@ -145,30 +159,36 @@ def _has_time_first(tensor: Any, samples: int) -> bool:
 
 
 _SAMPLES = (
-    "{name} is a {kind} of {count} items, as many as there are samples in the loader's batch, so each item seems to be "
-    "one sample's, as an image or the boxes of an image are. A strategy would cut each tensor in it along its first "
-    "dimension, which has a size of {size}. If each item is a row, make it a list and say so: "
-    "collate_fn=lambda batch: tuple(map(list, zip(*batch))) makes a list of images and a list of targets, and "
-    "torchstrategy.InputOptions(lists_are_rows=True) lets replicas have some of the items. Or make the batch an object "
-    "of a class of your own, and say how it is cut: torchstrategy.register_batch_type(...). If each item is a column "
-    "that has rows of its own, say InputOptions(lists_are_rows=False)."
+    "{name} is a {kind} of {count} items, as many as there are samples in the loader's "
+    "batch, so each item seems to be one sample's, as an image or the boxes of an "
+    "image are. A strategy would cut each tensor in it along its first dimension, "
+    "which has a size of {size}. If each item is a row, make it a list and say so: "
+    "collate_fn=lambda batch: tuple(map(list, zip(*batch))) makes a list of images and "
+    "a list of targets, and torchstrategy.InputOptions(lists_are_rows=True) lets "
+    "replicas have some of the items. Or make the batch an object of a class of your "
+    "own, and say how it is cut: torchstrategy.register_batch_type(...). If each item "
+    "is a column that has rows of its own, say InputOptions(lists_are_rows=False)."
 )
 
 _LIST = (
-    "A batch is {what}, which are cut along their first dimension, as the columns of a table are. If each of them is a "
-    "row, as collate_fn=list makes them of sequences, say so: InputOptions(lists_are_rows=True). If not, say "
-    "lists_are_rows=False."
+    "A batch is {what}, which are cut along their first dimension, as the columns of a "
+    "table are. If each of them is a row, as collate_fn=list makes them of sequences, "
+    "say so: InputOptions(lists_are_rows=True). If not, say lists_are_rows=False."
 )
 
 _IMAGES = (
-    "{name} is {what}, as if they were images: each is cut along its first dimension, into channels. If each is a row, "
-    "make it a list and say so: InputOptions(lists_are_rows=True); or make the batch an object of a class of your own, "
-    "and say how it is cut: torchstrategy.register_batch_type(...). If they have rows, say lists_are_rows=False."
+    "{name} is {what}, as if they were images: each is cut along its first dimension, "
+    "into channels. If each is a row, make it a list and say so: "
+    "InputOptions(lists_are_rows=True); or make the batch an object of a class of your "
+    "own, and say how it is cut: torchstrategy.register_batch_type(...). If they have "
+    "rows, say lists_are_rows=False."
 )
 
 _TIME_FIRST = (
-    "Each tensor of a batch has {time} items along its first dimension, where it is cut, and {count} along its second, "
-    "as many as there are samples in the loader's batch. If time comes first, as torch.nn.utils.rnn.pad_sequence has "
-    "it, let the collate_fn put the samples first, pad_sequence(..., batch_first=True), and transpose in the step. If "
-    "the first dimension has the rows, say InputOptions(lists_are_rows=False)."
+    "Each tensor of a batch has {time} items along its first dimension, where it is "
+    "cut, and {count} along its second, as many as there are samples in the loader's "
+    "batch. If time comes first, as torch.nn.utils.rnn.pad_sequence has it, let the "
+    "collate_fn put the samples first, pad_sequence(..., batch_first=True), and "
+    "transpose in the step. If the first dimension has the rows, say "
+    "InputOptions(lists_are_rows=False)."
 )

@@ -1,4 +1,7 @@
-"""The saved position of a loader, and what is wrong with one that was changed or belongs to another loader."""
+"""The saved position of a loader, and what is wrong with it, if anything.
+
+The loader may have changed, or the position belongs to another one.
+"""
 
 from __future__ import annotations
 
@@ -8,19 +11,21 @@ from typing import Any
 
 import torch
 
-# The saved position of a loader: what its own `state_dict` returned, or a count and states of random generators.
+# The saved position of a loader: what its own `state_dict` returned, or a count and
+# states of random generators.
 State = dict[str, Any]
 
 
 def check_form(state: Any) -> None:
-    """Raises an error for a state that does not have the form in which `Source.state` returns it.
+    """Raises an error for a state without the form in which `Source.state` returns it.
 
     Raises:
         TypeError: Naming the entry.
     """
     if not isinstance(state, dict):
         raise TypeError(
-            f"{state!r:.60} is not the state of a loader that DistributedDataset.state_dict() returns."
+            f"{state!r:.60} is not the state of a loader that "
+            "DistributedDataset.state_dict() returns."
         )
     form = _FORM_OF_LOADER if "loader" in state else _FORM
     told = "In the state of a loader that DistributedDataset.state_dict() returns"
@@ -43,15 +48,17 @@ def check_generators(
     """
     if len(states) != len(generators):
         raise ValueError(
-            f"The state, in {name!r}, is of a loader with {max(len(states) - 1, 0)} random generators of its own, and "
-            f"this one has {len(generators) - 1}. Make the loader as it was made there."
+            f"The state, in {name!r}, is of a loader with {max(len(states) - 1, 0)} "
+            f"random generators of its own, and this one has {len(generators) - 1}. "
+            "Make the loader as it was made there."
         )
     for index, (state, generator) in enumerate(zip(states, generators, strict=True)):
         try:
             torch.Generator(generator.device).set_state(state.cpu())
         except RuntimeError as error:
             raise ValueError(
-                f"{name}[{index}] in the state is not that of a random generator: {error}"
+                f"{name}[{index}] in the state is not that of a random generator: "
+                f"{error}"
             ) from None
 
 

@@ -1,28 +1,36 @@
-"""How the replicas' parts of a batch come to their devices, and when: as the caller asks for a step, or ahead of that.
+"""How the replicas' parts of a batch come to their devices, and when.
 
-Three kinds of threads may work on a replica's part; without prefetching, all three are the caller's thread:
+They do as the caller asks for a step, or ahead of that.
 
-    reading thread     `stage`    moves tensors that are on an accelerator already: its current stream has made them
-    replica's copier   `copy`     pins tensors in host memory and copies them, on the copy stream of the device
-    consumer's thread  `receive`  makes its current stream wait for both, and keeps their memory until it is used
+Three kinds of threads may work on a replica's part; without prefetching, all three are
+the caller's thread:
 
-A copier is a thread. It is neither a worker of the loader, which is a process that reads samples, nor one of the
-workers that train together.
+    reading thread     `stage`    moves tensors that are on an accelerator already: its
+                                  current stream has made them
+    replica's copier   `copy`     pins tensors in host memory and copies them, on the
+                                  copy stream of the device
+    consumer's thread  `receive`  makes its current stream wait for both, and keeps
+                                  their memory until it is used
+
+A copier is a thread. It is neither a worker of the loader, which is a process that
+reads samples, nor one of the workers that train together.
 
 Ahead, batches are read, split, pinned and copied:
 
-    reader                     a copier for each replica           the consumer
+    reader                     a copier for each replica       the consumer
                                on an accelerator
     waits for room
-    reads and splits a batch,
-    stages its parts --------> copies its parts -----------------> waits for the oldest step
-    ^                                                              receives its parts
+    reads and splits a batch,                                  waits for the oldest step
+    stages its parts --------> copies its parts -------------> receives its parts
+    ^                                                              |
     +--------------------------- room for one more ----------------+
 
-The threads share a `Prefetcher` with the iterator that they work for, which they do not keep alive. When it is dropped,
-the `Prefetcher` is closed, and they end. They use only queues to talk to each other, since a finalizer may use a queue
-at any point of the program; with a lock, it could wait for ever. A step stays in the queue until the consumer has
-received it, so that Ctrl-C loses no step: see Note [What happens on Ctrl-C] in `_group/replica_threads`.
+The threads share a `Prefetcher` with the iterator that they work for, which they do not
+keep alive. When it is dropped, the `Prefetcher` is closed, and they end. They use only
+queues to talk to each other, since a finalizer may use a queue at any point of the
+program; with a lock, it could wait for ever. A step stays in the queue until the
+consumer has received it, so that Ctrl-C loses no step: see Note [What happens on
+Ctrl-C] in `_group/replica_threads`.
 """
 
 from __future__ import annotations
@@ -71,17 +79,20 @@ class StagedBatch(NamedTuple):
     events: list[torch.Event]  # they happen when these tensors are on the device
 
 
-# Note [Promises for a copied batch]
-# A batch is copied to an accelerator on other streams than the consumer's, so the consumer is given two promises:
-# 1. Its stream reads a tensor only when the copy is complete. `stage` and `copy` record an event after their copies,
-#    and `receive` makes the consumer's current stream wait for it. The consumer's thread does not wait.
-# 2. The memory of a tensor is kept until its stream has used it. The copies of `copy` are allocated on the copy stream,
-#    those of `stage` on the current stream of the reading thread. When the consumer drops one, the allocator would give
-#    its memory to the next copy at once, though kernels that read it may still be queued on the consumer's stream.
-#    `record_stream` makes the allocator wait for these.
-# Without prefetching, the consumer's thread is the reading thread, so that for the tensors of `stage` both streams are
-# one, and both promises are kept anyway.
-# Both are given in `receive`, since only the consumer's thread knows on which stream the batch will be used.
+# Note [Promises for a copied batch] A batch is copied to an accelerator on other
+# streams than the consumer's, so the consumer is given two promises:
+# 1. Its stream reads a tensor only when the copy is complete. `stage` and `copy` record
+#    an event after their copies, and `receive` makes the consumer's current stream wait
+#    for it. The consumer's thread does not wait.
+# 2. The memory of a tensor is kept until its stream has used it. The copies of `copy`
+#    are allocated on the copy stream, those of `stage` on the current stream of the
+#    reading thread. When the consumer drops one, the allocator would give its memory to
+#    the next copy at once, though kernels that read it may still be queued on the
+#    consumer's stream. `record_stream` makes the allocator wait for these.
+# Without prefetching, the consumer's thread is the reading thread, so that for the
+# tensors of `stage` both streams are one, and both promises are kept anyway.
+# Both are given in `receive`, since only the consumer's thread knows on which stream
+# the batch will be used.
 @final
 class Route:
     """The way to the device of one replica.
@@ -92,24 +103,28 @@ class Route:
 
     def __init__(self, device: Device | None) -> None:
         self.device = None if device is None else memory_device(device)
-        self.has_copies = device is not None and is_accelerator(
-            device
-        )  # whether a copier could copy ahead
+        # Whether a copier could copy ahead.
+        self.has_copies = device is not None and is_accelerator(device)
 
     def stage(self, parts: Sequence[Tree]) -> StagedBatch:
-        """Moves tensors that are on an accelerator. Runs on the reading thread, on its current streams."""
+        """Moves tensors that are on an accelerator.
+
+        Runs on the reading thread, on its current streams.
+        """
         stream = (
             torch.accelerator.current_stream(self.device) if self.has_copies else None
         )
         return self._send(parts, stream, are_in_host_memory=False)
 
     def copy(self, staged: StagedBatch) -> StagedBatch:
-        """Copies tensors of host memory. Runs on the replica's copier, if it has one. Called only if `has_copies`."""
+        """Copies tensors of host memory. Runs on the replica's copier, if it has one.
+
+        Called only if `has_copies`.
+        """
         assert self.device is not None
         stream = copy_stream(self.device, Cargo.BATCHES)
-        with on_stream(
-            stream
-        ):  # also makes its device the current one, for which torch pins memory
+        # Also makes its device the current one, for which torch pins memory.
+        with on_stream(stream):
             parts, moved, events = self._send(
                 staged.parts, stream, are_in_host_memory=True
             )
@@ -122,15 +137,17 @@ class Route:
         *,
         are_in_host_memory: bool,
     ) -> StagedBatch:
-        """The parts with their tensors of host memory, or their other tensors, on the device. `stream` copies them."""
+        """The parts with their tensors on the device, copied by `stream`.
+
+        These are their tensors of host memory, or their other tensors.
+        """
         moved: list[torch.Tensor] = []
 
         def move(tensor: torch.Tensor) -> torch.Tensor:
             if self.device is None or tensor.is_cpu is not are_in_host_memory:
                 return tensor
-            if stream is None or not copies_by_itself(
-                self.device
-            ):  # MPS has one stream, so nobody has to wait
+            # MPS has one stream, so nobody has to wait.
+            if stream is None or not copies_by_itself(self.device):
                 return tensor.to(self.device)
             moved.append(
                 (_pin(tensor) if are_in_host_memory else tensor).to(
@@ -167,23 +184,28 @@ class Route:
 
 
 def _pin(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor in pinned memory, from which the device can copy by itself, so that the thread need not wait for it."""
+    """A tensor in pinned memory, from which the device can copy by itself.
+
+    So the thread need not wait for it.
+    """
     if tensor.layout is not torch.strided or tensor.is_nested:
         return tensor
     if 0 in tensor.stride():
-        tensor = (
-            tensor.contiguous()
-        )  # torch keeps the strides in pinned memory, and cannot write where they are 0
+        # torch keeps the strides in pinned memory, and cannot write where they are 0.
+        tensor = tensor.contiguous()
     return tensor.pin_memory()  # returns the tensor itself if it is pinned already
 
 
 @final
 @dataclass(eq=False)
 class Transfer:
-    """The batch of one step, whose parts are being copied to the replicas' devices; or an error to raise instead.
+    """The batch of one step, while its parts are copied to the replicas' devices.
+
+    It may be an error to raise instead.
 
     Attributes:
-        batch: The batch. None: an error of the reader takes its place; at the end of the epoch, this is StopIteration.
+        batch: The batch. None: an error of the reader takes its place; at the end of
+            the epoch, this is StopIteration.
         marks: The functions that say that the consumer has received it.
         staged: The part of each replica.
         error: The error of the reader or, if there is a batch, of a copier.
@@ -197,7 +219,10 @@ class Transfer:
     carried: list[int] = field(default_factory=list)
 
     def receive(self, routes: Sequence[Route]) -> Tree:
-        """The element, made of the parts on the devices. Runs on the consumer's thread."""
+        """The element, made of the parts on the devices.
+
+        Runs on the consumer's thread.
+        """
         # See Note [Promises for a copied batch].
         arrived = list(map(Route.receive, routes, self.staged))
         for reach in self.marks:
@@ -206,16 +231,21 @@ class Transfer:
         return self.batch.assemble(arrived)
 
     def forget(self) -> None:
-        """Frees the frames of an error that nobody will see. If one of them holds the error, that is a cycle."""
+        """Frees the frames of an error that nobody will see.
+
+        If one of them holds the error, that is a cycle.
+        """
         if self.error is not None:
             self.error.__traceback__ = None
 
 
 class Reading(ABC):
-    """One epoch over a dataset, read step by step on one thread at a time. After an error it goes on if the loader can.
+    """One epoch over a dataset, read step by step on one thread at a time.
 
-    The loader is read in host memory, whatever the default device is: in a strategy's scope, this is the device of the
-    parameters.
+    After an error it goes on if the loader can.
+
+    The loader is read in host memory, whatever the default device is: in a strategy's
+    scope, this is the device of the parameters.
 
     Args:
         splitter: Splits the elements of a step.
@@ -227,14 +257,13 @@ class Reading(ABC):
     def __init__(self, splitter: Splitter, routes: Sequence[Route]) -> None:
         self.splitter = splitter
         self.routes = routes
-        self._receivers = [
-            r for r, route in enumerate(routes) if route.has_copies
-        ]  # replicas whose parts are copied
-        self._elements: list[
-            Tree
-        ] = []  # of the next step, if an error came after they were read
+        # Replicas whose parts are copied.
+        self._receivers = [r for r, route in enumerate(routes) if route.has_copies]
+        # Of the next step, if an error came after they were read.
+        self._elements: list[Tree] = []
         followed = None if splitter.reads_its_own else splitter.workers
-        # An epoch over each source; none when nothing more is read. The caller's thread draws their seeds.
+        # An epoch over each source; none when nothing more is read. The caller's thread
+        # draws their seeds.
         self._passes = [source.begin(followed) for source in splitter.sources]
         for reach in self._marks():
             reach()
@@ -252,13 +281,17 @@ class Reading(ABC):
         """Ends the epoch, and the threads and loader workers that it has started.
 
         Args:
-            waits: Whether to wait until nobody reads the loader, however long that takes.
+            waits: Whether to wait until nobody reads the loader, however long that
+                takes.
         """
 
     def _begin_transfer(self) -> Transfer:
-        """Reads the batch of the next step and stages its parts. Runs on the reading thread.
+        """Reads the batch of the next step and stages its parts.
 
-        If the data runs out in the middle of a step, the remaining replicas get `ABSENT`, and no element is lost.
+        Runs on the reading thread.
+
+        If the data runs out in the middle of a step, the remaining replicas get
+        `ABSENT`, and no element is lost.
 
         Raises:
             StopIteration: If there is none.
@@ -284,10 +317,14 @@ class Reading(ABC):
             )
 
     def _marks(self) -> list[Callable[[], None]]:
-        """The functions that say of each epoch that the consumer has received what was read until now."""
+        """The functions that say of each epoch what the consumer has received.
+
+        It has received what was read until now.
+        """
         marks: list[Callable[[], None]] = []
         for one in self._passes:
-            # Where nothing is read ahead, the loader is asked for its state when somebody saves it.
+            # Where nothing is read ahead, the loader is asked for its state when
+            # somebody saves it.
             state = one.source.state_of_loader() if self._is_ahead else None
             marks.append(partial(one.position.reach, one.count, state))
         return marks
@@ -295,10 +332,12 @@ class Reading(ABC):
 
 @final
 class OnDemand(Reading):
-    """Reads on the caller's thread, when the caller asks for a step. There is no other thread.
+    """Reads on the caller's thread, when the caller asks for a step.
 
-    On an accelerator, the copies still overlap with the previous step: its kernels are queued on the current stream,
-    and the copies are on a stream of their own.
+    There is no other thread.
+
+    On an accelerator, the copies still overlap with the previous step: its kernels are
+    queued on the current stream, and the copies are on a stream of their own.
     """
 
     def __init__(self, splitter: Splitter, routes: Sequence[Route]) -> None:
@@ -306,9 +345,8 @@ class OnDemand(Reading):
         are_near = all(
             route.device is None or route.device.type == "cpu" for route in routes
         )
-        self._are_whole = (
-            splitter.is_alone and are_near
-        )  # whether an element can be given as it is
+        # Whether an element can be given as it is.
+        self._are_whole = splitter.is_alone and are_near
 
     def next(self) -> Tree:
         if not self._passes:
@@ -317,9 +355,8 @@ class OnDemand(Reading):
             (epoch,) = self._passes
             with epoch.source.reading():
                 self._elements.append(next(epoch))
-            if are_in_host_memory(
-                self._elements[0]
-            ):  # if not, `_begin_transfer` goes on with it
+            # If not, `_begin_transfer` goes on with it.
+            if are_in_host_memory(self._elements[0]):
                 epoch.position.reach(epoch.count, None)
                 return self._elements.pop()
         transfer = self._begin_transfer()
@@ -332,11 +369,14 @@ class OnDemand(Reading):
 
 
 def next_of_all_workers(reading: Reading) -> Callable[[], Tree]:
-    """The `next` of an epoch in which each worker reads a dataset of its own. It ends where the last of them ends.
+    """The `next` of an epoch in which each worker reads a dataset of its own.
 
-    A worker whose data has run out before that of others gets its last batch again, as that of an understudy: it takes
-    part in the steps, and its rows do not count. If there was none, it gets a batch of another worker. See Note [Why a
-    worker without rows runs the step] in `_group/participants`.
+    It ends where the last of them ends.
+
+    A worker whose data has run out before that of others gets its last batch again, as
+    that of an understudy: it takes part in the steps, and its rows do not count. If
+    there was none, it gets a batch of another worker. See Note [Why a worker without
+    rows runs the step] in `_group/participants`.
     """
     workers, splitter = reading.splitter.workers, reading.splitter
     device = reading.routes[0].device or torch.device("cpu")
@@ -367,20 +407,26 @@ def next_of_all_workers(reading: Reading) -> Callable[[], Tree]:
 
 
 def _lend(batch: Tree) -> Tree:
-    """A batch as it can be sent: its structure, its leaves as one replica has them, and which of these were split."""
+    """A batch as it can be sent.
+
+    It has its structure, its leaves as one replica has them, and which of these were
+    split.
+    """
     leaves, spec = tree_flatten(batch)
     are_split = [isinstance(leaf, PerReplica) for leaf in leaves]
     of_one = [
         leaf.values[0] if isinstance(leaf, PerReplica) else leaf for leaf in leaves
     ]
-    structure = spec.unflatten(
-        range(len(leaves))
-    )  # with the position of each leaf in its place
+    # With the position of each leaf in its place.
+    structure = spec.unflatten(range(len(leaves)))
     return structure, [exchange_lists(leaf, Rows, list) for leaf in of_one], are_split
 
 
 def _borrow(borrowed: Tree, replicas: int, device: Device) -> Tree:
-    """The batch of which `_lend` made these parts: all replicas have what one had, on `device`."""
+    """The batch of which `_lend` made these parts.
+
+    All replicas have what one had, on `device`.
+    """
     structure, leaves, are_split = borrowed
 
     def make(index: int) -> Tree:
@@ -392,22 +438,26 @@ def _borrow(borrowed: Tree, replicas: int, device: Device) -> Tree:
 
 
 def _as_understudy(leaf: Tree) -> Tree:
-    """A leaf of a batch whose rows no replica of this worker has, and which its first replica gets all the same."""
+    """A leaf of a batch whose rows no replica of this worker has.
+
+    Its first replica gets the leaf all the same.
+    """
     if not isinstance(leaf, PerReplica):
         return leaf
     count = len(leaf._components)
     return PerReplica([ABSENT] * count, (0,) * count, understudy=leaf._in_replica(0))
 
 
-_PATIENCE_S = (
-    5.0  # how long closing waits for a loader that is in the middle of a batch
-)
+# How long closing waits for a loader that is in the middle of a batch.
+_PATIENCE_S = 5.0
 _LOOK_UP_S = 1.0  # how long the consumer waits before it looks for signals
 
 
 @final
 class Prefetcher(Reading):
-    """Reads ahead on a thread of its own, which is started when the consumer asks for the first step.
+    """Reads ahead on a thread of its own.
+
+    The thread starts when the consumer asks for the first step.
 
     Args:
         splitter: Splits the elements of a step.
@@ -424,17 +474,16 @@ class Prefetcher(Reading):
         self._threads: list[threading.Thread] = []
         self._are_going = False
         self._is_closed = False
-        self._failure: BaseException | None = (
-            None  # an error that ended one of the threads
-        )
+        # An error that ended one of the threads.
+        self._failure: BaseException | None = None
         self._items: deque[Transfer] = deque()  # oldest first
-        self._room: SimpleQueue[None] = (
-            SimpleQueue()
-        )  # an entry for each step that the consumer has received
-        self._owes_room = False  # whether the last step was an error: the next is read when the consumer asks for it
-        self._news: SimpleQueue[None] = (
-            SimpleQueue()
-        )  # an entry for the consumer, if something has changed
+        # An entry for each step that the consumer has received.
+        self._room: SimpleQueue[None] = SimpleQueue()
+        # Whether the last step was an error: the next is read when the consumer asks
+        # for it.
+        self._owes_room = False
+        # An entry for the consumer, if something has changed.
+        self._news: SimpleQueue[None] = SimpleQueue()
         self._inboxes: dict[int, SimpleQueue[Transfer | None]] = {
             r: SimpleQueue() for r in self._receivers
         }
@@ -444,7 +493,8 @@ class Prefetcher(Reading):
     def next(self) -> Tree:
         if os.getpid() != self._process:
             raise RuntimeError(
-                "This iterator was made in another process, where its threads are. Iterate over the dataset anew."
+                "This iterator was made in another process, where its threads are. "
+                "Iterate over the dataset anew."
             )
         if not self._are_going:
             self._set_going()
@@ -482,7 +532,10 @@ class Prefetcher(Reading):
         return element
 
     def _set_going(self) -> None:
-        """Starts the threads that are not running: all of them or, if an earlier call was interrupted, the others."""
+        """Starts the threads that are not running.
+
+        All of them or, if an earlier call was interrupted, the others.
+        """
         if not self._threads and not self._is_closed:
             self._threads = self._make_threads()
         for thread in self._threads:
@@ -522,17 +575,16 @@ class Prefetcher(Reading):
         ]
 
     def close(self, *, waits: bool = False) -> None:
-        # Runs on any thread, also on one of those that it ends, if the garbage collector happens to run there.
+        # Runs on any thread, also on one of those that it ends, if the garbage
+        # collector happens to run there.
         if os.getpid() != self._process:
             return  # the threads do not exist in a forked process
         self._is_closed = True
         self._room.put(None)
         self._send_no_more()
         self._tell()
-        items, self._items = (
-            self._items,
-            deque(),
-        )  # a consumer that was interrupted may still use the old deque
+        # A consumer that was interrupted may still use the old deque.
+        items, self._items = self._items, deque()
         for item in list(items):
             item.forget()
         for thread in self._threads:
@@ -546,7 +598,10 @@ class Prefetcher(Reading):
     def _live(
         self, state: CallerState, device: Device, life: Callable[[], None]
     ) -> None:
-        """Runs the function of a reader or a copier, on its new thread, in the state of the caller's thread."""
+        """Runs the function of a reader or copier on its new thread.
+
+        The thread has the state of the caller's thread.
+        """
         try:
             state.run_on_other_thread(device, life)
         except BaseException as error:
@@ -554,10 +609,11 @@ class Prefetcher(Reading):
             self._tell()
 
     def _read_ahead(self, device: int | None, streams: Sequence[torch.Stream]) -> None:
-        """Reads step after step, until the end of the epoch or until the queue is closed.
+        """Reads step after step, until the epoch ends or the queue is closed.
 
-        It does so with the caller's current accelerator and streams, so that a loader that creates tensors on an
-        accelerator uses the same device and stream as on the caller's thread.
+        It does so with the caller's current accelerator and streams, so that a loader
+        that creates tensors on an accelerator uses the same device and stream as on the
+        caller's thread.
         """
         if streams:
             make_current(streams)
@@ -578,13 +634,11 @@ class Prefetcher(Reading):
                 for inbox in self._inboxes.values():
                     inbox.put(item)
             ahead += 1
-            most = (
-                self._depth if item.batch is not None else 1
-            )  # after an error: read only when the consumer asks
+            # After an error: read only when the consumer asks.
+            most = self._depth if item.batch is not None else 1
             is_over = isinstance(item.error, StopIteration)
-            del (
-                item
-            )  # it holds a batch, or an error whose traceback refers to this frame
+            # It holds a batch, or an error whose traceback refers to this frame.
+            del item
         self._passes = []
         self._send_no_more()
 
@@ -592,9 +646,8 @@ class Prefetcher(Reading):
         try:
             return self._begin_transfer()
         except BaseException as error:
-            return Transfer(
-                error=error
-            )  # not kept in a variable, since the error's traceback refers to this frame
+            # Not kept in a variable, since the error's traceback refers to this frame.
+            return Transfer(error=error)
 
     def _send_no_more(self) -> None:
         """Tells the copiers to end when they have copied what is in their queues."""
@@ -615,7 +668,6 @@ class Prefetcher(Reading):
 
     def _tell(self) -> None:
         """Tells the consumer that something has changed."""
-        if (
-            self._news.empty()
-        ):  # if it is not empty, the consumer will look at the queue anyway
+        # If it is not empty, the consumer will look at the queue anyway.
+        if self._news.empty():
             self._news.put(None)

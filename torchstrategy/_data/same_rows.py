@@ -1,15 +1,21 @@
-"""Whether all workers read the same rows in the same order, where each takes its part of every batch.
+"""Whether all workers read the same rows in order, and take parts of each batch.
 
-Each worker draws the indices of whole batches, from a copy of the sampler of its own. If the copies draw differently,
-one worker loads rows that another has loaded, and nobody loads others. So
+It is the same order for all.
 
-    when an iteration begins    the workers compare their loaders, and go on from the random states of worker 0: those
-                                of torch, of Python's `random` and of NumPy's `np.random`
-    when a batch is used        they compare what they have read, in a message that is sent anyway
+Each worker draws the indices of whole batches, from a copy of the sampler of its own.
+If the copies draw differently, one worker loads rows that another has loaded, and
+nobody loads others. So
 
-What is compared of a batch are its indices in the dataset. Where a dataset has none, every worker reads whole batches,
-and the beginning of each row is compared. What a dataset makes of an index is not seen: a dataset that shuffles in its
-own constructor has to do so alike in all workers.
+    when an iteration begins    the workers compare their loaders, and go on from the
+                                random states of worker 0: those of torch, of Python's
+                                `random` and of NumPy's `np.random`
+    when a batch is used        they compare what they have read, in a message that is
+                                sent anyway
+
+What is compared of a batch are its indices in the dataset. Where a dataset has none,
+every worker reads whole batches, and the beginning of each row is compared. What a
+dataset makes of an index is not seen: a dataset that shuffles in its own constructor
+has to do so alike in all workers.
 """
 
 from __future__ import annotations
@@ -43,7 +49,8 @@ class Read(NamedTuple):
 
     Attributes:
         number: Which batch of the epoch it is, from 0; of a batch without indices, 0.
-        rows: The indices of all its rows; or numbers that differ where the beginnings of rows do.
+        rows: The indices of all its rows; or numbers that differ where the beginnings
+            of rows do.
         has_indices: Which of the two it is.
     """
 
@@ -56,13 +63,18 @@ class Read(NamedTuple):
             return f"a batch whose rows have the check sums and shapes {self.rows}"
         more = ", ..." if len(self.rows) > _SHOWN else ""
         shown = ", ".join(map(str, self.rows[:_SHOWN]))
-        return f"batch {self.number} with the indices [{shown}{more}], {len(self.rows)} in all"
+        return (
+            f"batch {self.number} with the indices [{shown}{more}], {len(self.rows)} "
+            "in all"
+        )
 
 
 def begin_alike(
     workers: Workers, facts: dict[str, Any], generators: Sequence[torch.Generator]
 ) -> None:
-    """Begins an iteration in all workers: with loaders that fit together, and the random states of worker 0.
+    """Begins an iteration in all workers.
+
+    They have loaders that fit together, and take the random states of worker 0.
 
     Args:
         workers: The processes that read.
@@ -98,9 +110,8 @@ def begin_alike(
         for generator, state in zip(generators, of_torch, strict=True):
             generator.set_state(state)
         random.setstate(of_python)
-        with suppress(
-            ValueError
-        ):  # another kind of generator was put in the place of NumPy's
+        # Another kind of generator was put in the place of NumPy's.
+        with suppress(ValueError):
             np.random.set_state(of_numpy)
 
 
@@ -111,18 +122,24 @@ def _refuse_other_datasets(workers: Workers, facts: dict[str, Any]) -> None:
         other = next((w for w, value in enumerate(known) if value != known[0]), None)
         if other is not None:
             error = ValueError(
-                f"The workers read different datasets: worker 0 has {name} {known[0]}, and worker {other} has "
-                f"{known[other]}. Each worker loads its part of every batch, so all need the same rows in the same "
-                "order: make the dataset and its loader alike in all of them, with the same seed where random numbers "
-                "decide. If each has a dataset of its own, use strategy.distribute_datasets_from_function. If one of "
-                "them iterates over a dataset that others leave out, as when worker 0 validates alone, let all do so."
+                f"The workers read different datasets: worker 0 has {name} {known[0]}, "
+                f"and worker {other} has {known[other]}. Each worker loads its part of "
+                "every batch, so all need the same rows in the same order: make the "
+                "dataset and its loader alike in all of them, with the same seed where "
+                "random numbers decide. If each has a dataset of its own, use "
+                "strategy.distribute_datasets_from_function. If one of them iterates "
+                "over a dataset that others leave out, as when worker 0 validates "
+                "alone, let all do so."
             )
             workers.note_of_all(error)
             raise error
 
 
 def mark_of_subsets(dataset: Any) -> str:
-    """A text that differs where `torch.utils.data.Subset`s in a dataset have other indices; empty if it has none."""
+    """A text that differs where subsets in a dataset have other indices.
+
+    It is of `torch.utils.data.Subset`s, and empty if there are none.
+    """
     if isinstance(dataset, ConcatDataset):
         return " ".join(filter(None, map(mark_of_subsets, dataset.datasets)))
     if not isinstance(dataset, Subset):
@@ -137,10 +154,13 @@ def mark_of_subsets(dataset: Any) -> str:
 
 
 def read_of(element: Tree, rows: int) -> Read:
-    """What to compare of a batch that every worker has read whole: its shapes, and the beginnings of its rows.
+    """What to compare of a batch that every worker has read whole.
 
-    Numbers of a batch that stands for classes, words or ids say which rows they are. So floating-point numbers, which
-    machines may compute with other rounding errors, are looked at only where there is nothing else.
+    It is its shapes, and the beginnings of its rows.
+
+    Numbers of a batch that stands for classes, words or ids say which rows they are. So
+    floating-point numbers, which machines may compute with other rounding errors, are
+    looked at only where there is nothing else.
     """
     found: list[Any] = []
     tensors: list[torch.Tensor] = []
@@ -197,18 +217,22 @@ def refuse_other_reads(workers: Workers, reads: Sequence[Read]) -> None:
     of_all = workers.all_gather_object(shown, "the rows that were read")
     listed = "\n".join(f"  worker {w} has {one}" for w, one in enumerate(of_all))
     error = RuntimeError(
-        f"The workers have read different rows:\n{listed}\nEach loads its part of the same batch, so rows would be "
-        "used twice or not at all. All draw the order for themselves: let it come from torch's generator, from "
-        "`random` or `np.random`, which have the same state in all workers when an iteration begins; or from a "
-        "generator of its own with the same seed in all of them. Random numbers of the dataset, such as those of "
-        "augmentations, have to come from another generator than a sampler that draws during the epoch."
+        f"The workers have read different rows:\n{listed}\nEach loads its part of the "
+        "same batch, so rows would be used twice or not at all. All draw the order for "
+        "themselves: let it come from torch's generator, from `random` or `np.random`, "
+        "which have the same state in all workers when an iteration begins; or from a "
+        "generator of its own with the same seed in all of them. Random numbers of the "
+        "dataset, such as those of augmentations, have to come from another generator "
+        "than a sampler that draws during the epoch."
     )
     workers.note_of_all(error)
     raise error
 
 
 def mention_reads(workers: Workers, values: Sequence[Tree]) -> Callable[[], None]:
-    """Lets the next exchange compare the batches among some values, and returns a function that refuses other ones.
+    """Lets the next exchange compare the batches among some values.
+
+    Returns a function that refuses other ones.
 
     The function is called after the exchange.
 

@@ -24,8 +24,9 @@ class Shard(NamedTuple):
 class ShardedBatches(Sampler[list[Any]]):
     """The indices that one worker loads of the batches of a batch sampler.
 
-    All workers draw the same indices in the same order, and each loads the rows of its own replicas only. So no row is
-    loaded twice, and the rows of a replica are those that it would get if all replicas were in one process.
+    All workers draw the same indices in the same order, and each loads the rows of its
+    own replicas only. So no row is loaded twice, and the rows of a replica are those
+    that it would get if all replicas were in one process.
 
     Args:
         sampler: The batch sampler of the user's loader, with the global batch size.
@@ -46,7 +47,8 @@ class ShardedBatches(Sampler[list[Any]]):
         return self._parts_of(self.drawn)
 
     def __len__(self) -> int:
-        return len(self.sampler)  # type: ignore[arg-type]  # torch's samplers have a length, and others may
+        # Torch's samplers have a length, and others may.
+        return len(self.sampler)  # type: ignore[arg-type]
 
     def _parts_of(self, drawn: deque[Read]) -> Iterator[list[Any]]:
         for number, batch in enumerate(self.sampler):

@@ -1,11 +1,15 @@
-"""The loader or iterable that is read, the rows that a worker loads of it, and where its iteration stands.
+"""The loader or iterable that is read, and where its iteration stands.
 
-An epoch can be resumed, also in another process. If the loader has `state_dict`, the library saves its state. For any
-other loader, the library counts the elements that were consumed, and saves the states of the random generators that
-decide the sampler's order: the resumed epoch begins with the same states, and skips as many elements. A loader draws
-random numbers at two moments, between which the program may draw others: it draws the seed of its workers when an epoch
-begins, and its sampler draws when the loader first iterates over it. With workers, this is when the epoch begins;
-without workers, when the first batch is read.
+It also knows the rows that a worker loads of it.
+
+An epoch can be resumed, also in another process. If the loader has `state_dict`, the
+library saves its state. For any other loader, the library counts the elements that were
+consumed, and saves the states of the random generators that decide the sampler's order:
+the resumed epoch begins with the same states, and skips as many elements. A loader
+draws random numbers at two moments, between which the program may draw others: it draws
+the seed of its workers when an epoch begins, and its sampler draws when the loader
+first iterates over it. With workers, this is when the epoch begins; without workers,
+when the first batch is read.
 """
 
 from __future__ import annotations
@@ -41,16 +45,20 @@ from torchstrategy._group.workers import Workers
 @final
 @dataclass(eq=False)
 class Position:
-    """The position of the consumer in one epoch. A reader that reads ahead is at a later position.
+    """The position of the consumer in one epoch.
+
+    A reader that reads ahead is at a later position.
 
     Attributes:
         is_begun: Whether the epoch has begun.
         count: How many elements were consumed.
         began: The states of the source's generators when the epoch began.
-        asked: Their states when the loader first iterated over the sampler. Empty: they were the same as when the epoch
-            began. None: it was when the epoch began, after the loader had drawn a seed for its workers.
-        loader: The loader's own `state_dict` after it had yielded the last element that was consumed. None: it has no
-            `state_dict`, or nothing is read ahead, so that the library can call it later.
+        asked: Their states when the loader first iterated over the sampler. Empty: they
+            were the same as when the epoch began. None: it was when the epoch began,
+            after the loader had drawn a seed for its workers.
+        loader: The loader's own `state_dict` after it had yielded the last element that
+            was consumed. None: it has no `state_dict`, or nothing is read ahead, so
+            that the library can call it later.
     """
 
     is_begun: bool = False
@@ -60,11 +68,17 @@ class Position:
     loader: Any = None
 
     def reach(self, count: int, loader: Any) -> None:
-        """Says that the consumer has received an element. The arguments are the attributes of these names after it."""
+        """Says that the consumer has received an element.
+
+        The arguments are the attributes of these names after it.
+        """
         self.count, self.loader = count, loader
 
     def restart(self) -> None:
-        """Says that the consumer has come to the end of the epoch: it stands before the next one."""
+        """Says that the consumer has come to the end of the epoch.
+
+        It stands before the next one.
+        """
         self.is_begun, self.count, self.asked, self.loader = False, 0, None, None
 
 
@@ -75,13 +89,16 @@ class Source:
     Args:
         dataset: The object that a user gave to a strategy.
         what: What messages call it.
-        loaded_of: Returns which rows this process loads of a number of rows of a batch. None: it loads all.
+        loaded_of: Returns which rows this process loads of a number of rows of a batch.
+            None: it loads all.
 
     Attributes:
         keeps_state: Whether the loader can save and restore its own position.
         is_batched: Whether the elements may be batches.
-        allows_one_pass_at_a_time: Whether a new epoch takes the workers away from the epoch before.
-        shows_each_once: Whether an element cannot be looked at without taking it from an epoch that has begun.
+        allows_one_pass_at_a_time: Whether a new epoch takes the workers away from the
+            epoch before.
+        shows_each_once: Whether an element cannot be looked at without taking it from
+            an epoch that has begun.
         position: The position in the epoch that began last.
 
     Raises:
@@ -95,8 +112,8 @@ class Source:
             not isinstance(dataset, Iterable) or isinstance(dataset, (str, bytes))
         ):
             raise TypeError(
-                f"{what} is a torch.utils.data.DataLoader, or another iterable of batches; got "
-                f"{an(type(dataset).__name__)}."
+                f"{what} is a torch.utils.data.DataLoader, or another iterable of "
+                f"batches; got {an(type(dataset).__name__)}."
             )
         self._given = self._dataset = dataset
         if loaded_of is not None:
@@ -117,9 +134,8 @@ class Source:
             else None
         )
         self._is_spent = False
-        self._is_resumed = (
-            False  # whether the next epoch goes on from the position of `load_position`
-        )
+        # Whether the next epoch goes on from the position of `load_position`.
+        self._is_resumed = False
         self.shows_each_once = (
             self._once is not None or self.keeps_state or _streams(dataset)
         )
@@ -132,7 +148,10 @@ class Source:
         kind, within = type(self._given).__name__, getattr(self._given, "dataset", None)
         if within is None:
             return kind
-        return f"{kind} of {an(type(within).__name__)}, batch_size={getattr(self._given, 'batch_size', None)}"
+        return (
+            f"{kind} of {an(type(within).__name__)}, "
+            f"batch_size={getattr(self._given, 'batch_size', None)}"
+        )
 
     def of_loader(self, name: str) -> Any:
         """An attribute of the loader that was given.
@@ -142,8 +161,9 @@ class Source:
         """
         if not hasattr(self._given, name):
             raise AttributeError(
-                f"A distributed dataset has the {name} of the loader that it splits, and the "
-                f"{type(self._given).__name__} that was given has none. Give a torch.utils.data.DataLoader."
+                f"A distributed dataset has the {name} of the loader that it splits, "
+                f"and the {type(self._given).__name__} that was given has none. Give a "
+                "torch.utils.data.DataLoader."
             )
         return getattr(self._given, name)
 
@@ -154,7 +174,10 @@ class Source:
 
     @property
     def makes_columns(self) -> bool:
-        """Whether the tensors in a list from this source are certainly columns, since the loader stacks samples."""
+        """Whether the tensors in a list from this source are certainly columns.
+
+        They are, since the loader stacks samples.
+        """
         return getattr(self._dataset, "collate_fn", None) is default_collate
 
     @property
@@ -169,24 +192,32 @@ class Source:
 
     @property
     def samples(self) -> int | None:
-        """Of how many samples the first batch is made, if that is known: a `DataLoader` makes it of its batch size."""
+        """Of how many samples the first batch is made, if that is known.
+
+        A `DataLoader` makes it of its batch size.
+        """
         loader, size = self._given, self._batch_size
         if not isinstance(loader, DataLoader) or size is None:
             return None
         with suppress(TypeError, NotImplementedError):
-            size = min(size, len(loader.sampler))  # type: ignore[arg-type]  # that of a stream has no length
+            # That of a stream has no length.
+            size = min(size, len(loader.sampler))  # type: ignore[arg-type]
         return size
 
     @property
     def asks_sampler_at_once(self) -> bool:
-        """Whether the loader iterates over its sampler when an epoch begins, and not when the first element is read."""
+        """Whether the loader iterates over its sampler when an epoch begins.
+
+        If not, it does when the first element is read.
+        """
         return self.has_workers and _is_plain(self._dataset)
 
     def reading(self) -> AbstractContextManager[object]:
         """A block in which the source is read.
 
-        The default device in it is the CPU, since a loader runs in host memory. But if a generator of the loader is on
-        an accelerator, the default device stays as it is.
+        The default device in it is the CPU, since a loader runs in host memory. But if
+        a generator of the loader is on an accelerator, the default device stays as it
+        is.
         """
         if not count_function_modes():  # a default device would be a function mode
             return nullcontext()
@@ -196,11 +227,14 @@ class Source:
         return torch.device("cpu") if draws_here else nullcontext()
 
     def begin(self, workers: Workers | None) -> Epoch:
-        """A new epoch, from the beginning or from the position of `load_position`. The caller's thread draws its seeds.
+        """A new epoch, from the beginning or from the position of `load_position`.
+
+        The caller's thread draws its seeds.
 
         Args:
-            workers: The processes that read in the order of worker 0. A position of `load_position` is the same in all,
-                with the states of torch's generators. None: each has an order of its own.
+            workers: The processes that read in the order of worker 0. A position of
+                `load_position` is the same in all, with the states of torch's
+                generators. None: each has an order of its own.
 
         Raises:
             RuntimeError: If there was a pass already, and there can be no other.
@@ -213,8 +247,9 @@ class Source:
             )
         if self._is_spent:
             raise RuntimeError(
-                f"The dataset is a {type(self._dataset).__name__}, which can be iterated over once, and has been. "
-                "Distribute something that starts afresh, such as a torch.utils.data.DataLoader."
+                f"The dataset is a {type(self._dataset).__name__}, which can be "
+                "iterated over once, and has been. Distribute something that starts "
+                "afresh, such as a torch.utils.data.DataLoader."
             )
         self._is_spent = self._once is not None
         position = self.position if self._is_resumed else Position()
@@ -234,7 +269,7 @@ class Source:
         return Epoch(self, iterator, position, drawn)
 
     def _facts(self) -> dict[str, Any]:
-        """What all workers that read this source have alike, by what a message calls it."""
+        """What all workers that read this source have alike, by a message's words."""
         within = getattr(self._given, "dataset", None)
         facts: dict[str, Any] = {
             "a dataset of the class": type(
@@ -257,10 +292,12 @@ class Source:
         return [generator.get_state() for generator in _generators(self._dataset)]
 
     def state_of_loader(self) -> Any:
-        """The loader's own `state_dict`; None if it has none. Called right after the loader has yielded an element."""
-        return (
-            copy.deepcopy(self._dataset.state_dict()) if self.keeps_state else None
-        )  # the loader may change its dict
+        """The loader's own `state_dict`; None if it has none.
+
+        Called right after the loader has yielded an element.
+        """
+        # The loader may change its dict.
+        return copy.deepcopy(self._dataset.state_dict()) if self.keeps_state else None
 
     def state(self) -> State:
         """The position in the epoch that began last, as plain values and tensors."""
@@ -292,8 +329,9 @@ class Source:
                 "that keeps its own state (state_dict)",
             )
             raise ValueError(
-                f"The state is of a loader {kinds[not self.keeps_state]}, and this one, a "
-                f"{type(self._dataset).__name__}, is one {kinds[self.keeps_state]}. Load it where it was taken."
+                f"The state is of a loader {kinds[not self.keeps_state]}, and this "
+                f"one, a {type(self._dataset).__name__}, is one "
+                f"{kinds[self.keeps_state]}. Load it where it was taken."
             )
         if self.keeps_state:
             return Position(state["is_begun"], loader=state["loader"])
@@ -305,34 +343,34 @@ class Source:
         if theirs != ours:
             if theirs is None or ours is None:
                 raise ValueError(
-                    f"The state is of a loader with batch_size={theirs}, and this one has batch_size={ours}: which of "
-                    "its batches were consumed cannot be known. Make the loader as it was made there."
+                    f"The state is of a loader with batch_size={theirs}, and this one "
+                    f"has batch_size={ours}: which of its batches were consumed cannot "
+                    "be known. Make the loader as it was made there."
                 )
             count, rest = divmod(count * theirs, ours)
             if rest:
                 rows = count * ours + rest
                 raise ValueError(
-                    f"The state stands at row {rows} of a loader with batch_size={theirs}, and with batch_size={ours} "
-                    f"no batch begins there. Make the loader with a batch size that divides {rows}."
+                    f"The state stands at row {rows} of a loader with "
+                    f"batch_size={theirs}, and with batch_size={ours} no batch begins "
+                    f"there. Make the loader with a batch size that divides {rows}."
                 )
-        length, size, rest = (
-            self._length(),
-            ours or 1,
-            (theirs or 1) - 1,
-        )  # the count may include a small last batch
+        # The count may include a small last batch.
+        length, size, rest = self._length(), ours or 1, (theirs or 1) - 1
         if length is not None and count * size > length * size + rest:
             raise ValueError(
-                f"The state says that batches={state['batches']} were consumed, and this loader has {length}. Make the "
-                "loader as it was made there."
+                f"The state says that batches={state['batches']} were consumed, and "
+                f"this loader has {length}. Make the loader as it was made there."
             )
         if count and not state["is_begun"]:
             raise ValueError(
-                f"The state says is_begun=False, and batches={count}: it was changed since it was taken."
+                f"The state says is_begun=False, and batches={count}: it was changed "
+                "since it was taken."
             )
         return Position(state["is_begun"], count, state["began"], state["asked"])
 
     def load_position(self, position: Position) -> None:
-        """Makes the next epoch go on from a position that `position_of` has returned."""
+        """Makes the next epoch go on from a position that `position_of` returned."""
         if self.keeps_state:
             self._dataset.load_state_dict(position.loader)
         elif not position.is_begun:
@@ -343,8 +381,9 @@ class Source:
     def first(self) -> Tree:
         """An element, from which to read what the elements are made of.
 
-        No epoch loses this element, and no epoch gets other elements or another order because of this call. If the
-        source is a `DataLoader`, the element has one row, or is one sample.
+        No epoch loses this element, and no epoch gets other elements or another order
+        because of this call. If the source is a `DataLoader`, the element has one row,
+        or is one sample.
 
         Raises:
             ValueError: If there is none, or none can be looked at.
@@ -352,18 +391,23 @@ class Source:
         loader = self._dataset
         if _streams(loader):
             raise ValueError(
-                f"The loader's dataset, a {type(loader.dataset).__name__}, is an iterator: to look at an element of it "
-                "is to take it away. Ask for element_spec when the first batch was read."
+                f"The loader's dataset, a {type(loader.dataset).__name__}, is an "
+                "iterator: to look at an element of it is to take it away. Ask for "
+                "element_spec when the first batch was read."
             )
         found = self._look_at_one() if self._once is None else self._once.peek()
         if not found:
             raise ValueError(
-                "The dataset has no element to look at, so it is not known what they are made of."
+                "The dataset has no element to look at, so it is not known what they "
+                "are made of."
             )
         return found[0]
 
     def _look_at_one(self) -> list[Tree]:
-        """One element that will be read again, or none. The states of torch's generators stay the same."""
+        """One element that will be read again, or none.
+
+        The states of torch's generators stay the same.
+        """
         loader = self._dataset
         with _keeping_states(_generators(loader, getattr(loader, "dataset", None))):
             if not self.keeps_state or isinstance(loader, DataLoader):
@@ -403,7 +447,8 @@ class Source:
         if not self.asks_sampler_at_once:
             position.asked = self.generators_now()
         elif running and running >= set(multiprocessing.active_children()):
-            position.asked = []  # persistent workers, whose seed was drawn when the first epoch began
+            # Persistent workers, whose seed was drawn when the first epoch began.
+            position.asked = []
         return iterator
 
     def _iterator(self, count: int = 0) -> Iterator[Tree]:
@@ -412,15 +457,17 @@ class Source:
         return iter(self._dataset if self._once is None else self._once)
 
     def _resume(self, position: Position) -> Iterator[Tree]:
-        """The remaining elements. The elements before them are not loaded if the dataset is map-style."""
+        """The remaining elements.
+
+        The elements before them are not loaded if the dataset is map-style.
+        """
         loader, generators, asked = (
             self._dataset,
             _generators(self._dataset),
             position.asked,
         )
-        with _keeping_states(
-            generators[:1]
-        ):  # torch's default generator goes on from its state in the checkpoint
+        # Torch's default generator goes on from its state in the checkpoint.
+        with _keeping_states(generators[:1]):
             if self.keeps_state:
                 return self._iterator()
             _set_states(generators, position.began)
@@ -432,8 +479,9 @@ class Source:
                 found = sum(1 for _ in islice(iterator, position.count))
                 if found < position.count:
                     raise ValueError(
-                        f"The state says that batches={position.count} were consumed, and the dataset has {found}: it "
-                        "is not the one of which the state was taken."
+                        f"The state says that batches={position.count} were consumed, "
+                        f"and the dataset has {found}: it is not the one of which the "
+                        "state was taken."
                     )
                 return iterator
             sampler = (
@@ -441,16 +489,14 @@ class Source:
             )
             if asked is None:
                 rest = _RemainingIndices(sampler, position.count)
-                iterator = iter(
-                    _copy_loader(loader, rest, persistent_workers=False)
-                )  # draws the seed
+                # Draws the seed.
+                iterator = iter(_copy_loader(loader, rest, persistent_workers=False))
                 if self.has_workers:
                     return iterator  # it has begun to iterate over the sampler, too
             indices = iter(sampler)
             _set_states(generators, asked or [])
-            deque(
-                islice(indices, position.count), maxlen=0
-            )  # the sampler draws these indices now
+            # The sampler draws these indices now.
+            deque(islice(indices, position.count), maxlen=0)
             # A seed is drawn, but not from the loader's generator.
             return iter(
                 _copy_loader(loader, indices, persistent_workers=False, generator=None)
@@ -459,7 +505,10 @@ class Source:
 
 @final
 class Epoch:
-    """One epoch over a source, read on one thread at a time. After an error, it can go on if the loader can."""
+    """One epoch over a source, read on one thread at a time.
+
+    After an error, it can go on if the loader can.
+    """
 
     def __init__(
         self,
@@ -471,9 +520,8 @@ class Epoch:
         self.source = source
         self._iterator = iterator
         self.position = position
-        self.count = (
-            position.count
-        )  # how many elements were read, including those that raised an error
+        # How many elements were read, including those that raised an error.
+        self.count = position.count
         self._drawn = drawn  # what all workers load, of each element that was drawn
 
     def __next__(self) -> Tree:
@@ -485,9 +533,8 @@ class Epoch:
             element = next(self._iterator)
         except StopIteration:
             self.count -= 1
-            self._iterator = iter(
-                ()
-            )  # stays at its end, whatever the loader's iterator would do
+            # Stays at its end, whatever the loader's iterator would do.
+            self._iterator = iter(())
             raise
         finally:
             if self._drawn:
@@ -519,7 +566,10 @@ class _PeekableIterator(Iterator[Tree]):
 
 @final
 class _RemainingIndices:
-    """The indices of a sampler after the first `count`. The sampler draws as if it were read from the beginning."""
+    """The indices of a sampler after the first `count`.
+
+    The sampler draws as if it were read from the beginning.
+    """
 
     def __init__(self, sampler: Iterable[Any], count: int) -> None:
         self._sampler = sampler
@@ -530,7 +580,7 @@ class _RemainingIndices:
 
 
 def is_map_style(dataset: Any) -> bool:
-    """Whether it is a map-style dataset: single elements, which are read by their index."""
+    """Whether it is a map-style dataset: single elements, read by their index."""
     return isinstance(dataset, Dataset) and not isinstance(
         dataset, (IterableDataset, DataLoader)
     )
@@ -545,12 +595,15 @@ def _is_plain(dataset: Any) -> bool:
 
 
 def _streams(dataset: Any) -> bool:
-    """Whether it is a loader whose dataset is an iterator, which can be read only once."""
+    """Whether it is a loader over an iterator, which can be read only once."""
     return isinstance(dataset, DataLoader) and isinstance(dataset.dataset, Iterator)
 
 
 def _samples(loader: DataLoader[Any]) -> Iterator[Tree]:
-    """Elements like those of a loader, loaded without workers; if they are batches, they have only one row."""
+    """Elements like those of a loader, loaded without workers.
+
+    If they are batches, they have only one row.
+    """
     batches = loader.batch_sampler is not None
     if isinstance(loader.dataset, IterableDataset):
         samples = iter(loader.dataset)
@@ -567,7 +620,10 @@ def _samples(loader: DataLoader[Any]) -> Iterator[Tree]:
 def _copy_loader(
     loader: DataLoader[Any], indices: Iterable[Any], **changed: Any
 ) -> DataLoader[Any]:
-    """A loader like `loader` that yields the batches of `indices`, or the samples if `loader` does not make batches."""
+    """A loader like `loader` that yields the batches of `indices`.
+
+    It yields the samples if `loader` does not make batches.
+    """
     chosen = (
         {"sampler": indices, "batch_size": None}
         if loader.batch_sampler is None
@@ -582,7 +638,10 @@ def _copy_loader(
 
 
 def _generators(*loaders: Any) -> list[torch.Generator]:
-    """torch's default generator, and the generators in attributes of loaders, their samplers and iterable datasets."""
+    """torch's default generator, and the generators of loaders and what they read.
+
+    They are in attributes of loaders, samplers and iterable datasets.
+    """
     parts = list(loaders)
     found = {id(torch.default_generator): torch.default_generator}
     for part in parts:  # the loop appends to this list
@@ -603,9 +662,8 @@ def _set_states(
 ) -> None:
     """Sets the states of generators; does nothing if there are no states."""
     for generator, state in zip(generators, states, strict=False):
-        generator.set_state(
-            state.cpu()
-        )  # torch.load(map_location=...) may have moved the state to a device
+        # torch.load(map_location=...) may have moved the state to a device.
+        generator.set_state(state.cpu())
 
 
 @contextmanager

@@ -1,7 +1,10 @@
-"""Which rows of what is read go to which worker and which replica, and their shapes and dtypes.
+"""Which rows go to which worker and which replica, and their shapes and dtypes.
 
-Either a batch is split into a part for each replica, or each replica gets an element of its own. Nothing is copied to
-another device here. The parts of a tensor share its memory.
+These are rows of what is read.
+
+Either a batch is split into a part for each replica, or each replica gets an element of
+its own. Nothing is copied to another device here. The parts of a tensor share its
+memory.
 """
 
 from __future__ import annotations
@@ -42,28 +45,33 @@ from torchstrategy._group.workers import Workers
 class Parts(list[Tree]):
     """A list of the parts of one leaf, one for each replica.
 
-    In a process whose replicas all have no rows, there is one more: what the first replica has as an understudy.
+    In a process whose replicas all have no rows, there is one more: what the first
+    replica has as an understudy.
     """
 
 
 @final
 class SplitBatch(NamedTuple):
-    """An element of a dataset that was split among the replicas. A strategy of one replica gets it whole."""
+    """An element of a dataset that was split among the replicas.
 
-    leaves: list[
-        Tree
-    ]  # each leaf is `Parts`, or a single value for all replicas; or the element is the one part
-    spec: (
-        TreeSpec | None
-    )  # None: the strategy has one replica, which gets the whole element
+    A strategy of one replica gets it whole.
+    """
+
+    # Each leaf is `Parts`, or a single value for all replicas; or the element is the
+    # one part.
+    leaves: list[Tree]
+    # None: the strategy has one replica, which gets the whole element.
+    spec: TreeSpec | None
     rows: tuple[int, ...]  # how many rows each replica got
-    rows_of_all: tuple[int, ...] | None = (
-        None  # the same for the replicas of all workers, if that is known
-    )
+    # The same for the replicas of all workers, if that is known.
+    rows_of_all: tuple[int, ...] | None = None
     read: Read | None = None  # what the workers compare of it
 
     def parts(self) -> list[list[Tree]]:
-        """For each replica, its parts of the leaves that were split; and for the first one what it has to spare."""
+        """For each replica, its parts of the leaves that were split.
+
+        The first one also has what it has to spare.
+        """
         count = len(self.rows)
         of_replicas: list[list[Tree]] = [[] for _ in range(count)]
         spare: list[Tree] = []
@@ -76,7 +84,10 @@ class SplitBatch(NamedTuple):
         return of_replicas
 
     def assemble(self, arrived: Sequence[Sequence[Tree]]) -> Tree:
-        """The element, with a per-replica value of the copied parts in place of each leaf that was split."""
+        """The element, with a per-replica value in place of each leaf that was split.
+
+        The value has the copied parts.
+        """
         if self.spec is None:
             return arrived[0][0]
         count = len([leaf for leaf in self.leaves if type(leaf) is Parts])
@@ -98,7 +109,10 @@ class SplitBatch(NamedTuple):
 
 
 def split_equally(replicas: int, rows: int) -> list[slice]:
-    """Contiguous parts of ceil(rows / replicas) rows; the last ones may be smaller or empty."""
+    """Contiguous parts of ceil(rows / replicas) rows.
+
+    The last ones may be smaller or empty.
+    """
     size = -(-rows // replicas)
     return [
         slice(min(r * size, rows), min((r + 1) * size, rows)) for r in range(replicas)
@@ -106,12 +120,16 @@ def split_equally(replicas: int, rows: int) -> list[slice]:
 
 
 def split_in_proportion(shares: Sequence[float]) -> Callable[[int], list[slice]]:
-    """Contiguous parts whose sizes are in the proportion of `shares`, as nearly as whole rows allow."""
+    """Contiguous parts in the proportion of `shares`, as nearly as whole rows allow.
+
+    The sizes of the parts are.
+    """
     sums = list(itertools.accumulate(shares))
     parts = [part / sums[-1] for part in sums]
 
     def slices(rows: int) -> list[slice]:
-        # 1e-9 is subtracted so that a rounding error just above a whole number does not add a row.
+        # 1e-9 is subtracted so that a rounding error just above a whole number does not
+        # add a row.
         ends = [0, *(math.ceil(rows * part - 1e-9) for part in parts)]
         return list(map(slice, ends, ends[1:]))
 
@@ -124,10 +142,11 @@ class Share(NamedTuple):
 
     Attributes:
         slices: For each replica of this worker, its rows.
-        borrowed: The rows on which a worker without rows runs the step, which are those of replica 0 of all; see Note
-            [Why a worker without rows runs the step] in `_group/participants`. None: this worker has rows, or there are
-            none.
-        rows_of_all: How many rows each replica of all workers has. None: each worker has a batch of its own.
+        borrowed: The rows on which a worker without rows runs the step, which are those
+            of replica 0 of all; see Note [Why a worker without rows runs the step] in
+            `_group/participants`. None: this worker has rows, or there are none.
+        rows_of_all: How many rows each replica of all workers has. None: each worker
+            has a batch of its own.
     """
 
     slices: list[slice]
@@ -142,7 +161,7 @@ class Share(NamedTuple):
         )
 
     def within_loaded(self) -> Share:
-        """The same, where the rows are counted from the first one that this worker reads."""
+        """The same, with rows counted from the first one that this worker reads."""
         if self.borrowed is not None:
             borrowed = slice(0, self.borrowed.stop - self.borrowed.start)
             return Share([slice(0, 0)] * len(self.slices), borrowed, self.rows_of_all)
@@ -188,7 +207,10 @@ def share_rule(
 
 
 def _is_leaf_or_empty(value: Any) -> bool:
-    """Whether a value is a leaf, or an empty list or tuple: another element may have rows in its place."""
+    """Whether a value is a leaf, or an empty list or tuple.
+
+    Another element may have rows in its place.
+    """
     return batch_types.is_leaf(value) or (type(value) in (list, tuple) and not value)
 
 
@@ -199,7 +221,9 @@ def _make_empty(leaf: Any) -> Any:
 
 
 def _take_part(leaf: Any, rows: slice) -> Any:
-    """Some rows of a leaf. A part without rows of a registered type is made only if somebody reads it.
+    """Some rows of a leaf.
+
+    A part without rows of a registered type is made only if somebody reads it.
 
     The type may not allow a value without rows.
     """
@@ -221,7 +245,8 @@ class TensorSpec:
     """The shape and dtype of a tensor.
 
     Args:
-        shape: The sizes of the dimensions; None for a size that is not known beforehand.
+        shape: The sizes of the dimensions; None for a size that is not known
+            beforehand.
         dtype: The dtype of the elements.
 
     Example:
@@ -246,11 +271,14 @@ class PerReplicaSpec:
     """The spec of a per-replica value: what each replica gets.
 
     Args:
-        value_specs: For each replica, a `TensorSpec`; if the value is no tensor, its type.
+        value_specs: For each replica, a `TensorSpec`; if the value is no tensor, its
+            type.
 
     Example:
         >>> strategy = torchstrategy.CentralStorageStrategy(["cpu", "cpu"])
-        >>> loader = torch.utils.data.DataLoader(torch.ones(8, 3), batch_size=4, drop_last=True)
+        >>> loader = torch.utils.data.DataLoader(
+        ...     torch.ones(8, 3), batch_size=4, drop_last=True
+        ... )
         >>> spec = strategy.experimental_distribute_dataset(loader).element_spec
         >>> spec.value_specs[1]
         TensorSpec(shape=(2, 3), dtype=torch.float32)
@@ -267,16 +295,18 @@ class Splitter(ABC):
     Args:
         sources: The sources that are read in turn.
         replicas: How many replicas there are in this process.
-        lists_are_rows: Whether each item of a list is a row. None: the user has not said.
+        lists_are_rows: Whether each item of a list is a row. None: the user has not
+            said.
         workers: The processes that train together.
 
     Attributes:
-        elements_of_step: How many elements are read for a step: one for each replica, or one for all.
+        elements_of_step: How many elements are read for a step: one for each replica,
+            or one for all.
         is_alone: Whether one replica gets every element whole.
-        reads_its_own: Whether this worker reads data that other workers do not have, and may come to its end before
-            them.
-        is_to_be_seen: Whether the spec has to be taken from the next element that is read, since none can be looked at
-            later.
+        reads_its_own: Whether this worker reads data that other workers do not have,
+            and may come to its end before them.
+        is_to_be_seen: Whether the spec has to be taken from the next element that is
+            read, since none can be looked at later.
     """
 
     def __init__(
@@ -315,11 +345,14 @@ class Splitter(ABC):
     def split_batch(
         self, elements: Sequence[Tree], are_read: bool = True
     ) -> SplitBatch:
-        """Splits the elements of one step among the replicas, with lists as rows if the user has said so.
+        """Splits the elements of one step among the replicas.
+
+        Lists count as rows if the user has said so.
 
         Args:
             elements: The elements.
-            are_read: Whether they were read for a step, and not only to be looked at: then they have fewer samples.
+            are_read: Whether they were read for a step, and not only to be looked at:
+                then they have fewer samples.
         """
         if self.is_alone:
             return SplitBatch([Parts(elements)], None, (1,))  # it need not have rows
@@ -329,7 +362,8 @@ class Splitter(ABC):
                 for element in elements
             ]
         if are_read and self.may_look:
-            # A worker that loads only samples of its own compares their number with the rows of each batch.
+            # A worker that loads only samples of its own compares their number with the
+            # rows of each batch.
             for element in elements:
                 if element is not ABSENT and type(element) is not Shard:
                     refuse_samples(element, self.sources[0].samples)
@@ -339,7 +373,10 @@ class Splitter(ABC):
 
     @property
     def may_look(self) -> bool:
-        """Whether to look if the first dimension of tensors has rows: in the first batch, if the user has not said."""
+        """Whether to look if the first dimension of tensors has rows.
+
+        It is looked at in the first batch, if the user has not said.
+        """
         return (
             not self._has_seen_layout
             and self._lists_are_rows is not False
@@ -376,7 +413,8 @@ class Splitter(ABC):
 
         Args:
             value: One such value.
-            rows: How many rows such values have, if they have rows. None: the number is not known beforehand.
+            rows: How many rows such values have, if they have rows. None: the number is
+                not known beforehand.
         """
         tensor = batch_types.apply_to_tensors(value, lambda tensor: tensor)
         if not isinstance(tensor, torch.Tensor):
@@ -396,25 +434,31 @@ class Splitter(ABC):
 
     @abstractmethod
     def rows(self) -> Sequence[int | None]:
-        """How many rows each replica gets in every step, if this is certain beforehand."""
+        """How many rows each replica gets in every step, if this is certain."""
 
     @abstractmethod
     def split(self, elements: Sequence[Tree]) -> SplitBatch:
-        """Splits the elements of one step among the replicas. A replica whose data has run out (`ABSENT`) gets no rows.
+        """Splits the elements of one step among the replicas.
+
+        A replica whose data has run out (`ABSENT`) gets no rows.
 
         Raises:
-            ValueError: If nothing has rows and something is to be split, two leaves of an element have different
-                numbers of rows, or two elements differ in structure.
+            ValueError: If nothing has rows and something is to be split, two leaves of
+                an element have different numbers of rows, or two elements differ in
+                structure.
             TypeError: If it is not known how to cut a leaf.
         """
 
 
 @final
 class SplitSteps(Splitter):
-    """Splits each element into a part for each replica; if there is only one replica, it gets the whole element.
+    """Splits each element into a part for each replica.
+
+    If there is only one replica, it gets the whole element.
 
     Args:
-        source: The source of batches, of the global size unless `options` say that each worker has its own.
+        source: The source of batches, of the global size unless `options` say that each
+            worker has its own.
         devices: The device of each replica.
         options: What the user has said about the dataset.
         workers: The processes that train together.
@@ -434,7 +478,8 @@ class SplitSteps(Splitter):
         )
         self._is_even = options.row_shares is None
         self._share_of = share_rule(options, len(devices), workers)
-        # Where parts are moved to devices, each replica gets its own copy of every tensor, also of one without rows.
+        # Where parts are moved to devices, each replica gets its own copy of every
+        # tensor, also of one without rows.
         self._is_moved = options.experimental_fetch_to_device and any(
             map(is_accelerator, devices)
         )
@@ -489,12 +534,14 @@ class SplitSteps(Splitter):
 
 @final
 class OneForEach(Splitter):
-    """Gives each replica an element of its own: from one source in turn, or from a source for each replica."""
+    """Gives each replica an element of its own.
+
+    It comes from one source in turn, or from a source for each replica.
+    """
 
     def rows(self) -> Sequence[int | None]:
-        return [
-            self.sources[0].rows if self.is_alone else None
-        ] * self.replicas  # the data may run out in a step
+        # The data may run out in a step.
+        return [self.sources[0].rows if self.is_alone else None] * self.replicas
 
     def split(self, elements: Sequence[Tree]) -> SplitBatch:
         first = next(element for element in elements if element is not ABSENT)
@@ -506,17 +553,17 @@ class OneForEach(Splitter):
                 filled.append(map_leaves(_make_empty, first, batch_types.is_leaf))
             else:
                 count = batch_types.rows_of(element)
-                rows.append(
-                    1 if count is None else count
-                )  # an element without rows is one example
+                # An element without rows is one example.
+                rows.append(1 if count is None else count)
                 filled.append(element)
         try:
             columns, spec = zip_leaves(filled, _is_leaf_or_empty)
         except Unlike as unlike:
             other, path = unlike.args
             raise ValueError(
-                f"The elements that replicas 0 and {other} are given in one step differ in structure: {path}. All that "
-                "a dataset yields has to be alike."
+                f"The elements that replicas 0 and {other} are given in one step "
+                f"differ in structure: {path}. All that a dataset yields has to be "
+                "alike."
             ) from None
         leaves: list[Tree] = []
         for column in columns:
@@ -532,7 +579,7 @@ class OneForEach(Splitter):
 
 
 def are_in_host_memory(element: Tree) -> bool:
-    """Whether an element is, for all to see, tensors in the memory of the CPU, or numbers."""
+    """Whether an element is obviously numbers, or tensors in the memory of the CPU."""
     items: Iterable[Any] = (element,)
     if type(element) is dict:
         items = element.values()

@@ -1,7 +1,8 @@
 """Which streams of accelerators the replicas of a run use, and who waits for whom.
 
-A step may do its work on a stream of its own, as plain PyTorch allows. What acts for all replicas, such as the update
-of an optimizer, runs on the streams that were current where the caller called `run`.
+A step may do its work on a stream of its own, as plain PyTorch allows. What acts for
+all replicas, such as the update of an optimizer, runs on the streams that were current
+where the caller called `run`.
 """
 
 from __future__ import annotations
@@ -17,22 +18,27 @@ from torchstrategy._base.tree import tree_leaves
 from torchstrategy._base.types import Device, Tree
 
 
-# Note [Streams of replicas]
-# Where a replica stands still, the current streams of its thread are compared with the caller's. Mostly they are the
-# same, and nothing is to be done. A side stream is one that is not the caller's:
-# - The caller's stream waits for it before anything uses what the replica brought, and it waits for the caller's stream
-#   before the replica goes on. The program waits for neither of them.
-# - While the replica stands still, and where it adds its gradients to those of other replicas, its thread works on the
-#   caller's streams: two replicas of one device may have a side stream each.
-# - What a replica gets is memory of the caller's stream. `record_stream` keeps it until the side stream has used it.
-# - The end of a run reads what the step wrote on buffers and gradients, so that the caller's stream waits for all side
-#   streams of the run; and these wait for it when the run is over, and once the next run has brought the latest values.
-#   In plain PyTorch, a program that has all its work on one side stream need not wait for anything.
-# A side stream that is current at no synchronization point, and not at the end of the step, is not seen. In plain
-# PyTorch, too, the program has to wait for such a one.
+# Note [Streams of replicas] Where a replica stands still, the current streams of its
+# thread are compared with the caller's. Mostly they are the same, and nothing is to be
+# done. A side stream is one that is not the caller's:
+# - The caller's stream waits for it before anything uses what the replica brought, and
+#   it waits for the caller's stream before the replica goes on. The program waits for
+#   neither of them.
+# - While the replica stands still, and where it adds its gradients to those of other
+#   replicas, its thread works on the caller's streams: two replicas of one device may
+#   have a side stream each.
+# - What a replica gets is memory of the caller's stream. `record_stream` keeps it until
+#   the side stream has used it.
+# - The end of a run reads what the step wrote on buffers and gradients, so that the
+#   caller's stream waits for all side streams of the run; and these wait for it when
+#   the run is over, and once the next run has brought the latest values. In plain
+#   PyTorch, a program that has all its work on one side stream need not wait for
+#   anything.
+# A side stream that is current at no synchronization point, and not at the end of the
+# step, is not seen. In plain PyTorch, too, the program has to wait for such a one.
 @final
 class DeviceStreams:
-    """The current streams of the thread that calls `run`, and the side streams of one run.
+    """The current streams of the thread that calls `run`, and a run's side streams.
 
     Args:
         devices: The devices that the run uses.
@@ -49,9 +55,12 @@ class DeviceStreams:
     def standing_still(
         self,
     ) -> AbstractContextManager[dict[Device, torch.Stream] | None]:
-        """A block in which the replica of this thread stands still. See Note [Streams of replicas].
+        """A block in which the replica of this thread stands still.
 
-        It works on the caller's streams, and gives the side streams by device, or nothing if there are none.
+        See Note [Streams of replicas].
+
+        It works on the caller's streams, and gives the side streams by device, or
+        nothing if there are none.
         """
         current = current_streams(self.callers)
         if current == self.callers:
@@ -74,19 +83,22 @@ class DeviceStreams:
             self._let_wait(side.values())
 
     def end_step(self) -> None:
-        """The step of the replica of this thread has ended: the caller's streams wait for all that it has queued."""
+        """The step of the replica of this thread has ended.
+
+        The caller's streams wait for all that it has queued.
+        """
         with self.standing_still():
             pass
 
     @contextmanager
     def steps(self) -> Iterator[None]:
-        """A block in which the steps of all replicas run, with copies that have the latest values."""
+        """A block in which the steps of all replicas run, with up-to-date copies."""
         self._let_wait(self._before)
         try:
             yield
         finally:
-            # Also for those of the run before: a step that fails may have used one and not have come to a
-            # synchronization point, and its copies are dropped.
+            # Also for those of the run before: a step that fails may have used one and
+            # not have come to a synchronization point, and its copies are dropped.
             for stream in {**dict.fromkeys(self._before), **self.side}:
                 if stream.device in self.callers:
                     self.callers[stream.device].wait_stream(stream)
@@ -105,7 +117,7 @@ class DeviceStreams:
 
 
 def keep_for(side: dict[Device, torch.Stream], given: Tree) -> None:
-    """Keeps the memory of what a replica is given until its side streams have used it."""
+    """Keeps the memory of what a replica is given until side streams have used it."""
     for leaf in tree_leaves(given):
         if isinstance(leaf, torch.Tensor) and leaf.device in side:
             keep_until_used(leaf, side[leaf.device])

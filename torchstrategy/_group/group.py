@@ -1,14 +1,17 @@
 """One replica of one run: it can synchronize with the others.
 
-At a synchronization point, every replica brings a value and gets a result. When all replicas are there, the function
-`combine` runs once, on the thread that called `run`, while all replicas stand still. `merge_call`, `all_reduce` and
-`optimizer.step` are synchronization points.
+At a synchronization point, every replica brings a value and gets a result. When all
+replicas are there, the function `combine` runs once, on the thread that called `run`,
+while all replicas stand still. `merge_call`, `all_reduce` and `optimizer.step` are
+synchronization points.
 
-The all-reduce and all-gather of a `ReplicaGroup` are differentiable. Replica i has the weight w_i. The parameters get
-the sum, over all replicas, of w_i times the gradient in replica i. So a gradient in replica i has to be the gradient of
-the whole step, divided by w_i. Where the output of replica j depends on the input of replica i, the gradient of that
-output is therefore multiplied by w_j / w_i on its way to replica i. With equal weights, and for SUM, this is a plain
-sum. See Note [Where a gradient is weighed] in `weighing`.
+The all-reduce and all-gather of a `ReplicaGroup` are differentiable. Replica i has the
+weight w_i. The parameters get the sum, over all replicas, of w_i times the gradient in
+replica i. So a gradient in replica i has to be the gradient of the whole step, divided
+by w_i. Where the output of replica j depends on the input of replica i, the gradient of
+that output is therefore multiplied by w_j / w_i on its way to replica i. With equal
+weights, and for SUM, this is a plain sum. See Note [Where a gradient is weighed] in
+`weighing`.
 """
 
 from __future__ import annotations
@@ -40,23 +43,27 @@ from torchstrategy._group.transfer import (
 )
 from torchstrategy._group.workers import LONE, Workers, refusing
 
-# The function of a synchronization point: it takes the values that the replicas brought and returns their results.
-# Both are in replica order.
+# The function of a synchronization point: it takes the values that the replicas brought
+# and returns their results. Both are in replica order.
 Combine = Callable[[Sequence[Tree]], Sequence[Tree]]
 
 
 class ReplicaStopped(BaseException):
     """Stops a replica because another one failed.
 
-    It is not an `Exception`, so that a step with `except Exception` does not catch it and go on.
+    It is not an `Exception`, so that a step with `except Exception` does not catch it
+    and go on.
     """
 
 
 class Watch(Protocol):
-    """An observer, which is called on the thread that called `run`, whenever a replica goes on or stands still.
+    """An observer, which is called whenever a replica goes on or stands still.
+
+    It is called on the thread that called `run`.
 
     Attributes:
-        take_turns: Whether the replicas should run one at a time, whichever devices they are on.
+        take_turns: Whether the replicas should run one at a time, whichever devices
+            they are on.
     """
 
     take_turns: bool
@@ -75,31 +82,36 @@ class Replica(ABC):
     Args:
         index: The id of the replica.
         device: The device on which it runs.
-        device_streams: The caller's streams, and those on which replicas work besides. None: all is on CPUs.
+        device_streams: The caller's streams, and those on which replicas work besides.
+            None: all is on CPUs.
     """
 
     index: int
     device: Device
     device_streams: DeviceStreams | None = field(default=None, kw_only=True)
     was_asked = False  # whether the step asked which replica it is in
-    num_calls = (
-        0  # how often the step has called a method of its context that synchronizes
-    )
-    # Told of each synchronization point to which the replica comes. None: there is nobody to tell, in other processes.
+    # How often the step has called a method of its context that synchronizes.
+    num_calls = 0
+    # Told of each synchronization point to which the replica comes. None: there is
+    # nobody to tell, in other processes.
     telling: Callable[[str], None] | None = field(default=None, init=False)
 
     @abstractmethod
     def synchronize(self, name: str, combine: Combine, brought: Tree) -> Tree:
-        """Waits until every replica of the run is at this synchronization point, and returns this replica's result.
+        """Waits until every replica of the run is at this synchronization point.
+
+        Returns this replica's result.
 
         Args:
-            name: The name of the synchronization point, as the user would write it: `"optimizer.step()"`.
-            combine: Called once, on the thread that called `run`. Of the replicas' functions, that of the lowest
-                replica is called.
+            name: The name of the synchronization point, as the user would write it:
+                `"optimizer.step()"`.
+            combine: Called once, on the thread that called `run`. Of the replicas'
+                functions, that of the lowest replica is called.
             brought: The value that this replica brings.
 
         Raises:
-            RuntimeError: From `run`, if the replicas are at different synchronization points, or some have ended.
+            RuntimeError: From `run`, if the replicas are at different synchronization
+                points, or some have ended.
         """
 
     @abstractmethod
@@ -110,14 +122,18 @@ class Replica(ABC):
 @final
 @dataclass(eq=False)
 class InlineReplica(Replica):
-    """The only replica of a run, on the caller's thread. It is alone at its synchronization points.
+    """The only replica of a run, on the caller's thread.
+
+    It is alone at its synchronization points.
 
     Args:
-        callers_device: The default device of the caller, in which `combine` runs. None: that of the replica.
+        callers_device: The default device of the caller, in which `combine` runs. None:
+            that of the replica.
     """
 
     callers_device: Device | None = None
-    # The block in which `combine` runs: where the replica has a random stream of its own, with the caller's.
+    # The block in which `combine` runs: where the replica has a random stream of its
+    # own, with the caller's.
     combining: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def pause(self) -> None:
@@ -128,9 +144,10 @@ class InlineReplica(Replica):
         if self.telling is not None:
             self.telling(name)
         tell_held(name)
-        # With several replicas, `combine` runs on the caller's thread, outside of all replicas. Here the replica is on
-        # the caller's thread, so its frame and its default device have to be put aside for a while.
-        # See Note [Who may call what on which thread].
+        # With several replicas, `combine` runs on the caller's thread, outside of all
+        # replicas. Here the replica is on the caller's thread, so its frame and its
+        # default device have to be put aside for a while. See Note [Who may call what
+        # on which thread].
         with (
             NO_SIDE_STREAM
             if self.device_streams is None
@@ -145,25 +162,29 @@ class InlineReplica(Replica):
         return answer
 
 
-_Columns = list[
-    tuple[torch.Tensor, ...]
-]  # for each tensor, the tensors of the replicas, in replica order
-_Cut = Callable[
-    [Sequence[torch.Tensor]], Sequence[torch.Tensor]
-]  # from the gradients of outputs to those of inputs
+# For each tensor, the tensors of the replicas, in replica order.
+_Columns = list[tuple[torch.Tensor, ...]]
+# From the gradients of outputs to those of inputs.
+_Cut = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
 
 
 @final
 @dataclass(eq=False)
 class ReplicaGroup:
-    """Lets a replica synchronize with the others. The strategy makes one for each replica and each call of the step.
+    """Lets a replica synchronize with the others.
+
+    The strategy makes one for each replica and each call of the step.
 
     Args:
         replica: This replica.
-        participants: The replicas that are in the run, and how much the gradient of each counts.
-        devices: The device of each replica of the strategy. None: the device of the tensors that it brings.
-        workers: The processes that train together. `participants` and `devices` are of this one.
-        bytes_per_pack: How many bytes are sent together at most. 0: each tensor is sent by itself.
+        participants: The replicas that are in the run, and how much the gradient of
+            each counts.
+        devices: The device of each replica of the strategy. None: the device of the
+            tensors that it brings.
+        workers: The processes that train together. `participants` and `devices` are of
+            this one.
+        bytes_per_pack: How many bytes are sent together at most. 0: each tensor is sent
+            by itself.
     """
 
     replica: Replica
@@ -173,7 +194,7 @@ class ReplicaGroup:
     bytes_per_pack: int = 0
 
     def with_buckets(self, bytes_per_pack: int) -> ReplicaGroup:
-        """The same group, which sends tensors in buckets of at most `bytes_per_pack`."""
+        """The same group, with tensors in buckets of at most `bytes_per_pack`."""
         return replace(self, bytes_per_pack=bytes_per_pack)
 
     @property
@@ -187,7 +208,7 @@ class ReplicaGroup:
         names: Sequence[str] = (),
         name: str = "all_reduce",
     ) -> list[torch.Tensor]:
-        """The sums of the replicas' tensors, tensor by tensor, on this replica's device.
+        """The sums of the replicas' tensors, one by one, on this replica's device.
 
         Args:
             tensors: The tensors of this replica.
@@ -209,7 +230,9 @@ class ReplicaGroup:
         names: Sequence[str] = (),
         name: str = "all_gather",
     ) -> list[torch.Tensor]:
-        """The tensors of all replicas, concatenated along `axis` in replica order, on this replica's device.
+        """The tensors of all replicas, joined along `axis`, on this replica's device.
+
+        They are in replica order.
 
         Args:
             tensors: The tensors of this replica.
@@ -218,9 +241,11 @@ class ReplicaGroup:
             name: The name of the synchronization point.
 
         Raises:
-            ValueError: From `run`, if they differ in another dimension, in rank or in dtype.
+            ValueError: From `run`, if they differ in another dimension, in rank or in
+                dtype.
         """
-        # For each tensor, where the part of each replica of this worker begins. One replica fills it for all.
+        # For each tensor, where the part of each replica of this worker begins. One
+        # replica fills it for all.
         starts: list[list[int]] = []
 
         def check(column: Sequence[torch.Tensor]) -> None:
@@ -285,11 +310,16 @@ class ReplicaGroup:
         return self._differentiable(tensors, outputs, cut) if wants_grad else outputs
 
     def scaled_sum(self, grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The sums of the replicas' gradients, each multiplied by its replica's weight over that of this replica."""
-        # With equal weights, this is a plain sum in one worker. Several know no weight that is the greatest of all.
+        """The sums of the replicas' gradients.
+
+        Each is multiplied by its replica's weight over that of this replica.
+        """
+        # With equal weights, this is a plain sum in one worker. Several know no weight
+        # that is the greatest of all.
         unit = max(self.participants.weights) if self.workers.count == 1 else 1.0
         factor = self.weight / unit
-        # A half gradient times a small factor has few bits left: in all replicas, halves are sent as float32.
+        # A half gradient times a small factor has few bits left: in all replicas,
+        # halves are sent as float32.
         is_plain = self.workers.count == 1 and all(
             weight == unit for weight in self.participants.weights
         )
@@ -300,9 +330,12 @@ class ReplicaGroup:
         def scale(
             tensors: Sequence[torch.Tensor], by: Callable[..., torch.Tensor]
         ) -> Sequence[torch.Tensor]:
-            if not factor:  # the replica may bring NaN, and 0 * NaN is NaN: its gradient is left out, and it gets none
+            # The replica may bring NaN, and 0 * NaN is NaN: its gradient is left out,
+            # and it gets none.
+            if not factor:
                 return [torch.zeros_like(tensor) for tensor in tensors]
-            # What autograd brings for an integer stays one, or it would not fit that of a replica with another factor.
+            # What autograd brings for an integer stays one, or it would not fit that of
+            # a replica with another factor.
             return (
                 tensors
                 if factor == 1
@@ -341,7 +374,8 @@ class ReplicaGroup:
 
     def _device_for(self, r: int, column: Sequence[torch.Tensor]) -> Device:
         device = self.devices[r]
-        # The single replica on the user's own objects has no device of its own: it runs where its tensors are.
+        # The single replica on the user's own objects has no device of its own: it runs
+        # where its tensors are.
         return column[0].device if device is None else memory_device(device)
 
     def _exchange(
@@ -354,20 +388,23 @@ class ReplicaGroup:
         check: Callable[[Sequence[torch.Tensor]], None] = check_addable,
         told: Sequence[Any] = (),
     ) -> tuple[list[torch.Tensor], bool, Sequence[Any]]:
-        """One synchronization point, at which the tensors that replicas bring become one for all of them.
+        """One synchronization point: what replicas bring becomes one for all of them.
 
         Args:
             name: The name of the synchronization point.
             tensors: Those that this replica brings.
             join: Makes, on the device of a replica, one tensor of each column.
-            over_workers: Makes, of what each worker has joined, one tensor for all workers.
+            over_workers: Makes, of what each worker has joined, one tensor for all
+                workers.
             names: The name of each tensor.
             check: Raises an error for a column that does not fit together.
-            told: A list that these functions may fill. All replicas get that of the replica whose `combine` ran.
+            told: A list that these functions may fill. All replicas get that of the
+                replica whose `combine` ran.
 
         Returns:
-            The joined tensors on this replica's device; whether any replica wants gradients; and the list. The output
-            of one replica depends on the inputs of all replicas. So all of them take part in the backward, or none.
+            The joined tensors on this replica's device; whether any replica wants
+            gradients; and the list. The output of one replica depends on the inputs of
+            all replicas. So all of them take part in the backward, or none.
         """
 
         present = self.participants.present
@@ -375,8 +412,8 @@ class ReplicaGroup:
         def combine(
             brought: Sequence[tuple[list[torch.Tensor], bool, list[str]]],
         ) -> list[Tree]:
-            # Tensors are matched by their positions, so without this check, a step would add up tensors that have
-            # nothing to do with each other.
+            # Tensors are matched by their positions, so without this check, a step
+            # would add up tensors that have nothing to do with each other.
             names_of_first = brought[0][2]
             with refusing():
                 for r, (_, _, other) in zip(present, brought, strict=True):
@@ -391,7 +428,8 @@ class ReplicaGroup:
                     check(column)
             wants_grad = any(wants for _, wants, _ in brought)
             if self.workers.count > 1:
-                # A call that a step of one worker has refused, and caught, is one call here, too.
+                # A call that a step of one worker has refused, and caught, is one call
+                # here, too.
                 self.workers.compare(
                     "the number of this call in the step:", self.replica.num_calls
                 )
@@ -403,7 +441,8 @@ class ReplicaGroup:
                 )
                 of_worker = join(present[0], columns)
                 columns = [(one,) for one in over_workers(of_worker, name)]
-            # Each device joins them once. Other replicas on it get copies, since a replica may write on its result.
+            # Each device joins them once. Other replicas on it get copies, since a
+            # replica may write on its result.
             made: dict[Device | None, list[torch.Tensor]] = {}
             answers: list[Tree] = []
             for r in present:
@@ -417,8 +456,9 @@ class ReplicaGroup:
                 answers.append((result, wants_grad, told))
             return answers
 
-        # Detached, so that no graph of one replica leads into that of another: a backward of its own, which is another
-        # synchronization point, takes gradients from replica to replica.
+        # Detached, so that no graph of one replica leads into that of another: a
+        # backward of its own, which is another synchronization point, takes gradients
+        # from replica to replica.
         wants_grad = torch.is_grad_enabled() and any(
             tensor.requires_grad for tensor in tensors
         )
@@ -435,10 +475,11 @@ class ReplicaGroup:
         cut: _Cut = tuple,
     ) -> list[torch.Tensor]:
         here = self._device_for(self.replica.index, inputs)
-        # The outputs have to require grad also if only the inputs of another replica do. An additional input that
-        # requires grad makes them so.
+        # The outputs have to require grad also if only the inputs of another replica
+        # do. An additional input that requires grad makes them so.
         gate = torch.ones((), device=here, requires_grad=True)
-        # The gradients come back to this device; from here, autograd copies each to the device of the step's tensor.
+        # The gradients come back to this device; from here, autograd copies each to the
+        # device of the step's tensor.
         return list(
             _apply_backward(
                 self, cut, outputs, gate, *(tensor.to(here) for tensor in inputs)
@@ -447,7 +488,10 @@ class ReplicaGroup:
 
 
 class _Backward(torch.autograd.Function):
-    """Gives outputs that were computed at a synchronization point their backward: another synchronization point."""
+    """Gives outputs that were computed at a synchronization point their backward.
+
+    That is another synchronization point.
+    """
 
     @staticmethod
     def forward(
@@ -470,7 +514,10 @@ class _Backward(torch.autograd.Function):
 
 
 class _Scaled(torch.autograd.Function):
-    """The sum of the replicas' gradients, as `ReplicaGroup.scaled_sum` makes it; differentiable for double backward."""
+    """The sum of the replicas' gradients, as `ReplicaGroup.scaled_sum` makes it.
+
+    It is differentiable for double backward.
+    """
 
     @staticmethod
     def forward(
@@ -481,13 +528,14 @@ class _Scaled(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        # The forward multiplied the gradient from j to i by w_j / w_i, so its backward has this factor, too. And it has
-        # the factor w_i / w_j, as has any gradient that goes from i to j. The product is 1: a plain sum.
+        # The forward multiplied the gradient from j to i by w_j / w_i, so its backward
+        # has this factor, too. And it has the factor w_i / w_j, as has any gradient
+        # that goes from i to j. The product is 1: a plain sum.
         return (None, *ctx.group.all_reduce(grads))
 
 
-# `torch.compile` cannot trace the queues and threads of a synchronization point. The backward functions are listed,
-# too, since a compiled step also runs its backward.
+# `torch.compile` cannot trace the queues and threads of a synchronization point. The
+# backward functions are listed, too, since a compiled step also runs its backward.
 for _point in (
     ReplicaGroup.all_reduce,
     ReplicaGroup.all_gather,
@@ -502,11 +550,11 @@ _apply_scaled: Callable[..., Any] = _Scaled.apply
 
 
 def _unlike_structure_error(name: str, names: dict[int, Sequence[str]]) -> ValueError:
-    """The error for two replicas that brought other names to one synchronization point."""
+    """The error for replicas that brought other names to one synchronization point."""
     (first, second), (one, other) = names, map(_list_names, names.values())
     return ValueError(
-        f"Replicas {first} and {second} brought values of different structure to one {name}: one has {one}, the other "
-        f"{other}."
+        f"Replicas {first} and {second} brought values of different structure to one "
+        f"{name}: one has {one}, the other {other}."
     )
 
 
@@ -514,8 +562,8 @@ def _list_names(names: Sequence[str]) -> str:
     return ", ".join(name or "a bare value" for name in names) or "nothing"
 
 
-# The group of a single replica that uses the user's own objects. It has no state, so one serves all of them, and nobody
-# asks for its device.
+# The group of a single replica that uses the user's own objects. It has no state, so
+# one serves all of them, and nobody asks for its device.
 ALONE = ReplicaGroup(
     InlineReplica(0, torch.device("cpu", 0)),
     Participants((0,), (1.0,), ReduceOp.SUM),
@@ -524,10 +572,13 @@ ALONE = ReplicaGroup(
 
 
 def group_here(what: str) -> ReplicaGroup | None:
-    """The group of the replica that the caller is in, for a call of `what`; None in the cross-replica context.
+    """The group of the replica that the caller is in, for a call of `what`.
+
+    It is None in the cross-replica context.
 
     Raises:
-        RuntimeError: If the replica cannot synchronize with others: it was entered by hand, or has ended.
+        RuntimeError: If the replica cannot synchronize with others: it was entered by
+            hand, or has ended.
     """
     context = current_replica_context()
     if context is None:

@@ -1,7 +1,10 @@
-"""Tensors as NCCL and gloo take them: they know fewer dtypes than torch, and read memory as it is.
+"""Tensors as NCCL and gloo take them.
 
-They have no complex numbers and no int16, and add up the bytes of bools. They do not see that a tensor reads its memory
-as conjugate or negative. So a tensor is brought into a form that they take, and what comes back into the form it had.
+They know fewer dtypes than torch, and read memory as it is.
+
+They have no complex numbers and no int16, and add up the bytes of bools. They do not
+see that a tensor reads its memory as conjugate or negative. So a tensor is brought into
+a form that they take, and what comes back into the form it had.
 """
 
 from __future__ import annotations
@@ -23,17 +26,24 @@ _ADDED = frozenset(
         torch.int64,
     }
 )
-# Others that torch adds up, and the dtype in which their sum is the same once it is brought back.
+# Others that torch adds up, and the dtype in which their sum is the same once it is
+# brought back.
 _ADDED_AS = {torch.int16: torch.int32, torch.bool: torch.int32}
 
 
 def can_be_added(dtype: torch.dtype) -> bool:
-    """Whether `as_addable` takes a dtype. torch itself adds up no others, such as float8."""
+    """Whether `as_addable` takes a dtype.
+
+    Torch itself adds up no others, such as float8.
+    """
     return dtype in _ADDED or dtype in _ADDED_AS or dtype.is_complex
 
 
 def as_addable(tensor: torch.Tensor) -> torch.Tensor:
-    """The numbers of a dense tensor, in a form that can be added up; the tensor itself if that is one."""
+    """The numbers of a dense tensor, in a form that can be added up.
+
+    It is the tensor itself if that is one.
+    """
     if tensor.dtype in _ADDED and not (tensor.requires_grad or tensor.is_neg()):
         return tensor
     tensor = as_in_memory(tensor)
@@ -46,7 +56,10 @@ def from_addable(numbers: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def as_sendable(tensor: torch.Tensor) -> torch.Tensor:
-    """The numbers of a dense tensor, in a form that can be sent; the tensor itself if that is one."""
+    """The numbers of a dense tensor, in a form that can be sent.
+
+    It is the tensor itself if that is one.
+    """
     sendable = as_in_memory(tensor)
     return sendable if sendable.dtype in _ADDED else bits(sendable)
 
@@ -60,5 +73,6 @@ def from_sendable(sent: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """The reverse of `as_sendable`, for a tensor with the dtype and shape of `like`."""
     if like.dtype in _ADDED:
         return sent
-    # What was sent may begin anywhere in a buffer, and only a number of its own may begin at each byte.
+    # What was sent may begin anywhere in a buffer, and only a number of its own may
+    # begin at each byte.
     return sent.clone().reshape(-1).view(like.dtype).view(like.shape)

@@ -1,7 +1,10 @@
-"""One of several replicas, on the thread that called `run` or on a thread of its own, and what it reports to the run.
+"""One of several replicas, on a thread, and what it reports to the run.
 
-A replica reports when it comes to a synchronization point, pauses, ends or fails. It stands still then, until the run
-answers. Note [Who may call what on which thread] in `replica_threads` tells who waits for whom.
+The thread is the one that called `run`, or one of its own.
+
+A replica reports when it comes to a synchronization point, pauses, ends or fails. It
+stands still then, until the run answers. Note [Who may call what on which thread] in
+`replica_threads` tells who waits for whom.
 """
 
 from __future__ import annotations
@@ -29,21 +32,25 @@ class OneOfSeveral(Replica):
     """One of several replicas, on the caller's thread or on one of its own.
 
     Args:
-        stand_still: Reports to the run, waits until it is this replica's turn again, and returns what it is told then.
+        stand_still: Reports to the run, waits until it is this replica's turn again,
+            and returns what it is told then.
     """
 
     stand_still: Callable[[Report], Tree] = field(kw_only=True)
     process: int = field(default_factory=os.getpid)
-    thread: int | None = (
-        None  # the thread on which the step runs; None before and after
-    )
+    # The thread on which the step runs; None before and after.
+    thread: int | None = None
     is_cancelled: bool = False  # written by the caller's thread
 
     def perform(
         self, run_on_thread: RunOnThread, call: Callable[[Replica], Tree]
     ) -> Report:
-        """Calls the step, and tells how it ended. The replica can synchronize during this call, on this thread."""
-        # The traceback of an error refers to this frame: with the report in a variable, that would be a cycle.
+        """Calls the step, and tells how it ended.
+
+        The replica can synchronize during this call, on this thread.
+        """
+        # The traceback of an error refers to this frame: with the report in a variable,
+        # that would be a cycle.
         self.thread = threading.get_ident()
         try:
             if self.is_cancelled:
@@ -55,8 +62,9 @@ class OneOfSeveral(Replica):
                 step = functools.partial(_call_on_streams, self.device_streams, step)
             return self._end(Ended(self.index, run_on_thread(self.device, step)))
         except BaseException as error:
-            # Also SystemExit and KeyboardInterrupt: the other replicas are stopped first, however the step ends. See
-            # Note [What happens on Ctrl-C] in `replica_threads`.
+            # Also SystemExit and KeyboardInterrupt: the other replicas are stopped
+            # first, however the step ends. See Note [What happens on Ctrl-C] in
+            # `replica_threads`.
             return self._end(Failed(self.index, error))
 
     def _end(self, outcome: Report) -> Report:
@@ -82,9 +90,10 @@ class OneOfSeveral(Replica):
         # See Note [Who may call what on which thread].
         if threading.get_ident() != self.thread:
             raise RuntimeError(
-                f"Replica {self.index} came to {name}, where it synchronizes with the others, after its run or on "
-                "another thread than that of its step, and would wait for them for ever. Call backward in the step, on "
-                "the thread of the step; or detach what the step returns."
+                f"Replica {self.index} came to {name}, where it synchronizes with the "
+                "others, after its run or on another thread than that of its step, and "
+                "would wait for them for ever. Call backward in the step, on the "
+                "thread of the step; or detach what the step returns."
             )
         if self.telling is not None:
             self.telling(name)
@@ -116,7 +125,10 @@ def _call_on_streams(streams: DeviceStreams, step: Callable[[], Tree]) -> Tree:
 def await_turn(
     inbox: SimpleQueue[Any], reports: SimpleQueue[Report], report: Report
 ) -> Tree:
-    """How a replica on a thread of its own stands still: it reports, and waits for the message that wakes it."""
+    """How a replica on a thread of its own stands still.
+
+    It reports, and waits for the message that wakes it.
+    """
     reports.put(report)
     answer = inbox.get()
     if answer is STOP:
@@ -125,9 +137,11 @@ def await_turn(
 
 
 _FORKED = (
-    "This process was forked in replica {replica}, in strategy.run: the threads of the other replicas and the caller "
-    "are not in it, and nobody answers. Let a child leave by os._exit, without synchronizing (all_reduce, merge_call, "
-    "optimizer.step, the first read of a gradient after backward) or ending the step; or fork outside of the run."
+    "This process was forked in replica {replica}, in strategy.run: the threads of the "
+    "other replicas and the caller are not in it, and nobody answers. Let a child "
+    "leave by os._exit, without synchronizing (all_reduce, merge_call, optimizer.step, "
+    "the first read of a gradient after backward) or ending the step; or fork outside "
+    "of the run."
 )
 
 
@@ -153,7 +167,8 @@ class Failed(NamedTuple):
 
 
 Report = Synchronizing | Paused | Ended | Failed
-# Calls the step on a device, in the state of torch that the caller has: see `CallerState`.
+# Calls the step on a device, in the state of torch that the caller has: see
+# `CallerState`.
 RunOnThread = Callable[[Device, Callable[[], Tree]], Tree]
 
 
@@ -161,7 +176,10 @@ STOP = object()  # the message to a replica that shall not go on
 
 
 def _end_child(outcome: Report) -> None:
-    """Ends a child process that was forked in a step, as a script ends. In the child, no thread waits for the step."""
+    """Ends a child process that was forked in a step, as a script ends.
+
+    In the child, no thread waits for the step.
+    """
     error = (
         outcome.error
         if isinstance(outcome, Failed)

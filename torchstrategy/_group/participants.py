@@ -1,10 +1,12 @@
 """How much each replica of a run counts, and which replicas take part.
 
-The loss of a step is usually a mean over the rows that the step saw. The mean over all rows of a batch is the sum of
-the replicas' means, each multiplied by the replica's fraction of the rows. So this fraction is the weight by which a
-replica's gradient is multiplied. If the loss is a mean over something else, such as tokens, the user says how many of
-these each replica has: its fraction of them is the weight. Running statistics are means over rows in any case. What
-multiplies by these numbers is listed in Note [Where a gradient is weighed] in `weighing`.
+The loss of a step is usually a mean over the rows that the step saw. The mean over all
+rows of a batch is the sum of the replicas' means, each multiplied by the replica's
+fraction of the rows. So this fraction is the weight by which a replica's gradient is
+multiplied. If the loss is a mean over something else, such as tokens, the user says how
+many of these each replica has: its fraction of them is the weight. Running statistics
+are means over rows in any case. What multiplies by these numbers is listed in Note
+[Where a gradient is weighed] in `weighing`.
 """
 
 from __future__ import annotations
@@ -30,22 +32,27 @@ from torchstrategy._base.types import Tree
 from torchstrategy._group.workers import LONE, Workers
 
 
-# Note [Why a worker without rows runs the step]
-# The last batch of an epoch may have fewer rows than there are replicas. In one process, a replica without rows sits
-# the step out, and the others synchronize without it. A worker cannot: the others wait for it at every exchange, since
-# NCCL and gloo know only groups in which all take part. How many exchanges there will be, only the step says: a
-# gradient may be sent by itself, and a step may call `all_reduce` as often as it likes. A group without this worker
-# would have to be made by all workers, for each such step, which takes longer than most steps.
-# So its first replica runs the step all the same, as an *understudy*. It needs rows, since the mean of no rows is NaN,
-# and many steps fail without any. They are those of another worker:
-# - of a batch that all workers know, those of replica 0 of all (`Share.borrowed` in `_data/steps`);
-# - where each worker reads a dataset of its own, its own last batch or, if it had none, one that another worker sends
-#   (`next_of_all_workers` in `_data/reading`).
+# Note [Why a worker without rows runs the step] The last batch of an epoch may have
+# fewer rows than there are replicas. In one process, a replica without rows sits the
+# step out, and the others synchronize without it. A worker cannot: the others wait for
+# it at every exchange, since NCCL and gloo know only groups in which all take part. How
+# many exchanges there will be, only the step says: a gradient may be sent by itself,
+# and a step may call `all_reduce` as often as it likes. A group without this worker
+# would have to be made by all workers, for each such step, which takes longer than most
+# steps. So its first replica runs the step all the same, as an *understudy*. It needs
+# rows, since the mean of no rows is NaN, and many steps fail without any. They are
+# those of another worker:
+# - of a batch that all workers know, those of replica 0 of all (`Share.borrowed` in
+#   `_data/steps`);
+# - where each worker reads a dataset of its own, its own last batch or, if it had none,
+#   one that another worker sends (`next_of_all_workers` in `_data/reading`).
 # Nothing that it computes counts:
-# - its gradients, and what it brings to a collective, are replaced by zeros, or by nothing; they are not multiplied by
-#   0, since 0 times NaN is NaN;
-# - of buffers it takes what the others send; variables with a value in each replica, and metrics, go on from before;
-# - what its step returns only tells the shape and dtype of what the others have (`PerReplica.understudy`).
+# - its gradients, and what it brings to a collective, are replaced by zeros, or by
+#   nothing; they are not multiplied by 0, since 0 times NaN is NaN;
+# - of buffers it takes what the others send; variables with a value in each replica,
+#   and metrics, go on from before;
+# - what its step returns only tells the shape and dtype of what the others have
+#   (`PerReplica.understudy`).
 # Where no worker has a row, and with `run_empty_replicas`, all replicas take part.
 @final
 @dataclass(frozen=True)
@@ -54,18 +61,21 @@ class Participants:
 
     Args:
         present: The replicas of this worker that take part, in order.
-        fractions: For every replica of this worker, its fraction of the rows: those of all workers add up to 1. If the
-            batch does not say the rows, its share.
+        fractions: For every replica of this worker, its fraction of the rows: those of
+            all workers add up to 1. If the batch does not say the rows, its share.
         reduction: How the gradients of the replicas become one.
         count: How many replicas of all workers take part.
         lead_worker: The first worker that has a replica which takes part.
-        is_understudy: Whether no replica of this worker takes part. Then the first one runs the step all the same, and
-            nothing that it computes counts: see Note [Why a worker without rows runs the step].
+        is_understudy: Whether no replica of this worker takes part. Then the first one
+            runs the step all the same, and nothing that it computes counts: see Note
+            [Why a worker without rows runs the step].
         total_weight: The sum of the weights of all replicas of all workers.
-        has_news: Whether one of several workers has modules or variables that no run has had yet.
-        shares: For every replica of this worker, how much of the mean gradient is its own: those of all workers add up
-            to 1. None: its fraction of the rows.
-        parts_of_all: The same for the replicas of all workers, in the order of the workers.
+        has_news: Whether one of several workers has modules or variables that no run
+            has had yet.
+        shares: For every replica of this worker, how much of the mean gradient is its
+            own: those of all workers add up to 1. None: its fraction of the rows.
+        parts_of_all: The same for the replicas of all workers, in the order of the
+            workers.
         rows_of_all: How many rows each of these has; None: nobody knows.
     """
 
@@ -88,14 +98,20 @@ class Participants:
 
     @cached_property
     def weights(self) -> tuple[float, ...]:
-        """What the gradient of each replica of the strategy is multiplied by; 0 where it is dropped."""
+        """What the gradient of each replica of the strategy is multiplied by.
+
+        It is 0 where it is dropped.
+        """
         if self.reduction is ReduceOp.MEAN:
             return self.parts
         return tuple(1.0 if part else 0.0 for part in self.parts)
 
     @cached_property
     def weighing(self) -> tuple[int, ...]:
-        """The replicas whose gradients count: those that got rows of the batch, and that do not count 0."""
+        """The replicas whose gradients count.
+
+        They are those that got rows of the batch, and that do not count 0.
+        """
         return tuple(r for r in self.present if self.weights[r])
 
     def regroup(
@@ -103,7 +119,8 @@ class Participants:
     ) -> Tree:
         """One tree of the trees of the replicas that take part.
 
-        A replica that takes none is absent from it: a distributed value has a component for each of the strategy.
+        A replica that takes none is absent from it: a distributed value has a component
+        for each of the strategy.
         """
         by_replica = [trees.get(r, ABSENT) for r in range(len(self.fractions))]
         if workers.count == 1:
@@ -131,13 +148,15 @@ class Participants:
             options: What the user has said about the run.
             default: How gradients become one, where the options do not say.
             workers: The processes that train together.
-            has_news: Whether this worker has modules or variables that no run has had yet.
-            counts: How much each replica of this worker counts, as a function of the user's has said. None: there is no
-                such function, and the options are asked.
+            has_news: Whether this worker has modules or variables that no run has had
+                yet.
+            counts: How much each replica of this worker counts, as a function of the
+                user's has said. None: there is no such function, and the options are
+                asked.
 
         Raises:
-            ValueError: If the arguments were split with different row counts, `options.examples` does not fit, or no
-                replica has all arguments.
+            ValueError: If the arguments were split with different row counts,
+                `options.examples` does not fit, or no replica has all arguments.
         """
         reduction = reduction_of(options, default)
         given = (
@@ -164,7 +183,8 @@ class Participants:
         ]
         of_all = [_OfWorker(own, has_news, workers.is_asked_to_leave)]
         if workers.count > 1:
-            # Options that all workers must give alike. `_of_rows` compares the same ones where no message is sent.
+            # Options that all workers must give alike. `_of_rows` compares the same
+            # ones where no message is sent.
             workers.compare("RunOptions", (reduction, options.run_empty_replicas))
             told = workers.all_gather_bytes(of_all[0].pack(), "the beginning of a run")
             of_all = list(map(_OfWorker.unpack, told))
@@ -191,10 +211,12 @@ class Participants:
         workers: Workers,
         counts: Sequence[float] | None = None,
     ) -> Participants:
-        """The weights where each of several workers has one replica, for one run with these values as arguments.
+        """The weights where each of several workers has one replica, for one run.
 
-        The workers ask one another only if the batch does not say how many rows all of them have, or if these are not
-        what counts.
+        The run has these values as arguments.
+
+        The workers ask one another only if the batch does not say how many rows all of
+        them have, or if these are not what counts.
 
         Raises:
             ValueError: As `of` does.
@@ -230,9 +252,13 @@ class Participants:
         has_news: bool = False,
         knows_rows: bool = True,
     ) -> Participants:
-        """The weights, from what is known of each replica of all `count` workers, of which this is number `index`."""
-        # The loss of a replica without rows would be a mean over nothing: NaN. So its step is not called, unless asked;
-        # but see Note [Why a worker without rows runs the step].
+        """The weights, from what is known of each replica of all `count` workers.
+
+        This is worker number `index`.
+        """
+        # The loss of a replica without rows would be a mean over nothing: NaN. So its
+        # step is not called, unless asked; but see Note [Why a worker without rows runs
+        # the step].
         leaves_out = not runs_empty and any(one.has_rows for one in everyone)
         takes_part = [
             not one.is_absent and (one.has_rows or not leaves_out) for one in everyone
@@ -240,14 +266,16 @@ class Participants:
         fractions = _parts(
             [one.rows for one in everyone], takes_part, [1.0] * len(everyone)
         )
-        # Replicas that all count 0 count by their rows: a term of the loss that is a mean over rows is right then.
+        # Replicas that all count 0 count by their rows: a term of the loss that is a
+        # mean over rows is right then.
         shares = _parts([one.share for one in everyone], takes_part, fractions)
         first = index * num_replicas
         here = slice(first, first + num_replicas)
         present = tuple(r for r in range(num_replicas) if takes_part[first + r])
         if not present and count == 1:
             raise ValueError(
-                "Each replica lacks one of the arguments of this run, so none can take part in it."
+                "Each replica lacks one of the arguments of this run, so none can take "
+                "part in it."
             )
         return cls(
             present or (0,),
@@ -268,9 +296,8 @@ class Participants:
         )
 
 
-@functools.lru_cache(
-    maxsize=64
-)  # most batches of a training have the same number of rows
+# Most batches of a training have the same number of rows.
+@functools.lru_cache(maxsize=64)
 def _of_rows(
     rows_of_all: tuple[int, ...],
     index: int,
@@ -278,10 +305,9 @@ def _of_rows(
     is_mean: bool,
     knows_rows: bool,
 ) -> tuple[Participants, Sequence[tuple[str, object]]]:
-    """The weights, and what the workers compare: lists, which are the very same at each call."""
-    reduction = (
-        ReduceOp.MEAN if is_mean else ReduceOp.SUM
-    )  # not an argument: to look for it would take a call
+    """The weights, and the lists that workers compare, the very same at each call."""
+    # Not an argument: to look for it would take a call.
+    reduction = ReduceOp.MEAN if is_mean else ReduceOp.SUM
     everyone = [
         _Told(share=float(rows), rows=float(rows), is_absent=False, has_rows=rows > 0)
         for rows in rows_of_all
@@ -304,17 +330,22 @@ def _of_rows(
 
 
 def reduction_of(options: RunOptions, default: ReduceOp) -> ReduceOp:
-    """How gradients become one, once each is weighted; `default` where the options do not say."""
+    """How gradients become one, once each is weighted.
+
+    It is `default` where the options do not say.
+    """
     said = options.gradient_reduction
     if isinstance(said, ReduceOp):
         return said
-    return (
-        default if said is None else ReduceOp.MEAN
-    )  # else it is "loss", which says how each is weighted
+    # Else it is "loss", which says how each is weighted.
+    return default if said is None else ReduceOp.MEAN
 
 
 def replicas_with_rows(leaves: Sequence[Tree], num_replicas: int) -> list[int]:
-    """The replicas of this worker that have all arguments, and rows of some batch, unless no batch says its rows."""
+    """The replicas of this worker that have all arguments, and rows of some batch.
+
+    They need no rows if no batch says its rows.
+    """
     records = [
         leaf.rows
         for leaf in leaves
@@ -342,7 +373,10 @@ def _absent(leaves: Sequence[Tree]) -> set[int]:
 def _parts(
     numbers: Sequence[float], takes_part: Sequence[bool], otherwise: Sequence[float]
 ) -> list[float]:
-    """Which part of the sum each number of a replica that takes part is. If all are 0, `otherwise` are the numbers."""
+    """Which part of the sum each number of a replica that takes part is.
+
+    If all are 0, `otherwise` are the numbers.
+    """
     counted = [
         number if takes else 0.0
         for number, takes in zip(numbers, takes_part, strict=True)
@@ -359,7 +393,10 @@ def _parts(
 def _shares(
     rows: Sequence[float] | None, given: Sequence[float] | None, num_replicas: int
 ) -> Sequence[float]:
-    """How much each replica of this worker counts, if it takes part: as the user has said, or as it has rows."""
+    """How much each replica of this worker counts, if it takes part.
+
+    It counts as the user has said, or as it has rows.
+    """
     if given is None:
         return [1.0] * num_replicas if rows is None else rows
     if len(given) != num_replicas:
@@ -377,7 +414,10 @@ class _Told(NamedTuple):
 
 
 class _OfWorker(NamedTuple):
-    """What a worker tells the others when a run begins. Every run sends it, so the bytes are few and quickly made."""
+    """What a worker tells the others when a run begins.
+
+    Every run sends it, so the bytes are few and quickly made.
+    """
 
     replicas: list[_Told]
     has_news: bool
@@ -410,7 +450,10 @@ def _rows(
     reduction: ReduceOp,
     given: Sequence[float] | None,
 ) -> tuple[int, ...] | None:
-    """How many rows each replica has, if the arguments say so, and it is known how much each counts."""
+    """How many rows each replica has, if the arguments say so.
+
+    It has to be known how much each counts, too.
+    """
     known = [
         leaf.rows
         for leaf in leaves
@@ -422,13 +465,20 @@ def _rows(
     for r, rows in enumerate(zip(*records, strict=True)):
         has_some = any(rows) and not all(rows)
         if has_some and not options.run_empty_replicas:
-            told = f" Replica {r} has rows of one and none of another, and would lose them if it sat the step out."
+            told = (
+                f" Replica {r} has rows of one and none of another, and would lose "
+                "them if it sat the step out."
+            )
             raise unequal_arguments_error(records, told)
         if given is not None and any(rows) and tuple(given[r : r + 1]) == (0,):
-            told = f" RunOptions(examples={tuple(given)}) drops the gradient of replica {r}, and so its rows."
+            told = (
+                f" RunOptions(examples={tuple(given)}) drops the gradient of replica "
+                f"{r}, and so its rows."
+            )
             raise unequal_arguments_error(records, told)
     has_shares = given is not None or reduction is ReduceOp.SUM
     if not has_shares:
         raise unequal_arguments_error(records)
-    # The weights do not depend on these numbers: a replica takes part if any of the arguments has rows for it.
+    # The weights do not depend on these numbers: a replica takes part if any of the
+    # arguments has rows for it.
     return tuple(map(max, zip(*records, strict=True)))

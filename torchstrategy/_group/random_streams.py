@@ -1,8 +1,9 @@
 """The random numbers of each replica.
 
-Replica 0 draws from the caller's generators. Every other replica draws from a stream of its own, so that no two
-replicas draw the same dropout mask. torch's default generators belong to the process, not to a thread. So the library
-sets their state to that of a replica's stream before the replica goes on.
+Replica 0 draws from the caller's generators. Every other replica draws from a stream of
+its own, so that no two replicas draw the same dropout mask. torch's default generators
+belong to the process, not to a thread. So the library sets their state to that of a
+replica's stream before the replica goes on.
 """
 
 from __future__ import annotations
@@ -20,31 +21,40 @@ from torchstrategy._base.devices import device_count
 from torchstrategy._base.types import Device, GeneratorLike
 
 
-# Note [Random streams of replicas]
-# Replica 0 draws from the caller's generators, so that a strategy of one replica draws what plain PyTorch draws.
-# Replica i > 0 draws from a stream whose seed is made, at each run, of the state of the caller's generators, of i, and
-# of the depth of nested runs. Nothing is kept between runs: torch's random state is all that a checkpoint has to save.
-# Only the caller's thread may exchange the state of a generator, and only while all replicas that draw from it stand
-# still. So it does this before it wakes a replica, also before it wakes one to stop it.
-# At a synchronization point the generators have the caller's streams, since `combine` acts for the caller. When the run
-# is over, the caller's generators go on where replica 0 stopped, as after a plain step. If replica 0 drew nothing and
-# another replica did, the caller's generator moves on by one number: otherwise the next run would make the same seeds,
-# and the other replica would draw the same numbers again.
-# If replicas may run at the same time, they share the one generator of the CPU, and draw from it as they come. This is
-# so, too, in a run in which a `Watch` has them take turns, since whether it does depends on what earlier runs wrote.
+# Note [Random streams of replicas] Replica 0 draws from the caller's generators, so
+# that a strategy of one replica draws what plain PyTorch draws. Replica i > 0 draws
+# from a stream whose seed is made, at each run, of the state of the caller's
+# generators, of i, and of the depth of nested runs. Nothing is kept between runs:
+# torch's random state is all that a checkpoint has to save. Only the caller's thread
+# may exchange the state of a generator, and only while all replicas that draw from it
+# stand still. So it does this before it wakes a replica, also before it wakes one to
+# stop it. At a synchronization point the generators have the caller's streams, since
+# `combine` acts for the caller. When the run is over, the caller's generators go on
+# where replica 0 stopped, as after a plain step. If replica 0 drew nothing and another
+# replica did, the caller's generator moves on by one number: otherwise the next run
+# would make the same seeds, and the other replica would draw the same numbers again.
+# If replicas may run at the same time, they share the one generator of the CPU, and
+# draw from it as they come. This is so, too, in a run in which a `Watch` has them take
+# turns, since whether it does depends on what earlier runs wrote.
 @final
 class RandomStreams:
-    """The random streams of the replicas of one run. See Note [Random streams of replicas].
+    """The random streams of the replicas of one run.
 
-    Only the thread that gives the turns may call it, and only while every replica that shares a generator stands still.
+    See Note [Random streams of replicas].
+
+    Only the thread that gives the turns may call it, and only while every replica that
+    shares a generator stands still.
 
     Args:
         devices: The device of each replica.
-        one_at_a_time: Whether no two replicas ever run at the same time. Only then can each replica have a stream of
-            its own on the CPU, which has one generator. Otherwise the replicas draw from this generator as they come,
-            and have streams of their own only on accelerators.
-        depth: How many runs this one is nested in. Its replicas must not draw the numbers of the replicas around them.
-        first: How many replicas other processes have before these. See Note [Random streams of workers].
+        one_at_a_time: Whether no two replicas ever run at the same time. Only then can
+            each replica have a stream of its own on the CPU, which has one generator.
+            Otherwise the replicas draw from this generator as they come, and have
+            streams of their own only on accelerators.
+        depth: How many runs this one is nested in. Its replicas must not draw the
+            numbers of the replicas around them.
+        first: How many replicas other processes have before these. See Note [Random
+            streams of workers].
     """
 
     def __init__(
@@ -59,15 +69,12 @@ class RandomStreams:
         }
         self._first = first
         self._generators = [of_device[device] for device in devices]
-        self._holders: dict[
-            GeneratorLike, int
-        ] = {}  # the replica whose stream a generator has; 0 if not in here
-        self._begun: dict[
-            tuple[GeneratorLike, int], torch.Tensor
-        ] = {}  # the state at which a stream began
-        self._paused: dict[
-            tuple[GeneratorLike, int], torch.Tensor
-        ] = {}  # the state at which a stream was left
+        # The replica whose stream a generator has; 0 if not in here.
+        self._holders: dict[GeneratorLike, int] = {}
+        # The state at which a stream began.
+        self._begun: dict[tuple[GeneratorLike, int], torch.Tensor] = {}
+        # The state at which a stream was left.
+        self._paused: dict[tuple[GeneratorLike, int], torch.Tensor] = {}
         self._callers = {
             generator: generator.get_state()
             for generator in generators_of(devices[0], with_cpu=True)
@@ -84,12 +91,14 @@ class RandomStreams:
             self._lend(generator, self._first + replica)
 
     def put_callers_in_force(self) -> None:
-        """Sets all generators to the caller's streams, as they are where no replica runs."""
+        """Sets all generators to the caller's streams, as outside of replicas."""
         for generator in list(self._holders):
             self._lend(generator, 0)
 
     def give_back(self) -> bool:
-        """Sets the caller's generators to where replica 0 stopped, or beyond. Called when the run is over.
+        """Sets the caller's generators to where replica 0 stopped, or beyond.
+
+        Called when the run is over.
 
         Returns whether another replica has drawn.
         """
@@ -103,9 +112,8 @@ class RandomStreams:
             for generator, state in self._callers.items()
         )
         leads = not self._first  # replica 0 of all is in this process
-        if (
-            has_drawn and leads and all(as_they_were)
-        ):  # they are compared only if need be
+        # They are compared only if need be.
+        if has_drawn and leads and all(as_they_were):
             torch.empty((), dtype=torch.int64, device="cpu").random_(
                 generator=torch.default_generator
             )
@@ -123,17 +131,19 @@ class RandomStreams:
             digest = hashlib.blake2b(
                 self._origin, digest_size=8, salt=replica.to_bytes(8, "little")
             ).digest()
-            generator.manual_seed(
-                int.from_bytes(digest, "little") >> 1
-            )  # a seed is a signed 64-bit number
+            # A seed is a signed 64-bit number.
+            generator.manual_seed(int.from_bytes(digest, "little") >> 1)
             self._begun[generator, replica] = generator.get_state()
         self._holders[generator] = replica
 
 
 def generators_of(device: Device, with_cpu: bool) -> list[GeneratorLike]:
-    """The default generator of a device, if it is an accelerator; and before it, if asked, that of the CPU.
+    """The default generator of a device, if it is an accelerator.
 
-    If torch does not let anybody read the state of an accelerator's generator, replicas draw from it as they come.
+    That of the CPU comes before it, if asked for.
+
+    If torch does not let anybody read the state of an accelerator's generator, replicas
+    draw from it as they come.
     """
     generators: list[GeneratorLike] = [torch.default_generator] if with_cpu else []
     if is_accelerator(device):
@@ -149,7 +159,10 @@ def generators_of(device: Device, with_cpu: bool) -> list[GeneratorLike]:
 @final
 @dataclass(frozen=True)
 class _GeneratorOf:
-    """The default generator of a device whose module only has functions for it, as `torch.mps` has."""
+    """The default generator of a device whose module has only functions for it.
+
+    `torch.mps` is such a module.
+    """
 
     device: Device
 
@@ -178,5 +191,8 @@ class _GeneratorOf:
 
     @property
     def _is_the_only_one(self) -> bool:
-        """Whether there is no other device of its type. Then the functions need not take a device."""
+        """Whether there is no other device of its type.
+
+        Then the functions need not take a device.
+        """
         return device_count(self.device.type) == 1

@@ -1,4 +1,7 @@
-"""The arithmetic of `Strategy.reduce` and `Strategy.gather`, which values fit together, and sums of sparse tensors."""
+"""The arithmetic of `Strategy.reduce` and `Strategy.gather`.
+
+Which values fit together, and how sparse tensors are added up.
+"""
 
 from __future__ import annotations
 
@@ -28,12 +31,13 @@ def as_tensor(value: Tree) -> torch.Tensor:
     except (TypeError, ValueError, RuntimeError):
         kind = ValueError if value is None else TypeError
         raise kind(
-            f"Only tensors, arrays and numbers can be combined across replicas; got {value!r}."
+            "Only tensors, arrays and numbers can be combined across replicas; got "
+            f"{value!r}."
         ) from None
 
 
 def check_addable(tensors: Sequence[torch.Tensor]) -> None:
-    """Raises an error for tensors that could be added only with broadcasting or a conversion.
+    """Raises an error for tensors whose sum needs broadcasting or a conversion.
 
     Raises:
         ValueError: If their shapes or dtypes differ.
@@ -42,8 +46,9 @@ def check_addable(tensors: Sequence[torch.Tensor]) -> None:
     for tensor in tensors[1:]:
         if tensor.shape != first.shape or tensor.dtype != first.dtype:
             raise ValueError(
-                f"The replicas' values cannot be added: {_describe(tensors)}. They must be of one shape and dtype; "
-                "with `axis=0`, Strategy.reduce also reduces each replica's rows, whose numbers may differ."
+                f"The replicas' values cannot be added: {_describe(tensors)}. They "
+                "must be of one shape and dtype; with `axis=0`, Strategy.reduce also "
+                "reduces each replica's rows, whose numbers may differ."
             )
 
 
@@ -63,17 +68,20 @@ def check_gatherable(tensors: Sequence[torch.Tensor], axis: int) -> None:
     """Raises an error for tensors that cannot be concatenated along `axis`.
 
     Raises:
-        ValueError: If the values are scalars, or differ in rank, dtype or another dimension; or have no such axis.
+        ValueError: If the values are scalars, or differ in rank, dtype or another
+            dimension; or have no such axis.
     """
     first = tensors[0]
     if first.dim() == 0:
         raise ValueError(
-            "Scalars cannot be gathered: they have no axis. Use unsqueeze(0) in the step, and gather along 0; or write "
+            "Scalars cannot be gathered: they have no axis. Use unsqueeze(0) in the "
+            "step, and gather along 0; or write "
             'strategy.reduce("mean", value, axis=None) for one number.'
         )
     if not -first.dim() <= axis < first.dim():
         raise ValueError(
-            f"There is no axis {axis} to gather along: the values have {first.dim()} dimensions."
+            f"There is no axis {axis} to gather along: the values have {first.dim()} "
+            "dimensions."
         )
     others = [
         dimension for dimension in range(first.dim()) if dimension != axis % first.dim()
@@ -82,8 +90,8 @@ def check_gatherable(tensors: Sequence[torch.Tensor], axis: int) -> None:
         fits = tensor.dim() == first.dim() and tensor.dtype == first.dtype
         if not fits or any(tensor.shape[i] != first.shape[i] for i in others):
             raise ValueError(
-                f"The replicas' values cannot be gathered along axis {axis}: {_describe(tensors)}. They may differ "
-                "only in the size of that axis."
+                f"The replicas' values cannot be gathered along axis {axis}: "
+                f"{_describe(tensors)}. They may differ only in the size of that axis."
             )
 
 
@@ -103,13 +111,15 @@ def reduce_values(
 ) -> torch.Tensor:
     """The sum or mean of the values of all workers, on `device`.
 
-    With an axis, along which the sizes of values may differ, each value is summed along the axis, and then the sums are
-    added. The mean divides by the total size along the axis: it is the mean over all rows.
+    With an axis, along which the sizes of values may differ, each value is summed along
+    the axis, and then the sums are added. The mean divides by the total size along the
+    axis: it is the mean over all rows.
 
     Args:
         op: The reduction.
         axis: The axis, or several. None: the values are added as they are.
-        values: The values of this worker; or one value that only tells the shape and dtype of what others bring.
+        values: The values of this worker; or one value that only tells the shape and
+            dtype of what others bring.
         device: The device of the result.
         workers: The processes that have values.
         matter: Whether the values of this worker count.
@@ -134,7 +144,9 @@ def reduce_values(
 
 
 def sum_along(value: Tree, axis: int | tuple[int, ...]) -> tuple[torch.Tensor, int]:
-    """The sum of one value along one axis or several axes, and how many rows were added for each of its elements.
+    """The sum of one value along axes, and how many rows were added up.
+
+    It counts rows for each element of the sum. There may be one axis.
 
     Raises:
         ValueError: If there is no such axis.
@@ -147,16 +159,22 @@ def sum_along(value: Tree, axis: int | tuple[int, ...]) -> tuple[torch.Tensor, i
         )
     for a in axes:
         if not -tensor.dim() <= a < tensor.dim():
-            text = f"There is no axis {a} to reduce along: a value has the shape {tuple(tensor.shape)}."
+            text = (
+                f"There is no axis {a} to reduce along: a value has the shape "
+                f"{tuple(tensor.shape)}."
+            )
             if not tensor.dim():
                 text += (
-                    " Each replica has one number, so write axis=None. If it is a mean over the replica's rows, write "
-                    'reduce("mean", value, axis=None, weights=batch), where batch is what the step was called with.'
+                    " Each replica has one number, so write axis=None. If it is a mean "
+                    "over the replica's rows, write "
+                    'reduce("mean", value, axis=None, weights=batch), where batch is '
+                    "what the step was called with."
                 )
             raise ValueError(text)
     if len({a % tensor.dim() for a in axes}) < len(axes):
         raise ValueError(
-            f"axis={axis!r} names a dimension twice: a value has the shape {tuple(tensor.shape)}."
+            f"axis={axis!r} names a dimension twice: a value has the shape "
+            f"{tuple(tensor.shape)}."
         )
     total = tensor.sum(
         dim=axes, dtype=None if tensor.dtype == torch.bool else tensor.dtype
@@ -171,10 +189,13 @@ def gather_values(
     workers: Workers = LONE,
     matter: bool = True,
 ) -> torch.Tensor:
-    """The values of all workers, concatenated along `axis`, on `device`. The arguments are as for `reduce_values`.
+    """The values of all workers, concatenated along `axis`, on `device`.
+
+    The arguments are as for `reduce_values`.
 
     Raises:
-        ValueError: If they are scalars, there is no such axis, or they differ elsewhere than along it.
+        ValueError: If they are scalars, there is no such axis, or they differ elsewhere
+            than along it.
     """
     tensors = [as_tensor(value) for value in values]
     check_gatherable(tensors, axis)
@@ -190,7 +211,7 @@ def gather_values(
 def sum_of_sparse(
     workers: Workers, own: torch.Tensor | None, parameter: torch.Tensor, name: str
 ) -> torch.Tensor:
-    """The sum of the workers' weighted gradients of a parameter, all of which are sparse.
+    """The sum of the workers' weighted gradients of a parameter, which are all sparse.
 
     Args:
         workers: The processes that train together.

@@ -1,12 +1,14 @@
 """Copies and sums between devices: the only caller of `torch.nn.parallel` and of NCCL.
 
-The primitives of `torch.nn.parallel` move many tensors in few transfers, but only between CUDA devices that are all
-different. For all other devices, the CPU included, plain copies do the same.
+The primitives of `torch.nn.parallel` move many tensors in few transfers, but only
+between CUDA devices that are all different. For all other devices, the CPU included,
+plain copies do the same.
 
-Many small tensors are sent as a few large ones, the buckets. They are flattened, put one after the other and cut into
-buckets; after the transfer they are taken apart again. A *column* has the tensors of one shape that the replicas have
-of one value, a tensor for each replica. Columns of one dtype and on the same devices share buckets; a sparse or empty
-tensor is sent as it is.
+Many small tensors are sent as a few large ones, the buckets. They are flattened, put
+one after the other and cut into buckets; after the transfer they are taken apart again.
+A *column* has the tensors of one shape that the replicas have of one value, a tensor
+for each replica. Columns of one dtype and on the same devices share buckets; a sparse
+or empty tensor is sent as it is.
 """
 
 from __future__ import annotations
@@ -35,39 +37,45 @@ from torchstrategy._group.native_dtypes import (
     is_sent_as_it_is,
 )
 
-_KNOWN = frozenset(
-    {"cuda"}
-)  # the types of devices that NCCL and the primitives support
-_SMALL = (
-    1 << 18
-)  # bytes: tensors up to this size are sent together, since larger ones fill the bus alone
-_TOGETHER = (
-    1 << 24
-)  # bytes that are sent together: for a while, both devices need as much extra memory
+# The types of devices that NCCL and the primitives support.
+_KNOWN = frozenset({"cuda"})
+# Bytes: tensors up to this size are sent together, since larger ones fill the bus
+# alone.
+_SMALL = 1 << 18
+# Bytes that are sent together: for a while, both devices need as much extra memory.
+_TOGETHER = 1 << 24
 
 
 def detached_copy(tensor: torch.Tensor, device: Device) -> torch.Tensor:
-    """A copy on a device; it never shares memory with the original, and no gradient flows through it."""
+    """A copy on a device.
+
+    It never shares memory with the original, and no gradient flows through it.
+    """
     return tensor.detach().to(memory_device(device), copy=True)
 
 
 class Write(NamedTuple):
-    """Values to write on tensors of one device. Several writes that have the same sources are sent together."""
+    """Values to write on tensors of one device.
+
+    Several writes that have the same sources are sent together.
+    """
 
     targets: list[torch.Tensor]
-    sources: list[
-        torch.Tensor
-    ]  # all on one device, which may be another one than that of the targets
+    # All on one device, which may be another one than that of the targets.
+    sources: list[torch.Tensor]
 
 
 def write(writes: Sequence[Write]) -> list[torch.Event]:
-    """Does all `writes` in few transfers, in which small tensors are sent together. No gradient flows.
+    """Does all `writes` in few transfers, in which small tensors are sent together.
 
-    Transfers to an accelerator are on its copy stream, so that transfers to several devices overlap.
+    No gradient flows.
+
+    Transfers to an accelerator are on its copy stream, so that transfers to several
+    devices overlap.
 
     Returns:
-        The ends of transfers from the CPU. Until then, sources in pinned memory may still be read: the caller waits
-        before anybody may write them.
+        The ends of transfers from the CPU. Until then, sources in pinned memory may
+        still be read: the caller waits before anybody may write them.
     """
     writes = [write for write in writes if write.targets]
     if _is_broadcast(writes):
@@ -79,14 +87,17 @@ def write(writes: Sequence[Write]) -> list[torch.Event]:
             torch_internals.foreach_copy_(targets, sources)
             continue
         with _copying_to(device):
-            # The program waits for the small ones, which come from memory that is not pinned. So they go first.
+            # The program waits for the small ones, which come from memory that is not
+            # pinned. So they go first.
             for group in sorted(_plan_transfers(sources), key=len, reverse=True):
                 there = [targets[index] for index in group]
                 if len(group) > 1:
                     torch_internals.foreach_copy_(
                         there, copy_to([sources[index] for index in group], device)
                     )
-                else:  # a large tensor is copied without a temporary tensor on the target device
+                else:
+                    # A large tensor is copied without a temporary tensor on the target
+                    # device.
                     there[0].copy_(
                         sources[group[0]], non_blocking=copies_by_itself(device)
                     )
@@ -101,14 +112,13 @@ def write(writes: Sequence[Write]) -> list[torch.Event]:
 def _broadcast(writes: Sequence[Write]) -> None:
     """Writes tensors of one CUDA device on those of several others.
 
-    Small tensors are sent together and large ones into the targets themselves, so that no device needs memory for all
-    values twice.
+    Small tensors are sent together and large ones into the targets themselves, so that
+    no device needs memory for all values twice.
     """
     for group in _plan_transfers(writes[0].sources):
         sources = [writes[0].sources[index] for index in group]
-        targets = [
-            [write.targets[index] for index in group] for write in writes
-        ]  # a list for each device
+        # A list for each device.
+        targets = [[write.targets[index] for index in group] for write in writes]
         if len(group) == 1:
             single = [tensors[0] for tensors in targets]
             if all(map(is_sent_as_it_is, [sources[0], *single])):
@@ -130,9 +140,12 @@ def _broadcast(writes: Sequence[Write]) -> None:
 
 
 def copy_to(tensors: Sequence[torch.Tensor], device: Device) -> list[torch.Tensor]:
-    """Tensors of one device, on `device`; not copied if they are there. Small ones go together, and share memory.
+    """Tensors of one device, on `device`; not copied if they are there.
 
-    From an accelerator to the CPU, large ones come into pinned memory: see Note [Gradients that leave early].
+    Small ones go together, and share memory.
+
+    From an accelerator to the CPU, large ones come into pinned memory: see Note
+    [Gradients that leave early].
     """
     if not tensors or tensors[0].device == device:
         return list(tensors)
@@ -163,7 +176,10 @@ def copy_to(tensors: Sequence[torch.Tensor], device: Device) -> list[torch.Tenso
 
 
 def sum_on(tensors: Sequence[torch.Tensor], device: Device) -> torch.Tensor:
-    """The sum of tensors of one shape on any devices, as a new tensor on `device`. Differentiable."""
+    """The sum of tensors of one shape on any devices, as a new tensor on `device`.
+
+    Differentiable.
+    """
     target = memory_device(device)
     if _are_added_by_primitives(tensors) and not _any_requires_grad(tensors):
         # `reduce_add` can only sum on a device that has one of the tensors.
@@ -190,7 +206,10 @@ def sum_on(tensors: Sequence[torch.Tensor], device: Device) -> torch.Tensor:
 def sum_each_on(
     columns: Sequence[Sequence[torch.Tensor]], device: Device
 ) -> list[torch.Tensor]:
-    """The result of `sum_on` for each of several columns of tensors of one dtype, in fused loops where possible."""
+    """The result of `sum_on` for each column of tensors of one dtype.
+
+    It is made in fused loops where possible.
+    """
     rows = [list(row) for row in zip(*columns, strict=False)]
     if not _are_fusible(columns, rows):
         return [sum_on(column, device) for column in columns]
@@ -206,8 +225,8 @@ def _are_fusible(
 ) -> bool:
     """Whether fused loops can add the columns, and are the best way.
 
-    Every column must have several dense tensors, and every row must be on one device. The primitives, where they work,
-    are better.
+    Every column must have several dense tensors, and every row must be on one device.
+    The primitives, where they work, are better.
     """
     if len(rows) < 2 or any(len(column) != len(rows) for column in columns):
         return False
@@ -224,14 +243,22 @@ def _are_fusible(
 def why_not_nccl(devices: Sequence[Device]) -> str | None:
     """Why NCCL cannot sum tensors on these devices; None if it can."""
     if not all(device.type in _KNOWN for device in devices):
-        return f"NCCL joins CUDA devices only, and these are {', '.join(map(str, devices))}"
+        return (
+            "NCCL joins CUDA devices only, and these are "
+            f"{', '.join(map(str, devices))}"
+        )
     if len(set(devices)) < len(devices):
-        return f"NCCL joins devices that are all different, and these are {', '.join(map(str, devices))}"
+        return (
+            "NCCL joins devices that are all different, and these are "
+            f"{', '.join(map(str, devices))}"
+        )
     return None if torch_internals.HAS_NCCL else "this build of torch has no NCCL"
 
 
 def sum_by_nccl(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The sum of tensors of one shape, on the device of each of them. No gradient flows.
+    """The sum of tensors of one shape, on the device of each of them.
+
+    No gradient flows.
 
     Args:
         tensors: Dense tensors on devices between which NCCL can send.
@@ -247,24 +274,32 @@ def sum_by_nccl(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 def concatenate_on(
     tensors: Sequence[torch.Tensor], axis: int, device: Device
 ) -> torch.Tensor:
-    """Tensors on any devices, concatenated along `axis`, on `device`. Differentiable."""
+    """Tensors on any devices, concatenated along `axis`, on `device`.
+
+    Differentiable.
+    """
     return torch.cat([tensor.to(memory_device(device)) for tensor in tensors], dim=axis)
 
 
 def _plan_transfers(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
-    """Which tensors are sent together, by position: small ones of one device and dtype, up to a total size."""
+    """Which tensors are sent together, by position.
+
+    These are small ones of one device and dtype, up to a total size.
+    """
     sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
     kinds: list[Hashable] = []
     for index, tensor in enumerate(tensors):
         is_alone = is_sent_alone(tensor)
-        kinds.append(
-            index if is_alone else (tensor.device, tensor.dtype)
-        )  # nothing else is of the kind `index`
+        # Nothing else is of the kind `index`.
+        kinds.append(index if is_alone else (tensor.device, tensor.dtype))
     return plan_groups(kinds, sizes, _TOGETHER)
 
 
 def is_sent_alone(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is large enough for a transfer of its own, or of a layout that does not go with others."""
+    """Whether a tensor is large enough for a transfer of its own.
+
+    One of a layout that does not go with others is sent alone, too.
+    """
     return (
         tensor.layout is not torch.strided
         or tensor.numel() * tensor.element_size() > _SMALL
@@ -272,7 +307,10 @@ def is_sent_alone(tensor: torch.Tensor) -> bool:
 
 
 def _is_broadcast(writes: Sequence[Write]) -> bool:
-    """Whether the same values go from one CUDA device to several others, for which there is a primitive."""
+    """Whether the same values go from one CUDA device to several others.
+
+    There is a primitive for that.
+    """
     if len(writes) < 2 or len({tuple(map(id, write.sources)) for write in writes}) > 1:
         return False
     return _have_primitives(
@@ -284,7 +322,8 @@ def _is_broadcast(writes: Sequence[Write]) -> bool:
 def _copying_to(device: Device) -> Iterator[None]:
     """A block whose work is on the copy stream of a device.
 
-    The copy stream waits for what the current stream has been given before, and the current stream waits for the work.
+    The copy stream waits for what the current stream has been given before, and the
+    current stream waits for the work.
     """
     if not is_accelerator(device):
         yield
@@ -344,7 +383,9 @@ Column = Sequence[torch.Tensor]
 def combine_in_buckets(
     columns: Sequence[Column], limit: int, combine: Callable[[Column], torch.Tensor]
 ) -> list[torch.Tensor]:
-    """Calls `combine`, which works element by element, on columns in buckets, and returns its result for each column.
+    """Calls `combine` on columns in buckets. Returns its result for each column.
+
+    `combine` works element by element.
 
     A bucket has `limit` bytes at most; 0: `combine` is called on each column by itself.
     """
@@ -364,13 +405,18 @@ def exchange_in_buckets(
     combine: Callable[[Column], Column],
     count: int = 1,
 ) -> list[list[torch.Tensor]]:
-    """The same, for a `combine` that returns several tensors. No two of the results share memory.
+    """The same, for a `combine` that returns several tensors.
+
+    No two of the results share memory.
 
     Args:
         columns: The columns that are sent.
-        limit: How many bytes are put one after the other at most; a larger column is alone. 0: each column is.
-        combine: Called with a bucket: a tensor for each replica. A column that has a bucket of its own is not copied.
-        count: How many buckets of equal size these are cut into; the last one also has the rest.
+        limit: How many bytes are put one after the other at most; a larger column is
+            alone. 0: each column is.
+        combine: Called with a bucket: a tensor for each replica. A column that has a
+            bucket of its own is not copied.
+        count: How many buckets of equal size these are cut into; the last one also has
+            the rest.
     """
     found: dict[int, list[torch.Tensor]] = {}
     kinds = [_kind(column) or index for index, column in enumerate(columns)]
@@ -381,15 +427,15 @@ def exchange_in_buckets(
     ):
         like = [columns[index][0] for index in group]
         total = sum(tensor.numel() for tensor in like)
-        pieces = (
-            count if _kind(columns[group[0]]) and total >= count else 1
-        )  # else they are too small to cut
+        # Else they are too small to cut.
+        pieces = count if _kind(columns[group[0]]) and total >= count else 1
         if len(group) == pieces == 1:
             found[group[0]] = list(combine(columns[group[0]]))
             continue
         size = total // pieces
         sizes = [*[size] * (pieces - 1), total - size * (pieces - 1)]
-        cut_rows = []  # for each replica its tensors one after the other, cut into pieces
+        # For each replica its tensors one after the other, cut into pieces.
+        cut_rows = []
         for row in zip(*(columns[index] for index in group), strict=True):
             cut_rows.append(flatten(row).split(sizes))
         combined = [combine(bucket) for bucket in zip(*cut_rows, strict=True)]
@@ -407,13 +453,16 @@ def exchange_in_buckets(
 def plan_groups(
     kinds: Iterable[Hashable], sizes: Iterable[int], limit: float, over: bool = False
 ) -> list[list[int]]:
-    """Which of several things go together, by position: those of one kind, up to a total size.
+    """Which of several things go together, by position, up to a total size.
+
+    They are of one kind.
 
     Args:
         kinds: The kind of each thing.
         sizes: Its size.
         limit: The total size.
-        over: Whether the last thing of a group may go over the limit. Then no small group is left between large things.
+        over: Whether the last thing of a group may go over the limit. Then no small
+            group is left between large things.
     """
     groups: list[list[int]] = []
     filling: dict[Hashable, list[int]] = {}
@@ -428,7 +477,7 @@ def plan_groups(
 
 
 def _kind(column: Column) -> Hashable:
-    """What columns that share buckets have in common; None for a column that is sent as it is."""
+    """What columns with common buckets share; None for one that is sent as it is."""
     if not column[0].numel() or any(
         tensor.layout is not torch.strided for tensor in column
     ):

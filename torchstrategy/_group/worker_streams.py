@@ -1,4 +1,7 @@
-"""The caller's random generators, which all workers keep in the state that those of worker 0 have."""
+"""The caller's random generators, which all workers keep in one state.
+
+It is the state that those of worker 0 have.
+"""
 
 from __future__ import annotations
 
@@ -12,17 +15,21 @@ from torchstrategy._group.random_streams import generators_of
 from torchstrategy._group.workers import STREAMS, Workers
 
 
-# Note [Random streams of workers]
-# Worker w of R replicas has the replicas w * R to w * R + R - 1 of all, and each draws from the stream of its number:
-# see Note [Random streams of replicas]. All streams are made of the state of the caller's generators. Where these
-# differ, worker 0 sends its own. They are compared when a run begins, wherever gradients are reduced, and when
-# the run ends. So what the caller draws, what an update draws, and what the next run draws is the same in all workers.
-# If a replica of another worker has drawn and replica 0 has not, the caller's generator moves on by one number, as with
-# replicas in one process.
-# A worker with one replica does without these messages: see Note [Random streams of lone replicas].
+# Note [Random streams of workers] Worker w of R replicas has the replicas w * R to w *
+# R + R - 1 of all, and each draws from the stream of its number: see Note [Random
+# streams of replicas]. All streams are made of the state of the caller's generators.
+# Where these differ, worker 0 sends its own. They are compared when a run begins,
+# wherever gradients are reduced, and when the run ends. So what the caller draws, what
+# an update draws, and what the next run draws is the same in all workers. If a replica
+# of another worker has drawn and replica 0 has not, the caller's generator moves on by
+# one number, as with replicas in one process.
+# A worker with one replica does without these messages: see Note [Random streams of
+# lone replicas].
 @final
 class WorkerStreams:
-    """The caller's random generators in one worker. Only the thread that called `run` uses it.
+    """The caller's random generators in one worker.
+
+    Only the thread that called `run` uses it.
 
     Args:
         workers: The processes that train together.
@@ -33,9 +40,8 @@ class WorkerStreams:
         self._workers = workers
         self._device = device
         self._begun = 0
-        self.has_drawn = (
-            False  # whether a replica other than replica 0 of all has drawn in this run
-        )
+        # Whether a replica other than replica 0 of all has drawn in this run.
+        self.has_drawn = False
 
     def begin(self) -> None:
         """A run begins, with an exchange after which `settle` is called."""
@@ -47,7 +53,10 @@ class WorkerStreams:
         self._workers.mention(STREAMS, (self._mark(), self.has_drawn))
 
     def settle(self) -> None:
-        """Gives the generators the state that those of worker 0 have, if they were found to differ."""
+        """Gives the generators the state of those of worker 0, if they differ.
+
+        They were found to differ then.
+        """
         if STREAMS in self._workers.differing:
             self._workers.differing.discard(STREAMS)
             self._follow()

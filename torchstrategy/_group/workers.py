@@ -1,7 +1,8 @@
 """The processes that train together, as one of them sees the others.
 
-A worker exchanges with the others where its own replicas stand still, on the thread that called `run`. So all workers
-come to the same exchanges in the same order, as all replicas come to the same synchronization points.
+A worker exchanges with the others where its own replicas stand still, on the thread
+that called `run`. So all workers come to the same exchanges in the same order, as all
+replicas come to the same synchronization points.
 """
 
 from __future__ import annotations
@@ -17,10 +18,12 @@ from torchstrategy._group.transfer import plan_groups
 
 
 class WorkerError(RuntimeError):
-    """Another worker failed, is gone, hangs, or went another way. The message names it, and what it raised.
+    """Another worker failed, is gone, hangs, or went another way.
 
-    You cannot use the strategy any more, since its workers are out of sync. Start them again from the last
-    checkpoint.
+    The message names it, and what it raised.
+
+    You cannot use the strategy any more, since its workers are out of sync. Start them
+    again from the last checkpoint.
 
     Example:
         >>> issubclass(torchstrategy.WorkerError, RuntimeError)
@@ -31,26 +34,31 @@ class WorkerError(RuntimeError):
 
 
 class Workers:
-    """The processes that train together. This class is for a process that trains by itself: it asks nobody.
+    """The processes that train together.
 
-    A subclass for several processes overrides every method. Every exchange has a name, which is the same in all
-    workers. Beside it, the workers compare at which synchronization point they are.
+    This class is for a process that trains by itself: it asks nobody.
+
+    A subclass for several processes overrides every method. Every exchange has a name,
+    which is the same in all workers. Beside it, the workers compare at which
+    synchronization point they are.
 
     Args:
         count: How many processes there are.
         index: Which of them this is.
 
     Attributes:
-        is_asked_to_leave: Whether this process will be ended soon. It is told when the next run begins.
+        is_asked_to_leave: Whether this process will be ended soon. It is told when the
+            next run begins.
         all_leave: Whether this was so in any process when the newest run began.
-        watches_leaving: Whether somebody asks for `all_leave` after each run, in all processes.
-        differing: What was mentioned and was not alike in all workers. Whoever looks at it takes it out.
+        watches_leaving: Whether somebody asks for `all_leave` after each run, in all
+            processes.
+        differing: What was mentioned and was not alike in all workers. Whoever looks at
+            it takes it out.
         num_exchanges: How many exchanges have begun with a message.
     """
 
-    can_overlap = (
-        True  # whether `begin_all_reduce` returns before all workers have called it
-    )
+    # Whether `begin_all_reduce` returns before all workers have called it.
+    can_overlap = True
 
     def __init__(self, count: int = 1, index: int = 0) -> None:
         self.count = count
@@ -62,24 +70,34 @@ class Workers:
         self.num_exchanges = 0
 
     def begin_run(self) -> None:
-        """Counts a run: workers that are in different runs are told so at their next exchange."""
+        """Counts a run.
+
+        Workers that are in different runs are told so at their next exchange.
+        """
 
     @final
     def begin_step(self) -> None:
-        """Says that what this worker raises from here on is an error of the step, and not a refusal of the run."""
+        """Says that what this worker raises from here on is an error of the step.
+
+        It is no refusal of the run.
+        """
         self.num_exchanges += 1
 
     def arrive(self, point: str) -> None:
-        """Says at which synchronization point the replicas of this worker are, as the user would write it."""
+        """Says at which synchronization point the replicas of this worker are.
+
+        It says so as the user would write it.
+        """
 
     @final
     def compare(self, what: str, value: object) -> None:
-        """Notes a value that must be alike in all workers: the next exchange fails if it is not.
+        """Notes a value that must be alike in all workers, or the next exchange fails.
 
         Args:
             what: What to call the value in a message.
-            value: Numbers, texts and tensors, or containers of them. Of anything else only the type is compared. A list
-                must not be written later: the same list counts as the same value.
+            value: Numbers, texts and tensors, or containers of them. Of anything else
+                only the type is compared. A list must not be written later: the same
+                list counts as the same value.
         """
         self.compare_all([(what, value)])
 
@@ -87,7 +105,9 @@ class Workers:
         """The same for several values, each with what to call it."""
 
     def mention(self, what: str, value: object) -> None:
-        """Notes a value that need not be alike: the next exchange finds out, and adds to `differing` what differs.
+        """Notes a value that need not be alike.
+
+        The next exchange finds out, and adds to `differing` what differs.
 
         Args:
             what: One of `MENTIONED`.
@@ -95,7 +115,9 @@ class Workers:
         """
 
     def place(self, name: str) -> int:
-        """32 bits of where this worker is and of what has to be alike, for the exchange of this name.
+        """32 bits of where this worker is, for the exchange of this name.
+
+        They also tell what has to be alike.
 
         Whoever sends them and finds them alike in all workers calls `take_compared`.
         """
@@ -118,22 +140,28 @@ class Workers:
         Args:
             tensors: The tensors of this worker.
             name: The name of the exchange.
-            agreed: Whether the exchange before this one has shown that all workers come here next, with tensors of the
-                same shapes and dtypes.
+            agreed: Whether the exchange before this one has shown that all workers come
+                here next, with tensors of the same shapes and dtypes.
         """
         return list(tensors)
 
     def begin_all_reduce(self, flat: torch.Tensor, name: str) -> Callable[[], None]:
-        """Begins to make a tensor the sum of the workers' tensors, and returns a function that waits for the end.
+        """Begins to make a tensor the sum of the workers' tensors.
 
-        No message comes before it: the workers must know that all come to it in the same order, or fail.
+        Returns a function that waits for the end.
+
+        No message comes before it: the workers must know that all come to it in the
+        same order, or fail.
         """
         return lambda: None
 
     def all_gather(
         self, tensor: torch.Tensor, axis: int, name: str
     ) -> list[torch.Tensor]:
-        """The tensors of all workers, in their order. They may differ in the length of `axis`."""
+        """The tensors of all workers, in their order.
+
+        They may differ in the length of `axis`.
+        """
         return [tensor]
 
     def all_gather_bytes(self, data: bytes, name: str) -> list[bytes]:
@@ -141,11 +169,16 @@ class Workers:
         return [data]
 
     def all_gather_alike(self, data: bytes, name: str) -> list[bytes]:
-        """The bytes of all workers, in their order. Mostly they are the same, and then only a digest is sent."""
+        """The bytes of all workers, in their order.
+
+        Mostly they are the same, and then only a digest is sent.
+        """
         return [data]
 
     def all_gather_object(self, value: Any, name: str) -> list[Any]:
-        """The values of all workers, in their order: what `wire` can send. Tensors arrive on the CPU.
+        """The values of all workers, in their order: what `wire` can send.
+
+        Tensors arrive on the CPU.
 
         Raises:
             TypeError: In all workers, if one of them has a value that cannot be sent.
@@ -165,11 +198,14 @@ class Workers:
             tensors: The tensors of this worker.
             source: The number of a worker.
             name: The name of the exchange.
-            are_alike: Whether all workers have just compared shapes and dtypes, at the same exchange. Else they do now.
+            are_alike: Whether all workers have just compared shapes and dtypes, at the
+                same exchange. Else they do now.
         """
 
     def refuse(self, error: Exception, name: str) -> None:
-        """Comes to an exchange without what the others wait for there: they raise an error, too, and all can go on.
+        """Comes to an exchange without what the others wait for there.
+
+        They raise an error, too, and all can go on.
 
         Args:
             error: Why. The caller raises it.
@@ -177,10 +213,15 @@ class Workers:
         """
 
     def tell_failure(self, error: BaseException) -> None:
-        """Tells the other workers that this one leaves by an exception, unless they have it, too."""
+        """Tells the other workers that this one leaves by an exception.
+
+        It does unless they have it, too.
+        """
 
     def explain_lost_worker(self, error: RuntimeError) -> RuntimeError:
-        """The error that names a lost worker, if an operation that somebody else has begun failed because of it.
+        """The error that names a lost worker, if an operation failed because of it.
+
+        Somebody else has begun the operation.
 
         Else the error itself.
         """
@@ -188,21 +229,27 @@ class Workers:
 
     @final
     def note_of_all(self, error: BaseException) -> None:
-        """Says of an error that all workers raise one at this exchange, so that they can go on together."""
+        """Says of an error that all workers raise one at this exchange.
+
+        So they can go on together.
+        """
         _note(error, _OF_ALL, self.num_exchanges)
 
     @final
     def is_of_all(self, error: BaseException) -> bool:
-        """Whether all workers have raised an error at the newest exchange, this one among them."""
+        """Whether all workers, this one too, raised an error at the newest exchange."""
         return getattr(error, _OF_ALL, None) == self.num_exchanges
 
     @final
     @contextmanager
     def exchanging(self, name: str, is_run: bool = False) -> Iterator[None]:
-        """A block in which this worker comes to exchanges with the others: if it fails here, they are told why.
+        """A block in which this worker comes to exchanges with the others.
 
-        What it refuses before an exchange is refused by all of them, and they go on together. In a run, this is what
-        stands in a block of `refusing`, and all that is refused before the first exchange.
+        If it fails here, they are told why.
+
+        What it refuses before an exchange is refused by all of them, and they go on
+        together. In a run, this is what stands in a block of `refusing`, and all that
+        is refused before the first exchange.
 
         Args:
             name: What the user calls in the block.
@@ -217,12 +264,13 @@ class Workers:
 
     @final
     def tell_why(self, error: BaseException, name: str, is_early: bool) -> None:
-        """Tells the others why this worker does not come to what they wait for, or leaves.
+        """Tells the others why this worker does not come to an exchange, or leaves.
 
         Args:
             error: What it raises.
             name: What the user has called.
-            is_early: Whether no exchange has begun in this call that this worker could have left halfway.
+            is_early: Whether no exchange has begun in this call that this worker could
+                have left halfway.
         """
         if isinstance(error, (TypeError, ValueError)) and (
             is_early or is_refusal(error)
@@ -245,7 +293,7 @@ LONE = Workers()
 
 @contextmanager
 def refusing() -> Iterator[None]:
-    """A block of a step that checks what a replica brings to an exchange, which begins after it."""
+    """A block of a step that checks what a replica brings to the next exchange."""
     try:
         yield
     except (TypeError, ValueError) as error:
@@ -259,9 +307,8 @@ def is_refusal(error: BaseException) -> bool:
 
 
 def _note(error: BaseException, mark: str, value: object) -> None:
-    with suppress(
-        AttributeError, TypeError
-    ):  # a class of the user's may have no room for it
+    # A class of the user's may have no room for it.
+    with suppress(AttributeError, TypeError):
         setattr(error, mark, value)
 
 
@@ -278,7 +325,10 @@ PACK = 4 * 2**20  # bytes from which on tensors that are sent together are enoug
 
 
 def packs_of(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
-    """The positions of tensors that are sent together: those of one dtype and device, until they have `PACK` bytes."""
+    """The positions of tensors that are sent together, until they have `PACK` bytes.
+
+    They are of one dtype and device.
+    """
     return plan_groups(
         [(tensor.dtype, tensor.device) for tensor in tensors],
         [t.nbytes for t in tensors],

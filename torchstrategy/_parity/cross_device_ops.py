@@ -1,4 +1,4 @@
-"""Ways of reducing and broadcasting across devices: on one device, or on all devices at once.
+"""Ways to reduce and broadcast across devices: on one device, or on all at once.
 
 The latter is done by NCCL, or by copies within and between two groups of devices.
 """
@@ -42,7 +42,8 @@ from torchstrategy._parity.options import (
     check_usable,
 )
 
-# A device, a tensor on the device that is meant, or a distributed value: the device of each of its components.
+# A device, a tensor on the device that is meant, or a distributed value: the device of
+# each of its components.
 Destinations: TypeAlias = "str | Device | torch.Tensor | DistributedValues"
 
 # How values are reduced: on one device, or among several, on which the sum is then.
@@ -57,40 +58,51 @@ def devices_of(where: Destinations) -> list[Device]:
     """The devices of destinations, as tensors report them.
 
     Raises:
-        ValueError: If it is nothing that is on a device and names none; if there is no such device, or a component is
-            on none.
+        ValueError: If it is nothing that is on a device and names none; if there is no
+            such device, or a component is on none.
     """
     if isinstance(where, DistributedValues):
         for component in where.values:
             if not isinstance(component, torch.Tensor):
                 raise ValueError(
-                    f"destinations has a component {component!r}, which is no tensor and on no device."
+                    f"destinations has a component {component!r}, which is no tensor "
+                    "and on no device."
                 )
         return [component.device for component in where.values]
     if isinstance(where, torch.Tensor):
         return [where.device]
     if not isinstance(where, (str, torch.device)) or where == "":
         raise ValueError(
-            "destinations says where the result goes: a device such as 'cuda:0', a tensor, whose device is meant, or a "
-            f"distributed value, for a copy on the device of each component; got {where!r}."
+            "destinations says where the result goes: a device such as 'cuda:0', a "
+            "tensor, whose device is meant, or a distributed value, for a copy on the "
+            f"device of each component; got {where!r}."
         )
     return [memory_device(canonical_device(where))]
 
 
 def devices_of_each(pairs: Sequence[Pair]) -> list[list[Device]]:
-    """`devices_of` the destinations of each pair. Many pairs mostly share one destination, which is read once."""
+    """`devices_of` the destinations of each pair.
+
+    Many pairs mostly share one destination, which is read once.
+    """
     known = {id(where): where for _, where in pairs}
     devices = {key: devices_of(where) for key, where in known.items()}
     return [devices[id(where)] for _, where in pairs]
 
 
 def deliver(value: torch.Tensor, destinations: Destinations) -> Tree:
-    """`value` on its destinations: a tensor, or a mirrored value if there are several. It may return `value` itself."""
+    """`value` on its destinations: a tensor, or a mirrored value if there are several.
+
+    It may return `value` itself.
+    """
     return wrap_copies(copy_to_each(value, devices_of(destinations)), destinations)
 
 
 def copy_to_each(value: torch.Tensor, devices: Sequence[Device]) -> list[torch.Tensor]:
-    """`value` on each of several devices; on the first, `value` itself if it is there. Nobody else may write on it."""
+    """`value` on each of several devices; on the first, `value` itself if it is there.
+
+    Nobody else may write on it.
+    """
     return [value.to(device, copy=i > 0) for i, device in enumerate(devices)]
 
 
@@ -111,16 +123,23 @@ def wrap_copies(copies: list[torch.Tensor], destinations: Destinations) -> Tree:
 
 
 class CrossDeviceOps:
-    """Reduces values of several devices to one, and copies it back to them. Users may derive classes from it.
+    """Reduces values of several devices to one, and copies it back to them.
 
-    A subclass implements `reduce_implementation`. It may also implement `batch_reduce_implementation`, if it has a
-    better way for many values than one by one, or for all of them; and `broadcast_implementation`, if it has a better
-    way than copies. The arguments of these methods have been checked.
+    Users may derive classes from it.
+
+    A subclass implements `reduce_implementation`. It may also implement
+    `batch_reduce_implementation`, if it has a better way for many values than one by
+    one, or for all of them; and `broadcast_implementation`, if it has a better way than
+    copies. The arguments of these methods have been checked.
 
     Example:
         >>> class Largest(torchstrategy.CrossDeviceOps):
-        ...     def reduce_implementation(self, reduce_op, per_replica_value, destinations, options):
-        ...         largest = torch.stack([value.cpu() for value in per_replica_value.values]).amax(0)
+        ...     def reduce_implementation(
+        ...         self, reduce_op, per_replica_value, destinations, options
+        ...     ):
+        ...         largest = torch.stack(
+        ...             [value.cpu() for value in per_replica_value.values]
+        ...         ).amax(0)
         ...         return self.broadcast(largest, destinations)
         >>> strategy = torchstrategy.CentralStorageStrategy(["cpu", "cpu"])
         >>> values = strategy.experimental_distribute_values_from_function(
@@ -129,8 +148,8 @@ class CrossDeviceOps:
         >>> Largest().reduce(torchstrategy.ReduceOp.SUM, values, "cpu")
         tensor([1])
 
-    Differs from tf.distribute:
-        `batch_reduce_implementation` need not be overridden. The mean of integers is of torch's default dtype.
+    Differs from tf.distribute: `batch_reduce_implementation` need not be overridden.
+        The mean of integers is of torch's default dtype.
 
     Source: https://www.tensorflow.org/versions/r2.4/api_docs/python/tf/distribute/CrossDeviceOps
     """
@@ -142,15 +161,18 @@ class CrossDeviceOps:
         destinations: Destinations,
         options: CommunicationOptions | None = None,
     ) -> Tree:
-        """The sum or mean of the components of a value, on its destinations. It does not change the value.
+        """The sum or mean of the components of a value, on its destinations.
+
+        It does not change the value.
 
         With the value itself as destinations, this is an all-reduce.
 
         Args:
             reduce_op: `SUM` or `MEAN`; not a string.
-            per_replica_value: A distributed value. A tensor counts as one with a single component, which is the result.
-            destinations: A device; or a tensor on the device that is meant; or a distributed value, for a copy on the
-                device of each of its components.
+            per_replica_value: A distributed value. A tensor counts as one with a single
+                component, which is the result.
+            destinations: A device; or a tensor on the device that is meant; or a
+                distributed value, for a copy on the device of each of its components.
             options: How values are sent.
 
         Returns:
@@ -159,15 +181,18 @@ class CrossDeviceOps:
         Example:
             >>> strategy = torchstrategy.CentralStorageStrategy(["cpu", "cpu"])
             >>> value = strategy.run(lambda: torch.ones(2))
-            >>> torchstrategy.ReductionToOneDevice().reduce(torchstrategy.ReduceOp.SUM, value, destinations=value)
+            >>> torchstrategy.ReductionToOneDevice().reduce(
+            ...     torchstrategy.ReduceOp.SUM, value, destinations=value
+            ... )
             Mirrored:{
               0: tensor([2., 2.]),
               1: tensor([2., 2.])
             }
 
         Raises:
-            ValueError: If there is no such destination, `reduce_op` is no `ReduceOp`, the components differ in shape or
-                dtype, or an option asks for what cannot be done.
+            ValueError: If there is no such destination, `reduce_op` is no `ReduceOp`,
+                the components differ in shape or dtype, or an option asks for what
+                cannot be done.
             NotImplementedError: If the class does not say how.
         """
         checked, options = self._check(
@@ -184,13 +209,15 @@ class CrossDeviceOps:
         value_destination_pairs: Sequence[_Given],
         options: CommunicationOptions | None = None,
     ) -> list[Tree]:
-        """`reduce` for each of several (value, destinations) pairs, which may be sent together.
+        """`reduce` for several (value, destinations) pairs, which may be sent together.
 
         Example:
             >>> strategy = torchstrategy.CentralStorageStrategy(["cpu", "cpu"])
             >>> first, second = strategy.run(lambda: (torch.ones(2), torch.zeros(())))
             >>> ops = torchstrategy.HierarchicalCopyAllReduce(num_packs=1)
-            >>> ops.batch_reduce(torchstrategy.ReduceOp.SUM, [(first, "cpu"), (second, "cpu")])
+            >>> ops.batch_reduce(
+            ...     torchstrategy.ReduceOp.SUM, [(first, "cpu"), (second, "cpu")]
+            ... )
             [tensor([2., 2.]), tensor(0.)]
 
         Raises:
@@ -237,7 +264,9 @@ class CrossDeviceOps:
         destinations: Destinations,
         options: CommunicationOptions,
     ) -> Tree:
-        """Reduces one value; `reduce` calls it. Subclasses implement it, or `batch_reduce_implementation`.
+        """Reduces one value; `reduce` calls it.
+
+        Subclasses implement it, or `batch_reduce_implementation`.
 
         Args:
             reduce_op: `SUM` or `MEAN`.
@@ -250,8 +279,9 @@ class CrossDeviceOps:
             is CrossDeviceOps.batch_reduce_implementation
         ):
             raise NotImplementedError(
-                f"{type(self).__name__} does not say how to reduce: override reduce_implementation, or take one that "
-                "does, such as ReductionToOneDevice."
+                f"{type(self).__name__} does not say how to reduce: override "
+                "reduce_implementation, or take one that does, such as "
+                "ReductionToOneDevice."
             )
         return self.batch_reduce_implementation(
             reduce_op, [(per_replica_value, destinations)], options
@@ -263,11 +293,14 @@ class CrossDeviceOps:
         value_destination_pairs: Sequence[Pair],
         options: CommunicationOptions,
     ) -> list[Tree]:
-        """Does what `batch_reduce` is called for. Subclasses may override it; by default, it reduces one by one.
+        """Does what `batch_reduce` is called for.
+
+        Subclasses may override it; by default, it reduces one by one.
 
         Args:
             reduce_op: `SUM` or `MEAN`.
-            value_destination_pairs: Distributed values of tensors, and the destinations of the results.
+            value_destination_pairs: Distributed values of tensors, and the destinations
+                of the results.
             options: How values are sent.
         """
         return [
@@ -278,7 +311,9 @@ class CrossDeviceOps:
     def broadcast_implementation(
         self, tensor: torch.Tensor, destinations: Destinations
     ) -> Tree:
-        """Does what `broadcast` is called for. Subclasses may override it; by default, it copies to each destination.
+        """Does what `broadcast` is called for.
+
+        Subclasses may override it; by default, it copies to each destination.
 
         Args:
             tensor: The tensor that is copied.
@@ -287,7 +322,9 @@ class CrossDeviceOps:
         return deliver(tensor.clone(), destinations)
 
     def _check_devices(self, devices: Sequence[Device]) -> None:
-        """Raises an error if this class cannot all-reduce among these devices. It needs no values yet.
+        """Raises an error if this class cannot all-reduce among these devices.
+
+        It needs no values yet.
 
         Raises:
             ValueError: If it cannot be done.
@@ -299,14 +336,19 @@ class CrossDeviceOps:
         weights: Sequence[float],
         destinations: Sequence[Sequence[torch.Tensor]],
     ) -> list[list[torch.Tensor | None]]:
-        """The weighted sums of the replicas' tensors, for each replica; the sums are equal to the last bit.
+        """The weighted sums of the replicas' tensors, for each replica.
+
+        The sums are equal to the last bit.
 
         See Note [Where a gradient is weighed] in `_group/weighing`.
 
         Args:
-            by_replica: A list for each replica with its tensors, such as gradients; None where it has no tensor.
-            weights: The weight of each replica. The tensors of weight 0 are dropped, also if they are NaN.
-            destinations: For each replica, tensors on the devices on which it needs the sums, such as its parameters.
+            by_replica: A list for each replica with its tensors, such as gradients;
+                None where it has no tensor.
+            weights: The weight of each replica. The tensors of weight 0 are dropped,
+                also if they are NaN.
+            destinations: For each replica, tensors on the devices on which it needs the
+                sums, such as its parameters.
 
         Returns:
             A sum for each of the destinations, or None where no replica has a tensor.
@@ -315,7 +357,8 @@ class CrossDeviceOps:
             scale(tensors, weight)
             for tensors, weight in zip(by_replica, weights, strict=True)
         ]
-        # A column has what the replicas have of one tensor. One that is empty has no sum.
+        # A column has what the replicas have of one tensor. One that is empty has no
+        # sum.
         columns = [
             [t for t in column if t is not None]
             for column in zip(*weighted, strict=True)
@@ -346,8 +389,9 @@ class CrossDeviceOps:
             isinstance(tensor, torch.Tensor) for tensor in found
         ):
             raise ValueError(
-                f"{type(self).__name__} reduced to {total!r}, for destinations of {plural(replicas, 'component')}: it "
-                "has to return a tensor for each, as broadcast(tensor, destinations) does."
+                f"{type(self).__name__} reduced to {total!r}, for destinations of "
+                f"{plural(replicas, 'component')}: it has to return a tensor for each, "
+                "as broadcast(tensor, destinations) does."
             )
         return found
 
@@ -360,7 +404,8 @@ class CrossDeviceOps:
     ) -> tuple[list[Pair], CommunicationOptions]:
         if not isinstance(reduce_op, ReduceOp):
             raise ValueError(
-                f"{method} takes a torchstrategy.ReduceOp, SUM or MEAN; got {reduce_op!r}."
+                f"{method} takes a torchstrategy.ReduceOp, SUM or MEAN; got "
+                f"{reduce_op!r}."
             )
         checked = [(_of_tensors(value), destinations) for value, destinations in pairs]
         said = as_options(method, options)
@@ -434,7 +479,10 @@ class _ByRoutes(CrossDeviceOps):
     def _totals(
         self, columns: Sequence[Column], route: Any, limit: int
     ) -> list[list[torch.Tensor]]:
-        """Of each column its sum, or a sum for each device of what `_route` returned; `limit`: bytes sent together."""
+        """Of each column its sum, or a sum for each device of what `_route` returned.
+
+        `limit` is how many bytes are sent together.
+        """
         for column in columns:
             check_addable(column)
         if not limit:
@@ -449,12 +497,16 @@ AccumulationFn = Callable[[list[torch.Tensor]], torch.Tensor]
 
 @final
 class ReductionToOneDevice(_ByRoutes):
-    """Brings values to one device, adds them up there, and copies the result to its destinations.
+    """Adds values up on one device, and copies the result to its destinations.
+
+    It brings the values to that device first.
 
     Args:
-        reduce_to_device: The device on which values are added. None: the first destination.
-        accumulation_fn: A function that makes one tensor of the list of all values, on that device. None: it is their
-            sum. For a mean, the result is divided by the number of values.
+        reduce_to_device: The device on which values are added. None: the first
+            destination.
+        accumulation_fn: A function that makes one tensor of the list of all values, on
+            that device. None: it is their sum. For a mean, the result is divided by the
+            number of values.
 
     Example:
         >>> strategy = torchstrategy.CentralStorageStrategy(["cpu", "cpu"])
@@ -499,8 +551,9 @@ class ReductionToOneDevice(_ByRoutes):
             return super()._totals(columns, route, limit)
         if limit:
             raise ValueError(
-                f"CommunicationOptions(bytes_per_pack={limit}) and an accumulation_fn, which is given each value as it "
-                "is, do not go together. Leave one of them out."
+                f"CommunicationOptions(bytes_per_pack={limit}) and an accumulation_fn, "
+                "which is given each value as it is, do not go together. Leave one of "
+                "them out."
             )
         totals = []
         for column in columns:
@@ -518,7 +571,8 @@ ON_ONE_DEVICE = ReductionToOneDevice()
 class _AllReduce(_ByRoutes):
     """Sums values in buckets, on the devices of the values.
 
-    A value whose result goes to other devices, or that is sparse, is reduced on one device.
+    A value whose result goes to other devices, or that is sparse, is reduced on one
+    device.
     """
 
     def __init__(self, num_packs: int = 1) -> None:
@@ -527,7 +581,8 @@ class _AllReduce(_ByRoutes):
         )
         if self._num_packs < 0:
             raise ValueError(
-                f"num_packs is a number of packs, or 0 to send each value by itself; got {num_packs}."
+                "num_packs is a number of packs, or 0 to send each value by itself; "
+                f"got {num_packs}."
             )
 
     def reduce_implementation(
@@ -537,7 +592,10 @@ class _AllReduce(_ByRoutes):
         destinations: Destinations,
         options: CommunicationOptions,
     ) -> Tree:
-        """Does what `reduce` is called for. A single value that goes to host memory is reduced on one device."""
+        """Does what `reduce` is called for.
+
+        A single value that goes to host memory is reduced on one device.
+        """
         goes_to_host = any(device.type == "cpu" for device in devices_of(destinations))
         ops = ON_ONE_DEVICE if goes_to_host else self
         return ops.batch_reduce_implementation(
@@ -571,30 +629,35 @@ class _AllReduce(_ByRoutes):
 
     @abstractmethod
     def _sums(self, tensors: Column, turn: int) -> Column:
-        """The sum of several tensors, on the device of each of them. `turn` is the number of the bucket, from 0."""
+        """The sum of several tensors, on the device of each of them.
+
+        `turn` is the number of the bucket, from 0.
+        """
 
 
 @final
 class NcclAllReduce(_AllReduce):
     """Reduces among CUDA devices by NCCL; several values are sent together in buckets.
 
-    Only an all-reduce uses NCCL: the destinations are the devices of the value. These are reduced on one device: a
-    value with other destinations, a single value in host memory, a sparse value, and a value that requires grad.
+    Only an all-reduce uses NCCL: the destinations are the devices of the value. These
+    are reduced on one device: a value with other destinations, a single value in host
+    memory, a sparse value, and a value that requires grad.
 
     Args:
-        num_packs: How many buckets (packs) the values of each dtype are put together in. 0: each value is sent by
-            itself.
+        num_packs: How many buckets (packs) the values of each dtype are put together
+            in. 0: each value is sent by itself.
 
     Example:
         >>> ops = torchstrategy.NcclAllReduce(num_packs=2)
         >>> ops.reduce(torchstrategy.ReduceOp.SUM, torch.ones(2), "cpu")
         tensor([1., 1.])
 
-    Differs from tf.distribute:
-        Where there is no NCCL, an all-reduce of several values raises an error that says why.
+    Differs from tf.distribute: Where there is no NCCL, an all-reduce of several values
+        raises an error that says why.
 
     Raises:
-        ValueError: If `num_packs` is negative; when it reduces, if NCCL cannot join the devices.
+        ValueError: If `num_packs` is negative; when it reduces, if NCCL cannot join the
+            devices.
         TypeError: If `num_packs` is no integer.
 
     Source: https://www.tensorflow.org/versions/r2.4/api_docs/python/tf/distribute/NcclAllReduce
@@ -603,7 +666,8 @@ class NcclAllReduce(_AllReduce):
     def _check_devices(self, devices: Sequence[Device]) -> None:
         if why := why_not_nccl(devices):
             raise ValueError(
-                f"NcclAllReduce fails here: {why}. Use HierarchicalCopyAllReduce or ReductionToOneDevice."
+                f"NcclAllReduce fails here: {why}. Use HierarchicalCopyAllReduce or "
+                "ReductionToOneDevice."
             )
 
     def _sums(self, tensors: Column, turn: int) -> Column:
@@ -612,20 +676,25 @@ class NcclAllReduce(_AllReduce):
 
 @final
 class HierarchicalCopyAllReduce(_AllReduce):
-    """Reduces by copies, in two groups of devices: within each group, then between the groups, and back.
+    """Reduces by copies, in two groups of devices.
 
-    It is for machines on which each device has a fast connection to some devices and a slow one to others: a value goes
-    from group to group only once in each direction. The first half of the devices is one group. Each bucket is added
-    up on the next device of a group, so that the work is spread over the devices.
+    It does within each group, then between the groups, and back.
+
+    It is for machines on which each device has a fast connection to some devices and a
+    slow one to others: a value goes from group to group only once in each direction.
+    The first half of the devices is one group. Each bucket is added up on the next
+    device of a group, so that the work is spread over the devices.
 
     Args:
-        num_packs: How many buckets (packs) the values of each dtype are put together in. 0: each value is sent by
-            itself.
+        num_packs: How many buckets (packs) the values of each dtype are put together
+            in. 0: each value is sent by itself.
 
     Example:
         >>> strategy = torchstrategy.CentralStorageStrategy(["cpu"] * 4)
         >>> value = strategy.run(lambda: torch.ones(2))
-        >>> torchstrategy.HierarchicalCopyAllReduce().batch_reduce(torchstrategy.ReduceOp.MEAN, [(value, value)])[0][0]
+        >>> torchstrategy.HierarchicalCopyAllReduce().batch_reduce(
+        ...     torchstrategy.ReduceOp.MEAN, [(value, value)]
+        ... )[0][0]
         tensor(1.)
 
     Differs from tf.distribute:
@@ -645,9 +714,8 @@ class HierarchicalCopyAllReduce(_AllReduce):
     def _sums(self, tensors: Column, turn: int) -> Column:
         middle = (len(tensors) + 1) // 2
         groups = range(middle), range(middle, len(tensors))
-        led = {
-            group[turn % len(group)]: group for group in groups
-        }  # by the leader, on whose device a group adds up
+        # By the leader, on whose device a group adds up.
+        led = {group[turn % len(group)]: group for group in groups}
         parts = [
             sum_on([tensors[i] for i in group], tensors[leader].device)
             for leader, group in led.items()
@@ -670,5 +738,8 @@ class HierarchicalCopyAllReduce(_AllReduce):
 
 
 def default_for(devices: Sequence[Device]) -> CrossDeviceOps:
-    """The default way of a strategy to reduce among these devices: NCCL where it works, else on one device."""
+    """The default way of a strategy to reduce among these devices.
+
+    That is NCCL where it works, and else on one device.
+    """
     return ReductionToOneDevice() if why_not_nccl(devices) else NcclAllReduce()

@@ -1,4 +1,7 @@
-"""What a person says about how values travel between replicas, and whether this machine can do it."""
+"""What a person says about how values travel, and whether this can be done.
+
+They travel between replicas; this machine has to be able to do it.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,9 @@ from torchstrategy._group.transfer import why_not_nccl
 
 @final
 class CommunicationImplementation(enum.Enum):
-    """How values are combined across devices. Arguments that take a member take its name, too, in any case: `"nccl"`.
+    """How values are combined across devices.
+
+    Arguments that take a member take its name, too, in any case: `"nccl"`.
 
     `AUTO`: NCCL on devices that NCCL supports, and copies elsewhere.
     `RING`: TensorFlow's own rings, which this library does not have.
@@ -38,31 +43,39 @@ class CommunicationOptions:
     """Options of one reduction or gather, such as `ReplicaContext.all_reduce`.
 
     Args:
-        bytes_per_pack: How many bytes are sent together at most: small tensors are flattened into buckets of at most
-            this size, and a larger tensor is sent alone. It does not change the results. 0: the size that is best for
-            each way of sending.
-        timeout_seconds: Only None and 0 are allowed, since the replicas are in one process. There is no network to wait
-            for, and a replica that waits for one that failed, or that will not come, is told so at once.
-        implementation: How values are combined. `NCCL` is refused where it cannot be used, `RING` always.
+        bytes_per_pack: How many bytes are sent together at most: small tensors are
+            flattened into buckets of at most this size, and a larger tensor is sent
+            alone. It does not change the results. 0: the size that is best for each way
+            of sending.
+        timeout_seconds: Only None and 0 are allowed, since the replicas are in one
+            process. There is no network to wait for, and a replica that waits for one
+            that failed, or that will not come, is told so at once.
+        implementation: How values are combined. `NCCL` is refused where it cannot be
+            used, `RING` always.
 
     Example:
         >>> strategy = torchstrategy.CentralStorageStrategy(["cpu", "cpu"])
-        >>> options = torchstrategy.experimental.CommunicationOptions(bytes_per_pack=50 * 1024 * 1024)
+        >>> options = torchstrategy.experimental.CommunicationOptions(
+        ...     bytes_per_pack=50 * 1024 * 1024
+        ... )
         >>> def step():
         ...     gradients = [torch.ones(2), torch.ones(())]
-        ...     return torchstrategy.get_replica_context().all_reduce("sum", gradients, options=options)[0]
+        ...     return torchstrategy.get_replica_context().all_reduce(
+        ...         "sum", gradients, options=options
+        ...     )[0]
         >>> strategy.run(step)
         PerReplica:{
           0: tensor([2., 2.]),
           1: tensor([2., 2.])
         }
 
-    Differs from tf.distribute:
-        TensorFlow calls them hints, and many of its strategies ignore them. Here, the method that gets an option which
-        it cannot follow raises an error.
+    Differs from tf.distribute: TensorFlow calls them hints, and many of its strategies
+        ignore them. Here, the method that gets an option which it cannot follow raises
+        an error.
 
     Raises:
-        ValueError: If `bytes_per_pack` or `timeout_seconds` is negative, or `implementation` is or names none.
+        ValueError: If `bytes_per_pack` or `timeout_seconds` is negative, or
+            `implementation` is or names none.
         TypeError: If `bytes_per_pack` is no integer or `timeout_seconds` no number.
 
     Source: https://www.tensorflow.org/versions/r2.4/api_docs/python/tf/distribute/experimental/CommunicationOptions
@@ -80,7 +93,8 @@ class CommunicationOptions:
         )
         if size < 0:
             raise ValueError(
-                f"CommunicationOptions(bytes_per_pack={size}): it is 0 or more; 0 is what is best."
+                f"CommunicationOptions(bytes_per_pack={size}): it is 0 or more; 0 is "
+                "what is best."
             )
         object.__setattr__(self, "bytes_per_pack", size)
         seconds = self.timeout_seconds
@@ -91,7 +105,8 @@ class CommunicationOptions:
         )
         if seconds is not None and not seconds >= 0:
             raise ValueError(
-                f"CommunicationOptions(timeout_seconds={seconds}): it is 0 or more; None is no limit."
+                f"CommunicationOptions(timeout_seconds={seconds}): it is 0 or more; "
+                "None is no limit."
             )
         said = self.implementation
         try:
@@ -100,7 +115,8 @@ class CommunicationOptions:
             )
         except ValueError:
             raise ValueError(
-                f"CommunicationOptions(implementation={said!r}): say 'AUTO', 'RING' or 'NCCL'."
+                f"CommunicationOptions(implementation={said!r}): say 'AUTO', 'RING' or "
+                "'NCCL'."
             ) from None
         object.__setattr__(self, "implementation", implementation)
 
@@ -115,7 +131,8 @@ def CollectiveHints(
         timeout_seconds: As in `CommunicationOptions`.
 
     Example:
-        >>> torchstrategy.experimental.CollectiveHints(bytes_per_pack=1024).bytes_per_pack
+        >>> hints = torchstrategy.experimental.CollectiveHints(bytes_per_pack=1024)
+        >>> hints.bytes_per_pack
         1024
 
     Raises:
@@ -137,7 +154,8 @@ def as_options(
     """
     if not isinstance(options, (CommunicationOptions, type(None))):
         raise ValueError(
-            f"{method}(options={options!r}): options are torchstrategy.experimental.CommunicationOptions."
+            f"{method}(options={options!r}): options are "
+            "torchstrategy.experimental.CommunicationOptions."
         )
     return options or USUAL_OPTIONS
 
@@ -152,7 +170,8 @@ def check_usable(
     Args:
         method: The name of the method that was called.
         options: The options of this call.
-        devices: Returns the device of each replica that takes part. None: the method does not use NCCL.
+        devices: Returns the device of each replica that takes part. None: the method
+            does not use NCCL.
 
     Raises:
         ValueError: If they do.
@@ -160,8 +179,9 @@ def check_usable(
     refused = None
     if options.timeout_seconds:
         refused = (
-            f"timeout_seconds={options.timeout_seconds})): the replicas are in one process, with no network to wait "
-            "for. One that waits for another that failed, or that will not come, is told so at once."
+            f"timeout_seconds={options.timeout_seconds})): the replicas are in one "
+            "process, with no network to wait for. One that waits for another that "
+            "failed, or that will not come, is told so at once."
         )
     elif options.implementation is CommunicationImplementation.RING:
         refused = "implementation=RING)): TensorFlow's rings are not here."

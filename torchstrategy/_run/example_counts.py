@@ -1,8 +1,9 @@
 """How much each replica of a run counts, where the user gave a function that says so.
 
-`RunOptions(examples=...)` and the constructors take such a function. It is called for each replica that has rows, on
-the thread that called `run`, before anything of a step runs, and before workers tell each other anything. What becomes
-of its answers is told in Note [Where a gradient is weighed] in `_group/weighing`.
+`RunOptions(examples=...)` and the constructors take such a function. It is called for
+each replica that has rows, on the thread that called `run`, before anything of a step
+runs, and before workers tell each other anything. What becomes of its answers is told
+in Note [Where a gradient is weighed] in `_group/weighing`.
 """
 
 from __future__ import annotations
@@ -35,14 +36,17 @@ def count_examples(
     devices: Sequence[Device | None],
     first: int = 0,
 ) -> list[float]:
-    """What the function says of each replica of this worker; 0 for a replica without rows, which is not asked.
+    """What the function says of each replica of this worker.
+
+    It is 0 for a replica without rows, which is not asked.
 
     Args:
         strategy: The strategy whose replicas they are.
         count: The function.
         args: The positional arguments of the run, with the values of all replicas.
         kwargs: Its keyword arguments.
-        devices: The device of each replica of this worker. None: wherever the caller is.
+        devices: The device of each replica of this worker. None: wherever the caller
+            is.
         first: How many replicas other workers have before these.
 
     Raises:
@@ -52,7 +56,8 @@ def count_examples(
     leaves = distributed_within((*args, *kwargs.values()))
     check_component_counts(leaves, len(devices))
     answers: dict[int, Any] = {}
-    # To read a number waits for its device. So all are asked before the first is read, and the devices work at once.
+    # To read a number waits for its device. So all are asked before the first is read,
+    # and the devices work at once.
     for r in replicas_with_rows(leaves, len(devices)):
         given = select(args, r), select(kwargs, r)
         answers[r] = _ask(strategy, count, given, first + r, devices[r])
@@ -71,8 +76,9 @@ def check_count(examples: object) -> Callable[..., Any] | None:
     if examples is None or callable(examples):
         return examples
     raise TypeError(
-        f"examples={examples!r}: a strategy takes a function, which is called with the arguments of each step and "
-        "returns how much a replica counts. Numbers are for one run: RunOptions(examples=[...])."
+        f"examples={examples!r}: a strategy takes a function, which is called with the "
+        "arguments of each step and returns how much a replica counts. Numbers are for "
+        "one run: RunOptions(examples=[...])."
     )
 
 
@@ -88,7 +94,10 @@ def _ask(
         try:
             return count(*args, **kwargs)
         except Exception as error:
-            note = f"raised by examples={_name(count)} of replica {replica}, which gets the arguments of the step"
+            note = (
+                f"raised by examples={_name(count)} of replica {replica}, which gets "
+                "the arguments of the step"
+            )
             add_note(error, note)
             raise
 

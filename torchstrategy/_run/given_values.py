@@ -1,4 +1,4 @@
-"""Values that replicas are given, or have made: where they are sent, and what they hold."""
+"""Values that replicas get or make: where they are sent, and what they hold."""
 
 from __future__ import annotations
 
@@ -15,15 +15,17 @@ from torchstrategy._parity.cross_device_ops import deliver, devices_of
 def refuse_step(fn: object) -> NoReturn:
     """Raises the error for a step that is no function."""
     raise TypeError(
-        f"Strategy.run calls its first argument in each replica; {fn!r} cannot be called."
+        f"Strategy.run calls its first argument in each replica; {fn!r} cannot be "
+        "called."
     )
 
 
 def refuse_sum(value: object, num_replicas: int) -> NoReturn:
     """Raises the error for a plain value that is to be summed over replicas."""
     raise ValueError(
-        f"A value that is not distributed, {value!r}, cannot be summed over {num_replicas} replicas: it is not known "
-        "whether each of them has it. Return it from strategy.run, or multiply it."
+        f"A value that is not distributed, {value!r}, cannot be summed over "
+        f"{num_replicas} replicas: it is not known whether each of them has it. Return "
+        "it from strategy.run, or multiply it."
     )
 
 
@@ -37,14 +39,16 @@ def holds_tensors(value: Tree) -> bool:
 def gather_alone(value: Tree, axis: int) -> Tree:
     """What a single replica gathers: its own value."""
     if isinstance(value, torch.Tensor) and value.dim() == 0:
-        check_gatherable(
-            [value], axis
-        )  # code that is written with one device should not break on two
+        # Code that is written with one device should not break on two.
+        check_gatherable([value], axis)
     return value
 
 
 def send_to(value: Tree, destinations: Any) -> Tree:
-    """A value at its destinations: a tensor on a device, or a copy for each component of a distributed value."""
+    """A value at its destinations.
+
+    That is a tensor on a device, or a copy for each component of a distributed value.
+    """
     if not isinstance(value, torch.Tensor):
         devices_of(destinations)  # raises an error for what is none
         return value

@@ -1,4 +1,4 @@
-"""A run in the only replica of one of several workers, which uses the user's own objects."""
+"""A run in the only replica of one of several workers, on the user's objects."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def run_on_own_objects(
 ) -> Tree:
     """Calls the step once, in this worker's replica.
 
-    It is one function of many lines, since it runs between steps, when its code is in no cache of the processor: each
-    call takes several times as long as in a loop.
+    It is one function of many lines, since it runs between steps, when its code is in
+    no cache of the processor: each call takes several times as long as in a loop.
 
     Args:
         strategy: The strategy.
@@ -54,7 +54,8 @@ def run_on_own_objects(
         values, options, losses.reduction, workers, counts
     )
     device = storage.devices[0]
-    # Where the step has the caller's default device, nobody needs to ask for it, which takes long.
+    # Where the step has the caller's default device, nobody needs to ask for it, which
+    # takes long.
     callers_device = (
         torch.get_default_device() if needs_device_context(device) else None
     )
@@ -71,7 +72,9 @@ def run_on_own_objects(
 
     def call() -> Tree:
         depth = len(frames)
-        try:  # not a block: a signal's handler may raise on the way into its `__exit__`, and the frame would stay
+        # Not a block: a signal's handler may raise on the way into its `__exit__`, and
+        # the frame would stay.
+        try:
             frames.append(frame)
             workers.begin_step()
             if callers_device is None:
@@ -86,8 +89,8 @@ def run_on_own_objects(
             frame.ends()
         return result
 
-    # What a settled step is, `RunLosses.settled` says. `replicated.py` has this line, too: a function for it would be a
-    # call more in each run.
+    # What a settled step is, `RunLosses.settled` says. `replicated.py` has this line,
+    # too: a function for it would be a call more in each run.
     is_settled = (
         options.gradient_reduction is None
         and getattr(fn, "__code__", None) in losses.settled

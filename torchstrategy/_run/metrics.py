@@ -1,10 +1,12 @@
 """Metrics of torchmetrics: each replica counts, and the counts become one.
 
-A metric keeps its counts, which are called states, in plain attributes, and says how the states of several processes
-are reduced to one. This file reduces the states of the replicas at the end of each run: the first replica goes on from
-the states of the user's own metric, the others begin with the default states, and the reduced states go into the user's
-metric. So outside of runs the metric is as if it had seen all rows, and can be computed, reset and saved. In a replica
-`compute()` is a synchronization point, through the hook that a metric has for it (`dist_sync_fn`).
+A metric keeps its counts, which are called states, in plain attributes, and says how
+the states of several processes are reduced to one. This file reduces the states of the
+replicas at the end of each run: the first replica goes on from the states of the user's
+own metric, the others begin with the default states, and the reduced states go into the
+user's metric. So outside of runs the metric is as if it had seen all rows, and can be
+computed, reset and saved. In a replica `compute()` is a synchronization point, through
+the hook that a metric has for it (`dist_sync_fn`).
 
 torchmetrics is not imported: a metric is recognized by its attributes.
 """
@@ -65,19 +67,20 @@ class Metric:
     workers: Workers
     # By replica and name: what each state was when the run began.
     _given: dict[tuple[int, str], list[object]] = field(default_factory=dict)
-    _together: dict[str, Any] = field(
-        default_factory=dict
-    )  # by name: the states with the counts of all replicas
+    # By name: the states with the counts of all replicas.
+    _together: dict[str, Any] = field(default_factory=dict)
 
     def hand_out(self, participants: Participants) -> None:
-        """Before a run: the first replica gets the states of the user's metric, the others the default states."""
+        """Before a run: the first replica gets the states of the user's metric.
+
+        The others get the default states.
+        """
         original, present = self.original, participants.present
-        leads = (
-            participants.lead_worker == self.workers.index
-        )  # the first of the replicas is that of all processes
+        # The first of the replicas is that of all processes.
+        leads = participants.lead_worker == self.workers.index
         if _is_collection(original):
-            # A `MetricCollection` lets metrics with equal states share them. In a replica each metric gets states
-            # of its own, so each has to update them.
+            # A `MetricCollection` lets metrics with equal states share them. In a
+            # replica each metric gets states of its own, so each has to update them.
             for r in present:
                 groups = {
                     index: [name]
@@ -86,7 +89,8 @@ class Metric:
                 self.local[r].update(_groups=groups, _groups_checked=True)
             return
         if self.workers.count > 1 and original["dist_sync_fn"] is None:
-            # The user's metric has counted the rows of all workers: its `compute` would add them up once more.
+            # The user's metric has counted the rows of all workers: its `compute` would
+            # add them up once more.
             original["distributed_available_fn"] = _never
         for r in present:
             local = self.local[r]
@@ -100,17 +104,21 @@ class Metric:
                     is_in_replica,
                 )
             for name in states_of(original):
-                # States that are means are averaged over the replicas, so all replicas go on from the user's.
+                # States that are means are averaged over the replicas, so all replicas
+                # go on from the user's.
                 goes_on = (leads and r == present[0]) or _kind(original, name) == _MEAN
                 begun = original[name] if goes_on else original["_defaults"][name]
                 state = _bring_to(self.devices[r], begun, copy=True)
                 local[name], self._given[r, name] = state, _note_state(state)
 
     def put_together(self, participants: Participants) -> None:
-        """After a run: computes the states with the counts of the replicas of all processes, for `write_back`.
+        """After a run: computes the states with the counts of all replicas.
+
+        They are the replicas of all processes. The result is for `write_back`.
 
         Raises:
-            RuntimeError: If a metric does not say how a state of several replicas becomes one.
+            RuntimeError: If a metric does not say how a state of several replicas
+                becomes one.
         """
         fractions = [(r, participants.fractions[r]) for r in participants.present]
         names = dict.fromkeys(name for _, name in self._given)
@@ -118,9 +126,8 @@ class Metric:
             name: [self._count_of(name, r, fraction) for r, fraction in fractions]
             for name in names
         }
-        here = (
-            {} if participants.is_understudy else own
-        )  # an understudy has counted nothing
+        # An understudy has counted nothing.
+        here = {} if participants.is_understudy else own
         touched = [
             name
             for name, counted in here.items()
@@ -138,7 +145,7 @@ class Metric:
     def _of_all_workers(
         self, here: dict[str, list[_Counted]], point: str
     ) -> dict[str, list[_Counted]]:
-        """What the replicas of all processes have counted, by the names of the states."""
+        """What the replicas of all processes counted, by the names of the states."""
         sent = {name: [tuple(one) for one in counted] for name, counted in here.items()}
         together: dict[str, list[_Counted]] = {}
         for of_worker in self.workers.all_gather_object(sent, point):
@@ -170,7 +177,8 @@ class Metric:
         """Writes the states on the user's metric."""
         for name, value in self._together.items():
             before = self.original[name]
-            # A metric appends to its list in place, so whoever has the list sees the new items: here, too.
+            # A metric appends to its list in place, so whoever has the list sees the
+            # new items: here, too.
             if isinstance(before, list) and isinstance(value, list):
                 before[:] = value
             else:
@@ -178,7 +186,8 @@ class Metric:
             # The result that the metric keeps from an earlier `compute()` is outdated.
             self.original["_computed"] = None
         self._together.clear()
-        # The replicas drop what is in their lists, so that a `reset()` of the user's metric frees the memory.
+        # The replicas drop what is in their lists, so that a `reset()` of the user's
+        # metric frees the memory.
         for r, name in self._given:
             if self.local[r] is not self.original and isinstance(
                 self.local[r][name], list
@@ -192,14 +201,15 @@ class Metric:
             return values[0]
         if all(isinstance(value, list) for value in values):
             return [item for value in values for item in value]
-        # All replicas went on from the same state, so the means are weighted by the rows of each. See Note [Where a
-        # gradient is weighed] in `_group/weighing`.
+        # All replicas went on from the same state, so the means are weighted by the
+        # rows of each. See Note [Where a gradient is weighed] in `_group/weighing`.
         if kind == _MEAN:
             return torch.stack(
                 [one.value * one.fraction for one in counted if one.fraction]
             ).sum(0)
         if kind == "dim_zero_cat":
-            # A state may be a list of tensors in one replica, and their concatenation in another.
+            # A state may be a list of tensors in one replica, and their concatenation
+            # in another.
             tensors = [
                 value if isinstance(value, torch.Tensor) else torch.cat(value)
                 for value in values
@@ -208,9 +218,11 @@ class Metric:
         reduction = self.original["_reductions"][name]
         if reduction is None:
             raise RuntimeError(
-                f"{self.name} was updated in several replicas, and does not say how its state {name!r} of "
-                "several replicas becomes one (dist_reduce_fx=None). Return what it is to be updated with from the "
-                "step, and update it after the run: metric.update(strategy.gather(predictions, axis=0), ...)."
+                f"{self.name} was updated in several replicas, and does not say how "
+                f"its state {name!r} of several replicas becomes one "
+                "(dist_reduce_fx=None). Return what it is to be updated with from the "
+                "step, and update it after the run: "
+                "metric.update(strategy.gather(predictions, axis=0), ...)."
             )
         return reduction(torch.stack(values))
 
@@ -235,7 +247,8 @@ def metrics_of(
     Args:
         insides: The `__dict__`s of the user's modules.
         names: What the user calls these modules.
-        copies: Of each replica, its device and the `__dict__`s of its copies, in the same order.
+        copies: Of each replica, its device and the `__dict__`s of its copies, in the
+            same order.
         workers: The processes that train together.
     """
     devices = [device for device, _ in copies]
@@ -260,7 +273,10 @@ def metrics_among(
 
 
 def states_of(inside: Inside) -> list[str]:
-    """The names of the states of a metric, other than those which a wrapper lists and another metric has."""
+    """The names of the states of a metric that are its own.
+
+    A wrapper lists others, which another metric has.
+    """
     return (
         [name for name in inside["_defaults"] if name in inside]
         if is_metric(inside)
@@ -269,7 +285,10 @@ def states_of(inside: Inside) -> list[str]:
 
 
 def _gather(tensor: torch.Tensor, group: object = None) -> list[torch.Tensor]:
-    """Gathers a tensor of each replica. A metric calls this when it is computed in a replica."""
+    """Gathers a tensor of each replica.
+
+    A metric calls this when it is computed in a replica.
+    """
     group = group_here("compute() of a metric")
     assert group is not None, "outside of replicas a metric has counted everything"
     point = "compute() of a metric"

@@ -16,7 +16,8 @@ def trainable_among(
     held: Iterable[tuple[str, Any]], parameters: Container[int]
 ) -> Iterator[str]:
     """Where a tensor is held that learns and is no parameter."""
-    # Only leaves learn. A tensor with a history is an output that a forward, or the function, has kept from earlier.
+    # Only leaves learn. A tensor with a history is an output that a forward, or the
+    # function, has kept from earlier.
     for where, value in held:
         if (
             isinstance(value, torch.Tensor)
@@ -30,12 +31,16 @@ def trainable_among(
 def tensors_in(
     modules: Sequence[nn.Module], table: str
 ) -> dict[tuple[int, str], torch.Tensor]:
-    """The tensors in the tables of this name, each once, by its place: the position of a module, and a name there."""
+    """The tensors in the tables of this name, each once, by its place.
+
+    A place is the position of a module, and a name there.
+    """
     found: dict[int, tuple[tuple[int, str], torch.Tensor]] = {}
     for position, module in enumerate(modules):
         for name, tensor in module.__dict__[table].items():
-            # A variable that is registered as a buffer is copied as a variable. A `SyncOnReadVariable` is not copied:
-            # it holds a component for each replica already.
+            # A variable that is registered as a buffer is copied as a variable. A
+            # `SyncOnReadVariable` is not copied: it holds a component for each replica
+            # already.
             is_uncopied = is_variable(tensor) and (
                 table == "_buffers" or type(tensor) is SyncOnReadVariable
             )
@@ -46,14 +51,17 @@ def tensors_in(
 
 def is_running(module: nn.Module, name: str) -> bool:
     """Whether a buffer is a running statistic of a normalisation layer."""
-    # The base classes of torch's batch and instance normalisation layers have private names. Layers of other packages
-    # follow torch in the names of such buffers.
+    # The base classes of torch's batch and instance normalisation layers have private
+    # names. Layers of other packages follow torch in the names of such buffers.
     norms = (nn.BatchNorm1d.__mro__[1], nn.InstanceNorm1d.__mro__[1])
     is_statistic = isinstance(module, norms) or name in ("running_mean", "running_var")
     return is_statistic and vars(module)["_buffers"][name].is_floating_point()
 
 
 def writes_unseen(module: nn.Module) -> bool:
-    """Whether a layer of torch writes running statistics, and nothing whose version changes: no count of batches."""
+    """Whether a layer of torch writes running statistics, and nothing with a version.
+
+    It does not count batches.
+    """
     is_norm = isinstance(module, nn.BatchNorm1d.__mro__[1])
     return is_norm and module.training and module.num_batches_tracked is None

@@ -12,7 +12,8 @@ from torchstrategy._group.worker_streams import WorkerStreams
 from torchstrategy._group.workers import LONE, Workers
 
 _OfOne = Sequence[torch.Tensor | None]  # the gradients of one replica
-# Adds up the gradients of several replicas, times weights; returns the sums for each, on the devices of the parameters.
+# Adds up the gradients of several replicas, times weights; returns the sums for each,
+# on the devices of the parameters.
 AllReduce = Callable[
     [Sequence[_OfOne], Sequence[float], Sequence[Sequence[torch.Tensor]]],
     Sequence[_OfOne],
@@ -25,15 +26,18 @@ class Placement(NamedTuple):
     Args:
         devices: The device of each replica.
         parameter_device: The device of the user's parameters.
-        may_alias: Whether replicas on that device share the memory of the user's parameters. If not, they have real
-            copies, as replicas on several devices have; the numbers are the same.
-        averages_buffers: Whether running statistics become the mean of the replicas'; else the first replica's.
-        is_mirrored: Whether replicas on other devices update their parameters themselves, with optimizers of their
-            own; else values are sent to them.
-        all_reduce: Sums gradients and leaves the sums on all devices, for replicas that update their parameters
-            themselves.
+        may_alias: Whether replicas on that device share the memory of the user's
+            parameters. If not, they have real copies, as replicas on several devices
+            have; the numbers are the same.
+        averages_buffers: Whether running statistics become the mean of the replicas';
+            else the first replica's.
+        is_mirrored: Whether replicas on other devices update their parameters
+            themselves, with optimizers of their own; else values are sent to them.
+        all_reduce: Sums gradients and leaves the sums on all devices, for replicas that
+            update their parameters themselves.
         workers: The processes that train together.
-        streams: The caller's random generators, which several workers keep alike. None: there is one.
+        streams: The caller's random generators, which several workers keep alike. None:
+            there is one.
     """
 
     devices: Sequence[Device]

@@ -1,7 +1,8 @@
 """Which runs look at their losses, and what they warn of.
 
-By default gradients are weighted by rows. The first few runs of each step look whether its loss was divided by
-something else, and warn. With `gradient_reduction="loss"` every run weighs by that.
+By default gradients are weighted by rows. The first few runs of each step look whether
+its loss was divided by something else, and warn. With `gradient_reduction="loss"` every
+run weighs by that.
 """
 
 from __future__ import annotations
@@ -53,7 +54,8 @@ class GradientsOfReplicas(Protocol):
         """Those of each replica."""
 
 
-LOOKS = 4  # how many runs of a step look at its losses: a training of many steps pays nothing
+# How many runs of a step look at its losses: a training of many steps pays nothing.
+LOOKS = 4
 MAX_STEPS = 64  # of how many steps this is known
 MATTERS = 1e-3  # how much a weight has to differ
 
@@ -74,9 +76,10 @@ class RunLosses:
     Attributes:
         said: What was given, as it is written in `RunOptions`. None: nothing.
         reduction: How gradients become one, once each is weighted.
-        settled: The code of the steps at which nobody looks any more, if a run has no `gradient_reduction` of its own:
-            they were looked at often enough, or somebody has said how replicas count. A run of such a step asks here
-            itself, and does not call `begin_run` or `begin_lone_run`.
+        settled: The code of the steps at which nobody looks any more, if a run has no
+            `gradient_reduction` of its own: they were looked at often enough, or
+            somebody has said how replicas count. A run of such a step asks here itself,
+            and does not call `begin_run` or `begin_lone_run`.
     """
 
     def __init__(
@@ -93,10 +96,10 @@ class RunLosses:
         self.reduction = self.said if isinstance(self.said, ReduceOp) else ReduceOp.MEAN
         self._told = ToldLosses(workers, num_local) if workers.count > 1 else None
         self._first, self._is_counted = workers.index * num_local, is_counted
-        self._looks: dict[
-            object, int
-        ] = {}  # by the code of a step, how many of its runs have looked
-        # By the code of a step: what looks whether it needs the whole batch, and in how many runs it has.
+        # By the code of a step, how many of its runs have looked.
+        self._looks: dict[object, int] = {}
+        # By the code of a step: what looks whether it needs the whole batch, and in how
+        # many runs it has.
         self._whole: dict[object, tuple[WholeBatchLook, int]] = {}
         self._warned: set[object] = set()
         self.settled: set[object] = set()
@@ -108,7 +111,7 @@ class RunLosses:
         weights: Participants,
         leaves: Sequence[Tree],
     ) -> LossesOfRun | None:
-        """What looks at the losses of one run, whose arguments have these leaves; None: nobody."""
+        """What looks at the losses of a run with these argument leaves, or None."""
         has_several = self._told is not None or len(weights.present) > 1
         if weights.reduction is not ReduceOp.MEAN or not has_several:
             return None
@@ -158,7 +161,10 @@ class RunLosses:
         return (options.gradient_reduction or self.said) == LOSS
 
     def _looks_at(self, fn: ReplicaFn, options: RunOptions) -> bool:
-        """Whether a run looks at its losses to warn: the first few of a step, if nobody has said how replicas count."""
+        """Whether a run looks at its losses to warn.
+
+        It looks at the first few of a step, if nobody has said how replicas count.
+        """
         key, looks = _code(fn), self._looks
         said = options.gradient_reduction or self.said
         if said is not None or self._is_counted or options.examples is not None:
@@ -172,7 +178,10 @@ class RunLosses:
         return True
 
     def _look_of(self, fn: ReplicaFn) -> WholeBatchLook | None:
-        """What looks, in the first runs of a step, whether its loss needs the whole batch."""
+        """What looks, in early runs of a step, whether its loss needs the batch.
+
+        The whole batch is meant.
+        """
         key = _code(fn)
         look, runs = self._whole.get(key) or (WholeBatchLook(), 0)
         if (
@@ -187,15 +196,17 @@ class RunLosses:
     def warn(
         self, fn: ReplicaFn, watcher: Watcher | LoneWatcher, rows: Sequence[float]
     ) -> None:
-        """After a run: warns, once for each step, if a gradient is not that of the whole batch."""
+        """After a run: warns, once a step, if a gradient is not that of the batch.
+
+        The whole batch is meant.
+        """
         key = _code(fn)
         if key in self._warned:
             return
         is_by_rows = isinstance(watcher, (LossNotes, LoneLossNotes))
         if is_by_rows:
-            with suppress(
-                RuntimeError, TypeError, ValueError
-            ):  # to look must not stop a training
+            # To look must not stop a training.
+            with suppress(RuntimeError, TypeError, ValueError):
                 watcher.compare()
         tells = _tell_by_rows if is_by_rows else _tell_kept
         told = (
@@ -266,9 +277,11 @@ def _tell_by_rows(
     of_rows = " and ".join(f"{rows[r]:g}" for r in ids)
     how = HOW_COUNTED.get(column.source, HOW_SELECTED)
     return (
-        f"The loss of `{{step}}` was divided by {counts} ({how}), but their gradients are weighted by rows, {of_rows}. "
-        'The gradient of the whole batch needs RunOptions(gradient_reduction="loss"). If each row is meant to count '
-        'the same, say gradient_reduction="mean", which hides this.'
+        f"The loss of `{{step}}` was divided by {counts} ({how}), but their gradients "
+        f"are weighted by rows, {of_rows}. "
+        'The gradient of the whole batch needs RunOptions(gradient_reduction="loss"). '
+        'If each row is meant to count the same, say gradient_reduction="mean", which '
+        "hides this."
     )
 
 
@@ -280,8 +293,9 @@ def _tell_kept(found: LossWeights, column: Column, rows: Sequence[float]) -> str
     else:
         why = column.reason
     return (
-        f"The loss of `{{step}}` {why}, so its gradients are weighted by rows. Say how much each replica counts: "
-        "RunOptions(examples=lambda batch: ...), or use torchstrategy.nn.compute_average_loss."
+        f"The loss of `{{step}}` {why}, so its gradients are weighted by rows. Say how "
+        "much each replica counts: RunOptions(examples=lambda batch: ...), or use "
+        "torchstrategy.nn.compute_average_loss."
     )
 
 
@@ -290,10 +304,12 @@ def _tell_whole(look: WholeBatchLook | None) -> str | None:
         return None
     what, node = look.found
     return (
-        f"The loss of `{{step}}` {what} (`{node}`), and each replica has only its own rows of the batch: its gradient "
-        "is not that of the whole batch, however replicas are weighted. Collect what the loss needs of all rows in the "
-        "step, by torchstrategy.get_replica_context().all_reduce('sum', ...) or all_gather(rows, axis=0), through "
-        "which gradients flow; docs/features.md shows it for such losses. If it is meant to be so, say "
+        f"The loss of `{{step}}` {what} (`{node}`), and each replica has only its own "
+        "rows of the batch: its gradient is not that of the whole batch, however "
+        "replicas are weighted. Collect what the loss needs of all rows in the step, "
+        "by torchstrategy.get_replica_context().all_reduce('sum', ...) or "
+        "all_gather(rows, axis=0), through which gradients flow; docs/features.md "
+        "shows it for such losses. If it is meant to be so, say "
         'gradient_reduction="mean", which hides this.'
     )
 
@@ -309,7 +325,7 @@ def _rows(leaves: Sequence[Tree]) -> tuple[float, ...] | None:
 
 
 def _code(fn: Any) -> object:
-    """What two calls of one step have in common: a step may be made anew for each run."""
+    """What two calls of one step have in common: each run may make a step anew."""
     while isinstance(fn, partial):
         fn = fn.func
     return getattr(fn, "__code__", None) or type(fn)

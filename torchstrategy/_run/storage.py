@@ -1,4 +1,7 @@
-"""Where parameters live, and to which strategy each module, variable and parameter belongs."""
+"""Where parameters live, and which strategy each module and variable belongs to.
+
+Parameters belong to one, too.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,8 @@ from torchstrategy._variables.variable import Variable, is_variable
 class Storage:
     """Where parameters live.
 
-    This storage is that of a single replica, which uses the user's own objects, so that a run has nothing to prepare.
+    This storage is that of a single replica, which uses the user's own objects, so that
+    a run has nothing to prepare.
 
     Args:
         placement: Where parameters and their copies are.
@@ -38,7 +42,10 @@ class Storage:
         )
 
     def watching(self) -> AbstractContextManager[None]:
-        """For the length of the block, takes in the modules, optimizers and schedulers that this thread creates."""
+        """For the length of the block, takes in what this thread creates.
+
+        That is modules, optimizers and schedulers.
+        """
         return watched(self)
 
     def take_module(self, module: nn.Module) -> None:
@@ -49,7 +56,8 @@ class Storage:
             TypeError: If it cannot be used in replicas.
         """
         parts = modules_within([module])
-        # All parts are looked at first: a module that is refused leaves none of its parts claimed.
+        # All parts are looked at first: a module that is refused leaves none of its
+        # parts claimed.
         for part in parts:
             self._require_free(part)
             for parameter in part.parameters(recurse=False):
@@ -85,12 +93,14 @@ class Storage:
         if _owner_of(thing) not in (None, self):
             if is_variable(thing):
                 raise RuntimeError(
-                    f"This {type(thing).__name__} already belongs to another strategy, as its copies do. Create "
-                    "another one in the scope: torchstrategy.Variable(variable.read_value())."
+                    f"This {type(thing).__name__} already belongs to another strategy, "
+                    "as its copies do. Create another one in the scope: "
+                    "torchstrategy.Variable(variable.read_value())."
                 )
             raise RuntimeError(
-                f"This {type(thing).__name__} already belongs to another strategy, in whose scope it was created. A "
-                "module belongs to one strategy: create another one, or copy.deepcopy it outside of any scope."
+                f"This {type(thing).__name__} already belongs to another strategy, in "
+                "whose scope it was created. A module belongs to one strategy: create "
+                "another one, or copy.deepcopy it outside of any scope."
             )
 
     def owns(self, thing: nn.Module | torch.Tensor) -> bool:
@@ -98,7 +108,10 @@ class Storage:
         return _owner_of(thing, is_anywhere=True) is self
 
     def take_part(self, module: nn.Module) -> None:
-        """Takes in one module. It may have been taken in before, and have got another child since."""
+        """Takes in one module.
+
+        It may have been taken in before, and have got another child since.
+        """
         self.claim(module)
 
     def take_variable(self, variable: Variable) -> None:
@@ -106,19 +119,25 @@ class Storage:
         self.claim(variable)
 
     def take_stepper(self, stepper: Optimizer | Stepper) -> None:
-        """Takes in an optimizer, a learning-rate scheduler or a `GradScaler`. A single replica uses it as it is."""
+        """Takes in an optimizer, a learning-rate scheduler or a `GradScaler`.
+
+        A single replica uses it as it is.
+        """
 
 
-_owners: WeakIdKeyDictionary = (
-    WeakIdKeyDictionary()
-)  # modules and variables -> a weak reference to their storage
-# By the id of a parameter, the modules that were given it, and the storages that it belongs to. There is no reference
-# to the parameter itself: torch refuses to swap a tensor that has a weak one.
+# Modules and variables -> a weak reference to their storage.
+_owners: WeakIdKeyDictionary = WeakIdKeyDictionary()
+# By the id of a parameter, the modules that were given it, and the storages that it
+# belongs to. There is no reference to the parameter itself: torch refuses to swap a
+# tensor that has a weak one.
 _holders: dict[int, list[tuple[weakref.ref[nn.Module], weakref.ref[Storage]]]] = {}
 
 
 def _forget_holder(key: int, module: weakref.ref[nn.Module]) -> None:
-    """Called when a module that had a parameter is gone, by Python's garbage collector, on any thread."""
+    """Called when a module that had a parameter is gone.
+
+    Python's garbage collector calls it, on any thread.
+    """
     others = [pair for pair in _holders.pop(key, []) if pair[0] is not module]
     if others:
         _holders[key] = others
@@ -131,8 +150,9 @@ def _owner_of(
 
     Args:
         thing: The module or parameter.
-        is_anywhere: Whether a parameter is also looked for in modules that no hook has told of it.
-            `load_state_dict(assign=True)` puts parameters into modules without `register_parameter`, which has hooks.
+        is_anywhere: Whether a parameter is also looked for in modules that no hook has
+            told of it. `load_state_dict(assign=True)` puts parameters into modules
+            without `register_parameter`, which has hooks.
     """
     if not isinstance(thing, torch.Tensor) or is_variable(thing):
         known: weakref.ref[Storage] | None = _owners.get(thing)
@@ -153,7 +173,10 @@ def _owner_of(
 
 
 def is_nobodys(thing: nn.Module | torch.Tensor) -> bool:
-    """Whether a module or parameter belongs to no strategy; a variable belongs to one for ever."""
+    """Whether a module or parameter belongs to no strategy.
+
+    A variable belongs to one for ever.
+    """
     return _owner_of(thing, is_anywhere=True) is None and not (
         is_variable(thing) and thing in _owners
     )

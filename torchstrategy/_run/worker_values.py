@@ -1,4 +1,7 @@
-"""The values that all workers have alike: those with which they begin, and those of buffers after a run."""
+"""The values that all workers have alike.
+
+They are those with which they begin, and those of buffers after a run.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,9 @@ def take_from_first_worker(
     variables: Sequence[Variable],
     generators: Sequence[GeneratorLike] = (),
 ) -> None:
-    """Writes the values of worker 0 on the modules and variables of all workers, so that they begin alike.
+    """Writes worker 0's values on the modules and variables of all workers.
+
+    So they begin alike.
 
     Args:
         workers: The processes that train together.
@@ -36,14 +41,16 @@ def take_from_first_worker(
         generators: The random generators that get the states of those of worker 0.
 
     Raises:
-        RuntimeError: If a worker has other modules or variables than worker 0, naming the first that differs.
+        RuntimeError: If a worker has other modules or variables than worker 0, naming
+            the first that differs.
     """
     named: list[tuple[str, Any]] = []
     for root in roots:
         for name, tensor in root.state_dict(keep_vars=True).items():
             named.append((f"{type(root).__name__}.{name}", tensor))
     for variable in variables:
-        # After the first run, a replica's own value of a variable is its own in each worker, too.
+        # After the first run, a replica's own value of a variable is its own in each
+        # worker, too.
         held = (
             variable._take_as_made()
             if isinstance(variable, SyncOnReadVariable)
@@ -56,7 +63,8 @@ def take_from_first_worker(
             tensor, SyncOnReadVariable
         ):
             known[id(tensor)] = name, tensor
-    # What wraps other tensors has no memory of its own. A `DTensor` is compared by how it is sharded.
+    # What wraps other tensors has no memory of its own. A `DTensor` is compared by how
+    # it is sharded.
     tensors = [
         (name, part)
         for name, tensor in known.values()
@@ -75,14 +83,18 @@ def take_from_first_worker(
         for generator, state in zip(generators, states, strict=True):
             generator.set_state(state)
     others = [(name, t) for name, t in whole if not _can_be_sent(t)]
-    if others:  # such as the adjacency matrix of a graph: it is data, which all workers have read
+    # Such as the adjacency matrix of a graph: it is data, which all workers have read.
+    if others:
         refuse_other_values(
             workers, names=[name for name, _ in others], tensors=[t for _, t in others]
         )
 
 
 def _can_be_sent(tensor: torch.Tensor) -> bool:
-    """Whether other workers can write what this one sends: of a quantized tensor they would need the scale, too."""
+    """Whether other workers can write what this one sends.
+
+    Of a quantized tensor they would need the scale, too.
+    """
     return (
         tensor.layout is torch.strided
         and not tensor.is_quantized
@@ -106,8 +118,9 @@ def _refuse_other_models(
         for one, other in zip_longest(of_all[0], theirs):
             if one != other:
                 raise RuntimeError(
-                    f"Workers 0 and {w} have different models: worker 0 has {_shown(one)} where worker {w} has "
-                    f"{_shown(other)}. Make the same modules and variables, in the same order, on all workers."
+                    f"Workers 0 and {w} have different models: worker 0 has "
+                    f"{_shown(one)} where worker {w} has {_shown(other)}. Make the "
+                    "same modules and variables, in the same order, on all workers."
                 )
 
 
@@ -126,19 +139,25 @@ def refuse_other_values(
         for name, one, other in zip(names, of_all[0], theirs, strict=True):
             if one != other:
                 raise RuntimeError(
-                    f"{name} has other numbers in worker {w} than in worker 0. Only some workers have written it, or "
-                    "not alike: one of them has loaded a checkpoint, or left out an optimizer.step(). Or each has "
-                    "written numbers of its own rows, as an Embedding(max_norm=...) does, an update by hand of "
-                    "torch.autograd.grad, or a gradient that the step adds to .grad in place. Write the same in all "
-                    "workers: numbers of all rows come from loss.backward(), or from get_replica_context().all_reduce. "
-                    "torchstrategy.testing.assert_workers_agree(strategy, model) finds where they part."
+                    f"{name} has other numbers in worker {w} than in worker 0. Only "
+                    "some workers have written it, or not alike: one of them has "
+                    "loaded a checkpoint, or left out an optimizer.step(). Or each has "
+                    "written numbers of its own rows, as an Embedding(max_norm=...) "
+                    "does, an update by hand of torch.autograd.grad, or a gradient "
+                    "that the step adds to .grad in place. Write the same in all "
+                    "workers: numbers of all rows come from loss.backward(), or from "
+                    "get_replica_context().all_reduce. "
+                    "torchstrategy.testing.assert_workers_agree(strategy, model) finds "
+                    "where they part."
                 )
 
 
 def refuse_other_writes(
     workers: Workers, names: Sequence[str], num_writes: Sequence[int]
 ) -> None:
-    """Refuses a run if a worker has written its part of a sharded tensor more often than another one.
+    """Refuses a run if workers have written parts of a sharded tensor unequally often.
+
+    One has written its part more often than another one.
 
     Raises:
         RuntimeError: Naming the first tensor that differs.
@@ -150,9 +169,10 @@ def refuse_other_writes(
         for name, one, other in zip(names, of_all[0], theirs, strict=True):
             if one != other:
                 raise RuntimeError(
-                    f"Worker 0 has written its part of {name} in place {plural(one, 'time')}, and worker {w} "
-                    f"{plural(other, 'time')}. The parts of all workers are one tensor: write them in all of them, as "
-                    "where a checkpoint is loaded."
+                    f"Worker 0 has written its part of {name} in place "
+                    f"{plural(one, 'time')}, and worker {w} {plural(other, 'time')}. "
+                    "The parts of all workers are one tensor: write them in all of "
+                    "them, as where a checkpoint is loaded."
                 )
 
 
@@ -175,7 +195,9 @@ def mention_written(workers: Workers, indices: set[int]) -> None:
 
 
 def written_anywhere(workers: Workers, indices: set[int]) -> set[int]:
-    """The positions of the buffers that any worker wrote. Called after the exchange that `mention_written` waits for.
+    """The positions of the buffers that any worker wrote.
+
+    Called after the exchange that `mention_written` waits for.
 
     Args:
         workers: The processes that train together.
@@ -197,8 +219,10 @@ def combine_over_workers(
 
     Args:
         workers: The processes that train together.
-        values: By position, the values that the replicas of this worker have come to. They are replaced.
-        averaged: The positions of the averages, which are weighted already and are added up.
+        values: By position, the values that the replicas of this worker have come to.
+            They are replaced.
+        averaged: The positions of the averages, which are weighted already and are
+            added up.
         lead: The worker whose other values all workers take.
     """
     point = "the end of the run"

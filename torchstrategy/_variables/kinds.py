@@ -1,4 +1,6 @@
-"""Variables with a component for each replica, and the methods of `Strategy.extended` that take variables.
+"""Variables with a component for each replica, and methods that take variables.
+
+These are methods of `Strategy.extended`.
 
 The component of a replica is a copy of the value, or a value of its own.
 """
@@ -85,7 +87,10 @@ DistributedValues.register(DistributedVariable)
 
 @final
 class MirroredVariable(DistributedVariable):
-    """A variable with equal copies on the devices of all replicas. The variable itself is that of the first replica."""
+    """A variable with equal copies on the devices of all replicas.
+
+    The variable itself is that of the first replica.
+    """
 
     __slots__ = ("_devices",)
     _devices: tuple[Device, ...]
@@ -111,7 +116,10 @@ class MirroredVariable(DistributedVariable):
 
     @contextmanager
     def updating(self) -> Iterator[None]:
-        """A block in which the components may be written. The caller has to write the same on all of them."""
+        """A block in which the components may be written.
+
+        The caller has to write the same on all of them.
+        """
         for component in self._components:
             component._stand_in()
             component.is_open = True
@@ -124,7 +132,10 @@ class MirroredVariable(DistributedVariable):
 
 @final
 class SyncOnReadVariable(DistributedVariable):
-    """A variable with a value in each replica. The values become one when it is read outside of replicas."""
+    """A variable with a value in each replica.
+
+    The values become one when it is read outside of replicas.
+    """
 
     __slots__ = ("_is_as_made", "_parts", "_workers")
     _watches = True
@@ -135,7 +146,8 @@ class SyncOnReadVariable(DistributedVariable):
     def _memories(self) -> Sequence[torch.Tensor]:
         return self._parts
 
-    # Of the replica's own value; outside of replicas, of the first replica's. They are known also if it cannot be read.
+    # Of the replica's own value; outside of replicas, of the first replica's. They are
+    # known also if it cannot be read.
     shape: Any = property(
         lambda self: self._part().shape, doc="The shape of the variable."
     )
@@ -150,13 +162,17 @@ class SyncOnReadVariable(DistributedVariable):
     def requires_grad(self) -> bool:  # type: ignore[override]
         """Whether the values require grad.
 
-        Each replica can differentiate with respect to its own value, but backward must not reach it.
+        Each replica can differentiate with respect to its own value, but backward must
+        not reach it.
         """
         return self._parts[0].requires_grad
 
     @property
     def grad(self) -> None:
-        """Always None, since there is no gradient of the whole batch with respect to one replica's value."""
+        """Always None.
+
+        There is no gradient of the whole batch with respect to one replica's value.
+        """
         return None
 
     @grad.setter
@@ -203,8 +219,9 @@ class SyncOnReadVariable(DistributedVariable):
         self._require_here("read_value")
         if self.aggregation is VariableAggregation.NONE:
             raise ValueError(
-                f"{self.name} has a value in each replica and no aggregation, so that it cannot be read outside of "
-                "them. Make it with an aggregation; or take strategy.experimental_local_results(variable)."
+                f"{self.name} has a value in each replica and no aggregation, so that "
+                "it cannot be read outside of them. Make it with an aggregation; or "
+                "take strategy.experimental_local_results(variable)."
             )
         with without_autograd():
             point = f"the reading of {self.name}"
@@ -231,7 +248,10 @@ class SyncOnReadVariable(DistributedVariable):
             self.assign(stand_in)
 
     def _take_as_made(self) -> list[torch.Tensor]:
-        """The values with which it was made, once, for the workers to begin alike; none after an assignment."""
+        """The values with which it was made, once, for the workers to begin alike.
+
+        There are none after an assignment.
+        """
         parts, self._is_as_made = self._parts if self._is_as_made else [], False
         return parts
 
@@ -244,8 +264,9 @@ class SyncOnReadVariable(DistributedVariable):
         is_sum = self.aggregation is VariableAggregation.SUM
         if is_sum and operation is not torch.Tensor.copy_:
             raise ValueError(
-                f"{self.name} is the sum of a value in each replica. Which of them is to change when something is "
-                "added to it outside of the replicas is not known: assign it, or add to it in the step."
+                f"{self.name} is the sum of a value in each replica. Which of them is "
+                "to change when something is added to it outside of the replicas is "
+                "not known: assign it, or add to it in the step."
             )
         for part, share in zip(
             self._parts,
@@ -269,7 +290,9 @@ class SyncOnReadVariable(DistributedVariable):
 
 @contextmanager
 def unwritten(variables: Sequence[SyncOnReadVariable]) -> Iterator[None]:
-    """A block after which variables have the values of before: what an understudy writes in it does not count.
+    """A block after which variables have the values of before.
+
+    What an understudy writes in it does not count.
 
     See Note [Why a worker without rows runs the step] in `_group/participants`.
     """
@@ -285,20 +308,22 @@ def unwritten(variables: Sequence[SyncOnReadVariable]) -> Iterator[None]:
 
 @final
 class Component(Variable):
-    """The component of a distributed variable in one replica, as the program has it outside of this replica."""
+    """The component of a distributed variable in one replica.
+
+    The program has it outside of this replica.
+    """
 
     __slots__ = ("_memory", "container", "is_open", "known")
     _watches = True
     container: weakref.ref[DistributedVariable]
     is_open: bool  # whether the component may be written now
-    known: (
-        int  # the version of the first component when this one was last copied from it
-    )
+    # The version of the first component when this one was last copied from it.
+    known: int
     _memory: torch.Tensor
 
     @staticmethod
     def of(container: DistributedVariable, memory: torch.Tensor) -> Component:
-        """The component of a variable whose value is in `memory`, or is copied to it."""
+        """The component of a variable whose value is, or is copied, in `memory`."""
         component = make_parameter(Component, memory, False)
         component.container, component._memory = weakref.ref(container), memory
         component._wanted, component._strategy = container._wanted, container._strategy
@@ -327,8 +352,9 @@ class Component(Variable):
     def _require_open(self, stand_in: torch.Tensor | None = None) -> None:
         if isinstance(self.container(), MirroredVariable) and not self.is_open:
             raise RuntimeError(
-                f"A component of {self.name} was assigned by itself: the components of a mirrored variable are always "
-                "equal. Assign the variable, or write on its components in strategy.extended.update(variable, fn)."
+                f"A component of {self.name} was assigned by itself: the components of "
+                "a mirrored variable are always equal. Assign the variable, or write "
+                "on its components in strategy.extended.update(variable, fn)."
             )
 
     _was_written = _require_open
@@ -336,14 +362,16 @@ class Component(Variable):
 
 def _refuse_gradient(value: torch.Tensor) -> None:
     raise RuntimeError(
-        f"A gradient came to a torchstrategy.Variable of shape {tuple(value.shape)} with trainable=True and "
-        "synchronization=ON_READ: each replica has its own value, and there is no gradient of the whole batch. Leave "
-        "out synchronization, or take each replica's own gradient: torch.autograd.grad(loss, variable)."
+        f"A gradient came to a torchstrategy.Variable of shape {tuple(value.shape)} "
+        "with trainable=True and synchronization=ON_READ: each replica has its own "
+        "value, and there is no gradient of the whole batch. Leave out "
+        "synchronization, or take each replica's own gradient: "
+        "torch.autograd.grad(loss, variable)."
     )
 
 
 class VariablesOfExtended:
-    """What `StrategyExtended` knows of its strategy, and its methods that take variables."""
+    """What `StrategyExtended` knows of its strategy, and methods on variables."""
 
     def __init__(self, container_strategy: StrategyLike | None = None) -> None:
         self._strategy_reference: weakref.ref[StrategyLike] | None = None
@@ -356,7 +384,9 @@ class VariablesOfExtended:
         raise self._missing("parameter_devices")
 
     def variable_created_in_scope(self, v: nn.Module | torch.Tensor) -> bool:
-        """Whether a module was created in a scope of this strategy, or a parameter given to a module there.
+        """Whether a module, or a parameter's module, belongs to this strategy's scopes.
+
+        It was created in one, or the parameter was given to it there.
 
         Raises:
             TypeError: If it is neither.
@@ -373,25 +403,31 @@ class VariablesOfExtended:
         kwargs: dict[str, Tree] | None = None,
         group: bool = True,
     ) -> Tree:
-        """Calls `fn(component, *args, **kwargs)` for each component of a variable, to write it.
+        """Calls `fn(component, *args, **kwargs)` for each component, to write it.
 
         Args:
-            var: A `Variable`, or a parameter of this strategy, which has only one component.
-            fn: A function that writes on its component. It has to write the same on all components.
-            args: Further arguments of `fn`. In place of a mirrored value, `fn` gets the component of the replica.
+            var: A `Variable`, or a parameter of this strategy, which has only one
+                component.
+            fn: A function that writes on its component. It has to write the same on all
+                components.
+            args: Further arguments of `fn`. In place of a mirrored value, `fn` gets the
+                component of the replica.
             kwargs: Further arguments of `fn` by name, in the same way.
-            group: Whether the results of the calls are put together as those of `run` are. If not, the result has, at
-                each leaf, a tuple of the results of all calls.
+            group: Whether the results of the calls are put together as those of `run`
+                are. If not, the result has, at each leaf, a tuple of the results of all
+                calls.
 
         Example:
             >>> strategy = torchstrategy.MirroredStrategy(["cpu", "cpu"])
             >>> with strategy.scope():
             ...     v = torchstrategy.Variable(1.0)
-            >>> strategy.extended.update(v, lambda component: component.assign_add(2.0).item(), group=False)
+            >>> strategy.extended.update(
+            ...     v, lambda component: component.assign_add(2.0).item(), group=False
+            ... )
             (3.0, 3.0)
 
-        Differs from tf.distribute:
-            The components of a mirrored variable stay equal: after the calls, all have the value of the first one.
+        Differs from tf.distribute: The components of a mirrored variable stay equal:
+            after the calls, all have the value of the first one.
 
         Raises:
             TypeError: If `var` is neither a variable nor a parameter.
@@ -408,8 +444,9 @@ class VariablesOfExtended:
         )
         if any(type(leaf) is PerReplica for leaf in tree_leaves((args, kwargs))):
             raise ValueError(
-                "update was given a value for each replica, and all components are written with the same. Reduce it "
-                "first: strategy.extended.reduce_to(reduce_op, value, destinations=variable)."
+                "update was given a value for each replica, and all components are "
+                "written with the same. Reduce it first: "
+                "strategy.extended.reduce_to(reduce_op, value, destinations=variable)."
             )
         components: Sequence[Any] = (
             var._components if isinstance(var, DistributedVariable) else (var,)
@@ -421,7 +458,9 @@ class VariablesOfExtended:
     def colocate_vars_with(
         self, colocate_with_variable: torch.Tensor
     ) -> AbstractContextManager[None]:
-        """A block in which variables are created on the devices of another one; in a strategy, all of them are there.
+        """A block in which variables are created on the devices of another one.
+
+        In a strategy, all of them are there.
 
         Example:
             >>> strategy = torchstrategy.CentralStorageStrategy(["cpu", "cpu"])
@@ -442,22 +481,25 @@ class VariablesOfExtended:
             frame is not None and frame.replica_context is not None
         ):
             raise RuntimeError(
-                f'Need to be inside "with strategy.scope()" for {strategy!r} in colocate_vars_with.'
+                f'Need to be inside "with strategy.scope()" for {strategy!r} in '
+                "colocate_vars_with."
             )
         if not self.variable_created_in_scope(colocate_with_variable):
             raise ValueError(
-                "colocate_vars_with takes a variable that was created in this strategy's scope."
+                "colocate_vars_with takes a variable that was created in this "
+                "strategy's scope."
             )
         return nullcontext()
 
     def value_container(self, value: Tree) -> Tree:
-        """The variable to which a component belongs; anything else is returned as it is.
+        """The variable that a component belongs to; anything else is returned as it is.
 
         Example:
             >>> strategy = torchstrategy.MirroredStrategy(["cpu", "cpu"])
             >>> with strategy.scope():
             ...     v = torchstrategy.Variable(1.0)
-            >>> strategy.extended.value_container(strategy.experimental_local_results(v)[1]) is v
+            >>> component = strategy.experimental_local_results(v)[1]
+            >>> strategy.extended.value_container(component) is v
             True
 
         Source: https://www.tensorflow.org/versions/r2.4/api_docs/python/tf/distribute/StrategyExtended#value_container
@@ -485,11 +527,14 @@ class VariablesOfExtended:
     # What a subclass can rely on
 
     def _select(self, tree: Tree, replica: int) -> Tree:
-        """`tree` as a replica sees it: with its component of every distributed value."""
+        """`tree` as a replica sees it, with its component of distributed values."""
         return select(tree, replica)
 
     def _regroup(self, by_replica: Sequence[Tree]) -> Tree:
-        """One tree out of what replicas returned: the object that is the same in all, else a `DistributedValues`."""
+        """One tree out of what replicas returned.
+
+        It is the object that is the same in all, else a `DistributedValues`.
+        """
         return regroup(by_replica, are_results=True)
 
     def _container_strategy(self) -> StrategyLike:
@@ -499,7 +544,8 @@ class VariablesOfExtended:
         )
         if strategy is None:
             raise RuntimeError(
-                "The strategy of this `extended` is gone. Keep the strategy, not only its `extended`."
+                "The strategy of this `extended` is gone. Keep the strategy, not only "
+                "its `extended`."
             )
         return strategy
 
@@ -511,13 +557,15 @@ class VariablesOfExtended:
             and getattr(owner, "_extended", None) is self
         ):
             raise ValueError(
-                f"The `extended` belongs to {owner!r}. Two cannot share one: try copy.deepcopy(strategy)."
+                f"The `extended` belongs to {owner!r}. Two cannot share one: try "
+                "copy.deepcopy(strategy)."
             )
         self._strategy_reference = weakref.ref(strategy)
 
     def _missing(self, name: str) -> NotImplementedError:
         return NotImplementedError(
-            f"{type(self).__name__} does not bring {name}, which this needs: define it there."
+            f"{type(self).__name__} does not bring {name}, which this needs: define it "
+            "there."
         )
 
     def _call_for_each(
@@ -528,7 +576,10 @@ class VariablesOfExtended:
         kwargs: Any,
         group: bool,
     ) -> Tree:
-        """What `fn` returns for each of several places, each with its components of the arguments, put together."""
+        """What `fn` returns for each of several places, put together.
+
+        Each call has its components of the arguments.
+        """
         results = [
             fn(one, *select(tuple(args), i), **select(dict(kwargs or {}), i))
             for i, one in enumerate(places)
@@ -544,25 +595,26 @@ class VariablesOfExtended:
     def _make_variable(
         self, value: torch.Tensor, is_trained: bool, wanted: Wanted
     ) -> Variable:
-        """A new variable of the kind that suits the strategy, with a copy of a value."""
+        """A new variable of the kind that suits the strategy, with a value's copy."""
         try:
             devices = self.parameter_devices
-        except (
-            NotImplementedError
-        ):  # a strategy of the user's own class, which keeps no parameters
+        # A strategy of the user's own class, which keeps no parameters.
+        except NotImplementedError:
             devices = ()
         first = memory_device(devices[0]) if devices else None
         if len(devices) * self._workers.count < 2:
             return make_data(Variable, value, first, is_trained)
         if wanted.synchronization is VariableSynchronization.NONE:
             raise ValueError(
-                "Variable(synchronization=NONE) in the scope of a strategy that keeps a copy in each replica: they "
-                "have to be synchronized, on writing or on reading. Leave it out, or say ON_READ."
+                "Variable(synchronization=NONE) in the scope of a strategy that keeps "
+                "a copy in each replica: they have to be synchronized, on writing or "
+                "on reading. Leave it out, or say ON_READ."
             )
         is_integer = not (value.dtype.is_floating_point or value.dtype.is_complex)
         if is_integer and wanted.aggregation is VariableAggregation.MEAN:
             raise ValueError(
-                f"Variable(aggregation=MEAN) of {value.dtype}: the mean of integers is none. Use a float."
+                f"Variable(aggregation=MEAN) of {value.dtype}: the mean of integers is "
+                "none. Use a float."
             )
         if wanted.synchronization is not VariableSynchronization.ON_READ:
             mirrored = make_data(MirroredVariable, value, first, is_trained)

@@ -1,14 +1,26 @@
-"""Variables: parameters that the replicas of a strategy share, and that a step may assign.
+"""Variables: parameters that replicas share, and that a step may assign.
 
-`Variable` has one value, and is the base class of the variables of `kinds`, which have a component for each replica.
+`Variable` has one value, and is the base class of the variables of `kinds`, which have
+a component for each replica.
 
-When a step uses a parameter or a variable, it uses the component of its own replica. This is one of these tensors:
+When a step uses a parameter or a variable, it uses the component of its own replica.
+This is one of these tensors:
 
-    a parameter of a module, or a variable that replicas write together     the replica's copy, made by the storage
-    a variable that each replica writes for itself (`SyncOnReadVariable`)   one of the tensors that the variable holds
-    outside of replicas                                                     the variable itself, or its value
+    a parameter of a module, or a variable that replicas write together     the
+                                                                            replica's
+                                                                            copy, made
+                                                                            by the
+                                                                            storage
+    a variable that each replica writes for itself (`SyncOnReadVariable`)   one of the
+                                                                            tensors that
+                                                                            the variable
+                                                                            holds
+    outside of replicas                                                     the variable
+                                                                            itself, or
+                                                                            its value
 
-All torch functions on a variable go through `__torch_function__`, which puts this tensor in place of the variable.
+All torch functions on a variable go through `__torch_function__`, which puts this
+tensor in place of the variable.
 """
 
 from __future__ import annotations
@@ -65,36 +77,46 @@ _Operation = Callable[[torch.Tensor, torch.Tensor], Any]
 class Variable(ShowsLocalGrad, VariableBase):
     """A tensor that all replicas of a strategy share, and that a step may assign.
 
-    It is a `torch.nn.Parameter`, so torch functions, optimizers and modules take it. If it is created in a strategy's
-    `scope()`, it belongs to the strategy. A step that uses it gets the component of its own replica. If the step
-    assigns it, `aggregation` says how the values of all replicas become one. Results of operations are plain tensors.
+    It is a `torch.nn.Parameter`, so torch functions, optimizers and modules take it. If
+    it is created in a strategy's `scope()`, it belongs to the strategy. A step that
+    uses it gets the component of its own replica. If the step assigns it, `aggregation`
+    says how the values of all replicas become one. Results of operations are plain
+    tensors.
 
-    `v.assign(x)` in a replica is a synchronization point: every replica makes the call, and then all read the new
-    value. A variable with `synchronization=ON_READ` under `MirroredStrategy` has a value in each replica. A replica
-    assigns its value without waiting for the others, and the values become one when the program reads the variable
-    outside of replicas. Metrics are counted in this way.
+    `v.assign(x)` in a replica is a synchronization point: every replica makes the call,
+    and then all read the new value. A variable with `synchronization=ON_READ` under
+    `MirroredStrategy` has a value in each replica. A replica assigns its value without
+    waiting for the others, and the values become one when the program reads the
+    variable outside of replicas. Metrics are counted in this way.
 
-    Write in place (`v.add_(1)`) only outside of replicas; in a replica, this is refused as with any parameter. So is
-    setting an attribute of your own on the variable.
+    Write in place (`v.add_(1)`) only outside of replicas; in a replica, this is refused
+    as with any parameter. So is setting an attribute of your own on the variable.
 
-    `copy.deepcopy(v)` makes a variable of the same kind, which belongs to the same strategy, also outside of its scope.
-    A pickle is loaded for the strategy in whose scope it is loaded.
+    `copy.deepcopy(v)` makes a variable of the same kind, which belongs to the same
+    strategy, also outside of its scope. A pickle is loaded for the strategy in whose
+    scope it is loaded.
 
     Args:
-        initial_value: A tensor, which is copied; an array; a number; or a function without arguments that returns one.
-        trainable: Whether it requires grad. None: if its dtype allows it and `synchronization` is not `ON_READ`.
+        initial_value: A tensor, which is copied; an array; a number; or a function
+            without arguments that returns one.
+        trainable: Whether it requires grad. None: if its dtype allows it and
+            `synchronization` is not `ON_READ`.
         name: The name of the variable in messages.
         dtype: The dtype of the variable. None: that of `initial_value`.
-        synchronization: When the values of replicas become one: see `VariableSynchronization`. Only
-            `MirroredStrategy` with several replicas has components that can differ; other strategies only record it.
+        synchronization: When the values of replicas become one: see
+            `VariableSynchronization`. Only `MirroredStrategy` with several replicas has
+            components that can differ; other strategies only record it.
         aggregation: How the values become one: see `VariableAggregation`.
 
     Example:
         >>> strategy = torchstrategy.MirroredStrategy(["cpu", "cpu"])
         >>> with strategy.scope():
-        ...     v = torchstrategy.Variable(1.0, aggregation=torchstrategy.VariableAggregation.SUM)
+        ...     v = torchstrategy.Variable(
+        ...         1.0, aggregation=torchstrategy.VariableAggregation.SUM
+        ...     )
         >>> def step():
-        ...     v.assign_add(torchstrategy.get_replica_context().replica_id_in_sync_group + torch.tensor(1.0))
+        ...     context = torchstrategy.get_replica_context()
+        ...     v.assign_add(context.replica_id_in_sync_group + torch.tensor(1.0))
         ...     return v.item()
         >>> strategy.experimental_local_results(strategy.run(step))
         (4.0, 4.0)
@@ -104,25 +126,30 @@ class Variable(ShowsLocalGrad, VariableBase):
           1: 4.0
         }
 
-    Differs from tf.distribute:
-        To create a variable in a replica is a synchronization point: all replicas create it together. Replicas cannot
-        make a mirrored variable diverge: assigning it in a replica without an aggregation is an error.
+    Differs from tf.distribute: To create a variable in a replica is a synchronization
+        point: all replicas create it together. Replicas cannot make a mirrored variable
+        diverge: assigning it in a replica without an aggregation is an error.
 
     Raises:
-        ValueError: If an enum is none; if it is to be trained and its dtype cannot be; under `MirroredStrategy`, if
-            `synchronization` is `NONE`, or integers are to be averaged.
-        TypeError: If there is no tensor to be made of `initial_value`, or an argument is of the wrong kind.
-        RuntimeError: From `run`, if the replicas create different ones; from `backward`, if it comes to one of which
-            each replica has a value of its own.
+        ValueError: If an enum is none; if it is to be trained and its dtype cannot be;
+            under `MirroredStrategy`, if `synchronization` is `NONE`, or integers are to
+            be averaged.
+        TypeError: If there is no tensor to be made of `initial_value`, or an argument
+            is of the wrong kind.
+        RuntimeError: From `run`, if the replicas create different ones; from
+            `backward`, if it comes to one of which each replica has a value of its own.
 
     Source: https://www.tensorflow.org/versions/r2.4/api_docs/python/tf/Variable
     """
 
-    # The `__dict__` of a variable is for the attributes that the user sets on it, as on any tensor.
+    # The `__dict__` of a variable is for the attributes that the user sets on it, as on
+    # any tensor.
     __slots__ = ("_strategy", "_wanted")
     _wanted: Wanted  # without the initial value
     _strategy: weakref.ref[StrategyLike] | None
-    _watches = False  # whether `_stand_in` is another tensor, and `_was_written` is to be called when it is written
+    # Whether `_stand_in` is another tensor, and `_was_written` is to be called when it
+    # is written.
+    _watches = False
 
     def __new__(
         cls,
@@ -160,7 +187,10 @@ class Variable(ShowsLocalGrad, VariableBase):
         return self._wanted.aggregation
 
     def read_value(self) -> torch.Tensor:
-        """The value of the variable, as a new tensor. Gradients flow back to the variable."""
+        """The value of the variable, as a new tensor.
+
+        Gradients flow back to the variable.
+        """
         return self.clone()
 
     def numpy(self, *, force: bool = False) -> numpy.ndarray[Any, Any]:
@@ -170,10 +200,14 @@ class Variable(ShowsLocalGrad, VariableBase):
         )
 
     def assign(self, value: Tree) -> Self:
-        """Assigns a value. In a replica, if the replicas write the variable together, this is a synchronization point.
+        """Assigns a value.
+
+        In a replica, if the replicas write the variable together, this is a
+        synchronization point.
 
         Args:
-            value: A tensor of the variable's shape, a number or an array. In a replica: the value of this replica.
+            value: A tensor of the variable's shape, a number or an array. In a replica:
+                the value of this replica.
 
         Returns:
             The variable.
@@ -184,10 +218,13 @@ class Variable(ShowsLocalGrad, VariableBase):
             Variable(tensor([3., 4.]))
 
         Raises:
-            ValueError: If the shape is another, or the dtype cannot be converted; in a replica, if there is no
-                aggregation, or `SUM` is to be taken of one and the same object in all replicas.
-            TypeError: If outside of replicas the value is that of several replicas; or it is no number.
-            RuntimeError: In another strategy's scope; from `run`, if not all replicas assign this variable.
+            ValueError: If the shape is another, or the dtype cannot be converted; in a
+                replica, if there is no aggregation, or `SUM` is to be taken of one and
+                the same object in all replicas.
+            TypeError: If outside of replicas the value is that of several replicas; or
+                it is no number.
+            RuntimeError: In another strategy's scope; from `run`, if not all replicas
+                assign this variable.
         """
         return self._assign(torch.Tensor.copy_, value)
 
@@ -201,7 +238,7 @@ class Variable(ShowsLocalGrad, VariableBase):
 
     @property
     def data(self) -> torch.Tensor:
-        """A tensor that shares the memory of the variable, and has no history for autograd."""
+        """A tensor with the variable's memory, and without history for autograd."""
         local: Any = local_object(self)
         return plain_data(self) if local is self else local.data
 
@@ -239,7 +276,10 @@ class Variable(ShowsLocalGrad, VariableBase):
         super().__delattr__(name)
 
     def _require_outside(self, name: str) -> None:
-        """Refuses a write on an attribute of the user's in a replica: all replicas have the one variable."""
+        """Refuses a write on an attribute of the user's in a replica.
+
+        All replicas have the one variable.
+        """
         # torch's compiler has notes of its own on tensors.
         is_known = hasattr(
             type(getattr(type(self), name, None)), "__set__"
@@ -250,8 +290,9 @@ class Variable(ShowsLocalGrad, VariableBase):
             and context.num_replicas_in_sync > 1
         ):
             raise RuntimeError(
-                f"The step wrote the attribute {name!r} of {self.name} in a replica. All replicas share the variable, "
-                "and one would read what another wrote. Write it outside of strategy.run; or keep it on the module."
+                f"The step wrote the attribute {name!r} of {self.name} in a replica. "
+                "All replicas share the variable, and one would read what another "
+                "wrote. Write it outside of strategy.run; or keep it on the module."
             )
 
     @classmethod
@@ -276,10 +317,14 @@ class Variable(ShowsLocalGrad, VariableBase):
         return result
 
     def _stand_in(self) -> torch.Tensor:
-        """The tensor that torch functions use in place of the variable, in the caller's replica or outside."""
+        """The tensor that torch functions use in place of the variable.
+
+        It is that of the caller's replica, or outside.
+        """
         local: torch.Tensor = local_object(self)
         if local is self and (context := self._replica()) is not None:
-            # It was created in this run, and has no copies yet. Gradients flow back to the variable.
+            # It was created in this run, and has no copies yet. Gradients flow back to
+            # the variable.
             there: torch.Tensor = _call_plainly(
                 torch.Tensor.to, (), (self, memory_device(context.devices[0])), {}
             )
@@ -303,21 +348,29 @@ class Variable(ShowsLocalGrad, VariableBase):
             and context.num_replicas_in_sync > 1
         ):
             raise ValueError(
-                f"{self.name} was assigned in a replica, and has no aggregation. Make it with SUM, MEAN or "
-                "ONLY_FIRST_REPLICA of torchstrategy.VariableAggregation, or assign it outside of strategy.run."
+                f"{self.name} was assigned in a replica, and has no aggregation. Make "
+                "it with SUM, MEAN or ONLY_FIRST_REPLICA of "
+                "torchstrategy.VariableAggregation, or assign it outside of "
+                "strategy.run."
             )
         context.merge_call(_assign_together, args=((self, operation), value))
         return self
 
     def _take_memory(self, value: torch.Tensor) -> None:
-        """Gives the variable other memory, which may have another dtype, as `module.double()` does."""
+        """Gives the variable other memory.
+
+        It may have another dtype, as `module.double()` does.
+        """
         _call_plainly(set_plain_data, (), (self, value), {})
 
     def _was_written(self, stand_in: torch.Tensor) -> None:
-        """Called when an operation has written on the tensor that took the place of the variable."""
+        """Called when an operation has written on the tensor in a variable's place."""
 
     def _replica(self) -> ReplicaContextLike | None:
-        """The context of the replica that the caller is in, if the variable belongs to the replica's strategy."""
+        """The context of the replica that the caller is in.
+
+        It is there if the variable belongs to the replica's strategy.
+        """
         frame = current_frame()
         if frame is None or frame.replica_context is None:
             return None
@@ -335,13 +388,15 @@ class Variable(ShowsLocalGrad, VariableBase):
     def _make_copy(self, attributes: dict[str, Any]) -> Variable:
         """A copy of this kind, which belongs to the same strategy, wherever it is made.
 
-        In a replica of this strategy it is one for all replicas, as one that is created there is.
+        In a replica of this strategy it is one for all replicas, as one that is created
+        there is.
 
         Args:
             attributes: What the user has set on the variable, for the copy.
 
         Raises:
-            RuntimeError: In another strategy's scope; from `run`, if the replicas copy different variables.
+            RuntimeError: In another strategy's scope; from `run`, if the replicas copy
+                different variables.
         """
         context = self._replica()
         if context is not None and context.num_replicas_in_sync > 1:
@@ -374,7 +429,8 @@ class Variable(ShowsLocalGrad, VariableBase):
         )
 
 
-# If `torch.compile` traced this method, it would find the component of one replica, and use it in all replicas.
+# If `torch.compile` traced this method, it would find the component of one replica, and
+# use it in all replicas.
 hide_from_compiler(Variable.__torch_function__.__func__)  # type: ignore[attr-defined]
 
 _DATA: Any = torch.Tensor.data
@@ -386,7 +442,10 @@ _call_plainly: Callable[
 
 
 def is_variable(thing: object) -> bool:
-    """Whether an object is a variable. `isinstance` is slow for subclasses of `torch.nn.Parameter`."""
+    """Whether an object is a variable.
+
+    `isinstance` is slow for subclasses of `torch.nn.Parameter`.
+    """
     return issubclass(type(thing), Variable)
 
 
@@ -404,7 +463,7 @@ def _with_stand_ins(value: Any, used: dict[int, tuple[Variable, torch.Tensor]]) 
 
 
 def _has_a_say(kind: Any) -> bool:
-    """Whether a class of tensors has a `__torch_function__` of its own, which has to be called."""
+    """Whether a class of tensors has its own `__torch_function__`, to be called."""
     says_nothing = (
         kind is torch.Tensor
         or kind.__torch_function__ is nn.Parameter.__torch_function__
@@ -413,7 +472,10 @@ def _has_a_say(kind: Any) -> bool:
 
 
 def _without_variables(value: Any) -> Any:
-    """The arguments for the `__torch_function__` of another class: without variables, which it may not know."""
+    """The arguments for the `__torch_function__` of another class.
+
+    They hold no variables, which it may not know.
+    """
 
     def plain(leaf: Any) -> Any:
         return (
@@ -431,15 +493,17 @@ def plain_alias(variable: Variable) -> torch.Tensor:
     return alias
 
 
-# Runs of several threads may add to one variable. The lock is reentrant, since a mode of the caller may write another
-# variable during a write.
+# Runs of several threads may add to one variable. The lock is reentrant, since a mode
+# of the caller may write another variable during a write.
 _writing = threading.RLock()
 
 
 def write(
     variable: Variable, memory: torch.Tensor, operation: _Operation, value: Tree
 ) -> None:
-    """Does `assign`, `assign_add` or `assign_sub` on the memory of a variable or of a component.
+    """Does `assign`, `assign_add` or `assign_sub` on the memory of a variable.
+
+    It does so for a component, too.
 
     Raises:
         ValueError: If the value does not fit.
@@ -447,18 +511,21 @@ def write(
     """
     if type(value) is PerReplica:
         raise TypeError(
-            f"{variable.name} was given a value for each replica, outside of them: which of them it is to have is not "
-            "known. Reduce it first, strategy.reduce(...), or assign it in the step, each replica its own."
+            f"{variable.name} was given a value for each replica, outside of them: "
+            "which of them it is to have is not known. Reduce it first, "
+            "strategy.reduce(...), or assign it in the step, each replica its own."
         )
     with without_autograd():
         given = as_tensor(value.values[0] if type(value) is Mirrored else value)
         if given.shape != memory.shape:
             raise ValueError(
-                f"{variable.name} has shape {tuple(memory.shape)}; {tuple(given.shape)} does not fit."
+                f"{variable.name} has shape {tuple(memory.shape)}; "
+                f"{tuple(given.shape)} does not fit."
             )
         if not torch.can_cast(given.dtype, memory.dtype):
             raise ValueError(
-                f"{variable.name} holds {memory.dtype}: {given.dtype} cannot be converted without loss."
+                f"{variable.name} holds {memory.dtype}: {given.dtype} cannot be "
+                "converted without loss."
             )
         with _writing:
             _call_plainly(
@@ -469,7 +536,10 @@ def write(
 @final
 @dataclass(frozen=True)
 class Wanted:
-    """The arguments with which a variable is created; equal if they may create one variable in several replicas."""
+    """The arguments with which a variable is created.
+
+    They are equal if they may create one variable in several replicas.
+    """
 
     initial_value: Any = field(compare=False, repr=False)
     trainable: bool | None
@@ -491,7 +561,8 @@ class Wanted:
         ):
             if not isinstance(given, kind):
                 raise ValueError(
-                    f"{given!r} is no torchstrategy.{kind.__name__}: {', '.join(kind.__members__)}."
+                    f"{given!r} is no torchstrategy.{kind.__name__}: "
+                    f"{', '.join(kind.__members__)}."
                 )
 
     def value(self) -> torch.Tensor:
@@ -506,13 +577,15 @@ class Wanted:
         given = given.values[0] if type(given) is Mirrored else given
         if isinstance(given, DistributedValues) and not isinstance(given, torch.Tensor):
             raise TypeError(
-                "A variable has one initial value; it was given a value for each replica."
+                "A variable has one initial value; it was given a value for each "
+                "replica."
             )
         try:
             return torch.as_tensor(given, dtype=self.dtype)
         except (TypeError, ValueError, RuntimeError) as error:
             raise TypeError(
-                f"A variable's initial value is a tensor, an array or numbers; got {given!r}."
+                "A variable's initial value is a tensor, an array or numbers; got "
+                f"{given!r}."
             ) from error
 
     def is_trained(self, dtype: torch.dtype) -> bool:
@@ -524,7 +597,8 @@ class Wanted:
         can_be = dtype.is_floating_point or dtype.is_complex
         if self.trainable and not can_be:
             raise ValueError(
-                f"Variable(trainable=True) of {dtype}: only floating-point numbers have gradients."
+                f"Variable(trainable=True) of {dtype}: only floating-point numbers "
+                "have gradients."
             )
         if self.trainable is None:
             return (
@@ -534,7 +608,10 @@ class Wanted:
 
 
 def create(wanted: Wanted) -> Variable:
-    """Creates a variable for the strategy of the caller; in a replica, together with the other replicas."""
+    """Creates a variable for the strategy of the caller.
+
+    In a replica it does so together with the other replicas.
+    """
     frame = current_frame()
     if frame is None or is_default(frame.strategy):
         return _make(wanted, None)
@@ -554,7 +631,7 @@ def _created_again(wanted: Wanted, attributes: dict[str, Any]) -> Variable:
 @final
 @dataclass(frozen=True)
 class _Given:
-    """Attributes that a replica brings to where a variable is copied for all replicas."""
+    """Attributes that a replica brings to where all copy a variable."""
 
     attributes: dict[str, Any]
 
@@ -563,8 +640,9 @@ def _copy_for_all(strategy: StrategyLike, brought: Tree, given: Tree) -> Variabl
     variable, *others = brought.values if type(brought) is PerReplica else (brought,)
     if any(other is not variable for other in others):
         raise RuntimeError(
-            f"The replicas copied different variables at once: {variable.name} in one. A copy is one for all replicas: "
-            "every replica copies the same variables in the same order."
+            f"The replicas copied different variables at once: {variable.name} in one. "
+            "A copy is one for all replicas: every replica copies the same variables "
+            "in the same order."
         )
     first: _Given = given.values[0] if isinstance(given, DistributedValues) else given
     copied: Variable = variable._make_copy(first.attributes)
@@ -593,8 +671,10 @@ def _make_for_all(strategy: StrategyLike, brought: Tree) -> Variable:
     for other in wishes[1:]:
         if other != wishes[0]:
             raise RuntimeError(
-                "A variable that a replica creates is one for all; these created different ones: mismatching name or "
-                f"settings {wishes[0]} and {other}. Create the same ones in the same order, or before strategy.run."
+                "A variable that a replica creates is one for all; these created "
+                f"different ones: mismatching name or settings {wishes[0]} and "
+                f"{other}. Create the same ones in the same order, or before "
+                "strategy.run."
             )
     return _make(wishes[0], strategy)
 
@@ -618,14 +698,14 @@ def _assign_together(
         way is not operation for way in ways
     ):
         raise RuntimeError(
-            f"The replicas assigned different variables, or in different ways, at once: {variable.name} in one. Every "
-            "replica makes the same assignments in the same order."
+            "The replicas assigned different variables, or in different ways, at once: "
+            f"{variable.name} in one. Every replica makes the same assignments in the "
+            "same order."
         )
     if variable.aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
         value = strategy.extended._first_of(value)
-    elif (
-        variable.aggregation is not VariableAggregation.NONE
-    ):  # with NONE there is only one replica
+    # With NONE there is only one replica.
+    elif variable.aggregation is not VariableAggregation.NONE:
         with without_autograd():
             value = strategy.extended._reduce_leaf(
                 ReduceOp.from_variable_aggregation(variable.aggregation), value
@@ -636,7 +716,10 @@ def _assign_together(
 def make_data(
     kind: type[V], value: torch.Tensor, device: Device | None, is_trained: bool
 ) -> V:
-    """A variable of a class `kind` with a copy of a value, on a device. None: the device of the value."""
+    """A variable of a class `kind` with a copy of a value, on a device.
+
+    None: the device of the value.
+    """
     return make_parameter(
         kind,
         value.to(value.device if device is None else device, copy=True),

@@ -1,6 +1,9 @@
-"""The names of `tf.distribute.cluster_resolver` that need no network: who is in a cluster, and who this process is.
+"""The names of `tf.distribute.cluster_resolver` that need no network.
 
-A cluster has jobs, a job has tasks, and a task has an address. A base class says what a resolver knows; four are here.
+They say who is in a cluster, and who this process is.
+
+A cluster has jobs, a job has tasks, and a task has an address. A base class says what a
+resolver knows; four are here.
 """
 
 from torchstrategy._base.errors import explain_keywords as _explain_keywords

@@ -1,6 +1,9 @@
-"""The names of `tf.distribute.cluster_resolver` that need no network: who is in a cluster, and who this process is.
+"""The names of `tf.distribute.cluster_resolver` that need no network.
 
-A cluster has jobs, a job has tasks, and a task has an address. A base class says what a resolver knows; four are here.
+They say who is in a cluster, and who this process is.
+
+A cluster has jobs, a job has tasks, and a task has an address. A base class says what a
+resolver knows; four are here.
 """
 
 from __future__ import annotations
@@ -26,22 +29,27 @@ from torchstrategy.cluster_resolver._slurm_lists import (
 
 @final
 class ClusterSpec:
-    """The processes of a cluster: jobs, such as `"worker"`, each of several tasks, each at an address.
+    """The processes of a cluster: jobs, such as `"worker"`, of tasks with addresses.
+
+    Each job has several tasks, each at an address.
 
     Args:
-        cluster: For each job its tasks: a list of addresses, or, if not all tasks are known, a dict from the index of a
-            task to its address. Or another `ClusterSpec`.
+        cluster: For each job its tasks: a list of addresses, or, if not all tasks are
+            known, a dict from the index of a task to its address. Or another
+            `ClusterSpec`.
 
     Example:
-        >>> spec = torchstrategy.cluster_resolver.ClusterSpec({"worker": ["a:2222", "b:2222"], "ps": {7: "c:2222"}})
+        >>> spec = torchstrategy.cluster_resolver.ClusterSpec(
+        ...     {"worker": ["a:2222", "b:2222"], "ps": {7: "c:2222"}}
+        ... )
         >>> spec.jobs, spec.task_indices("ps")
         (['worker', 'ps'], [7])
         >>> spec.task_address("worker", 1)
         'b:2222'
 
-    Differs from tf.distribute:
-        In TensorFlow it is `tf.train.ClusterSpec`; protocol buffers are not accepted and not made. It does not change,
-        and is equal to other `ClusterSpec`s only.
+    Differs from tf.distribute: In TensorFlow it is `tf.train.ClusterSpec`; protocol
+        buffers are not accepted and not made. It does not change, and is equal to other
+        `ClusterSpec`s only.
 
     Raises:
         TypeError: If it is not a dict of lists or dicts of strings.
@@ -95,7 +103,9 @@ class ClusterSpec:
         return tasks[task_index]
 
     def job_tasks(self, job_name: str) -> list[str | None]:
-        """The addresses of a job by the indices of its tasks, with None for tasks that are not known.
+        """The addresses of a job by the indices of its tasks.
+
+        It is None for tasks that are not known.
 
         Raises:
             ValueError: If there is no such job.
@@ -104,12 +114,15 @@ class ClusterSpec:
         return [tasks.get(index) for index in range(max(tasks, default=-1) + 1)]
 
     def as_dict(self) -> dict[str, Any]:
-        """The tasks of each job: a list where all are known, and else a dict, as a `ClusterSpec` is made of."""
+        """The tasks of each job.
+
+        They are a list where all are known, and else a dict, as a `ClusterSpec` is made
+        of.
+        """
         spec: dict[str, Any] = {}
         for job, tasks in self._tasks.items():
-            has_all_numbers = (
-                bool(tasks) and len(tasks) == max(tasks) + 1
-            )  # from 0 on, and no other
+            # From 0 on, and no other.
+            has_all_numbers = bool(tasks) and len(tasks) == max(tasks) + 1
             spec[job] = list(tasks.values()) if has_all_numbers else dict(tasks)
         return spec
 
@@ -146,7 +159,8 @@ def _as_index(value: object) -> int:
     """The index of a task, which JSON may hold as a string.
 
     Raises:
-        ValueError: If it is negative, larger than in any cluster, or text that is no number.
+        ValueError: If it is negative, larger than in any cluster, or text that is no
+            number.
         TypeError: If it is no integer.
     """
     try:
@@ -154,7 +168,10 @@ def _as_index(value: object) -> int:
             raise TypeError
         index = int(value) if isinstance(value, str) else operator.index(value)  # type: ignore[arg-type]
     except (TypeError, ValueError) as error:
-        told = f"The index of a task is an integer; got {value!r:.60}, {an(type(value).__name__)}."
+        told = (
+            f"The index of a task is an integer; got {value!r:.60}, "
+            f"{an(type(value).__name__)}."
+        )
         raise type(error)(told) from None
     if index < 0:
         raise ValueError(f"The index of a task is 0 or more; got {index}.")
@@ -194,35 +211,43 @@ class _Task(NamedTuple):
 
 
 class ClusterResolver(ABC):
-    """Knows which processes a cluster has, and which of them this one is. Subclass it to describe your own.
+    """Knows which processes a cluster has, and which of them this one is.
 
-    A subclass implements `cluster_spec` and `master`, and sets `task_type`, `task_id` and `rpc_layer` to say which task
-    this process is. They may be set again at any time.
+    Subclass it to describe your own.
+
+    A subclass implements `cluster_spec` and `master`, and sets `task_type`, `task_id`
+    and `rpc_layer` to say which task this process is. They may be set again at any
+    time.
 
     Example:
         >>> class OnOneHost(torchstrategy.cluster_resolver.ClusterResolver):
         ...     def cluster_spec(self):
-        ...         return torchstrategy.cluster_resolver.ClusterSpec({"worker": ["localhost:2222", "localhost:2223"]})
+        ...         return torchstrategy.cluster_resolver.ClusterSpec(
+        ...             {"worker": ["localhost:2222", "localhost:2223"]}
+        ...         )
+        ...
         ...     def master(self, task_type=None, task_id=None, rpc_layer=None):
-        ...         return self.cluster_spec().task_address(task_type or "worker", task_id or 0)
+        ...         return self.cluster_spec().task_address(
+        ...             task_type or "worker", task_id or 0
+        ...         )
         >>> resolver = OnOneHost()
         >>> resolver.task_id = 1
         >>> resolver.master(), resolver.task_type, resolver.task_id
         ('localhost:2222', None, 1)
 
-    Differs from tf.distribute:
-        `num_accelerators` counts those of this machine, and is refused for another task, whose machine it cannot see.
-        There are no sessions, and so no `config_proto`.
+    Differs from tf.distribute: `num_accelerators` counts those of this machine, and is
+        refused for another task, whose machine it cannot see. There are no sessions,
+        and so no `config_proto`.
 
     Source: https://www.tensorflow.org/versions/r2.4/api_docs/python/tf/distribute/cluster_resolver/ClusterResolver
     """
 
-    # What was said of this process. On the class, since a subclass may not call our constructor.
+    # What was said of this process. On the class, since a subclass may not call our
+    # constructor.
     _told = _Task()
     _environment: str | None = ""
-    _accelerators: Counter[str] | None = (
-        None  # how many each task has, if that was said
-    )
+    # How many each task has, if that was said.
+    _accelerators: Counter[str] | None = None
 
     @abstractmethod
     def cluster_spec(self) -> ClusterSpec:
@@ -240,7 +265,8 @@ class ClusterResolver(ABC):
         Args:
             task_type: The job of the task.
             task_id: Its index in the job.
-            rpc_layer: The protocol, which is put before the address: `"grpc"` makes `"grpc://host:port"`.
+            rpc_layer: The protocol, which is put before the address: `"grpc"` makes
+                `"grpc://host:port"`.
         """
 
     def num_accelerators(
@@ -249,9 +275,12 @@ class ClusterResolver(ABC):
         task_id: int | None = None,
         config_proto: None = None,
     ) -> Counter[str]:
-        """How many accelerators a task has, by kind: `{"GPU": 8}`, and 0 for a kind that it has none of.
+        """How many accelerators a task has, by kind: `{"GPU": 8}`.
 
-        If nobody has said how many each task has, it counts those that this process sees.
+        It is 0 for a kind that it has none of.
+
+        If nobody has said how many each task has, it counts those that this process
+        sees.
 
         Args:
             task_type: The job of the task that is asked about. None: this one's.
@@ -259,12 +288,13 @@ class ClusterResolver(ABC):
             config_proto: None: there are no sessions.
 
         Raises:
-            ValueError: If `config_proto` is not None; or if it is asked about another task, and nobody has said how
-                many each task has.
+            ValueError: If `config_proto` is not None; or if it is asked about another
+                task, and nobody has said how many each task has.
         """
         if config_proto is not None:
             raise ValueError(
-                f"config_proto={config_proto!r} configures a session, and there are none here."
+                f"config_proto={config_proto!r} configures a session, and there are "
+                "none here."
             )
         if self._accelerators is not None:
             return Counter(self._accelerators)
@@ -274,16 +304,16 @@ class ClusterResolver(ABC):
         )
         if asked != (self.task_type, self.task_id):
             raise ValueError(
-                f"num_accelerators was asked about {asked[0]} {asked[1]}, and this process, {self.task_type} "
-                f"{self.task_id}, sees its own only. Use SimpleClusterResolver(spec, num_accelerators={{'GPU': 8}})."
+                f"num_accelerators was asked about {asked[0]} {asked[1]}, and this "
+                f"process, {self.task_type} {self.task_id}, sees its own only. Use "
+                "SimpleClusterResolver(spec, num_accelerators={'GPU': 8})."
             )
-        return +Counter(
-            GPU=len(local_accelerators())
-        )  # the sign leaves out a kind of which there is none
+        # The sign leaves out a kind of which there is none.
+        return +Counter(GPU=len(local_accelerators()))
 
     @property
     def environment(self) -> str | None:
-        """Where it runs, as it was told; in TensorFlow `"google"` or, elsewhere, empty."""
+        """Where it runs, as it was told; in TensorFlow `"google"`, or else empty."""
         return self._environment
 
     @property
@@ -345,7 +375,9 @@ class _FixedResolver(ClusterResolver):
         task_id: int | None = None,
         rpc_layer: str | None = None,
     ) -> str:
-        """The address of the process that leads; or, if both `task_type` and `task_id` are given, of that task.
+        """The address of the process that leads.
+
+        If both `task_type` and `task_id` are given, it is that of that task.
 
         Raises:
             ValueError: If there is no such task.
@@ -370,9 +402,15 @@ class SimpleClusterResolver(_FixedResolver):
         rpc_layer: The protocol, which is put before addresses.
 
     Example:
-        >>> spec = torchstrategy.cluster_resolver.ClusterSpec({"worker": ["a:2222", "b:2222"]})
+        >>> spec = torchstrategy.cluster_resolver.ClusterSpec(
+        ...     {"worker": ["a:2222", "b:2222"]}
+        ... )
         >>> resolver = torchstrategy.cluster_resolver.SimpleClusterResolver(
-        ...     spec, task_type="worker", task_id=0, num_accelerators={"GPU": 8}, rpc_layer="grpc"
+        ...     spec,
+        ...     task_type="worker",
+        ...     task_id=0,
+        ...     num_accelerators={"GPU": 8},
+        ...     rpc_layer="grpc",
         ... )
         >>> resolver.master("worker", 1)
         'grpc://b:2222'
@@ -380,7 +418,8 @@ class SimpleClusterResolver(_FixedResolver):
         8
 
     Raises:
-        TypeError: If `cluster_spec` is no `ClusterSpec`, `master` no string, or `num_accelerators` no dict.
+        TypeError: If `cluster_spec` is no `ClusterSpec`, `master` no string, or
+            `num_accelerators` no dict.
 
     Source: https://www.tensorflow.org/versions/r2.4/api_docs/python/tf/distribute/cluster_resolver/SimpleClusterResolver
     """
@@ -415,24 +454,34 @@ class SimpleClusterResolver(_FixedResolver):
 
 @final
 class SlurmClusterResolver(_FixedResolver):
-    """Knows the tasks that `srun` has started, from the environment variables that Slurm gives to each of them.
+    """Knows the tasks that `srun` has started.
 
-    The tasks of a node have the ports `port_base`, `port_base + 1` and so on. The number of a task is `SLURM_PROCID`,
-    and nodes have as many tasks as `SLURM_STEP_TASKS_PER_NODE` says, one node after the other: Slurm's usual order.
+    It reads the environment variables that Slurm gives to each of them.
+
+    The tasks of a node have the ports `port_base`, `port_base + 1` and so on. The
+    number of a task is `SLURM_PROCID`, and nodes have as many tasks as
+    `SLURM_STEP_TASKS_PER_NODE` says, one node after the other: Slurm's usual order.
 
     Args:
-        jobs: How many tasks each job has, in the order of their numbers. None: all are workers.
+        jobs: How many tasks each job has, in the order of their numbers. None: all are
+            workers.
         port_base: The port of the first task of each node.
         gpus_per_node: How many GPUs each node has. None: as many as this process sees.
-        gpus_per_task: How many GPUs each task has. None: those of its node, shared out evenly.
-        tasks_per_node: How many tasks each node has: one number for all, or a list. None: what Slurm says.
-        auto_set_gpu: Only False is accepted: `srun --gpus-per-task` gives each task its GPUs, and so does the `devices`
-            of a strategy.
+        gpus_per_task: How many GPUs each task has. None: those of its node, shared out
+            evenly.
+        tasks_per_node: How many tasks each node has: one number for all, or a list.
+            None: what Slurm says.
+        auto_set_gpu: Only False is accepted: `srun --gpus-per-task` gives each task its
+            GPUs, and so does the `devices` of a strategy.
         rpc_layer: The protocol, which is put before addresses.
 
     Example:
         >>> import os
-        >>> os.environ.update(SLURM_PROCID="2", SLURM_STEP_NUM_TASKS="3", SLURM_STEP_NODELIST="node[08-09]")
+        >>> os.environ.update(
+        ...     SLURM_PROCID="2",
+        ...     SLURM_STEP_NUM_TASKS="3",
+        ...     SLURM_STEP_NODELIST="node[08-09]",
+        ... )
         >>> os.environ["SLURM_STEP_TASKS_PER_NODE"] = "2,1"
         >>> resolver = torchstrategy.cluster_resolver.SlurmClusterResolver()
         >>> resolver.cluster_spec()
@@ -442,13 +491,13 @@ class SlurmClusterResolver(_FixedResolver):
         >>> for name in [name for name in os.environ if name.startswith("SLURM_")]:
         ...     del os.environ[name]
 
-    Differs from tf.distribute:
-        It never sets CUDA_VISIBLE_DEVICES, `rpc_layer` is None, and `scontrol` is not called. `jobs` may not leave out
-        tasks.
+    Differs from tf.distribute: It never sets CUDA_VISIBLE_DEVICES, `rpc_layer` is None,
+        and `scontrol` is not called. `jobs` may not leave out tasks.
 
     Raises:
         RuntimeError: If this process was not started by Slurm.
-        ValueError: If the variables, or the arguments, contradict each other; or for `auto_set_gpu=True`.
+        ValueError: If the variables, or the arguments, contradict each other; or for
+            `auto_set_gpu=True`.
 
     Source: https://www.tensorflow.org/versions/r2.4/api_docs/python/tf/distribute/cluster_resolver/SlurmClusterResolver
     """
@@ -465,8 +514,9 @@ class SlurmClusterResolver(_FixedResolver):
     ) -> None:
         if auto_set_gpu:
             raise ValueError(
-                "SlurmClusterResolver(auto_set_gpu=True) sets CUDA_VISIBLE_DEVICES, which has no effect once torch has "
-                "looked for devices. Leave it out: srun --gpus-per-task=1 gives each task its own, as strategies do."
+                "SlurmClusterResolver(auto_set_gpu=True) sets CUDA_VISIBLE_DEVICES, "
+                "which has no effect once torch has looked for devices. Leave it out: "
+                "srun --gpus-per-task=1 gives each task its own, as strategies do."
             )
         count = _number("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
         name, text = _variable(
@@ -476,12 +526,14 @@ class SlurmClusterResolver(_FixedResolver):
         of_nodes = _tasks_of_nodes(tasks_per_node, nodes)
         if sum(of_nodes) != count:
             raise ValueError(
-                f"Slurm started {count} tasks, and {nodes} have {of_nodes}: say tasks_per_node=[...]."
+                f"Slurm started {count} tasks, and {nodes} have {of_nodes}: say "
+                "tasks_per_node=[...]."
             )
         jobs = {"worker": count} if jobs is None else dict(jobs)
         if sum(jobs.values()) != count:
             raise ValueError(
-                f"jobs={jobs} have {sum(jobs.values())} tasks, and Slurm started {count}."
+                f"jobs={jobs} have {sum(jobs.values())} tasks, and Slurm started "
+                f"{count}."
             )
         places = [
             f"{node}:{port_base + i}"
@@ -501,7 +553,8 @@ class SlurmClusterResolver(_FixedResolver):
         process = _number("SLURM_PROCID")
         if process >= count:
             raise ValueError(
-                f"SLURM_PROCID={process} is no number of a task: Slurm started {plural(count, 'task')}."
+                f"SLURM_PROCID={process} is no number of a task: Slurm started "
+                f"{plural(count, 'task')}."
             )
         self.task_type, self.task_id = names[process]
         self.rpc_layer = rpc_layer
@@ -520,8 +573,9 @@ def _variable(*names: str) -> tuple[str, str]:
         if (value := os.environ.get(name)) is not None:
             return name, value
     raise RuntimeError(
-        f"The environment variable {names[0]} is not set, so this process was not started by Slurm. Start the script "
-        "with srun; or, without Slurm, with torchrun, and leave the SlurmClusterResolver out."
+        f"The environment variable {names[0]} is not set, so this process was not "
+        "started by Slurm. Start the script with srun; or, without Slurm, with "
+        "torchrun, and leave the SlurmClusterResolver out."
     )
 
 
@@ -530,7 +584,8 @@ def _number(*names: str) -> int:
     name, value = _variable(*names)
     if re.fullmatch(r"\d{1,9}", value.strip()) is None:
         raise ValueError(
-            f"{name}={shorten(value)} is no number of tasks: Slurm sets it to one such as '4'."
+            f"{name}={shorten(value)} is no number of tasks: Slurm sets it to one such "
+            "as '4'."
         )
     return int(value)
 
@@ -541,13 +596,13 @@ def _tasks_of_nodes(given: int | list[int] | None, nodes: list[str]) -> list[int
     if given is not None:
         found = list(given)
     else:
-        name, text = _variable(
-            "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"
-        )  # such as "2(x3),1"
+        # Such as "2(x3),1".
+        name, text = _variable("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
         found = expand_counts(name, text)
     if len(found) != len(nodes):
         raise ValueError(
-            f"There are {len(nodes)} nodes, {nodes}, and numbers of tasks for {len(found)}: {found}."
+            f"There are {len(nodes)} nodes, {nodes}, and numbers of tasks for "
+            f"{len(found)}: {found}."
         )
     return found
 
@@ -556,8 +611,8 @@ def _tasks_of_nodes(given: int | list[int] | None, nodes: list[str]) -> list[int
 class UnionResolver(ClusterResolver):
     """Several clusters as one. Whatever is not the sum of all comes from the first.
 
-    A job that several of them have is that job, with the tasks of all: one after the other where all tasks are known,
-    that is, in lists; by index where not.
+    A job that several of them have is that job, with the tasks of all: one after the
+    other where all tasks are known, that is, in lists; by index where not.
 
     Args:
         resolvers: What knows the clusters.
@@ -566,18 +621,26 @@ class UnionResolver(ClusterResolver):
         rpc_layer: The protocol, which is put before addresses.
 
     Example:
-        >>> from torchstrategy.cluster_resolver import ClusterSpec, SimpleClusterResolver, UnionResolver
-        >>> workers = SimpleClusterResolver(ClusterSpec({"worker": ["a:2222"]}), task_type="worker", task_id=0)
-        >>> more = SimpleClusterResolver(ClusterSpec({"worker": ["b:2222"], "ps": ["c:2222"]}))
+        >>> from torchstrategy.cluster_resolver import (
+        ...     ClusterSpec,
+        ...     SimpleClusterResolver,
+        ...     UnionResolver,
+        ... )
+        >>> workers = SimpleClusterResolver(
+        ...     ClusterSpec({"worker": ["a:2222"]}), task_type="worker", task_id=0
+        ... )
+        >>> more = SimpleClusterResolver(
+        ...     ClusterSpec({"worker": ["b:2222"], "ps": ["c:2222"]})
+        ... )
         >>> union = UnionResolver(workers, more)
         >>> union.cluster_spec()
         ClusterSpec({'worker': ['a:2222', 'b:2222'], 'ps': ['c:2222']})
         >>> union.task_type
         'worker'
 
-    Differs from tf.distribute:
-        A `task_id` of 0 that is given wins over the first resolver's, as any other does. `master` puts the `rpc_layer`
-        of the union before every address, and that of the first resolver where the union has none.
+    Differs from tf.distribute: A `task_id` of 0 that is given wins over the first
+        resolver's, as any other does. `master` puts the `rpc_layer` of the union before
+        every address, and that of the first resolver where the union has none.
 
     Raises:
         ValueError: If there is no resolver.
@@ -595,7 +658,8 @@ class UnionResolver(ClusterResolver):
     ) -> None:
         if not resolvers:
             raise ValueError(
-                "UnionResolver() has nothing to unite: give it one ClusterResolver or more."
+                "UnionResolver() has nothing to unite: give it one ClusterResolver or "
+                "more."
             )
         for resolver in resolvers:
             require_type(
@@ -610,9 +674,8 @@ class UnionResolver(ClusterResolver):
         Raises:
             KeyError: If a job has one task twice, where they go by their indices.
         """
-        of_jobs: dict[
-            str, list[Any]
-        ] = {}  # by job, its tasks in each cluster that has it
+        # By job, its tasks in each cluster that has it.
+        of_jobs: dict[str, list[Any]] = {}
         for resolver in self._resolvers:
             for job, tasks in resolver.cluster_spec().as_dict().items():
                 of_jobs.setdefault(job, []).append(tasks)
@@ -624,7 +687,9 @@ class UnionResolver(ClusterResolver):
         task_id: int | None = None,
         rpc_layer: str | None = None,
     ) -> str:
-        """What the first says; or, if both `task_type` and `task_id` are given, the address of that task.
+        """What the first says.
+
+        If both `task_type` and `task_id` are given, it is the address of that task.
 
         Raises:
             ValueError: If there is no such task.
@@ -658,7 +723,8 @@ def _unite(
 ) -> list[str] | dict[int, str]:
     """The tasks of one job."""
     if all(isinstance(part, list) for part in parts):
-        return [address for part in parts for address in part]  # type: ignore[misc]  # they are lists
+        # They are lists.
+        return [address for part in parts for address in part]  # type: ignore[misc]
     tasks: list[tuple[int, str]] = []
     for part in parts:
         tasks += enumerate(part) if isinstance(part, list) else part.items()
@@ -677,8 +743,9 @@ T = TypeVar("T")
 class TFConfigClusterResolver(ClusterResolver):
     """Knows what the environment variable `TF_CONFIG` says, which is read at each call.
 
-    `TF_CONFIG` is JSON: `{"cluster": {"worker": ["a:2222", "b:2222"]}, "task": {"type": "worker", "index": 0}}`; also
-    `"rpc_layer"` and `"session_master"` are known. What is given here wins over it.
+    `TF_CONFIG` is JSON: `{"cluster": {"worker": ["a:2222", "b:2222"]}, "task": {"type":
+    "worker", "index": 0}}`; also `"rpc_layer"` and `"session_master"` are known. What
+    is given here wins over it.
 
     Args:
         task_type: The job of this process.
@@ -688,9 +755,14 @@ class TFConfigClusterResolver(ClusterResolver):
 
     Example:
         >>> import json, os
-        >>> cluster = {"cluster": {"worker": ["a:2222", "b:2222"]}, "task": {"type": "worker", "index": "1"}}
+        >>> cluster = {
+        ...     "cluster": {"worker": ["a:2222", "b:2222"]},
+        ...     "task": {"type": "worker", "index": "1"},
+        ... }
         >>> os.environ["TF_CONFIG"] = json.dumps(cluster)
-        >>> resolver = torchstrategy.cluster_resolver.TFConfigClusterResolver(rpc_layer="grpc")
+        >>> resolver = torchstrategy.cluster_resolver.TFConfigClusterResolver(
+        ...     rpc_layer="grpc"
+        ... )
         >>> resolver.task_type, resolver.task_id, resolver.master()
         ('worker', 1, 'grpc://b:2222')
         >>> del os.environ["TF_CONFIG"]
@@ -698,7 +770,8 @@ class TFConfigClusterResolver(ClusterResolver):
         (None, False)
 
     Raises:
-        ValueError: When something is asked, and `TF_CONFIG` is not JSON, or not of this form.
+        ValueError: When something is asked, and `TF_CONFIG` is not JSON, or not of this
+            form.
 
     Source: https://www.tensorflow.org/versions/r2.4/api_docs/python/tf/distribute/cluster_resolver/TFConfigClusterResolver
     """
@@ -727,12 +800,15 @@ class TFConfigClusterResolver(ClusterResolver):
         task_id: int | None = None,
         rpc_layer: str | None = None,
     ) -> str:
-        """The address of this task, or of the one that is named; empty in a cluster of one task or none.
+        """The address of this task, or of the one that is named.
+
+        It is empty in a cluster of one task or none.
 
         A `"session_master"` in `TF_CONFIG` is returned as it is.
 
         Raises:
-            ValueError: If it is not known which task this is, there is no such task, or `TF_CONFIG` is not JSON.
+            ValueError: If it is not known which task this is, there is no such task, or
+                `TF_CONFIG` is not JSON.
         """
         session_master = _text("session_master", _config())
         if session_master is not None:
@@ -744,8 +820,10 @@ class TFConfigClusterResolver(ClusterResolver):
         task_id = self.task_id if task_id is None else task_id
         if task_type is None or task_id is None:
             raise ValueError(
-                f"TF_CONFIG has a cluster of the jobs {cluster.jobs}, and does not say which of its tasks this is. Add "
-                '"task": {"type": "worker", "index": 0} to it, or give the resolver a task_type and a task_id.'
+                f"TF_CONFIG has a cluster of the jobs {cluster.jobs}, and does not say "
+                "which of its tasks this is. Add "
+                '"task": {"type": "worker", "index": 0} to it, or give the resolver a '
+                "task_type and a task_id."
             )
         return _url(
             cluster.task_address(task_type, task_id),
@@ -756,7 +834,8 @@ class TFConfigClusterResolver(ClusterResolver):
         task = _config().get("task", {})
         if not isinstance(task, dict):
             raise ValueError(
-                f'"task" in TF_CONFIG is an object with a "type" and an "index"; it is {task!r:.60}.'
+                '"task" in TF_CONFIG is an object with a "type" and an "index"; it is '
+                f"{task!r:.60}."
             )
         index = task.get("index")
         task_id = None if index is None else _said(_as_index, index)
@@ -767,13 +846,17 @@ def _text(name: str, where: dict[str, Any]) -> str | None:
     text = where.get(name)
     if not isinstance(text, (str, type(None))):
         raise ValueError(
-            f'"{name}" in the environment variable TF_CONFIG is a string; it is {text!r:.60}.'
+            f'"{name}" in the environment variable TF_CONFIG is a string; it is '
+            f"{text!r:.60}."
         )
     return text
 
 
 def _said(make: Callable[[Any], T], value: Any) -> T:
-    """What is made of a value that the variable holds; whatever is wrong with it, the variable has to be changed."""
+    """What is made of a value that the variable holds.
+
+    Whatever is wrong with it, the variable has to be changed.
+    """
     try:
         return make(value)
     except (TypeError, ValueError) as error:
@@ -800,6 +883,7 @@ def _config() -> dict[str, Any]:
         ) from None
     if not isinstance(config, dict):
         raise ValueError(
-            f'The environment variable TF_CONFIG is no object such as {{"cluster": ...}}: {text:.60}'
+            'The environment variable TF_CONFIG is no object such as {"cluster": ...}: '
+            f"{text:.60}"
         )
     return config

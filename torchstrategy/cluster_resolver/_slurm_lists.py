@@ -1,4 +1,7 @@
-"""Lists that Slurm writes in short, in environment variables: of nodes, and of the numbers of tasks on them."""
+"""Lists that Slurm writes in short, in environment variables.
+
+They are lists of nodes, and of the numbers of tasks on them.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,8 @@ def expand_counts(name: str, text: str) -> list[int]:
     """The numbers of tasks that Slurm writes in short: `"2(x3),1"`.
 
     Raises:
-        ValueError: If the text is not of this form, or has more nodes than there can be.
+        ValueError: If the text is not of this form, or has more nodes than there can
+            be.
     """
     parts = [
         re.fullmatch(r"(\d{1,9})(?:\(x(\d+)\))?", part.strip())
@@ -37,7 +41,8 @@ def expand_nodes(name: str, nodes: str) -> list[str]:
         nodes: What it has.
 
     Raises:
-        ValueError: If the text is not of this form, or has more nodes than there can be.
+        ValueError: If the text is not of this form, or has more nodes than there can
+            be.
     """
     found: list[str] = []
     # Commas within brackets part ranges, and others part nodes.
@@ -57,8 +62,9 @@ def expand_nodes(name: str, nodes: str) -> list[str]:
 def _check_count(count: int, name: str, text: str) -> None:
     if count > _MOST:
         raise ValueError(
-            f"{name}={shorten(text)} lists more than {_MOST:,} nodes, which no cluster of Slurm has. Look at what "
-            "sets this variable, or leave the SlurmClusterResolver out."
+            f"{name}={shorten(text)} lists more than {_MOST:,} nodes, which no cluster "
+            "of Slurm has. Look at what sets this variable, or leave the "
+            "SlurmClusterResolver out."
         )
 
 
@@ -69,14 +75,18 @@ def _ranges(text: str, name: str) -> list[tuple[str, str]]:
         found = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
         if found is None:
             raise ValueError(
-                f"{part!r} in {name} is no number and no range such as 08-10, in a list of Slurm's nodes."
+                f"{part!r} in {name} is no number and no range such as 08-10, in a "
+                "list of Slurm's nodes."
             )
         ranges.append((found[1], found[2] or found[1]))
     return ranges
 
 
 def _size(first: str, last: str) -> int:
-    """How many numbers a range has. Of numbers with thousands of digits, of which Python makes none, too many."""
+    """How many numbers a range has.
+
+    Of numbers with thousands of digits, of which Python makes none, too many.
+    """
     if len(first) > _MOST_DIGITS or len(last) > _MOST_DIGITS:
         return _MOST + 1
     return max(0, int(last) + 1 - int(first))

@@ -1,4 +1,4 @@
-"""The names of older versions of `tf.distribute`, for programs that were written for them."""
+"""The names of older versions of `tf.distribute`, for programs that use them."""
 
 from torchstrategy.compat import v1
 

@@ -34,10 +34,10 @@ __all__ = [
 for _name in __all__:
     globals()[
         _name
-    ].__module__ = (
-        __name__  # those that are not only here are `torchstrategy`'s in the end
-    )
-# A run makes contexts, many of them, and `CollectiveHints` is the same object in `compat.v1`.
+        # Those that are not only here are `torchstrategy`'s in the end.
+    ].__module__ = __name__
+# A run makes contexts, many of them, and `CollectiveHints` is the same object in
+# `compat.v1`.
 _called = [
     _name for _name in __all__ if _name not in ("CollectiveHints", "ValueContext")
 ]

@@ -1,7 +1,9 @@
-"""The names of `tf.nn` and `torch.nn` that mean something else among replicas: losses and batch normalisation.
+"""The names of `tf.nn` and `torch.nn` that mean something else among replicas.
 
-With these, a step on several replicas is exactly the step on one device, also if the rows of a batch depend on each
-other.
+These are losses and batch normalisation.
+
+With these, a step on several replicas is exactly the step on one device, also if the
+rows of a batch depend on each other.
 """
 
 from torchstrategy._base.errors import explain_keywords as _explain_keywords

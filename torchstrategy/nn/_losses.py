@@ -1,8 +1,10 @@
-"""Losses that are a sum over the rows of the whole batch, divided by a number that no replica knows alone.
+"""Losses that are a sum over the rows of the whole batch, divided by a number.
 
-Before the gradients of the replicas are added up, each is multiplied by the replica's weight: by its fraction of the
-rows if gradients are averaged, by 1 if they are summed. A loss that is divided by this weight beforehand is exact in
-both cases.
+No replica knows this number alone.
+
+Before the gradients of the replicas are added up, each is multiplied by the replica's
+weight: by its fraction of the rows if gradients are averaged, by 1 if they are summed.
+A loss that is divided by this weight beforehand is exact in both cases.
 """
 
 from __future__ import annotations
@@ -23,27 +25,34 @@ def compute_average_loss(
     sample_weight: Any = None,
     global_batch_size: int | None = None,
 ) -> torch.Tensor:
-    """The weighted mean of the losses of all rows of the whole batch: a loss to call `backward` on in a replica.
+    """The weighted mean of the losses of all rows of the whole batch.
 
-    The mean of a replica's own rows, which steps are written with as a rule, is exact as long as each row counts the
-    same. Where rows are weighted or ignored, or count by their tokens, replicas with as many rows do not count the
-    same, and only this is: the gradient is that of `sum(weight * loss) / W` over the whole batch, however uneven, and
-    whether gradients are averaged or summed; see `RunOptions`. W is `global_batch_size` if that is given, else the sum
-    of the weights of all rows in all replicas, and without weights the number of rows. Where W is 0, so is the loss.
+    It is a loss to call `backward` on in a replica.
 
-    Without `global_batch_size` it is a synchronization point: every replica has to come to it. To accumulate gradients
-    over several batches, give it their total, and no replica waits.
+    The mean of a replica's own rows, which steps are written with as a rule, is exact
+    as long as each row counts the same. Where rows are weighted or ignored, or count by
+    their tokens, replicas with as many rows do not count the same, and only this is:
+    the gradient is that of `sum(weight * loss) / W` over the whole batch, however
+    uneven, and whether gradients are averaged or summed; see `RunOptions`. W is
+    `global_batch_size` if that is given, else the sum of the weights of all rows in all
+    replicas, and without weights the number of rows. Where W is 0, so is the loss.
 
-    What it returns is this replica's part of the loss, divided by what the replica's gradient is going to be multiplied
-    by. For a loss to report, return the losses and the weights from the step and reduce both, as below; with
+    Without `global_batch_size` it is a synchronization point: every replica has to come
+    to it. To accumulate gradients over several batches, give it their total, and no
+    replica waits.
+
+    What it returns is this replica's part of the loss, divided by what the replica's
+    gradient is going to be multiplied by. For a loss to report, return the losses and
+    the weights from the step and reduce both, as below; with
     `gradient_reduction="sum"`, the sum of what this returns is the loss.
 
     Args:
-        per_example_loss: The loss of each row, or of each token of each row and so on: rows come first. What a loss
-            function gives with `reduction="none"`.
-        sample_weight: How much each counts: a tensor with the shape of the losses, or with fewer dimensions, `[rows]`
-            for losses of `[rows, tokens]`, where each weight counts once. Sizes of 1 are broadcast. Zeros and False
-            leave out. A number scales the loss, and counts rows like None.
+        per_example_loss: The loss of each row, or of each token of each row and so on:
+            rows come first. What a loss function gives with `reduction="none"`.
+        sample_weight: How much each counts: a tensor with the shape of the losses, or
+            with fewer dimensions, `[rows]` for losses of `[rows, tokens]`, where each
+            weight counts once. Sizes of 1 are broadcast. Zeros and False leave out. A
+            number scales the loss, and counts rows like None.
         global_batch_size: What to divide by: an integer, or a tensor that holds one.
 
     Example:
@@ -52,29 +61,36 @@ def compute_average_loss(
         ...     model = torch.nn.Linear(2, 3)
         >>> def step(batch):
         ...     inputs, targets = batch
-        ...     losses = torch.nn.functional.cross_entropy(model(inputs), targets, reduction="none", ignore_index=-1)
+        ...     losses = torch.nn.functional.cross_entropy(
+        ...         model(inputs), targets, reduction="none", ignore_index=-1
+        ...     )
         ...     counted = targets != -1
         ...     torchstrategy.nn.compute_average_loss(losses, counted).backward()
         ...     return losses.detach(), counted
-        >>> loader = torch.utils.data.DataLoader([(torch.ones(2), t) for t in (0, 1, -1, -1, 2)], batch_size=5)
+        >>> loader = torch.utils.data.DataLoader(
+        ...     [(torch.ones(2), t) for t in (0, 1, -1, -1, 2)], batch_size=5
+        ... )
         >>> for batch in strategy.experimental_distribute_dataset(loader):
         ...     losses, counted = strategy.run(step, args=(batch,))
-        ...     loss = strategy.reduce("sum", losses, axis=0) / strategy.reduce("sum", counted, axis=0)
+        ...     count = strategy.reduce("sum", counted, axis=0)
+        ...     loss = strategy.reduce("sum", losses, axis=0) / count
 
-    Differs from tf.nn:
-        TensorFlow divides by the rows of this replica times the number of replicas, whatever the weights, and its
-        result has to be summed over the replicas. Nothing is divided by the number of replicas here.
+    Differs from tf.nn: TensorFlow divides by the rows of this replica times the number
+        of replicas, whatever the weights, and its result has to be summed over the
+        replicas. Nothing is divided by the number of replicas here.
 
     Raises:
-        RuntimeError: In the cross-replica context, unless `global_batch_size` is given; from `run`, if not every
-            replica makes the call.
-        ValueError: If `per_example_loss` is a scalar, the weights do not fit it, or `global_batch_size` is negative.
-        TypeError: If `per_example_loss` is not a tensor of real numbers, or the others hold none that fit.
+        RuntimeError: In the cross-replica context, unless `global_batch_size` is given;
+            from `run`, if not every replica makes the call.
+        ValueError: If `per_example_loss` is a scalar, the weights do not fit it, or
+            `global_batch_size` is negative.
+        TypeError: If `per_example_loss` is not a tensor of real numbers, or the others
+            hold none that fit.
 
     Source: https://www.tensorflow.org/versions/r2.4/api_docs/python/tf/nn/compute_average_loss
     """
-    # The replica's gradient is going to be multiplied by `group.weight`, so the sum is divided by that, too: see Note
-    # [Where a gradient is weighed] in `_group/weighing`.
+    # The replica's gradient is going to be multiplied by `group.weight`, so the sum is
+    # divided by that, too: see Note [Where a gradient is weighed] in `_group/weighing`.
     loss = _losses(per_example_loss)
     weight = None if sample_weight is None else _weights(sample_weight, loss)
     given = None if global_batch_size is None else _count(global_batch_size)
@@ -95,18 +111,24 @@ def compute_average_loss(
 def scale_regularization_loss(
     regularization_loss: torch.Tensor | float,
 ) -> torch.Tensor:
-    """A loss that depends on the parameters only, such that all replicas together count it once.
+    """A loss of the parameters only, which all replicas together count once.
 
-    Add it to what `compute_average_loss` returns, or to the mean loss of the replica's rows.
+    It depends on nothing else.
 
-    Its value is the regularisation loss where gradients are averaged, and its part for one replica where they are
-    summed.
+    Add it to what `compute_average_loss` returns, or to the mean loss of the replica's
+    rows.
+
+    Its value is the regularisation loss where gradients are averaged, and its part for
+    one replica where they are summed.
 
     Args:
-        regularization_loss: The loss, the same in every replica: a number, or a tensor whose elements are added up.
+        regularization_loss: The loss, the same in every replica: a number, or a tensor
+            whose elements are added up.
 
     Example:
-        >>> strategy = torchstrategy.CentralStorageStrategy(["cpu", "cpu"], gradient_reduction="sum")
+        >>> strategy = torchstrategy.CentralStorageStrategy(
+        ...     ["cpu", "cpu"], gradient_reduction="sum"
+        ... )
         >>> with strategy.scope():
         ...     model = torch.nn.Linear(2, 1)
         >>> def step():
@@ -116,9 +138,8 @@ def scale_regularization_loss(
         >>> torch.allclose(model.weight.grad, 2 * model.weight)
         True
 
-    Differs from tf.nn:
-        TensorFlow always divides by the number of replicas. Here what replicas' gradients are multiplied by adds up to
-        1 in any case.
+    Differs from tf.nn: TensorFlow always divides by the number of replicas. Here what
+        replicas' gradients are multiplied by adds up to 1 in any case.
 
     Raises:
         RuntimeError: In the cross-replica context.
@@ -130,14 +151,15 @@ def scale_regularization_loss(
         regularization_loss
     ):
         raise TypeError(
-            f"A regularization loss is a tensor of real numbers or a number; got {regularization_loss!r}."
+            "A regularization loss is a tensor of real numbers or a number; got "
+            f"{regularization_loss!r}."
         )
     group = _group("scale_regularization_loss")
     return torch.as_tensor(regularization_loss).sum() / group.participants.total_weight
 
 
-# A compiler would break its graph at the look-up of the replica and at the synchronization point, and make a graph of
-# the few lines between them.
+# A compiler would break its graph at the look-up of the replica and at the
+# synchronization point, and make a graph of the few lines between them.
 hide_from_compiler(compute_average_loss)
 hide_from_compiler(scale_regularization_loss)
 
@@ -147,8 +169,9 @@ def _group(what: str, refuse_cross_replica: bool = True) -> ReplicaGroup:
     group = group_here(what)
     if group is None and refuse_cross_replica and has_strategy():
         raise RuntimeError(
-            f"You are calling `{what}` in cross-replica context, while it was expected to be called in replica "
-            "context: it gives a replica its part of the loss. Call it in the step that strategy.run calls."
+            f"You are calling `{what}` in cross-replica context, while it was expected "
+            "to be called in replica context: it gives a replica its part of the loss. "
+            "Call it in the step that strategy.run calls."
         )
     return group or ALONE
 
@@ -160,11 +183,13 @@ def _losses(per_example_loss: torch.Tensor) -> torch.Tensor:
     )
     if _is_complex(per_example_loss):
         raise TypeError(
-            f"per_example_loss is a tensor of {per_example_loss.dtype}: a loss is a real number."
+            f"per_example_loss is a tensor of {per_example_loss.dtype}: a loss is a "
+            "real number."
         )
     if not per_example_loss.dim():
         raise ValueError(
-            "per_example_loss is a scalar, of which it is not known how many rows it stands for. Give the loss of each "
+            "per_example_loss is a scalar, of which it is not known how many rows it "
+            "stands for. Give the loss of each "
             'row: a loss function gives it with reduction="none".'
         )
     return per_example_loss.to(
@@ -203,8 +228,9 @@ def _weights(sample_weight: Any, loss: torch.Tensor) -> torch.Tensor:
         w not in (1, n) for w, n in zip(shape, loss.shape, strict=False)
     ):
         raise ValueError(
-            f"sample_weight of shape {tuple(weight.shape)} cannot be broadcast to per_example_loss of shape "
-            f"{tuple(loss.shape)}. Give one weight for each row, or one for each loss."
+            f"sample_weight of shape {tuple(weight.shape)} cannot be broadcast to "
+            f"per_example_loss of shape {tuple(loss.shape)}. Give one weight for each "
+            "row, or one for each loss."
         )
     return weight.reshape(shape).to(loss.dtype)
 
@@ -217,8 +243,9 @@ def _count(global_batch_size: Any) -> int:
     )
     count = as_int(
         None if isinstance(held, bool) else held,
-        f"global_batch_size is an integer, or a tensor that holds one; got {global_batch_size!r}. To divide by a sum "
-        "of weights that is no integer, divide the weights by it and give global_batch_size=1.",
+        "global_batch_size is an integer, or a tensor that holds one; got "
+        f"{global_batch_size!r}. To divide by a sum of weights that is no integer, "
+        "divide the weights by it and give global_batch_size=1.",
     )
     if count < 0:
         raise ValueError(f"global_batch_size={count} counts rows: it is not negative.")

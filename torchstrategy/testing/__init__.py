@@ -1,4 +1,7 @@
-"""Code for several devices, tested on one: simulated devices, and what tells a right step from a wrong one."""
+"""Code for several devices, tested on one.
+
+There are simulated devices, and what tells a right step from a wrong one.
+"""
 
 from torchstrategy._base.errors import explain_keywords as _explain_keywords
 from torchstrategy.testing._counters import Traffic, count_traffic
@@ -71,7 +74,8 @@ __all__ = [
     "virtual_time",
 ]
 
-# Simulated devices, virtual time, ranks and the runner know no strategies: here the replicas of strategies join them.
+# Simulated devices, virtual time, ranks and the runner know no strategies: here the
+# replicas of strategies join them.
 _also_in_each_block(_clocks_of_replicas)
 
 for _name in __all__:

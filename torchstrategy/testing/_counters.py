@@ -55,7 +55,7 @@ class Traffic:
 
     @property
     def copies_by_route(self) -> Counter[tuple[Device, Device]]:
-        """How many tensors were copied from one device to another, by (source, target)."""
+        """How many tensors were copied between devices, by (source, target)."""
         return Counter((copy.source, copy.target) for copy in self._between())
 
     @property
@@ -68,24 +68,31 @@ class Traffic:
 
     @property
     def writes(self) -> int:
-        """How many tensors were overwritten by the values of another one of the same device."""
+        """How many tensors got another one's values on the same device."""
         return sum(
             copy.is_write and copy.source == copy.target for copy in self._copies
         )
 
     @property
     def meetings(self) -> Counter[str]:
-        """How often the replicas synchronized, by the name that errors give the point: `"optimizer.step()"`."""
+        """How often the replicas synchronized, by the name of the point.
+
+        Errors give it this name: `"optimizer.step()"`.
+        """
         return Counter(self._meetings)
 
     @property
     def gradient_reductions(self) -> int:
-        """How often gradients that the replicas had collected became one: once a step, if nothing goes twice."""
+        """How often gradients that the replicas had collected became one.
+
+        That is once a step, if nothing goes twice.
+        """
         return self._reductions
 
     def __repr__(self) -> str:
         return (
-            f"Traffic(copies={self.copies}, bytes={self.bytes}, writes={self.writes}, meetings={dict(self.meetings)}, "
+            f"Traffic(copies={self.copies}, bytes={self.bytes}, writes={self.writes}, "
+            f"meetings={dict(self.meetings)}, "
             f"gradient_reductions={self.gradient_reductions})"
         )
 
@@ -95,13 +102,16 @@ class Traffic:
 
 @contextmanager
 def count_traffic() -> Iterator[Traffic]:
-    """A block that counts copies of tensors, synchronization points, and how often gradients become one.
+    """A block that counts copies, synchronization points and reductions of gradients.
+
+    It counts how often gradients become one.
 
     It counts on this thread and on those of its runs.
 
-    A copy is what `Tensor.to`, `Tensor.copy_`, `Module.to` and the like do. On one device there is no boundary to
-    cross, so that only `writes` can tell that values were copied; on simulated devices the numbers are those of real
-    ones, but for what CUDA copies without saying so (the broadcasts of NCCL).
+    A copy is what `Tensor.to`, `Tensor.copy_`, `Module.to` and the like do. On one
+    device there is no boundary to cross, so that only `writes` can tell that values
+    were copied; on simulated devices the numbers are those of real ones, but for what
+    CUDA copies without saying so (the broadcasts of NCCL).
 
     Example:
         >>> strategy = torchstrategy.CentralStorageStrategy(["cpu", "cpu"])

@@ -28,14 +28,15 @@ def assert_replicas_agree(
 ) -> None:
     """Fails if the replicas' copies of some modules or optimizers have drifted apart.
 
-    Every parameter and buffer of each replica, and every tensor in the state of an optimizer, is compared with that of
-    replica 0, bit by bit; NaN agrees with NaN.
-    Nothing that a program can see changes: no value, gradient or random number. A step that writes on memory behind
-    torch's back (through NumPy, `.data` of a buffer, a kernel of its own) makes replicas drift. On several
-    real devices nothing tells of it but a loss that is a little wrong.
+    Every parameter and buffer of each replica, and every tensor in the state of an
+    optimizer, is compared with that of replica 0, bit by bit; NaN agrees with NaN.
+    Nothing that a program can see changes: no value, gradient or random number. A step
+    that writes on memory behind torch's back (through NumPy, `.data` of a buffer, a
+    kernel of its own) makes replicas drift. On several real devices nothing tells of it
+    but a loss that is a little wrong.
 
-    Call it between runs. It looks at the copies that the next run would use; when they have drifted, the next run has
-    fresh ones.
+    Call it between runs. It looks at the copies that the next run would use; when they
+    have drifted, the next run has fresh ones.
 
     Args:
         strategy: The strategy whose replicas they are.
@@ -48,17 +49,20 @@ def assert_replicas_agree(
         >>> torchstrategy.testing.assert_replicas_agree(strategy, model)
 
     Raises:
-        AssertionError: If they differ: which tensors, in which replicas, and by how much.
+        AssertionError: If they differ: which tensors, in which replicas, and by how
+            much.
         TypeError: If there are none, or one is neither a module nor an optimizer.
         ValueError: If a module, or a parameter of an optimizer, is not the strategy's.
-        RuntimeError: If it is called in a replica or in a merge function, or in another strategy's scope.
+        RuntimeError: If it is called in a replica or in a merge function, or in another
+            strategy's scope.
     """
     _refuse_misuse(strategy, things)
 
     def look() -> None:
         group = group_here("assert_replicas_agree")
         assert group is not None
-        # Not a merge_call, before which the strategy makes checks of its own and settles gradients.
+        # Not a merge_call, before which the strategy makes checks of its own and
+        # settles gradients.
         group.replica.synchronize(
             "assert_replicas_agree",
             lambda brought: _compared(group.participants.present, brought),
@@ -78,34 +82,39 @@ def _refuse_misuse(
     refuse_in_replica("assert_replicas_agree")
     if runs_under_way():
         raise RuntimeError(
-            "assert_replicas_agree was called in a merge function. The copies of the run that is under way are in use, "
-            "and it would look at others. Call it after strategy.run."
+            "assert_replicas_agree was called in a merge function. The copies of the "
+            "run that is under way are in use, and it would look at others. Call it "
+            "after strategy.run."
         )
     if not isinstance(strategy, StrategyBase):
         raise TypeError(
-            f"assert_replicas_agree takes a torchstrategy.Strategy first; got {strategy!r}."
+            "assert_replicas_agree takes a torchstrategy.Strategy first; got "
+            f"{strategy!r}."
         )
     if not things:
         raise TypeError(
-            "assert_replicas_agree(strategy) looks at nothing: name the modules to look at."
+            "assert_replicas_agree(strategy) looks at nothing: name the modules to "
+            "look at."
         )
     for thing in things:
         if not isinstance(thing, (nn.Module, Optimizer)):
             raise TypeError(
-                f"assert_replicas_agree looks at modules and optimizers; got a {type(thing).__name__}."
+                "assert_replicas_agree looks at modules and optimizers; got a "
+                f"{type(thing).__name__}."
             )
         parts: list[Any] = [thing]
         if isinstance(thing, Optimizer):
             parts = list(parameters_of(thing))
         if not any(map(strategy.extended.variable_created_in_scope, parts)):
             raise ValueError(
-                f"assert_replicas_agree: {type(thing).__name__} does not belong to {strategy!r}, which has no copies "
-                "of it. Create it in strategy.scope(), or give it to strategy.distribute_module(module)."
+                f"assert_replicas_agree: {type(thing).__name__} does not belong to "
+                f"{strategy!r}, which has no copies of it. Create it in "
+                "strategy.scope(), or give it to strategy.distribute_module(module)."
             )
 
 
 def tensors_of(things: Sequence[Any]) -> Iterator[tuple[str, torch.Tensor]]:
-    """By the name that they have in each replica; of an optimizer, in what it is there."""
+    """By the name that they have in each replica; an optimizer's, in what it is."""
     for position, thing in enumerate(things):
         kind = type(thing).__name__.removeprefix("Replica")
         prefix = kind if len(things) == 1 else f"{kind} {position}"
@@ -129,7 +138,7 @@ def _state_of(optimizer: Any, prefix: str) -> Iterator[tuple[str, torch.Tensor]]
 
 
 def _compared(present: Sequence[int], brought: Sequence[_Tensors]) -> list[None]:
-    """Called at a synchronization point: raises if the tensors of the replicas differ."""
+    """Called at a synchronization point: raises if the replicas' tensors differ."""
     first, others = brought[0], dict(zip(present[1:], brought[1:], strict=True))
     names = dict.fromkeys(name for tensors in brought for name in tensors)
     drifts = {name: drift for name in names if (drift := _drifts(name, first, others))}
@@ -138,9 +147,13 @@ def _compared(present: Sequence[int], brought: Sequence[_Tensors]) -> list[None]
         if len(lines) > MOST_NAMED:
             lines[MOST_NAMED:] = [f"    and {len(lines) - MOST_NAMED} more"]
         raise AssertionError(
-            f"The replicas have drifted apart in {len(drifts)} of {plural(len(names), 'tensor')}:\n"
+            f"The replicas have drifted apart in {len(drifts)} of "
+            f"{plural(len(names), 'tensor')}:\n"
             + "\n".join(lines)
-            + "\nSomething wrote on a replica's copy where torch does not see it, such as through NumPy or `.data`."
+            + (
+                "\nSomething wrote on a replica's copy where torch does not see it, "
+                "such as through NumPy or `.data`."
+            )
         )
     return [None] * len(brought)
 
@@ -191,7 +204,10 @@ def difference(
         if not differs.any():
             return ""
         most = float((_wide(numbers) - _wide(others))[differs].abs().max())
-    return f"differs by up to {most:.3g}, in {int(differs.sum())} of {plural(len(differs), 'number')}"
+    return (
+        f"differs by up to {most:.3g}, in {int(differs.sum())} of "
+        f"{plural(len(differs), 'number')}"
+    )
 
 
 def _listed(tensor: torch.Tensor) -> torch.Tensor:

@@ -30,18 +30,20 @@ def fail_in_replica(
 ) -> Iterator[None]:
     """A block in which one replica fails, as on a machine of which one device does.
 
-    Use it to see that a program survives it: that `strategy.run` raises the error, and leaves parameters and gradients
-    as its documentation says.
+    Use it to see that a program survives it: that `strategy.run` raises the error, and
+    leaves parameters and gradients as its documentation says.
 
     Args:
         replica: The id of the replica.
-        at: Where it fails: `"start"`; `"end"`; when it comes to a synchronization point, such as `"optimizer.step()"`,
-            `"all_reduce"`, `"merge_call"` or `"the first read of a gradient"` (the name that errors give it, with or
-            without what is in parentheses at its end); at a `Lockstep.point` of this name; or in place of a torch
-            function that the step calls, such as `"linear"`, `"relu"` or `"backward"`. Functions that torch's own
-            functions call are not seen.
-        error: What it raises: an exception, or a class of exceptions that is called without arguments. None: a
-            `RuntimeError` that says where it comes from.
+        at: Where it fails: `"start"`; `"end"`; when it comes to a synchronization
+            point, such as `"optimizer.step()"`, `"all_reduce"`, `"merge_call"` or `"the
+            first read of a gradient"` (the name that errors give it, with or without
+            what is in parentheses at its end); at a `Lockstep.point` of this name; or
+            in place of a torch function that the step calls, such as `"linear"`,
+            `"relu"` or `"backward"`. Functions that torch's own functions call are not
+            seen.
+        error: What it raises: an exception, or a class of exceptions that is called
+            without arguments. None: a `RuntimeError` that says where it comes from.
         times: How often it fails.
         skip: How often it first gets away: with `skip=2` the third `backward` fails.
 
@@ -55,9 +57,11 @@ def fail_in_replica(
         replica 1 is out of memory
 
     Raises:
-        AssertionError: If the block ends and the replica has not failed so often. It lists what it did come to.
+        AssertionError: If the block ends and the replica has not failed so often. It
+            lists what it did come to.
         TypeError: If an argument is of the wrong kind.
-        ValueError: If an argument has no meaning; from `run`, if the strategy has no such replica.
+        ValueError: If an argument has no meaning; from `run`, if the strategy has no
+            such replica.
         RuntimeError: If it is entered in a replica.
     """
     refuse_in_replica("fail_in_replica")
@@ -71,10 +75,12 @@ def fail_in_replica(
 
 @contextmanager
 def slow_replica(replica: int) -> Iterator[None]:
-    """A block in which one replica goes on only when no other can: it is the last at every synchronization point.
+    """A block in which one replica goes on only when no other can.
 
-    It is as one slow device among fast ones, without any waiting, and the same each time. The others go in replica
-    order, one at a time, on whatever devices they are.
+    It is the last at every synchronization point.
+
+    It is as one slow device among fast ones, without any waiting, and the same each
+    time. The others go in replica order, one at a time, on whatever devices they are.
 
     Args:
         replica: The id of the replica.
@@ -89,7 +95,8 @@ def slow_replica(replica: int) -> Iterator[None]:
     Raises:
         TypeError: If `replica` is not an int.
         ValueError: If it is negative; from `run`, if the strategy has no such replica.
-        RuntimeError: If it is entered in a replica; from `run`, if something else, such as `Lockstep`, gives turns.
+        RuntimeError: If it is entered in a replica; from `run`, if something else, such
+            as `Lockstep`, gives turns.
     """
     refuse_in_replica("slow_replica")
     with in_force(_Slow(replica)):
@@ -143,7 +150,10 @@ class _Fault(Instrument):
 
 @final
 class _Calls(TorchFunctionMode):
-    """Sees the torch functions that the steps of all replicas call: their threads wear the caller's modes."""
+    """Sees the torch functions that the steps of all replicas call.
+
+    Their threads wear the caller's modes.
+    """
 
     def __init__(self, fault: _Fault) -> None:
         super().__init__()

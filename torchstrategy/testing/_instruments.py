@@ -1,4 +1,7 @@
-"""Installs the instruments that observe replicas, for a block. What they are told is in `_group/instruments`."""
+"""Installs the instruments that observe replicas, for a block.
+
+What they are told is in `_group/instruments`.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,10 @@ def _only(instruments: tuple[Instrument, ...]) -> Iterator[None]:
 
 
 def in_force(*instruments: Instrument) -> AbstractContextManager[None]:
-    """A block whose runs these instruments observe, in addition to the instruments of outer blocks."""
+    """A block whose runs these instruments observe.
+
+    The instruments of outer blocks observe them, too.
+    """
     return _only((*IN_FORCE.get(), *instruments))
 
 

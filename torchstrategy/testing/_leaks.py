@@ -1,4 +1,7 @@
-"""What a block left behind: threads that go on, scopes that are still open, settings of torch that stay changed."""
+"""What a block left behind: threads that go on, open scopes, changed settings.
+
+These are settings of torch.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ from torchstrategy._base.objects import torch_hooks
 from torchstrategy._group.replica_threads import ReplicaThreads
 
 _Look: TypeAlias = Callable[[], list[str]]
-"""Says what is there now and was not there when the look was prepared, a line for each thing."""
+"""Says what is there now and was not when the look was prepared, line by line."""
 
 _PATIENCE_S = 10.0  # a thread that was told to end may have a batch to finish
 
@@ -31,14 +34,17 @@ _PATIENCE_S = 10.0  # a thread that was told to end may have a batch to finish
 def no_thread_leaks(*, timeout: float = _PATIENCE_S) -> Iterator[None]:
     """Fails if a thread that was started in the block outlives it.
 
-    The threads of a strategy's replicas live as long as the strategy, so those of one that is still in use are no
-    leak. All others are, daemons too: a loader that prefetches, a logger, a replica that cannot be stopped.
+    The threads of a strategy's replicas live as long as the strategy, so those of one
+    that is still in use are no leak. All others are, daemons too: a loader that
+    prefetches, a logger, a replica that cannot be stopped.
 
     Args:
-        timeout: For how many seconds to wait, in all, for threads that were told to end.
+        timeout: For how many seconds to wait, in all, for threads that were told to
+            end.
 
     Raises:
-        AssertionError: Naming each thread and where it is. If the block raised, that error is raised, with a note.
+        AssertionError: Naming each thread and where it is. If the block raised, that
+            error is raised, with a note.
 
     Example:
         >>> with torchstrategy.testing.no_thread_leaks():
@@ -51,37 +57,44 @@ def no_thread_leaks(*, timeout: float = _PATIENCE_S) -> Iterator[None]:
 
 @contextmanager
 def no_scope_leaks() -> Iterator[None]:
-    """Fails if this thread ends the block in the scope of another strategy than it began it in.
+    """Fails if this thread ends the block in another strategy's scope than before.
+
+    It compares with the scope in which it began the block.
 
     Raises:
-        AssertionError: Saying where the thread was, and where it is. If the block raised, that error is raised, with
-            a note.
+        AssertionError: Saying where the thread was, and where it is. If the block
+            raised, that error is raised, with a note.
 
     Example:
         >>> with torchstrategy.testing.no_scope_leaks():
         ...     with torchstrategy.OneDeviceStrategy("cpu").scope():
         ...         model = torch.nn.Linear(2, 1)
         >>> with torchstrategy.testing.no_scope_leaks():  # doctest: +ELLIPSIS
-        ...     torchstrategy.experimental_set_strategy(torchstrategy.OneDeviceStrategy("cpu"))
+        ...     torchstrategy.experimental_set_strategy(
+        ...         torchstrategy.OneDeviceStrategy("cpu")
+        ...     )
         Traceback (most recent call last):
         AssertionError: This thread was outside of every scope, and is in the scope of OneDeviceStrategy(...).
         >>> torchstrategy.experimental_set_strategy(None)
-    """
+    """  # noqa: E501
     with _nothing_left(_scope()):
         yield
 
 
 @contextmanager
 def no_torch_state_leaks() -> Iterator[None]:
-    """Fails if the block leaves a setting of torch changed: of this thread, or of the process.
+    """Fails if the block leaves a setting of torch changed, in this thread or anywhere.
 
-    Grad mode and inference mode, autocast, modes and hooks that are in force, default dtype and device, determinism,
-    numbers of threads, the current accelerator, global hooks of modules and optimizers, and the constructors that an
-    open scope exchanges. Random numbers that were drawn are no leak.
+    It looks at those of the process, too.
+
+    Grad mode and inference mode, autocast, modes and hooks that are in force, default
+    dtype and device, determinism, numbers of threads, the current accelerator, global
+    hooks of modules and optimizers, and the constructors that an open scope exchanges.
+    Random numbers that were drawn are no leak.
 
     Raises:
-        AssertionError: Naming each setting, its value before and its value now. If the block raised, that error is
-            raised, with a note.
+        AssertionError: Naming each setting, its value before and its value now. If the
+            block raised, that error is raised, with a note.
 
     Example:
         >>> with torchstrategy.testing.no_torch_state_leaks():
@@ -99,13 +112,15 @@ def no_torch_state_leaks() -> Iterator[None]:
 
 @contextmanager
 def no_leaks(*, timeout: float = _PATIENCE_S) -> Iterator[None]:
-    """All of `no_thread_leaks`, `no_scope_leaks` and `no_torch_state_leaks`, in one report.
+    """`no_thread_leaks`, `no_scope_leaks` and `no_torch_state_leaks`, in one report.
 
     Args:
-        timeout: For how many seconds to wait, in all, for threads that were told to end.
+        timeout: For how many seconds to wait, in all, for threads that were told to
+            end.
 
     Raises:
-        AssertionError: Naming all that was left. If the block raised, that error is raised, with a note.
+        AssertionError: Naming all that was left. If the block raised, that error is
+            raised, with a note.
 
     Example:
         >>> with torchstrategy.testing.no_leaks():
@@ -184,7 +199,10 @@ def _described(frame: Frame | None) -> str:
         return "outside of every scope"
     if frame.replica_context is None:
         return f"in the scope of {frame.strategy!r}"
-    return f"in replica {frame.replica_context.replica_id_in_sync_group} of {frame.strategy!r}"
+    return (
+        f"in replica {frame.replica_context.replica_id_in_sync_group} of "
+        f"{frame.strategy!r}"
+    )
 
 
 def _torch_state() -> _Look:
@@ -207,9 +225,8 @@ def _settings() -> dict[str, object]:
 
 def _of_the_thread() -> dict[str, object]:
     """What a replica's thread would take over from this one."""
-    state = CallerState(
-        streams={}
-    )  # to ask accelerators for their streams would start them
+    # To ask accelerators for their streams would start them.
+    state = CallerState(streams={})
     torch_state: dict[str, object] = {
         "grad": state.grad,
         "inference": state.inference,
@@ -233,8 +250,8 @@ def _of_the_process() -> dict[str, object]:
         "the current accelerator": _current_accelerator(),
         "determinism": torch.get_deterministic_debug_mode(),
         "anomaly detection": torch.is_anomaly_enabled(),
-        # torch.get_float32_matmul_precision raises where they differ
-        # "none" is what it begins with, and as good as "ieee", which putting it back leaves.
+        # torch.get_float32_matmul_precision raises where they differ "none" is what it
+        # begins with, and as good as "ieee", which putting it back leaves.
         "the precision of float32 products": [
             backend.fp32_precision.replace("none", "ieee") for backend in products
         ],
@@ -257,7 +274,10 @@ def _of_the_process() -> dict[str, object]:
 
 
 def _global_hooks() -> dict[str, tuple[Callable[..., Any], ...]]:
-    """The global hooks of all modules and all optimizers, by kind. torch has no public function that lists them."""
+    """The global hooks of all modules and all optimizers, by kind.
+
+    Torch has no public function that lists them.
+    """
     kinds = {**vars(of_modules), **vars(of_optimizers)}
     found = {
         name: hooks
@@ -276,7 +296,10 @@ def _is_of_others(hook: Callable[..., object]) -> bool:
 
 
 def _current_accelerator() -> int:
-    """The index of this thread's current accelerator; 0, as it begins, where none was used: to ask would start it."""
+    """The index of this thread's current accelerator; 0 where none was used.
+
+    The thread begins with 0; to ask torch would start an accelerator.
+    """
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None or not torch.get_device_module(accelerator).is_initialized():
         return 0

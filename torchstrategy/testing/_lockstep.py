@@ -25,37 +25,45 @@ from torchstrategy.testing._refusals import (
 class Lockstep(Instrument):
     """A context manager in which replicas run one block at a time, in a chosen order.
 
-    A block is what a replica runs between two stops: its start, each synchronization point, each `point`, its end. This
-    is how a test finds out whether a step depends on who is first. On real devices the order is up to the machine; here
-    replicas of different devices take turns too, so that a failure can be had again.
+    A block is what a replica runs between two stops: its start, each synchronization
+    point, each `point`, its end. This is how a test finds out whether a step depends on
+    who is first. On real devices the order is up to the machine; here replicas of
+    different devices take turns too, so that a failure can be had again.
 
-    Each run goes through `order` from its beginning, and again when it is at its end. A replica that cannot go on (it
-    waits at a synchronization point, has ended, or sits the step out) is passed over; those that `order` does not name
-    go when none of the others can, in replica order. What the step computes should not depend on any of this.
+    Each run goes through `order` from its beginning, and again when it is at its end. A
+    replica that cannot go on (it waits at a synchronization point, has ended, or sits
+    the step out) is passed over; those that `order` does not name go when none of the
+    others can, in replica order. What the step computes should not depend on any of
+    this.
 
     Args:
-        order: Ids of replicas: `[1, 0]`, or `[0, 0, 1]` for two blocks of one and a block of the other. `"reversed"`:
-            the last replica first, each time. `"random:7"`: one that is drawn from the seed 7, each time; `"random"`:
-            the same with a new seed, which `repr` shows.
+        order: Ids of replicas: `[1, 0]`, or `[0, 0, 1]` for two blocks of one and a
+            block of the other. `"reversed"`: the last replica first, each time.
+            `"random:7"`: one that is drawn from the seed 7, each time; `"random"`: the
+            same with a new seed, which `repr` shows.
 
     Example:
         >>> strategy = torchstrategy.CentralStorageStrategy(["cpu", "cpu"])
         >>> with torchstrategy.testing.Lockstep([1, 0]) as lockstep:
-        ...     total = strategy.run(lambda: torchstrategy.get_replica_context().all_reduce("sum", 1))
+        ...     total = strategy.run(
+        ...         lambda: torchstrategy.get_replica_context().all_reduce("sum", 1)
+        ...     )
         >>> lockstep.history
         [(1, 'start'), (1, 'all_reduce(SUM)'), (0, 'start'), (0, 'all_reduce(SUM)'), (1, 'end'), (0, 'end')]
 
     Raises:
         TypeError: If `order` is neither a sequence of ints nor a string.
-        ValueError: If it is empty, names a negative id or is no name of an order; from `run`, if the strategy has no
-            such replica.
-        RuntimeError: When it is entered in a replica or for a second time; from `run`, if something else gives turns.
-    """
+        ValueError: If it is empty, names a negative id or is no name of an order; from
+            `run`, if the strategy has no such replica.
+        RuntimeError: When it is entered in a replica or for a second time; from `run`,
+            if something else gives turns.
+    """  # noqa: E501
 
     def __init__(self, order: Sequence[int] | str) -> None:
         if not isinstance(order, Sequence):
             raise TypeError(
-                f"An order is a sequence of replica ids, such as [1, 0], or 'random:7'; got {order!r}."
+                "An order is a sequence of replica ids, such as [1, 0], or 'random:7'; "
+                f"got {order!r}."
             )
         if not order:
             raise ValueError(
@@ -67,23 +75,24 @@ class Lockstep(Instrument):
             refuse_bad_replica(repr(self), replica)
         self._history: list[tuple[int, str]] = []
         self._block: ExitStack | None = None
-        self._drawn: Drawn | None = (
-            None  # for all runs of a block: they are to go differently
-        )
+        # For all runs of a block: they are to go differently.
+        self._drawn: Drawn | None = None
 
     @property
     def history(self) -> list[tuple[int, str]]:
-        """The stops that replicas came to, as (replica, where), in the order in which it happened.
+        """The stops that replicas came to, as (replica, where), in order of time.
 
-        Synchronization points have the names that errors give them: `"optimizer.step()"`, `"all_reduce(SUM)"`,
-        `"merge_call"`. A replica that raises has no `"end"`. Runs within a run, from a merge function, are in it too.
+        Synchronization points have the names that errors give them:
+        `"optimizer.step()"`, `"all_reduce(SUM)"`, `"merge_call"`. A replica that raises
+        has no `"end"`. Runs within a run, from a merge function, are in it too.
         """
         return list(self._history)
 
     def point(self, name: str) -> None:
-        """A stop in the middle of the step, at which the turn may go to another replica.
+        """A stop in the middle of the step, where the turn may go to another replica.
 
-        Does nothing outside of replicas, and outside of the block; so it may stay in the step.
+        Does nothing outside of replicas, and outside of the block; so it may stay in
+        the step.
 
         Args:
             name: What the history calls it.
@@ -97,10 +106,11 @@ class Lockstep(Instrument):
 
         Raises:
             TypeError: If the name is not a string.
-        """
+        """  # noqa: E501
         if not isinstance(name, str):
             raise TypeError(
-                f"A point has a name, a string; got {name!r}, {an(type(name).__name__)}."
+                f"A point has a name, a string; got {name!r}, "
+                f"{an(type(name).__name__)}."
             )
         frame = current_frame()
         context = None if frame is None else frame.replica_context
@@ -116,7 +126,8 @@ class Lockstep(Instrument):
         refuse_in_replica("Lockstep")
         if self._block is not None:
             raise RuntimeError(
-                f"{self!r} is entered already. Leave its block first, or make another one."
+                f"{self!r} is entered already. Leave its block first, or make another "
+                "one."
             )
         self._history.clear()
         self._drawn = (

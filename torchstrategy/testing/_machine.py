@@ -1,4 +1,4 @@
-"""What this machine has, for `python -m torchstrategy`: it is what a bug report begins with."""
+"""What this machine has, for `python -m torchstrategy` and for bug reports."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ from torchstrategy.strategies import (
 from torchstrategy.testing._simulation import simulate_devices, simulated_devices
 
 _PACKAGES = ("torchstrategy", "torch", "numpy", "typing-extensions")
-# What starts processes sets these. A strategy over several processes waits for the others, so none is made here then.
+# What starts processes sets these. A strategy over several processes waits for the
+# others, so none is made here then.
 _OF_CLUSTERS = (
     "RANK",
     "WORLD_SIZE",
@@ -38,7 +39,10 @@ _OF_CLUSTERS = (
 
 
 def report() -> dict[str, Any]:
-    """What is here: versions, devices and their links, the strategies that would be made, and the cluster."""
+    """What is here: versions, devices and their links, strategies, and the cluster.
+
+    They are the strategies that would be made.
+    """
     accelerators = local_accelerators()
     devices = [torch.device("cpu", 0), *accelerators]
     cluster = {name: os.environ[name] for name in _OF_CLUSTERS if name in os.environ}
@@ -58,7 +62,9 @@ def report() -> dict[str, Any]:
             "python": platform.python_version(),
             "platform": platform.platform(),
             **{name: _version(name) for name in _PACKAGES},
-            "torch": torch.__version__,  # with what it was built for, which some packages do not say in their version
+            # With what it was built for, which some packages do not say in their
+            # version.
+            "torch": torch.__version__,
             "cuda": torch.version.cuda,
             "threads": torch.get_num_threads(),
         },
@@ -82,11 +88,13 @@ def text(found: dict[str, Any]) -> str:
         memory = "" if device["memory_gib"] is None else f", {device['memory_gib']} GiB"
         simulated = ", simulated on the CPU" if device["simulated"] else ""
         lines.append(
-            f"  {device['device']:<8}{device['name']}{memory}{simulated}; a small step: {device['step']}"
+            f"  {device['device']:<8}{device['name']}{memory}{simulated}; a small "
+            f"step: {device['step']}"
         )
     if len(found["devices"]) == 1:
         lines.append(
-            "  There is no accelerator. --simulate-devices=4 shows this machine with four simulated ones."
+            "  There is no accelerator. --simulate-devices=4 shows this machine with "
+            "four simulated ones."
         )
     lines += ["Links"] * bool(found["links"]) + [
         f"  {pair:<16}{how}" for pair, how in found["links"].items()
@@ -128,9 +136,8 @@ def _version(package: str) -> str | None:
 def _device(device: torch.device) -> dict[str, Any]:
     is_simulated = device in simulated_devices()
     name, total = platform.processor() or platform.machine(), None
-    with contextlib.suppress(
-        AttributeError, RuntimeError, ValueError, OSError
-    ):  # not every system tells all
+    # Not every system tells all.
+    with contextlib.suppress(AttributeError, RuntimeError, ValueError, OSError):
         if device.type == "cpu":
             total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         elif is_simulated:
@@ -152,7 +159,10 @@ def _device(device: torch.device) -> dict[str, Any]:
 
 
 def _step(device: torch.device) -> str:
-    """A step of a training on the device, whose weights have to be those of the same step in plain PyTorch."""
+    """A step of a training on the device.
+
+    Its weights have to be those of the same step in plain PyTorch.
+    """
     inputs = torch.arange(12.0).reshape(4, 3) / 12
     plain = torch.nn.Linear(3, 1)
     strategy = OneDeviceStrategy(device)

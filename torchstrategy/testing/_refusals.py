@@ -15,7 +15,8 @@ def refuse_bad_replica(what: str, replica: object) -> None:
     """
     if not isinstance(replica, int) or isinstance(replica, bool):
         raise TypeError(
-            f"{what}: a replica is named by its id, an int from 0; got {replica!r}, {_a(replica)}."
+            f"{what}: a replica is named by its id, an int from 0; got {replica!r}, "
+            f"{_a(replica)}."
         )
     if replica < 0:
         raise ValueError(
@@ -31,8 +32,9 @@ def refuse_unknown_replica(what: str, replica: int, num_replicas: int) -> None:
     """
     if replica >= num_replicas:
         raise ValueError(
-            f"{what} names replica {replica}, and a strategy of {plural(num_replicas, 'replica')} was run in its "
-            f"block: its ids end at {num_replicas - 1}. Name another replica, or run a strategy of more."
+            f"{what} names replica {replica}, and a strategy of "
+            f"{plural(num_replicas, 'replica')} was run in its block: its ids end at "
+            f"{num_replicas - 1}. Name another replica, or run a strategy of more."
         )
 
 
@@ -45,8 +47,9 @@ def refuse_in_replica(what: str) -> None:
     frame = current_frame()
     if frame is not None and frame.replica_context is not None:
         raise RuntimeError(
-            f"{what} was called in replica {frame.replica_context.replica_id_in_sync_group}. It is about all replicas "
-            "of a run: put it around strategy.run, not into the step."
+            f"{what} was called in replica "
+            f"{frame.replica_context.replica_id_in_sync_group}. It is about all "
+            "replicas of a run: put it around strategy.run, not into the step."
         )
 
 

@@ -1,8 +1,9 @@
 """The clocks of replicas in virtual time: one for each, while several run.
 
-Replicas share Python's lock. So while several run, what takes the program a microsecond takes each of them as many as
-there are replicas; and the next turn goes to the one whose clock is behind. Virtual time itself knows no strategies:
-this file comes into its blocks by `also_in_each_block`.
+Replicas share Python's lock. So while several run, what takes the program a microsecond
+takes each of them as many as there are replicas; and the next turn goes to the one
+whose clock is behind. Virtual time itself knows no strategies: this file comes into its
+blocks by `also_in_each_block`.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ from torchstrategy.testing._virtual_time.hosts import Host, Hosts
 
 
 def clocks_of_replicas(hosts: Hosts) -> AbstractContextManager[None]:
-    """A block in which each replica of a run has a clock among `hosts`, for a block of virtual time.
+    """A block in which each replica of a run has a clock among `hosts`.
+
+    It is for a block of virtual time.
 
     Raises:
         RuntimeError: In a replica, where each replica would begin a block of its own.

@@ -1,4 +1,4 @@
-"""Strategies by name: of which kind, with how many replicas, on devices of which sort."""
+"""Strategies by name: of which kind, with how many replicas, on which devices."""
 
 from __future__ import annotations
 
@@ -21,24 +21,22 @@ from torchstrategy.strategy import Strategy
 from torchstrategy.testing._simulation import simulated_devices
 
 _PLACES = ("cpu", "sim", "real")
-_REPLICAS = [
-    1,
-    2,
-    3,
-]  # one: nothing to bring together; three: few batches divide evenly
+# One: nothing to bring together; three: few batches divide evenly.
+_REPLICAS = [1, 2, 3]
 
 
 def _default(devices: Sequence[Device]) -> Strategy:
     if has_strategy():
         raise RuntimeError(
-            f"The default strategy is that outside of every scope, and this thread is in that of {get_strategy()!r}. "
-            "Leave it first: an earlier test or a fixture entered it."
+            "The default strategy is that outside of every scope, and this thread is "
+            f"in that of {get_strategy()!r}. Leave it first: an earlier test or a "
+            "fixture entered it."
         )
     return get_strategy()
 
 
 def _central(devices: Sequence[Device]) -> Strategy:
-    """With parameters where nobody looks for them: on the CPU, unless there is one replica."""
+    """With parameters where nobody looks: on the CPU, but for a lone replica's."""
     return CentralStorageStrategy(devices, devices[0] if len(devices) == 1 else "cpu:0")
 
 
@@ -58,13 +56,12 @@ _KINDS: Mapping[str, _Kind] = {
 @final
 @dataclass(frozen=True)
 class Topology:
-    """A strategy that can be made any number of times, and what it is called: `central-2-cpu`."""
+    """A strategy to make any number of times, and its name: `central-2-cpu`."""
 
     kind: str
     place: str | None = None  # the type of its devices; None: it is bound to none
-    devices: tuple[
-        Device, ...
-    ] = ()  # of each replica; none, in a place that is not here
+    # Of each replica; none, in a place that is not here.
+    devices: tuple[Device, ...] = ()
 
     def __str__(self) -> str:
         counted = (
@@ -85,12 +82,18 @@ class Topology:
 
 
 def accelerators() -> list[Device]:
-    """The real accelerators that torch uses in this process: none, once devices are simulated."""
+    """The real accelerators of torch in this process, or none with simulated ones.
+
+    There are none once devices are simulated.
+    """
     return [] if simulated_devices() else local_accelerators()
 
 
 def devices_here(real: list[Device]) -> dict[str, Sequence[Device]]:
-    """The devices of each place, of which those that are `real` were found before any were simulated."""
+    """The devices of each place, of which `real` ones were found first.
+
+    They were found before any were simulated.
+    """
     return {
         "cpu": [canonical_device("cpu:0")],
         "sim": simulated_devices(),
@@ -115,7 +118,8 @@ def topologies(
         here: The devices of each place.
 
     Raises:
-        ValueError: If a name is unknown, a count is not positive, or one of them has nothing to say to any kind.
+        ValueError: If a name is unknown, a count is not positive, or one of them has
+            nothing to say to any kind.
         TypeError: If one of them is of the wrong type.
     """
     named = _names("a strategy", kinds, tuple(_KINDS)) or list(_KINDS)
@@ -128,15 +132,18 @@ def topologies(
     taken = {_KINDS[kind].devices for kind in named}
     if replicas is not None and "several" not in taken:
         raise ValueError(
-            f"replicas={counts} says nothing to {', '.join(named)}, which has one replica: leave it out."
+            f"replicas={counts} says nothing to {', '.join(named)}, which has one "
+            "replica: leave it out."
         )
     if places is not None and taken == {"none"}:
         raise ValueError(
-            f"places={where} says nothing to {', '.join(named)}, which is bound to no device."
+            f"places={where} says nothing to {', '.join(named)}, which is bound to no "
+            "device."
         )
     if not where:
         raise ValueError(
-            f"places=[] leaves nowhere to run. Choose from {_listed(_PLACES)}, or leave it out."
+            f"places=[] leaves nowhere to run. Choose from {_listed(_PLACES)}, or "
+            "leave it out."
         )
     return [
         topology for kind in named for topology in _of_kind(kind, counts, where, here)
@@ -165,7 +172,8 @@ def _of_kind(
 def _names(what: str, names: Iterable[str], choices: Sequence[str]) -> list[str]:
     if isinstance(names, str) or not isinstance(names, Iterable):
         raise TypeError(
-            f"{names!r} is {an(type(names).__name__)}, and not a list of names: write [{names!r}]."
+            f"{names!r} is {an(type(names).__name__)}, and not a list of names: write "
+            f"[{names!r}]."
         )
     names = list(names)
     for name in names:
@@ -183,7 +191,8 @@ def _counts(replicas: Iterable[int]) -> list[int]:
     for count in counts:
         if isinstance(count, bool) or not isinstance(count, int):
             raise TypeError(
-                f"{count!r} is not a number of replicas: it is {an(type(count).__name__)}, not an int."
+                f"{count!r} is not a number of replicas: it is "
+                f"{an(type(count).__name__)}, not an int."
             )
         if count < 1:
             raise ValueError(f"{count} is not a number of replicas: it is 1 or more.")

@@ -21,11 +21,13 @@ def assert_workers_agree(
 ) -> None:
     """Fails if the workers' modules or optimizers have drifted apart.
 
-    Every worker calls it, between runs. Every parameter, every buffer and every tensor in the state of an optimizer is
-    compared with that of worker 0, bit by bit; NaN agrees with NaN. Of a tensor that is sharded, each worker puts the
-    whole together and compares that. After a run all workers are equal. A worker drifts
-    if the script writes on its model outside of `strategy.run` and not on those of others, for example if only one
-    worker loads a checkpoint. A strategy in one process has one worker, which agrees with itself.
+    Every worker calls it, between runs. Every parameter, every buffer and every tensor
+    in the state of an optimizer is compared with that of worker 0, bit by bit; NaN
+    agrees with NaN. Of a tensor that is sharded, each worker puts the whole together
+    and compares that. After a run all workers are equal. A worker drifts if the script
+    writes on its model outside of `strategy.run` and not on those of others, for
+    example if only one worker loads a checkpoint. A strategy in one process has one
+    worker, which agrees with itself.
 
     Args:
         strategy: The strategy of the workers.
@@ -38,7 +40,8 @@ def assert_workers_agree(
         >>> torchstrategy.testing.assert_workers_agree(strategy, model)
 
     Raises:
-        AssertionError: In every worker, if they differ: which tensors, in which workers, and by how much.
+        AssertionError: In every worker, if they differ: which tensors, in which
+            workers, and by how much.
         TypeError: If there are none, or one is neither a module nor an optimizer.
         WorkerError: If another worker is at another place.
         RuntimeError: If it is called in a replica.
@@ -46,18 +49,21 @@ def assert_workers_agree(
     refuse_in_replica("assert_workers_agree")
     if not isinstance(strategy, StrategyBase):
         raise TypeError(
-            f"assert_workers_agree takes a torchstrategy.Strategy first; got {strategy!r}."
+            "assert_workers_agree takes a torchstrategy.Strategy first; got "
+            f"{strategy!r}."
         )
     workers, point = strategy.extended._workers, "assert_workers_agree"
     with workers.exchanging(point):
         if not things:
             raise TypeError(
-                "assert_workers_agree(strategy) looks at nothing: name the modules to look at."
+                "assert_workers_agree(strategy) looks at nothing: name the modules to "
+                "look at."
             )
         for thing in things:
             if not isinstance(thing, (nn.Module, Optimizer)):
                 raise TypeError(
-                    f"assert_workers_agree looks at modules and optimizers; got a {type(thing).__name__}."
+                    "assert_workers_agree looks at modules and optimizers; got a "
+                    f"{type(thing).__name__}."
                 )
     if workers.count == 1:
         return
@@ -85,16 +91,19 @@ def assert_workers_agree(
             w: difference(first, known.get(name), "worker 0")
             for w, known in enumerate(of_all)
         }
-        lines.append(
-            f"    {name}: {'; '.join(f'worker {w} {drift}' for w, drift in drifts.items() if drift)}"
-        )
+        words = [f"worker {w} {drift}" for w, drift in drifts.items() if drift]
+        lines.append(f"    {name}: {'; '.join(words)}")
     if len(unlike) > len(shown):
         lines.append(f"    and {len(unlike) - len(shown)} more")
     raise AssertionError(
-        f"The workers have drifted apart in {len(unlike)} of {plural(len(names), 'tensor')}:\n"
+        f"The workers have drifted apart in {len(unlike)} of "
+        f"{plural(len(names), 'tensor')}:\n"
         + "\n".join(lines)
-        + "\nSomething was written in some workers and not in others, outside of strategy.run: a checkpoint that only "
-        "one of them has loaded, for example. Let all workers write the same."
+        + (
+            "\nSomething was written in some workers and not in others, outside of "
+            "strategy.run: a checkpoint that only one of them has loaded, for example. "
+            "Let all workers write the same."
+        )
     )
 
 

@@ -1,4 +1,7 @@
-"""`python -m torchstrategy.testing.run --devices 4 train.py ...` runs a program for GPUs without any."""
+"""`python -m torchstrategy.testing.run train.py` runs a program without GPUs.
+
+With `--devices 4` the program, which is one for GPUs, has four.
+"""
 
 from torchstrategy.testing._runner import main
 

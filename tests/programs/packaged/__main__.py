@@ -1,4 +1,4 @@
-"""Model parallelism on two GPUs, with a scheduler and resets of the memory statistics."""
+"""Model parallelism on two GPUs, with a scheduler and memory statistics reset."""
 
 import sys
 
@@ -25,7 +25,8 @@ def main():
         scheduler.step()
         free, total = torch.cuda.mem_get_info(1)
         print(
-            f"step {step}: loss {loss.item():.4f}, {total - free} bytes on {output.device}"
+            f"step {step}: loss {loss.item():.4f}, {total - free} bytes on "
+            f"{output.device}"
         )
         assert output.get_device() == 1 and output.is_cuda
 

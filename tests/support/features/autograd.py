@@ -23,7 +23,10 @@ from problems import context, mlp
 
 @feature
 class Checkpointed(Training):
-    """Both kinds: the recomputation runs in the backward, where it has to find the replica's weights."""
+    """Both kinds: the recomputation runs in the backward.
+
+    There it has to find the replica's weights.
+    """
 
     def loss(self, batch: Any) -> torch.Tensor:
         hidden = checkpoint(self.model[:2], batch[0], use_reentrant=False)
@@ -95,7 +98,7 @@ class FunctionalGradient(Training):
 
 @feature
 class GradientsOfEachRow(Training):
-    """vmap over the rows; each row's gradient is clipped by itself, and they are averaged."""
+    """vmap over rows; each row's gradient is clipped alone, and they are averaged."""
 
     def backward(self, batch: Any, k: int) -> None:
         parameters = dict(self.model.named_parameters())
@@ -135,7 +138,10 @@ class JacobianOfEachRow(Training):
 
 @feature
 class ForwardMode(Training):
-    """torch has one level of it for the whole process: replicas on several devices have to take turns."""
+    """torch has one level of it for the whole process.
+
+    Replicas on several devices have to take turns.
+    """
 
     taking_turns = threading.Lock()
 
@@ -156,7 +162,7 @@ class ForwardMode(Training):
 
 @feature
 class ParametrizationCached(Training):
-    """torch has one cache for the whole process, too, and takes the copies of a layer for one."""
+    """torch has one cache for the process, too, and takes a layer's copies for one."""
 
     taking_turns = threading.Lock()
 
@@ -195,7 +201,10 @@ class GradientPenalty(Training):
 
 @feature
 class PenaltyOnTheGradientOfTheBatch(Training):
-    """Its norm is not the mean of the norms in replicas: they meet, and go back through the meeting."""
+    """Its norm is not the mean of the norms in replicas.
+
+    They meet, and go back through the meeting.
+    """
 
     def loss(self, batch: Any) -> torch.Tensor:
         loss, rows = super().loss(batch), len(batch[0])

@@ -84,7 +84,7 @@ class StatesLoaded(Training):
 
 @alike
 class StatesLoadedByAssignment(StatesLoaded):
-    """`assign=True` puts other parameters in the place of those that the optimizer has."""
+    """`assign=True` puts other parameters in place of those of the optimizer."""
 
     def between(self, k: int) -> None:
         if k == 1:
@@ -97,7 +97,7 @@ class StatesLoadedByAssignment(StatesLoaded):
 
 @feature
 class DtypeChanged(Training):
-    """To float32 and back: 1e-7 of each weight is lost on the way, the same in both trainings."""
+    """To float32 and back: each weight loses 1e-7 on the way, in both trainings."""
 
     tolerance = 1e-5
 

@@ -13,7 +13,7 @@ from problems import mse
 
 
 class _Net(nn.Module):
-    """A class of one's own: dynamo leaves the forward of torch's own containers as it is."""
+    """A class of one's own: dynamo leaves forwards of torch's own containers alone."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,7 +33,10 @@ class Uncompiled(Training):
 
 
 class Compiled(Uncompiled):
-    """The model, the loss or what a replica does is compiled; `eager` runs the graphs that dynamo finds as they are."""
+    """The model, the loss or what a replica does is compiled.
+
+    `eager` runs the graphs that dynamo finds as they are.
+    """
 
     def __init__(self, how: str, backend: Any = "eager") -> None:
         super().__init__()
@@ -50,7 +53,10 @@ class Compiled(Uncompiled):
 
 
 class CompiledAndAccumulated(Compiled):
-    """Another size in the middle of a step is another graph: the compiler looks at gradients that are there already."""
+    """Another size in the middle of a step is another graph.
+
+    The compiler looks at gradients that are there already.
+    """
 
     def backward(self, batch: Any, k: int) -> None:
         self.optimizer.zero_grad()
@@ -59,9 +65,8 @@ class CompiledAndAccumulated(Compiled):
 
 
 COMPILED = ("model", "in_place", "loss", "backward", "step")
-family(
-    "compiled", Compiled, {how: how for how in COMPILED if how != "step"}
-)  # torch itself warns of it
+# torch itself warns of it.
+family("compiled", Compiled, {how: how for how in COMPILED if how != "step"})
 family(
     "compiled_with_backward",
     functools.partial(Compiled, backend="aot_eager"),

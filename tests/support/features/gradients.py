@@ -101,7 +101,10 @@ family("gradients", GradientsEdited, {edit.__name__.strip("_"): edit for edit in
 
 
 class Cleared(Training):
-    """Gradients are cleared by other ways than the optimizer's, before backward or after the update."""
+    """Gradients are cleared by other ways than the optimizer's.
+
+    It happens before backward or after the update.
+    """
 
     def __init__(self, clear: Callable[[Any], None], first: bool) -> None:
         self._clear, self._first = clear, first
@@ -158,7 +161,7 @@ class AccumulatedOverRuns(Training):
 
 @feature
 class AccumulatedInTheStep(Training):
-    """Micro-batches of one row, each weighing one row of those that the replica was dealt."""
+    """Micro-batches of one row, each weighing one of the rows dealt to the replica."""
 
     def backward(self, batch: Any, k: int) -> None:
         self.optimizer.zero_grad()

@@ -43,7 +43,10 @@ class _Complex(nn.Module):
 
 
 class _Counting(nn.Module):
-    """State that is written in forward: counters that count each step once, and a mean over all rows."""
+    """State that is written in forward.
+
+    Counters that count each step once, and a mean over all rows.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,7 +71,10 @@ class _Counting(nn.Module):
 
 
 class _Remembering(nn.Module):
-    """Keeps tensors in plain attributes: where it stood in a sequence of each row, and a loss for the step to read."""
+    """Keeps tensors in plain attributes.
+
+    Where it stood in a sequence of each row, and a loss for the step to read.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -167,7 +173,10 @@ family("layer", WithLayer, LAYERS)
 
 @feature
 class Lazy(Training):
-    """It has seen a batch before the first step, as torch asks of those who make an optimizer for one."""
+    """It has seen a batch before the first step.
+
+    Torch asks that of those who make an optimizer for one.
+    """
 
     def build(self) -> nn.Module:
         with warnings.catch_warnings():
@@ -253,7 +262,10 @@ class _Heads(nn.Module):
 
 @feature
 class ParametersWithoutGradient(Training):
-    """In some replicas only, and in all: the optimizer leaves those alone, and their weights do not decay."""
+    """In some replicas only, and in all.
+
+    The optimizer leaves those alone, and their weights do not decay.
+    """
 
     def build(self) -> nn.Module:
         return _Heads()

@@ -15,7 +15,10 @@ from problems import context
 
 @feature
 class LossOutside(Training):
-    """As with `nn.DataParallel`: replicas return outputs that require grad, and the loss of all is outside."""
+    """As with `nn.DataParallel`: replicas return outputs that require grad.
+
+    The loss of all is outside.
+    """
 
     def outside(self, strategy: torchstrategy.Strategy, batch: Any, k: int) -> None:
         outputs = strategy.run(self.model, args=(batch[0],))
@@ -28,7 +31,10 @@ class LossOutside(Training):
 
 @feature
 class LossOfTheWholeBatch(Training):
-    """Divided by what all replicas have together: the sum of the weights of the rows, of which many are zero."""
+    """Divided by what all replicas have together.
+
+    That is the sum of the weights of the rows, of which many are zero.
+    """
 
     def loss(self, batch: Any) -> torch.Tensor:
         losses = F.mse_loss(self.model(batch[0]), batch[1], reduction="none").mean(1)
@@ -50,7 +56,10 @@ class LossOfTheWholeBatchSummed(LossOfTheWholeBatch):
 
 @feature
 class LossWithCountedExamples(Training):
-    """A mean over what weighs as much as the run is told, which the step does not bring together itself."""
+    """A mean over what weighs as much as the run is told.
+
+    The step does not bring this together itself.
+    """
 
     options = torchstrategy.RunOptions(
         examples=lambda batch, k: batch[0][:, 0].square().sum()
@@ -80,7 +89,10 @@ class LossWeighedByItself(Training):
 
 @feature
 class LossOverPairsOfRows(Training):
-    """As in contrastive learning: each row against those of all replicas, which know their own by its targets."""
+    """As in contrastive learning: each row against those of all replicas.
+
+    They know their own by its targets.
+    """
 
     def loss(self, batch: Any) -> torch.Tensor:
         output, numbers = self.model(batch[0]), batch[1][:, 0]

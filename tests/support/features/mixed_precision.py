@@ -16,7 +16,10 @@ from features.training import STATEFUL, Training, alike, feature
 
 @feature
 class AutocastAround(Training):
-    """Each replica rounds to bfloat16 what plain PyTorch rounds for all rows at once: 2**-8 of the gradient."""
+    """Each replica rounds to bfloat16 what plain PyTorch rounds for all rows at once.
+
+    That is 2**-8 of the gradient.
+    """
 
     dtype = torch.float32
     tolerance = 1e-2
@@ -42,7 +45,10 @@ class AutocastInside(AutocastAround):
 
 @feature
 class Scaler(Training):
-    """The second batch overflows, in one of its replicas only: the update is skipped and the scale halved, once."""
+    """The second batch overflows, in one of its replicas only.
+
+    The update is skipped and the scale halved, once.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -87,7 +93,10 @@ class ScalerWithAutocastToFloat16(Scaler):
 
 @feature
 class Everything(ScalerUnscaledAndClipped):
-    """A scaler and a scheduler count steps: a run has to find them, to let them count once."""
+    """A scaler and a scheduler count steps: a run has to let them count once.
+
+    It has to find them for that.
+    """
 
     def __init__(self) -> None:
         super().__init__()

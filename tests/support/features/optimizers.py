@@ -58,7 +58,10 @@ class _ClippingAdam(torch.optim.Adam):
 
 
 class _Lookahead(torch.optim.Optimizer):
-    """An optimizer around another one, whose groups it shares: slow weights follow the fast ones."""
+    """An optimizer around another: slow weights follow the fast ones.
+
+    They share their groups.
+    """
 
     def __init__(self, inner: torch.optim.Optimizer) -> None:
         self.inner = inner
@@ -105,7 +108,10 @@ family("optimizer", WithOptimizer, OPTIMIZERS)
 
 
 class WithClosure(Training):
-    """The optimizer asks for the loss itself. LBFGS divides by differences of gradients, which loses digits."""
+    """The optimizer asks for the loss itself.
+
+    LBFGS divides by differences of gradients, which loses digits.
+    """
 
     tolerance = 1e-6
 
@@ -125,9 +131,8 @@ class WithClosure(Training):
 
     def step(self, batch: Any, k: int) -> None:
         loss = self.optimizer.step(lambda: self.backward(batch, k).mean())
-        self.noted.add(
-            f"{k}: {float(loss):.4f}"
-        )  # of the whole batch, in every replica
+        # Of the whole batch, in every replica.
+        self.noted.add(f"{k}: {float(loss):.4f}")
 
     def outside(self, strategy: torchstrategy.Strategy, batch: Any, k: int) -> None:
         def closure() -> Any:
@@ -153,7 +158,10 @@ family(
 
 
 class _Sharpness(torch.optim.SGD):
-    """Sharpness-aware minimisation: climbs first, and descends by the gradient that it finds there."""
+    """Sharpness-aware minimisation: climbs first, and then descends.
+
+    It descends by the gradient that it finds there.
+    """
 
     def step(self, closure: Any = None) -> Any:
         parameters = [p for group in self.param_groups for p in group["params"]]
@@ -180,7 +188,10 @@ family(
 
 @feature
 class Gan(Training):
-    """Two models, two optimizers and a scaler; two updates in a step, one through a detached output."""
+    """Two models, two optimizers and a scaler.
+
+    There are two updates in a step, one through a detached output.
+    """
 
     def __init__(self) -> None:
         self.noted = set()
@@ -221,7 +232,7 @@ class Gan(Training):
 
 @alike
 class SeveralModels(Training):
-    """A model, a loss with weights of its own, both of one optimizer, and a frozen teacher."""
+    """A model and a loss with weights, both of one optimizer, and a frozen teacher."""
 
     def __init__(self) -> None:
         super().__init__()

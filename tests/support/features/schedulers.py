@@ -46,9 +46,8 @@ SCHEDULERS: dict[str, Callable[[Any], Any]] = {
     "polynomial": lambda o: lr_scheduler.PolynomialLR(o, 4, 2.0),
     "cosine": lambda o: lr_scheduler.CosineAnnealingLR(o, 4),
     "warm_restarts": lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 2),
-    "one_cycle": lambda o: lr_scheduler.OneCycleLR(
-        o, max_lr=0.2, total_steps=6
-    ),  # cycles the momentum too
+    # Cycles the momentum too.
+    "one_cycle": lambda o: lr_scheduler.OneCycleLR(o, max_lr=0.2, total_steps=6),
     "cyclic": lambda o: lr_scheduler.CyclicLR(o, 0.01, 0.2, step_size_up=2),
     "sequential": _sequential,
     "chained": lambda o: lr_scheduler.ChainedScheduler(
@@ -64,7 +63,10 @@ family("scheduler", Scheduled, SCHEDULERS)
 
 @feature
 class SchedulerOnAPlateau(Training):
-    """It is told the loss of the whole batch: in the step that takes an all_reduce, or it would be refused."""
+    """It is told the loss of the whole batch.
+
+    In the step that takes an all_reduce, or it would be refused.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -92,7 +94,7 @@ class SchedulerOnAPlateau(Training):
 
 @feature
 class SchedulersOfTwoKinds(Training):
-    """A warm-up for each step and a decay for every second one, both on one optimizer."""
+    """A warm-up in each step and a decay in every second one, on one optimizer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -110,7 +112,7 @@ class SchedulersOfTwoKinds(Training):
 
 
 class Averaged(Training):
-    """A moving average of the weights: in a replica, it is for a merge function to write it."""
+    """A moving average of the weights: in a replica, a merge function writes it."""
 
     def __init__(self, average: Callable[[nn.Module], Any]) -> None:
         super().__init__()

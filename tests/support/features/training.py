@@ -1,4 +1,4 @@
-"""A training script as plain PyTorch and a strategy run it, and the table of all of them."""
+"""A training script as plain PyTorch and a strategy run it, and all of them."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ STATEFUL = (
 class Training:
     """A training script. Features are subclasses, each with what is its own.
 
-    Its step is a bound method, of an object that holds models and optimizers: what people call a trainer.
+    Its step is a bound method, of an object that holds models and optimizers: what
+    people call a trainer.
     """
 
     dtype = torch.float64
     tolerance = 1e-10
-    scope: Callable[[], contextlib.AbstractContextManager[Any]] = (
-        contextlib.nullcontext
-    )  # that of the strategy
+    # That of the strategy.
+    scope: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
     options: torchstrategy.RunOptions | None = None  # of the runs
 
     def __init__(self) -> None:

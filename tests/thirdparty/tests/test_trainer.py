@@ -1,4 +1,4 @@
-"""tinytrainer, under every strategy that torchstrategy has, on the devices that there are."""
+"""tinytrainer, under every strategy of torchstrategy, on the present devices."""
 
 import pytest
 import torch
@@ -20,9 +20,8 @@ def build_model() -> nn.Module:
 def loader() -> DataLoader:
     torch.manual_seed(1)
     inputs = torch.randn(13, 3)
-    return DataLoader(
-        TensorDataset(inputs, inputs[:, :2] * 2), batch_size=5
-    )  # the last batch has 3 rows
+    # The last batch has 3 rows.
+    return DataLoader(TensorDataset(inputs, inputs[:, :2] * 2), batch_size=5)
 
 
 @pytest.fixture

@@ -1,4 +1,7 @@
-"""What a replica's thread wears: all that the caller of `run` has on, and nothing from an earlier run."""
+"""What a replica's thread wears: all that the caller of `run` has on.
+
+It wears nothing from an earlier run.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +40,10 @@ SETTING: contextvars.ContextVar[str] = contextvars.ContextVar(
     ids=["three replicas", "two logical devices"],
 )
 def several(request: pytest.FixtureRequest) -> torchstrategy.Strategy:
-    """Several replicas. Where their parameters live makes no difference to what their threads wear."""
+    """Several replicas.
+
+    Where their parameters live makes no difference to what their threads wear.
+    """
     return torchstrategy.CentralStorageStrategy(request.param)
 
 
@@ -111,7 +117,10 @@ def worn() -> dict[str, Any]:
 
 
 def worn_in(strategy: torchstrategy.Strategy) -> list[dict[str, Any]]:
-    """What this thread wears where the device of each replica is in use: each replica should wear the same."""
+    """What this thread wears where the device of each replica is in use.
+
+    Each replica should wear the same.
+    """
     is_default = strategy is DEFAULT  # its replica is wherever its caller is
     expected = []
     for device in [None] if is_default else strategy.extended.worker_devices:
@@ -223,9 +232,8 @@ def setting(request: pytest.FixtureRequest) -> Callable[[], Any]:
 def test_a_replica_wears_what_its_caller_wears(
     strategy: torchstrategy.Strategy, setting: Callable[[], Any]
 ) -> None:
-    results(
-        strategy, worn
-    )  # its threads are there already, and have seen other settings
+    # Its threads are there already, and have seen other settings.
+    results(strategy, worn)
     with setting():
         expected = worn()
         assert results(strategy, worn) == worn_in(strategy)
@@ -548,8 +556,8 @@ def test_what_a_step_leaves_on_does_not_pull_off_what_its_caller_wears(
 def test_an_autocast_that_was_left_on_does_not_make_later_runs_use_old_weights(
     several: torchstrategy.Strategy,
 ) -> None:
-    # Autocast keeps the casted weights until the outermost autocast of a thread is left. If a thread counts one that
-    # was never left, it keeps them for ever.
+    # Autocast keeps the casted weights until the outermost autocast of a thread is
+    # left. If a thread counts one that was never left, it keeps them for ever.
     with several.scope():
         model = nn.Linear(2, 1, bias=False)
 
@@ -676,9 +684,8 @@ def test_replicas_on_one_device_run_one_at_a_time_and_in_order(
 
     def part(name: str) -> None:
         inside.append(replica())
-        for _ in range(
-            200
-        ):  # long enough for Python to switch threads if another one could run
+        # Long enough for Python to switch threads if another one could run.
+        for _ in range(200):
             assert inside == [replica()]
             torch.ones(10).sum()
         inside.pop()

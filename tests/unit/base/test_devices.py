@@ -146,7 +146,10 @@ NO_DEVICE = [
 
 @pytest.mark.parametrize("name", NO_DEVICE, ids=shown)
 def test_what_is_no_device_is_refused_with_how_to_write_one(name: Any) -> None:
-    sentences = rf"^{re.escape(repr(name))} is not a device: .+\. Devices are written like 'cpu:0', 'cuda:1' or '/gpu:1'\.$"
+    sentences = (
+        rf"^{re.escape(repr(name))} is not a device: .+\. Devices are written like "
+        r"'cpu:0', 'cuda:1' or '/gpu:1'\.$"
+    )
     with pytest.raises(ValueError, match=sentences):
         OneDeviceStrategy(name)
     with pytest.raises(ValueError, match=sentences):
@@ -179,7 +182,10 @@ def test_an_accelerator_index_that_torch_cannot_hold_is_not_there(
 )
 def test_a_device_of_another_type_is_refused(name: Any) -> None:
     kind = type(name).__name__
-    sentence = rf"^A device is a string, a torch\.device or an index; got {re.escape(repr(name))}, an? {kind}\."
+    sentence = (
+        r"^A device is a string, a torch\.device or an index; got "
+        rf"{re.escape(repr(name))}, an? {kind}\."
+    )
     with pytest.raises(TypeError, match=sentence):
         OneDeviceStrategy(name)
     with pytest.raises(TypeError, match=sentence):
@@ -222,7 +228,10 @@ def test_a_device_that_is_not_there_names_what_tests_the_same_program(
 
 @pytest.mark.parametrize("name", ABSENT, ids=shown)
 def test_a_device_that_is_not_there_is_refused_with_those_that_are(name: Any) -> None:
-    sentence = rf"^The device .*{re.escape(str(name))}.* is not on this machine, which has cpu:0, cpu:1, \.\.\. "
+    sentence = (
+        rf"^The device .*{re.escape(str(name))}.* is not on this machine, which has "
+        r"cpu:0, cpu:1, \.\.\. "
+    )
     with pytest.raises(ValueError, match=sentence):
         OneDeviceStrategy(name)
     with pytest.raises(ValueError, match=sentence):
@@ -235,7 +244,10 @@ def test_a_device_that_is_not_there_is_refused_with_those_that_are(name: Any) ->
 def test_the_accelerators_that_are_there_are_listed(two_cuda: None, name: Any) -> None:
     with pytest.raises(
         ValueError,
-        match=rf"^The device .*{name}.* is not on this machine, which has cuda:0, cuda:1, cpu:0, ",
+        match=(
+            rf"^The device .*{name}.* is not on this machine, which has cuda:0, "
+            r"cuda:1, cpu:0, "
+        ),
     ):
         devices.canonical_device(name)
 
@@ -249,7 +261,7 @@ def test_without_devices_it_is_one_cpu_where_there_is_no_accelerator() -> None:
     assert extended.worker_devices == extended.parameter_devices == (cpu(0),)
 
 
-def test_where_the_cpu_keeps_parameters_by_default_a_warning_says_so_once_with_the_line_to_write(
+def test_where_the_cpu_keeps_parameters_by_default_a_warning_says_what_to_write(
     two_cuda: None,
 ) -> None:
     """Once by Python's own filter: this is given for the line of the user."""
@@ -348,7 +360,10 @@ def test_no_devices_are_refused(nothing: Any) -> None:
 
 @pytest.mark.parametrize("bare", ["cpu", "cpu:0", "cuda:0,cuda:1", ""])
 def test_a_bare_string_is_refused_with_the_list_to_write(bare: str) -> None:
-    sentence = rf"^compute_devices is a list of devices, one for each replica: write \[{re.escape(repr(bare))}\]\."
+    sentence = (
+        r"^compute_devices is a list of devices, one for each replica: write "
+        rf"\[{re.escape(repr(bare))}\]\."
+    )
     with pytest.raises(ValueError, match=sentence):
         CentralStorageStrategy(bare)
 

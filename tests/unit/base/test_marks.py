@@ -21,7 +21,9 @@ from torchstrategy._base.marks import (
 
 
 class Wrapping(torch.Tensor):
-    """A tensor that says nothing of what it wraps, and begins behind the beginning of a storage that it does not have.
+    """A tensor that says nothing of what it wraps, and has no storage.
+
+    It begins behind the beginning of a storage that it does not have.
 
     Its class would also give other answers about its size, if it were asked.
     """
@@ -182,7 +184,10 @@ def test_pieces_are_read_whatever_the_layout(
 
 @pytest.mark.parametrize("kind", WITHOUT_MEMORY)
 def test_a_tensor_without_memory_is_not_read(kind: str) -> None:
-    """Its address is not 0 where it begins behind the beginning of its storage. To read there ended the process."""
+    """Its address is not 0 where it begins behind the beginning of its storage.
+
+    To read there ended the process.
+    """
     tensor = WITHOUT_MEMORY[kind]()
     assert [checksum_of_piece(tensor, number) for number in range(3)] == [0, 0, 0]
 

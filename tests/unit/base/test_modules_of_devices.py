@@ -1,6 +1,7 @@
 """Accelerators whose module in torch lacks a function that `torch.cuda` has.
 
-On a Mac, every strategy ended in an AttributeError: `torch.mps` has no `current_device` and no `default_generators`.
+On a Mac, every strategy ended in an AttributeError: `torch.mps` has no `current_device`
+and no `default_generators`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,10 @@ MPS = torch.device("mps", 0)
 
 @pytest.fixture
 def mac(monkeypatch: pytest.MonkeyPatch) -> torch.Generator:
-    """Lets torch have one MPS device. Returns its generator, which is one of the CPU."""
+    """Lets torch have one MPS device.
+
+    Returns its generator, which is one of the CPU.
+    """
     generator = torch.Generator()
     monkeypatch.setattr(torch.mps, "device_count", lambda: 1)
     monkeypatch.setattr(torch.mps, "get_rng_state", generator.get_state)
@@ -51,7 +55,10 @@ def test_a_module_without_any_function_has_no_device(
 
 
 def test_each_replica_on_a_mac_draws_numbers_of_its_own(mac: torch.Generator) -> None:
-    """There are only functions for the state of its generator: the library exchanges it by these."""
+    """There are only functions for its generator's state.
+
+    The library exchanges it by these.
+    """
 
     def drawn() -> list[float]:
         streams = RandomStreams([MPS, MPS], one_at_a_time=True)

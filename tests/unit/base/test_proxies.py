@@ -1,4 +1,7 @@
-"""A proxy acts as the user's object, also when the run ends while a thread is in one of its methods."""
+"""A proxy acts as the user's object, also when the run ends meanwhile.
+
+A thread may be in one of its methods then.
+"""
 
 from __future__ import annotations
 
@@ -94,10 +97,13 @@ USES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], Any]] = {
 def test_a_run_may_end_in_the_middle_of_an_access(
     use: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Four threads ran one model through `DataParallel`, and `super()` of a proxy's method raised `TypeError`.
+    """Four threads ran one model through `DataParallel`, and `super()` failed.
 
-    A run on another thread had ended between the beginning of `__getattribute__` and its `super()`, and the parameter
-    had its own class again. Here this happens at each place where a method of a proxy asks for the replica's object.
+    In a proxy's method it raised `TypeError`.
+
+    A run on another thread had ended between the beginning of `__getattribute__` and
+    its `super()`, and the parameter had its own class again. Here this happens at each
+    place where a method of a proxy asks for the replica's object.
     """
     make, access, expected = USES[use]
     thing, run = make(), object()
@@ -115,9 +121,8 @@ def test_a_run_may_end_in_the_middle_of_an_access(
         return find
 
     last = 0
-    while (
-        number_of_calls >= last
-    ):  # the access has come to the place at which the run ended
+    # The access has come to the place at which the run ended.
+    while number_of_calls >= last:
         last, number_of_calls = last + 1, 0
         proxies.install([thing], run)
         monkeypatch.setattr(proxies, "local_object", end_run_at(last))

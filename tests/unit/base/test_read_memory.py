@@ -1,4 +1,7 @@
-"""Tensors whose memory a program takes away while it does not use them, as `fully_shard` does."""
+"""Tensors whose memory a program takes away meanwhile, as `fully_shard` does.
+
+It does while it does not use them.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +60,10 @@ def test_a_tensor_without_memory_is_not_looked_at() -> None:
 
 
 def test_reading_many_lengths_makes_few_classes() -> None:
-    """There was one of 9 kB for each length. A program that has stopped Python's collector of cycles kept them all."""
+    """There was one of 9 kB for each length.
+
+    A program that has stopped Python's collector of cycles kept them all.
+    """
     numbers = torch.arange(3000).to(torch.uint8)
     view_at(numbers.data_ptr(), 3000)
     before = len(ctypes.Array.__subclasses__())

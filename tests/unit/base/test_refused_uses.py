@@ -1,4 +1,7 @@
-"""A per-replica value is no tensor and no number, and says in one message what to write in place of each use."""
+"""A per-replica value is no tensor and no number.
+
+It says in one message what to write in place of each use.
+"""
 
 from __future__ import annotations
 
@@ -79,7 +82,8 @@ def test_a_use_as_a_tensor_or_number_says_what_to_write(
         do(value)
     message = str(refused.value)
     assert message.startswith(
-        f"{said} does not work: this value is a PerReplica, with a component for each of 2 replicas"
+        f"{said} does not work: this value is a PerReplica, with a component for each "
+        "of 2 replicas"
     )
     assert 'strategy.reduce("mean", value, axis=None)' in message
     assert "strategy.gather(value, axis=0)" in message
@@ -89,7 +93,10 @@ def test_a_use_as_a_tensor_or_number_says_what_to_write(
 
 
 def test_a_worker_says_that_other_workers_have_replicas_too() -> None:
-    """In two workers of one replica the message said "1 replica", where the user had two."""
+    """In two workers of one replica each, the message said "1 replica".
+
+    The user had two.
+    """
     batch = PerReplica([torch.ones(3)], rows=(3,), rows_of_all=(3, 2))
     with pytest.raises(
         TypeError,

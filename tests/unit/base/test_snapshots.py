@@ -38,7 +38,10 @@ class Word(str):
 
 
 def with_another_key(table: dict[Any, Any]) -> None:
-    """Replaces the only key by an equal one. Two tensors of one shape are neither equal nor different: `==` raises."""
+    """Replaces the only key by an equal one.
+
+    Two tensors of one shape are neither equal nor different: `==` raises.
+    """
     (key,) = table
     value = table.pop(key)
     table[key.clone()] = value
@@ -121,7 +124,8 @@ def test_a_forgotten_entry_counts_as_changed_until_the_snapshot_is_taken() -> No
 
 
 def test_an_entry_that_is_forgotten_in_an_empty_table_counts_as_changed() -> None:
-    # Tables that are empty are not read: the one that was forgotten is to be seen nevertheless.
+    # Tables that are empty are not read: the one that was forgotten is to be seen
+    # nevertheless.
     snapshot = Snapshot({0: {}})
     snapshot.forget(0, "a")
     assert [(edit.name, edit.after) for edit in snapshot.edits()] == [("a", MISSING)]
@@ -144,7 +148,8 @@ def test_an_edit_can_be_made_in_another_table() -> None:
 def test_a_hook_that_a_step_puts_straight_into_an_empty_table_is_seen(
     several: torchstrategy.Strategy,
 ) -> None:
-    # torch counts hooks when they are registered, and only then. The library relied on this count.
+    # torch counts hooks when they are registered, and only then. The library relied on
+    # this count.
     with several.scope():
         net = nn.Linear(1, 1)
     several.run(lambda: None)

@@ -1,4 +1,7 @@
-"""What a trace of torch's profilers shows of a run; and that nothing happens where no profiler is on."""
+"""What a trace of torch's profilers shows of a run.
+
+Nothing happens where no profiler is on.
+"""
 
 from __future__ import annotations
 

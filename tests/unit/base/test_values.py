@@ -366,7 +366,10 @@ MISMATCHES: dict[str, tuple[Any, Any, str]] = {
 @pytest.mark.parametrize("mismatch", MISMATCHES)
 def test_structures_that_differ_are_refused_with_the_place(mismatch: str) -> None:
     first, second, where = MISMATCHES[mismatch]
-    sentence = r"^Replicas 0 and 1 returned values of different structure, which cannot be put together: "
+    sentence = (
+        r"^Replicas 0 and 1 returned values of different structure, which cannot be "
+        r"put together: "
+    )
     with pytest.raises(ValueError, match=sentence + where + r"\."):
         regroup([first, second])
 
@@ -382,7 +385,10 @@ def test_run_names_the_replicas_whose_results_differ(several: Strategy) -> None:
     last = several.num_replicas_in_sync - 1
     with pytest.raises(
         ValueError,
-        match=rf"^Replicas 0 and {last} returned values of different structure.*\['x'\]\[1\]: ",
+        match=(
+            rf"^Replicas 0 and {last} returned values of different "
+            r"structure.*\['x'\]\[1\]: "
+        ),
     ):
         several.run(lambda: {"x": (1, (2,) if replica_id() < last else ())})
 
@@ -582,7 +588,10 @@ def test_the_local_results_of_a_plain_value_are_itself(
 def test_the_local_results_of_a_plain_container_are_one_for_each_replica(
     strategy: Strategy, plain: Any
 ) -> None:
-    """As TensorFlow has it: whoever adds up the results of the replicas adds up as many as there are replicas."""
+    """As TensorFlow has it.
+
+    Whoever adds up the results of the replicas adds up as many as there are replicas.
+    """
     assert (
         strategy.experimental_local_results(plain)
         == (plain,) * strategy.num_replicas_in_sync
@@ -593,7 +602,10 @@ def test_the_local_results_of_a_plain_container_are_one_for_each_replica(
 def test_a_number_that_every_replica_returns_is_one_for_each_of_them(
     several: Strategy, number: Any
 ) -> None:
-    """Python has one object for all small integers and for a constant of the step: counts came back as one."""
+    """Python has one object for all small integers and for a constant of the step.
+
+    Counts came back as one.
+    """
     count = several.num_replicas_in_sync
     results = several.run(lambda: {"number": number, "flag": True, "name": "x"})
     assert several.experimental_local_results(results["number"]) == (number,) * count
@@ -606,7 +618,10 @@ def test_a_number_that_every_replica_returns_is_one_for_each_of_them(
 
 
 def test_lists_of_different_lengths_are_kept(strategy: Strategy) -> None:
-    """Evaluation code returns a string, or a dict, for each row, and an uneven batch was refused."""
+    """Evaluation code returns a string or dict for each row.
+
+    An uneven batch was refused.
+    """
     n = strategy.num_replicas_in_sync
     (batch,) = strategy.experimental_distribute_dataset([torch.arange(2 * n + 1)])
 

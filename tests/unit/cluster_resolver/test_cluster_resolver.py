@@ -334,7 +334,10 @@ def test_a_resolver_of_the_users_own_counts_the_accelerators_of_this_machine() -
     )
     with pytest.raises(
         ValueError,
-        match=r"^num_accelerators was asked about worker 0, and this process, worker 1, sees",
+        match=(
+            r"^num_accelerators was asked about worker 0, and this process, worker 1, "
+            r"sees"
+        ),
     ):
         resolver.num_accelerators("worker", 0)
 
@@ -424,7 +427,10 @@ def test_which_task_this_is_has_to_be_known_for_its_address(
     resolver = TFConfigClusterResolver()
     with pytest.raises(
         ValueError,
-        match=r"^TF_CONFIG has a cluster of the jobs \['worker', 'ps'\], and does not say",
+        match=(
+            r"^TF_CONFIG has a cluster of the jobs "
+            r"\['worker', 'ps'\], and does not say"
+        ),
     ):
         resolver.master()
     assert resolver.master("worker", 1) == "b:2"
@@ -456,7 +462,10 @@ def test_tf_config_that_is_not_json_is_an_error_when_it_is_read(
         (
             "[]",
             ValueError,
-            r"The environment variable TF_CONFIG is no object such as \{\"cluster\": \.\.\.\}: \[\]",
+            (
+                r"The environment variable TF_CONFIG is no object such as "
+                r"\{\"cluster\": \.\.\.\}: \[\]"
+            ),
         ),
         (
             {"task": "worker"},
@@ -487,7 +496,10 @@ def _task(**task: Any) -> dict[str, Any]:
     [
         (
             "[" * 100_000,
-            "TF_CONFIG is no description of a cluster: its brackets are nested too deeply",
+            (
+                "TF_CONFIG is no description of a cluster: its brackets are nested too "
+                "deeply"
+            ),
         ),
         (
             '{"cluster":' * 5000 + "{}" + "}" * 5000,
@@ -513,7 +525,10 @@ def _task(**task: Any) -> dict[str, Any]:
         ),
         (
             _task(type=["worker"]),
-            r'"type" in the environment variable TF_CONFIG is a string; it is \[\'worker\'\]',
+            (
+                r'"type" in the environment variable TF_CONFIG is a string; it is '
+                r"\[\'worker\'\]"
+            ),
         ),
         (
             _task(type=True),
@@ -538,7 +553,7 @@ def _task(**task: Any) -> dict[str, Any]:
 def test_nonsense_in_tf_config_is_a_value_error_that_names_it(
     tf_config: Any, config: Any, sentence: str
 ) -> None:
-    """It was a RecursionError or a TypeError, was taken as it is, or used up the memory."""
+    """It was a RecursionError or a TypeError, or was taken, or used up the memory."""
     tf_config(config)
     resolver = TFConfigClusterResolver()
     with pytest.raises(ValueError, match=sentence) as caught:

@@ -1,4 +1,4 @@
-"""Slurm's environment variables, as they were recorded in tasks of several kinds of jobs."""
+"""Slurm's environment variables, as recorded in tasks of several kinds of jobs."""
 
 from __future__ import annotations
 
@@ -163,6 +163,9 @@ def test_what_does_not_fit_is_refused(
 def test_a_variable_that_cannot_be_is_named_at_once(
     slurm: Any, changed: dict[str, str], message: str
 ) -> None:
-    """A list of a hundred thousand million nodes was written out, until the memory was full."""
+    """A list of a hundred thousand million nodes was written out.
+
+    It was until the memory was full.
+    """
     with pytest.raises(ValueError, match=message):
         slurm(ONE_NODE | changed)

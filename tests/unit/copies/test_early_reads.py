@@ -17,14 +17,17 @@ def having(replica: int, *local: int) -> Any:
     )
 
 
-def test_the_replica_that_read_too_early_is_named_and_not_one_that_read_what_all_had_read() -> (
-    None
-):
-    """The first replica that had read the gradient was named, though its own read was none too early."""
+def test_the_replica_that_read_too_early_is_named_and_no_other_one() -> None:
+    """The first replica that had read the gradient was named.
+
+    Its own read was none too early.
+    """
     of_replicas = [having(0), having(1, 1), having(2, 0)]
     reads = [Reads({0}, set()), Reads({0}, {0}), Reads({0}, set())]
     with pytest.raises(
         RuntimeError,
-        match="Replica 1 read the gradient of first to which replica 2 still had to add",
+        match=(
+            "Replica 1 read the gradient of first to which replica 2 still had to add"
+        ),
     ):
         EarlyReads.of(of_replicas, reads, ["first", "second"])

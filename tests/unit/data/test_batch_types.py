@@ -1,4 +1,7 @@
-"""What a batch may be made of: every kind of value is dealt out by rows, seen whole by the step, and left as it was."""
+"""What a batch may be made of: every kind of value is dealt out by rows.
+
+The step sees each whole, and leaves it as it was.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +72,7 @@ quickly = settings(max_examples=60, deadline=None, derandomize=True, database=No
 
 
 def type_of_pieces(whole: Any) -> type:
-    """Arrays of numbers become tensors, and what is cut out of a parameter is a tensor."""
+    """Arrays of numbers become tensors, and what is cut from a parameter is one."""
     if isinstance(whole, nn.Parameter):
         return torch.Tensor
     is_numbers = (
@@ -209,7 +212,8 @@ def test_a_jagged_tensor_is_dealt_by_rows() -> None:
                 component.is_contiguous() == whole.is_contiguous()
                 for component in value["value"].values
             )
-            # Pieces of tensors of one shape are of one shape, so that they can be added.
+            # Pieces of tensors of one shape are of one shape, so that they can be
+            # added.
             sums = in_the_steps(
                 STRATEGIES[2],
                 value,
@@ -307,7 +311,10 @@ def test_a_mapping_whose_copy_shares_its_items_is_refused() -> None:
     for batch in (store, {"held": Frozen(x, store, None)}):
         with pytest.raises(
             TypeError,
-            match=r"^copy\.copy\(\) of a Store shares its items .* a method __copy__, or say",
+            match=(
+                r"^copy\.copy\(\) of a Store shares its items .* a method __copy__, or "
+                r"say"
+            ),
         ):
             dealt(STRATEGIES[2], batch)
         assert (
@@ -532,7 +539,10 @@ def test_what_is_not_known_is_refused_by_name_with_what_to_do(
 @pytest.mark.filterwarnings("ignore:Sparse .* tensor support is in beta state")
 @pytest.mark.parametrize("layout", [torch.sparse_csr, torch.sparse_csc], ids=str)
 def test_a_compressed_sparse_batch_is_refused_by_name(layout: torch.layout) -> None:
-    sentence = rf"^batch\['x'\] is a sparse tensor \({layout}\), .* make a dense tensor, or one of layout torch\.sparse_"
+    sentence = (
+        rf"^batch\['x'\] is a sparse tensor \({layout}\), .* make a dense tensor, or "
+        r"one of layout torch\.sparse_"
+    )
     with pytest.raises(TypeError, match=sentence):
         dealt(STRATEGIES[2], {"x": torch.eye(4).to_sparse(layout=layout)})
 
@@ -770,7 +780,10 @@ def test_only_a_class_can_be_registered(what: Any) -> None:
 def test_how_plain_types_are_dealt_out_is_fixed(cls: Any) -> None:
     with pytest.raises(
         TypeError,
-        match=rf"^How a {cls.__name__} is distributed is fixed: register a type of your own",
+        match=(
+            rf"^How a {cls.__name__} is distributed is fixed: register a type of your "
+            r"own"
+        ),
     ):
         register_batch_type(cls, rows=None)
 
@@ -779,7 +792,10 @@ def test_how_plain_types_are_dealt_out_is_fixed(cls: Any) -> None:
 def test_what_a_registration_is_told_are_functions(name: str) -> None:
     with pytest.raises(
         TypeError,
-        match=rf"^register_batch_type\(Own, {name}=\.\.\.\) takes a function; got 3, an int\.",
+        match=(
+            rf"^register_batch_type\(Own, {name}=\.\.\.\) takes a function; got 3, an "
+            r"int\."
+        ),
     ):
         own_type(**{name: 3})
 
@@ -788,7 +804,10 @@ def test_a_type_is_registered_once() -> None:
     cls = own_type()
     with pytest.raises(
         ValueError,
-        match=r"^Own is registered already\. Register a type once, where it is defined\.",
+        match=(
+            r"^Own is registered already\. Register a type "
+            r"once, where it is defined\."
+        ),
     ):
         register_batch_type(cls, rows=None)
 
@@ -933,7 +952,10 @@ def test_a_lone_replica_may_be_told_its_share() -> None:
 def test_shares_of_what_is_not_cut_are_refused() -> None:
     with pytest.raises(
         ValueError,
-        match=r"^InputOptions\(row_shares=\.\.\.\) says how a global batch is cut, and ",
+        match=(
+            r"^InputOptions\(row_shares=\.\.\.\) says how a "
+            r"global batch is cut, and "
+        ),
     ):
         STRATEGIES[2].distribute_datasets_from_function(
             lambda context: [], InputOptions(row_shares=[3, 1])
@@ -950,7 +972,8 @@ class Measured:
 
 
 def test_a_piece_of_a_dataclass_computes_its_fields_again() -> None:
-    # copy.copy takes over what cached_property keeps in the instance: the mean of the whole batch, in every replica.
+    # copy.copy takes over what cached_property keeps in the instance: the mean of the
+    # whole batch, in every replica.
     """They were computed of the whole."""
     source = Measured(torch.tensor([1.0, 2.0, 6.0]))
     assert source.mean == 3
@@ -996,7 +1019,7 @@ GRAPHS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
 
 @pytest.mark.parametrize("where", GRAPHS)
 def test_no_empty_batch_is_made_that_nobody_gets(where: str) -> None:
-    """`take` was called for the pieces of replicas that sit the step out, and failed."""
+    """`take` was called for pieces of replicas that sit the step out, and failed."""
     wrapped, found = GRAPHS[where]
     strategy, source = (
         STRATEGIES[3],
@@ -1077,7 +1100,10 @@ def _sequences(rows: int) -> list[torch.Tensor]:
 def test_a_list_of_equally_long_sequences_is_dealt_by_sequences(
     options: InputOptions,
 ) -> None:
-    """`collate_fn=list` was cut along time: each replica got a part of every sequence, and nothing said so."""
+    """`collate_fn=list` was cut along time.
+
+    Each replica got a part of every sequence, and nothing said so.
+    """
     loader: Any = torch.utils.data.DataLoader(
         _sequences(5), batch_size=5, collate_fn=list
     )  # type: ignore[arg-type]

@@ -1,4 +1,7 @@
-"""distribute_datasets_from_function: whom its function is told about, and which replica gets which element."""
+"""distribute_datasets_from_function: what its function is told about.
+
+It also says which replica gets which element.
+"""
 
 from __future__ import annotations
 
@@ -231,7 +234,10 @@ def test_the_function_is_whatever_can_be_called_with_a_context(
 def test_a_function_without_a_context_is_refused_uncalled(
     strategy: Strategy, dataset_fn: Any
 ) -> None:
-    sentence = r"^dataset_fn is called with one argument, an InputContext, and .* does not take it: .*\. Write `def"
+    sentence = (
+        r"^dataset_fn is called with one argument, an InputContext, and .* does not "
+        r"take it: .*\. Write `def"
+    )
     with pytest.raises(TypeError, match=sentence):
         strategy.distribute_datasets_from_function(dataset_fn)
 
@@ -246,7 +252,10 @@ def test_what_is_no_function_is_refused_with_what_to_call(
 ) -> None:
     with pytest.raises(
         TypeError,
-        match=r"not a callable object\..*; to split a dataset .*experimental_distribute_dataset\.$",
+        match=(
+            r"not a callable object\..*; to split a dataset "
+            r".*experimental_distribute_dataset\.$"
+        ),
     ):
         strategy.distribute_datasets_from_function(junk)
 
@@ -256,7 +265,10 @@ def test_what_is_no_function_is_refused_with_what_to_call(
 def test_a_function_that_returns_no_dataset_is_refused(
     topology: str, junk: Any
 ) -> None:
-    sentence = r"^What dataset_fn returns is a torch\.utils\.data\.DataLoader, or another iterable of batches; got an? "
+    sentence = (
+        r"^What dataset_fn returns is a torch\.utils\.data\.DataLoader, or another "
+        r"iterable of batches; got an? "
+    )
     with pytest.raises(TypeError, match=sentence):
         from_(TOPOLOGIES[topology](), junk)
 
@@ -268,7 +280,10 @@ def test_what_is_distributed_already_is_not_distributed_again(topology: str) -> 
     for distributed in (dataset, iter(dataset), from_(TWO, elements(2))):
         with pytest.raises(
             TypeError,
-            match=r"^This dataset is distributed already: .* Give the loader that it was",
+            match=(
+                r"^This dataset is distributed already: .* "
+                r"Give the loader that it was"
+            ),
         ):
             from_(strategy, distributed)
         with pytest.raises(TypeError, match=r"^This dataset is distributed already: "):
@@ -426,15 +441,16 @@ def test_elements_that_differ_in_structure_are_refused_with_where(
 ) -> None:
     first = {"x": [torch.ones(1)]}
     iterator = iter(from_(THREE, [first, first, second, first, first, first]))
-    sentence = rf"^The elements that replicas 0 and 2 are given in one step differ in structure: .*{where}"
+    sentence = (
+        r"^The elements that replicas 0 and 2 are given in one step differ in "
+        rf"structure: .*{where}"
+    )
     with pytest.raises(ValueError, match=sentence):
         next(iterator)
     assert len(list(iterator)) == 1  # and goes on with the next step
 
 
-def test_an_element_whose_leaves_have_different_numbers_of_rows_is_refused_by_name() -> (
-    None
-):
+def test_an_element_with_leaves_of_unlike_numbers_of_rows_is_refused_by_name() -> None:
     good = {"x": torch.ones(2), "y": torch.ones(2)}
     iterator = iter(from_(TWO, [good, {"x": torch.ones(2), "y": torch.ones(3)}]))
     with pytest.raises(
@@ -513,7 +529,7 @@ def test_a_source_that_would_go_on_after_its_end_is_not_asked_again() -> None:
 def test_elements_weigh_their_rows(
     make: Callable[[int], Strategy], replicas: int
 ) -> None:
-    """Of 1, 4, 2, 0, 3, 1, 5 rows: three elements make the batch that they are the rows of."""
+    """Of 1, 4, 2, 0, 3, 1, 5 rows: three elements are the rows of a batch."""
     strategy = make(replicas)
     (model, ours), (twin, plain) = built(strategy, mlp, sgd)
     x, y = data(16)
@@ -686,7 +702,10 @@ def test_the_default_strategy_refuses_options_that_it_would_ignore(
     calls: list[Any] = []
     with pytest.raises(
         ValueError,
-        match=r"^The default strategy returns the dataset itself, so options=.* Leave them",
+        match=(
+            r"^The default strategy returns the dataset itself, so options=.* Leave "
+            r"them"
+        ),
     ):
         DEFAULT.distribute_datasets_from_function(calls.append, options)
     with pytest.raises(
@@ -728,7 +747,10 @@ def test_elements_that_are_given_whole_have_no_shares(several: Strategy) -> None
     shares = InputOptions(row_shares=[1] * several.num_replicas_in_sync)
     with pytest.raises(
         ValueError,
-        match=r"^InputOptions\(row_shares=\.\.\.\) says how a global batch is cut, and what",
+        match=(
+            r"^InputOptions\(row_shares=\.\.\.\) says how a global batch is cut, and "
+            r"what"
+        ),
     ):
         from_(several, elements(2), shares)
 

@@ -273,9 +273,8 @@ def test_arrays_are_dealt_as_tensors() -> None:
 
 
 WHOLE = [3, 2.5, 1j, True, None, "text", b"bytes", np.float32(2), np.array(3)]
-if (
-    not SIMULATED
-):  # where each replica has a tensor of its own: tests/simulated/test_arriving.py
+# Where each replica has a tensor of its own: tests/simulated/test_arriving.py.
+if not SIMULATED:
     WHOLE += [torch.tensor(3.0)]
 
 
@@ -309,9 +308,8 @@ def test_what_was_dealt_can_be_gathered_again(
     replicas: int, rows: int, leaves: int
 ) -> None:
     strategy = STRATEGIES[replicas]
-    source = tuple(
-        torch.randn(rows, 2) for _ in range(leaves)
-    )  # a list of them may be one of rows
+    # A list of them may be one of rows.
+    source = tuple(torch.randn(rows, 2) for _ in range(leaves))
     value = batch(strategy, source)
     for whole, gathered in zip(source, strategy.gather(value, axis=0), strict=True):
         assert torch.equal(gathered.cpu(), whole)
@@ -334,7 +332,10 @@ def test_what_was_dealt_can_be_gathered_again(
 
 @pytest.mark.parametrize("replicas", [2, 3])
 def test_leaves_that_disagree_on_the_rows_are_refused_by_name(replicas: int) -> None:
-    sentence = r"^The leaves of a batch have different numbers of rows: batch\['x'\] has 4 and batch\['m'\]\[0\] has 6\. "
+    sentence = (
+        r"^The leaves of a batch have different numbers of rows: batch\['x'\] has 4 "
+        r"and batch\['m'\]\[0\] has 6\. "
+    )
     with pytest.raises(ValueError, match=sentence):
         batch(STRATEGIES[replicas], {"x": torch.ones(4, 2), "m": [torch.ones(6)]})
 
@@ -361,7 +362,10 @@ def test_one_replica_needs_no_agreement(topology: str) -> None:
     "single", [torch.tensor(1.0), 3, "text", (1, torch.tensor(2)), {}], ids=shown
 )
 def test_an_element_without_rows_is_refused_with_how_to_batch(single: Any) -> None:
-    sentence = r"^An element of the dataset has no rows to distribute to 2 replicas: it is not batched\. Batch it with "
+    sentence = (
+        r"^An element of the dataset has no rows to distribute to 2 replicas: it is "
+        r"not batched\. Batch it with "
+    )
     with pytest.raises(ValueError, match=sentence):
         batch(STRATEGIES[2], single)
 
@@ -383,7 +387,10 @@ def test_one_replica_takes_unbatched_elements(topology: str) -> None:
 )
 def test_a_leaf_of_an_unknown_type_is_refused_by_name(unknown: Any) -> None:
     kind = type(unknown).__name__
-    sentence = rf"^batch\['s'\] is an? {kind}, and it is not known how to distribute its rows\. "
+    sentence = (
+        rf"^batch\['s'\] is an? {kind}, and it is not known how to distribute its "
+        r"rows\. "
+    )
     with pytest.raises(TypeError, match=sentence):
         batch(STRATEGIES[2], {"x": torch.ones(2), "s": unknown})
 
@@ -404,7 +411,10 @@ def test_an_array_that_torch_has_no_dtype_for_stays_one(array: Any) -> None:
 )
 @pytest.mark.parametrize("topology", ["one_device", "central_1", "central_2"])
 def test_what_is_no_dataset_is_refused_at_once(topology: str, junk: Any) -> None:
-    sentence = r"^A dataset to distribute is a torch\.utils\.data\.DataLoader, or another iterable of batches; got an? "
+    sentence = (
+        r"^A dataset to distribute is a torch\.utils\.data\.DataLoader, or another "
+        r"iterable of batches; got an? "
+    )
     with pytest.raises(TypeError, match=sentence):
         TOPOLOGIES[topology]().experimental_distribute_dataset(junk)
 
@@ -418,7 +428,10 @@ def test_a_map_style_dataset_is_refused_at_once_with_how_to_batch(
     several: Strategy, dataset: Any
 ) -> None:
     n, name = several.num_replicas_in_sync, type(dataset).__name__
-    sentence = rf"^{name} yields single elements, which cannot be distributed to {n} replicas\. Batch it: "
+    sentence = (
+        rf"^{name} yields single elements, which cannot be distributed to {n} "
+        r"replicas\. Batch it: "
+    )
     with pytest.raises(ValueError, match=sentence):
         several.experimental_distribute_dataset(dataset)
 

@@ -1,4 +1,4 @@
-"""element_spec: what the elements of a distributed dataset are made of, seen without a trace."""
+"""element_spec: what a distributed dataset's elements are, seen without a trace."""
 
 from __future__ import annotations
 
@@ -335,7 +335,7 @@ def test_of_what_every_replica_is_given_whole_there_is_one(leaf: Any) -> None:
 
 
 def test_a_spec_is_made_of_what_an_element_is_made_of(several: Strategy) -> None:
-    """Of a per-replica value where that is dealt out, and of anything else where that is."""
+    """Of a per-replica value where that is dealt out, of others where they are."""
     element = {
         "x": torch.ones(2),
         "scalar": torch.tensor(3),
@@ -607,7 +607,10 @@ def test_a_loader_that_reads_from_an_iterator_is_not_robbed() -> None:
     dataset = TWO.experimental_distribute_dataset(DataLoader(Stream(), 2))
     with pytest.raises(
         ValueError,
-        match=r"a Stream, is an iterator: to look at an element .* when the first batch was",
+        match=(
+            r"a Stream, is an iterator: to look at an element .* when the first batch "
+            r"was"
+        ),
     ):
         _ = dataset.element_spec
     iterator = iter(dataset)

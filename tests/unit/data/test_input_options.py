@@ -1,4 +1,4 @@
-"""InputOptions, InputContext and InputReplicationMode: what they hold, and what they refuse."""
+"""What InputOptions, InputContext and InputReplicationMode hold and refuse."""
 
 from __future__ import annotations
 
@@ -264,8 +264,9 @@ def test_the_older_name_is_the_same_option(value: bool) -> None:
 @pytest.mark.parametrize("fetch", [True, False])
 def test_two_names_that_contradict_each_other_are_refused(fetch: bool) -> None:
     sentence = re.escape(
-        f"InputOptions(experimental_fetch_to_device={fetch}, experimental_prefetch_to_device={not fetch}): "
-        "these are two names of one option, and contradict each other."
+        f"InputOptions(experimental_fetch_to_device={fetch}, "
+        f"experimental_prefetch_to_device={not fetch}): these are two names of one "
+        "option, and contradict each other."
     )
     with pytest.raises(ValueError, match=f"^{sentence}"):
         InputOptions(

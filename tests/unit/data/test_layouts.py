@@ -1,8 +1,11 @@
-"""Batches whose first dimension holds no rows: lists of samples, as for object detection, and time first.
+"""Batches whose first dimension holds no rows.
 
-torchvision's references make batches by `tuple(zip(*batch))`. A strategy cut each image along its channels, and the
-step ended in an error of a convolution; with images only, nothing said a word. The refusal that came for the boxes
-said `lists_are_rows=True`, which is no help for a tuple.
+Lists of samples, as for object detection, and time first.
+
+torchvision's references make batches by `tuple(zip(*batch))`. A strategy cut each image
+along its channels, and the step ended in an error of a convolution; with images only,
+nothing said a word. The refusal that came for the boxes said `lists_are_rows=True`,
+which is no help for a tuple.
 """
 
 from __future__ import annotations
@@ -127,7 +130,10 @@ def test_few_samples_are_known_by_their_number() -> None:
 
 
 def test_datasets_of_functions_are_looked_at_too() -> None:
-    """Nothing is cut there, but the replicas would weigh as many rows as an image has channels."""
+    """Nothing is cut there, but an image's channels would count as rows.
+
+    The replicas would weigh as many.
+    """
     with pytest.raises(ValueError, match=r"batch\[0\] is a tuple of 4 items"):
         list(
             central(2).distribute_datasets_from_function(
@@ -175,7 +181,10 @@ def test_where_nobody_knows_the_samples_there_is_a_warning(batch: Any) -> None:
 
 
 def test_time_first_is_warned_of() -> None:
-    """Padded sequences were cut along time where each tensor had time first, and nothing disagreed."""
+    """Padded sequences were cut along time where each tensor had time first.
+
+    Nothing disagreed.
+    """
 
     def collate(batch: Any) -> Any:
         inputs, marks = zip(*batch, strict=True)

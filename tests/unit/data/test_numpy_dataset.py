@@ -305,7 +305,10 @@ def test_an_array_that_is_larger_than_the_memory_is_read_row_by_row() -> None:
 def test_what_is_no_array_is_refused_by_name_with_what_to_write(
     numpy_input: Any, name: str, kind: str
 ) -> None:
-    sentence = rf"^{name} is {kind}, and has no rows\. .* Make one array of .*, as in numpy\.array\(\[1\.0, 2\.0\]\)\.$"
+    sentence = (
+        rf"^{name} is {kind}, and has no rows\. .* Make one array of .*, as in "
+        r"numpy\.array\(\[1\.0, 2\.0\]\)\.$"
+    )
     with pytest.raises(TypeError, match=sentence):
         ArrayDataset(numpy_input)
 

@@ -1,4 +1,7 @@
-"""When a loader is read, on which thread, in which state, and that every row of it comes once and in order."""
+"""When a loader is read, on which thread, and in which state.
+
+Every row of it comes once and in order.
+"""
 
 from __future__ import annotations
 
@@ -348,9 +351,8 @@ def test_the_loader_is_read_in_the_state_of_the_caller(options: InputOptions) ->
         next(iterator)
     variable.reset(token)
     iterator.close()
-    assert worn == [
-        ("what the caller set", "cpu", False)
-    ]  # where data is read, whatever the default device is
+    # Where data is read, whatever the default device is.
+    assert worn == [("what the caller set", "cpu", False)]
     assert (threads[0] is threading.current_thread()) is (options is ON_DEMAND)
     assert threads[0] in mode.threads
 
@@ -360,7 +362,10 @@ def test_the_loader_is_read_in_the_state_of_the_caller(options: InputOptions) ->
 def test_a_loader_is_read_in_host_memory_in_a_scope(
     options: InputOptions, workers: int
 ) -> None:
-    """In the scope of a strategy on an accelerator, that is the default device: a loader could draw no seed there."""
+    """In the scope of a strategy on an accelerator, that is the default device.
+
+    A loader could draw no seed there.
+    """
     loader: Any = torch.utils.data.DataLoader(
         torch.utils.data.TensorDataset(torch.arange(8.0)),  # type: ignore[arg-type]
         batch_size=4,

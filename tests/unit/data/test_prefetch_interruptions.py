@@ -1,4 +1,7 @@
-"""Threads that cannot start, Ctrl-C, fork and the exit of the interpreter while a loader is read."""
+"""Threads that cannot start, Ctrl-C, fork and exit while a loader is read.
+
+It is the exit of the interpreter.
+"""
 
 from __future__ import annotations
 
@@ -121,9 +124,8 @@ def interrupted(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 def test_ctrl_c_while_a_batch_is_waited_for_loses_none(
     interrupted: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        reading, "_LOOK_UP_S", 0.01
-    )  # it is often missed: the main thread is just about to wait
+    # It is often missed: the main thread is just about to wait.
+    monkeypatch.setattr(reading, "_LOOK_UP_S", 0.01)
     strategy, is_wanted, is_interrupted = (
         central(2),
         threading.Event(),
@@ -165,9 +167,8 @@ def test_ctrl_c_ends_the_threads_of_a_loop_that_it_ends(
             is_pressed.wait(HANG)
     gc.collect()  # the traceback of the interruption may hold the iterator in a cycle
     for thread in prefetchers():
-        thread.join(
-            HANG
-        )  # it was told to end when its iterator went, and nobody waited for it
+        # It was told to end when its iterator went, and nobody waited for it.
+        thread.join(HANG)
     assert not prefetchers()
 
 
@@ -180,8 +181,9 @@ def test_ctrl_c_anywhere_in_next_loses_no_batch_and_deals_none_twice() -> None:
         iterator = iter(strategy.experimental_distribute_dataset(Loader(3), AHEAD))
 
         def profile(frame: types.FrameType, event: str, argument: Any) -> None:
-            # Python runs a signal's handler when it enters a function of its own, and when it returns from one of C.
-            # After `popleft` the batch is the consumer's.
+            # Python runs a signal's handler when it enters a function of its own, and
+            # when it returns from one of C. After `popleft` the batch is the
+            # consumer's.
             nonlocal moments
             if not frame.f_code.co_filename.startswith(INPUT) or event not in (
                 "call",
@@ -220,9 +222,8 @@ def test_ctrl_c_anywhere_in_next_loses_no_batch_and_deals_none_twice() -> None:
 def in_child(fn: Callable[[], Any]) -> int:
     """The exit code of a child that this process forks, for which it waits."""
     with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore", DeprecationWarning
-        )  # from Python 3.12 on: this process has other threads
+        # From Python 3.12 on: this process has other threads.
+        warnings.simplefilter("ignore", DeprecationWarning)
         child = os.fork()
     if child == 0:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
@@ -322,7 +323,7 @@ EXIT = """
 
     failing = iter(strategy.experimental_distribute_dataset(map(fails, range(3)), ahead))
     next(failing)
-"""
+"""  # noqa: E501
 
 
 @pytest.mark.slow

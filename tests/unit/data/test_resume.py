@@ -1,4 +1,7 @@
-"""state_dict and load_state_dict of a distributed dataset: an iteration goes on where it was, with the next row."""
+"""state_dict and load_state_dict of a distributed dataset.
+
+An iteration goes on where it was, with the next row.
+"""
 
 from __future__ import annotations
 
@@ -41,9 +44,8 @@ def with_workers(loader: Any, workers: int, **options: Any) -> Any:
     return type(loader)(**alike, **chosen, num_workers=workers, **options)
 
 
-AHEAD = [
-    kind for kind in LOADERS if kind != "drawn one by one"
-]  # which draws beside the step, so in no certain order
+# Which draws beside the step, so in no certain order.
+AHEAD = [kind for kind in LOADERS if kind != "drawn one by one"]
 
 
 # Just as if it had not been interrupted
@@ -217,7 +219,10 @@ def test_another_batch_size_goes_on_with_the_very_next_row(
     if rows % after:
         with pytest.raises(
             ValueError,
-            match=rf"stands at row {rows} .* with batch_size={after} no batch begins there",
+            match=(
+                rf"stands at row {rows} .* with batch_size={after} no batch begins "
+                r"there"
+            ),
         ):
             resumed.load_state_dict(dataset.state_dict())
     else:
@@ -232,7 +237,10 @@ def test_a_state_in_batches_of_unknown_size_is_not_counted_in_others() -> None:
     read(iter(dataset), 2)
     with pytest.raises(
         ValueError,
-        match=r"batch_size=None, and this one has batch_size=2: .* cannot be known\. Make",
+        match=(
+            r"batch_size=None, and this one has "
+            r"batch_size=2: .* cannot be known\. Make"
+        ),
     ):
         over(LOADERS["shuffled"]()).load_state_dict(dataset.state_dict())
 
@@ -300,7 +308,10 @@ def test_a_pipeline_for_each_replica_is_for_as_many_replicas() -> None:
     three = a_pipeline_for_each(STRATEGIES["3"])
     with pytest.raises(
         ValueError,
-        match=r"^The state is of a dataset that reads 2 loaders, and this one reads 3: ",
+        match=(
+            r"^The state is of a dataset that reads 2 "
+            r"loaders, and this one reads 3: "
+        ),
     ):
         three.load_state_dict(dataset.state_dict())
     assert sum(map(len, read(three))) == 18

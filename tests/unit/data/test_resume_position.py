@@ -1,4 +1,7 @@
-"""Where a distributed dataset stands: what counts as read, and which iteration its state is of."""
+"""Where a distributed dataset stands: what counts as read, and in which iteration.
+
+Its state is of that iteration.
+"""
 
 from __future__ import annotations
 

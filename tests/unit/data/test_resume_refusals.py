@@ -122,7 +122,10 @@ def test_a_state_with_something_wrong_in_it_is_refused(name: str, wrong: Any) ->
 def test_a_state_that_cannot_be_of_this_loader_is_refused(
     name: str, wrong: Any, message: str
 ) -> None:
-    """It was accepted, and the next iteration had no batches, other ones, or failed with an error of torch's."""
+    """It was accepted, and the next iteration had no batches, or other ones.
+
+    Or it failed with an error of torch's.
+    """
     dataset = over(LOADERS["generator of the loader"]())
     with pytest.raises(ValueError, match=message):
         dataset.load_state_dict(changed(name, wrong))
@@ -164,7 +167,10 @@ def test_the_state_of_a_loader_of_another_kind_is_refused() -> None:
     plain, remembers = over(LOADERS["in order"]()), over(Remembers())
     with pytest.raises(
         ValueError,
-        match=r"^The state is of a loader that keeps its own state \(state_dict\), and this",
+        match=(
+            r"^The state is of a loader that keeps its own state \(state_dict\), and "
+            r"this"
+        ),
     ):
         plain.load_state_dict(remembers.state_dict())
     with pytest.raises(
@@ -186,7 +192,10 @@ def test_the_state_of_a_loader_with_other_generators_is_refused() -> None:
         over(LOADERS["two generators"]()).load_state_dict(counted())
     with pytest.raises(
         ValueError,
-        match=r"'asked', is of a loader with 0 random generators .*, and this one has 1",
+        match=(
+            r"'asked', is of a loader with 0 random "
+            r"generators .*, and this one has 1"
+        ),
     ):
         over(LOADERS["generator of the loader"]()).load_state_dict(
             changed("asked", counted()["sources"][0]["began"][:1])

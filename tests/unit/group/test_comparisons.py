@@ -47,11 +47,17 @@ def test_a_worker_that_refused_its_arguments_is_the_one_to_be_named() -> None:
 
 
 TRAINS = "the step of run 4 (the gradients of backward 1 of train_step)"
-REDUCES = "the end of strategy.run of run 4 (reduce(MEAN)) with [(torch.float32, ()), (torch.float32, (2,))]"
+REDUCES = (
+    "the end of strategy.run of run 4 (reduce(MEAN)) with [(torch.float32, ()), "
+    "(torch.float32, (2,))]"
+)
 ITERATES = (
     "the end of strategy.run of run 3 (the beginning of an iteration over a dataset)"
 )
-LET_ALL = "if one worker alone validates or logs, let all workers make these calls, and let one of them print the result."
+LET_ALL = (
+    "if one worker alone validates or logs, let all workers make these calls, and let "
+    "one of them print the result."
+)
 
 
 @pytest.mark.parametrize(
@@ -67,11 +73,17 @@ LET_ALL = "if one worker alone validates or logs, let all workers make these cal
         ),
         (
             [REDUCES, ITERATES],
-            "worker 0 called strategy.reduce while worker 1 began to iterate over a dataset",
+            (
+                "worker 0 called strategy.reduce while worker 1 began to iterate over "
+                "a dataset"
+            ),
         ),
         (
             [TRAINS.replace("4", "9"), TRAINS],
-            "worker 0 called strategy.run 9 times while worker 1 called strategy.run 4 times",
+            (
+                "worker 0 called strategy.run 9 times while worker 1 called "
+                "strategy.run 4 times"
+            ),
         ),
         (
             [ITERATES.replace("3", "1"), ITERATES],
@@ -89,7 +101,10 @@ LET_ALL = "if one worker alone validates or logs, let all workers make these cal
 def test_one_worker_that_validates_alone_is_named(
     places: list[str], calls: str
 ) -> None:
-    """It read of synchronization points, in words of its step, and did not think of its validation."""
+    """It read of synchronization points, in words of its step.
+
+    It did not think of its validation.
+    """
     told = [
         describe_difference([(place, []) for place in places]),
         describe_standstill(dict(enumerate(places)), NAMES)[0],
@@ -116,9 +131,7 @@ def test_tensors_of_other_shapes_in_one_call_are_not_said_to_be_a_validation() -
     assert "validates" not in describe_difference([(REDUCES, []), (other, [])])
 
 
-def test_a_worker_that_waits_in_its_own_call_hears_that_others_may_have_ended_rightly() -> (
-    None
-):
+def test_a_worker_waiting_in_its_own_call_hears_that_others_may_have_ended() -> None:
     lines = cast(
         Lifelines,
         SimpleNamespace(first=lambda kind: (1, {}) if kind == "left" else None),

@@ -18,7 +18,10 @@ from torchstrategy._group.processes.lifelines import Lifelines
 def test_a_worker_that_ends_with_its_store_is_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The call for a second connection to the store looked at nobody, and named the store after the whole timeout."""
+    """The call for a second connection to the store looked at nobody.
+
+    It named the store after the whole timeout.
+    """
     others, ours = socket.socketpair()
     lines = Lifelines(1, 2)
     lines.take(0, ours)
@@ -31,7 +34,10 @@ def test_a_worker_that_ends_with_its_store_is_named(
         return None, None
 
     monkeypatch.setattr(joining, "shared_store", never_answers)
-    told = r"^Worker 0 of 2 has ended before all workers had joined\. This is worker 1 of 2"
+    told = (
+        r"^Worker 0 of 2 has ended before all workers had joined\. This is worker 1 of "
+        r"2"
+    )
     try:
         with contextlib.closing(lines), pytest.raises(WorkerError, match=told):
             joining.begin_meeting([0, 1], 1, timedelta(seconds=60))

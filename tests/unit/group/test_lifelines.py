@@ -1,4 +1,4 @@
-"""What a worker knows of another one by their connection, and calls that may never return."""
+"""What a connection tells a worker of another, and calls that may never return."""
 
 from __future__ import annotations
 
@@ -37,7 +37,10 @@ def test_a_word_is_heard_after_its_speaker_has_ended() -> None:
 
 
 def test_a_selector_that_is_closed_already_keeps_no_connection_open() -> None:
-    """On macOS a forked process does not inherit the kqueue, and some Pythons raise where it closes its own."""
+    """On macOS a forked process does not inherit the kqueue.
+
+    Some Pythons raise where it closes its own.
+    """
 
     class NotInherited:
         def close(self) -> None:

@@ -17,7 +17,10 @@ from torchstrategy._group.processes.meeting import Meeting
 
 
 class StoreOfTheDead:
-    """A store whose keeper ends when it is asked: first its store is gone, and then its connections to others."""
+    """A store whose keeper ends when it is asked.
+
+    First its store is gone, and then its connections to others.
+    """
 
     def __init__(self, keeper: socket.socket) -> None:
         self._keeper = keeper
@@ -30,7 +33,10 @@ class StoreOfTheDead:
 
 
 def test_where_the_store_is_gone_its_worker_is_named() -> None:
-    """Where worker 0 was interrupted while it joined a second time, the others named an address and no worker."""
+    """Where worker 0 was interrupted while it joined again, the others named no worker.
+
+    They named an address. It joined a second time.
+    """
     keeper, ours = socket.socketpair()
     earlier = Lifelines(1, 2)
     earlier.take(0, ours)
@@ -46,7 +52,10 @@ def test_where_the_store_is_gone_its_worker_is_named() -> None:
 def test_who_keeps_the_store_waits_for_a_worker_that_has_not_connected_yet(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It counted itself among those that had heard, and ended: the last one then named it, and not the culprit."""
+    """It counted itself among those that had heard, and ended.
+
+    The last one then named it, and not the culprit.
+    """
     store = dist.HashStore()
     keeper, culprit, late = (
         Meeting(store, "The store", None, w, 3, timedelta(seconds=60)) for w in range(3)

@@ -24,7 +24,10 @@ def test_an_interface_has_its_addresses() -> None:
 
 
 def test_an_interface_may_have_any_name() -> None:
-    """A variable of the environment holds bytes, and the locale may know no letters but those of ASCII."""
+    """A variable of the environment holds bytes.
+
+    The locale may know no letters but those of ASCII.
+    """
     assert addresses_of("stra\udcc3\udc9fe") == []
 
 
@@ -36,7 +39,10 @@ def test_no_interface_is_chosen_by_default(monkeypatch: pytest.MonkeyPatch) -> N
 def test_workers_are_called_at_the_chosen_interface(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The machine's name meant 127.0.1.1, as on Debian, and a store in a file told no better address."""
+    """The machine's name meant 127.0.1.1, as on Debian.
+
+    A store in a file told no better address.
+    """
 
     def by_name(*_: object, **__: object) -> list[object]:
         return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.1.1", 0))]

@@ -1,4 +1,7 @@
-"""What torch keeps with the threads of replicas, and what becomes of it when the process ends."""
+"""What torch keeps with replicas' threads, and what becomes of it in the end.
+
+That is when the process ends.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,10 @@ print("has run", flush=True)
 @pytest.mark.slow
 @without_simulated_devices
 def test_a_process_ends_well_where_torch_keeps_objects_with_threads() -> None:
-    """It does so for CUDA graphs of the compiler. The process aborted, since such a thread ended after Python."""
+    """It does so for CUDA graphs of the compiler.
+
+    The process aborted, since such a thread ended after Python.
+    """
     for _ in range(2):  # it did in every second process
         done = subprocess.run(
             [sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=120
@@ -38,12 +44,11 @@ def test_a_process_ends_well_where_torch_keeps_objects_with_threads() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings(
-    "ignore::DeprecationWarning"
-)  # of torch, where it imports the compiler
+# Of torch, where it imports the compiler.
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @without_simulated_devices
 def test_the_compiler_finds_its_tables_of_graphs_in_each_replica() -> None:
-    """On some releases of torch, it ended with an assertion on all threads but those of torch."""
+    """On some releases of torch, it failed an assertion on all threads but torch's."""
     from torch._inductor import cudagraph_trees
 
     def step() -> int:
@@ -60,7 +65,10 @@ def test_the_compiler_finds_its_tables_of_graphs_in_each_replica() -> None:
 def test_torch_gets_a_reference_to_what_it_keeps_with_a_thread(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Before 2.13, torch lets go of a reference that it has not taken: processes crashed at their end, or earlier."""
+    """Before 2.13, torch lets go of a reference that it has not taken.
+
+    Processes crashed at their end, or earlier.
+    """
     taken: list[object] = []
     monkeypatch.setattr(
         torch._C, "_stash_obj_in_tls", lambda name, table: taken.append(table)

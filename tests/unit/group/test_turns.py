@@ -1,4 +1,7 @@
-"""Whose turn it is: replicas of one place take turns, those of different places do not, and all wait at meetings."""
+"""Whose turn it is: replicas of one place take turns, others do not.
+
+All wait at meetings.
+"""
 
 from __future__ import annotations
 
@@ -30,15 +33,16 @@ def cpus(*indices: int) -> list[torch.device]:
 def several_places(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes each logical CPU a place of its own, as each accelerator is.
 
-    All logical CPUs are in one place, and there may be no accelerators here. Who gives the turns asks nothing about a
-    device but its place; so this is all that it takes to see replicas run at the same time, and all else is as it is.
+    All logical CPUs are in one place, and there may be no accelerators here. Who gives
+    the turns asks nothing about a device but its place; so this is all that it takes to
+    see replicas run at the same time, and all else is as it is.
     """
     monkeypatch.setattr(replica_threads, "memory_device", lambda device: device)
 
 
 @pytest.fixture(autouse=True)
 def a_hang_is_a_failure() -> Iterator[None]:
-    """Ends a run that hangs, again and again if it has to, so that it does not hang the suite."""
+    """Ends a run that hangs, again and again, so that the suite does not hang."""
     if not hasattr(signal, "setitimer"):
         yield
         return
@@ -81,9 +85,8 @@ class Gate:
             here.append(replica.index)
             self.most[replica.device] = max(self.most.get(replica.device, 0), len(here))
             self.log.append((name, replica.index))
-        for _ in range(
-            300
-        ):  # long enough for Python to switch threads if another one could run
+        # Long enough for Python to switch threads if another one could run.
+        for _ in range(300):
             sum(range(10))
         with self._lock:
             here.remove(replica.index)
@@ -430,9 +433,8 @@ def test_ctrl_c_stops_all_places() -> None:
 
     def keep_pressing() -> None:
         computing.wait()
-        while not over.wait(
-            0.01
-        ):  # a main thread that is just about to wait may miss a signal
+        # A main thread that is just about to wait may miss a signal.
+        while not over.wait(0.01):
             signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
 
     def call(replica: Replica) -> None:
@@ -631,7 +633,10 @@ def test_a_generator_that_all_places_share_is_not_exchanged_while_they_run() -> 
 
 
 class Accelerators:
-    """Generators of accelerators that this machine need not have, where `RandomStreams` looks for them."""
+    """Generators of accelerators, where `RandomStreams` looks for them.
+
+    This machine need not have the accelerators.
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, count: int) -> None:
         self.devices = [torch.device("cuda", index) for index in range(count)]

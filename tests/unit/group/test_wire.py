@@ -1,4 +1,7 @@
-"""Values that workers send to each other: they arrive as they were, and what nobody has sent runs nothing."""
+"""Values that workers send to each other arrive as they were.
+
+What nobody has sent runs nothing.
+"""
 
 from __future__ import annotations
 
@@ -232,9 +235,8 @@ def test_what_only_its_class_could_make_is_refused_by_name(
     value: Any, told: str
 ) -> None:
     with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore"
-        )  # torch's, of layouts and dtypes that are new or old
+        # Torch's, of layouts and dtypes that are new or old.
+        warnings.simplefilter("ignore")
         value = value() if isinstance(value, types.FunctionType) else value
     with pytest.raises(TypeError, match="^" + told.replace(".", r"\.")):
         encode(value)
@@ -316,7 +318,10 @@ HOSTILE = {
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_other_bytes_are_refused_and_run_nothing(name: str) -> None:
-    """Once, whoever reached the port of a worker could let it run anything: messages were unpickled."""
+    """Once, whoever reached the port of a worker could let it run anything.
+
+    Messages were unpickled.
+    """
     with pytest.raises(ValueError, match=r"^What came from another worker is no value"):
         decode(HOSTILE[name])
     assert not Running.ran

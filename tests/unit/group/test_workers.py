@@ -15,7 +15,7 @@ from torchstrategy._group.workers import Workers
     sys.version_info < (3, 11), reason="Python 3.10 does not mark what is final"
 )
 def test_a_group_of_processes_overrides_each_method_of_a_lone_process() -> None:
-    """A method that is forgotten would answer for this process alone, and nobody would notice."""
+    """A forgotten method would answer for this process alone, and nobody would see."""
     of_lone = {
         name: method
         for name, method in vars(Workers).items()

@@ -1,4 +1,7 @@
-"""What one may say about how values go from replica to replica: validated, or refused with a reason."""
+"""What one may say about how values go from replica to replica.
+
+It is validated, or refused with a reason.
+"""
 
 from __future__ import annotations
 
@@ -187,13 +190,19 @@ def test_what_is_no_option_is_refused(
 def test_a_timeout_is_refused_on_one_machine(
     strategy: torchstrategy.Strategy, method: str
 ) -> None:
-    sentence = r"\(options=CommunicationOptions\(timeout_seconds=1\.5\)\): the replicas are in one process, .* Leave it out"
+    sentence = (
+        r"\(options=CommunicationOptions\(timeout_seconds=1\.5\)\): the replicas are "
+        r"in one process, .* Leave it out"
+    )
     with pytest.raises(ValueError, match=f"^{method}{sentence}"):
         METHODS[method](strategy, CommunicationOptions(timeout_seconds=1.5))
 
 
 def test_rings_are_refused(strategy: torchstrategy.Strategy, method: str) -> None:
-    sentence = r"\(options=CommunicationOptions\(implementation=RING\)\): TensorFlow's rings are not here\. Leave it out"
+    sentence = (
+        r"\(options=CommunicationOptions\(implementation=RING\)\): TensorFlow's rings "
+        r"are not here\. Leave it out"
+    )
     with pytest.raises(ValueError, match=f"^{method}{sentence}"):
         METHODS[method](strategy, CommunicationOptions(implementation="ring"))
 
@@ -208,7 +217,10 @@ def test_nccl_is_refused_where_it_cannot_be_used(
     )
     with pytest.raises(
         ValueError,
-        match=rf"^{method}\(options=CommunicationOptions\(implementation=NCCL\)\): {why}",
+        match=(
+            rf"^{method}\(options=CommunicationOptions\(implementation=NCCL\)\): "
+            rf"{why}"
+        ),
     ):
         METHODS[method](strategy, CommunicationOptions(implementation=NCCL))
 

@@ -68,7 +68,10 @@ def numbers(
     dtype: torch.dtype = torch.float64,
     seed: int = 0,
 ) -> PerReplica:
-    """Values that are the same in no two replicas; whole numbers, so that any order of addition gives the same sum."""
+    """Values that are the same in no two replicas.
+
+    They are whole numbers, so that any order of addition gives the same sum.
+    """
     generator = torch.Generator().manual_seed(seed)
     whole = [
         torch.randint(-9, 9, tuple(shape), generator=generator) for _ in range(replicas)
@@ -368,7 +371,10 @@ WRONG: dict[str, tuple[Callable[[CrossDeviceOps], Any], str]] = {
         lambda o: o.batch_reduce(
             SUM, [(numbers(2), "cpu")], CommunicationOptions(timeout_seconds=1)
         ),
-        r"batch_reduce\(options=CommunicationOptions\(timeout_seconds=1\)\): the replicas are in one process",
+        (
+            r"batch_reduce\(options=CommunicationOptions\(timeout_seconds=1\)\): the "
+            r"replicas are in one process"
+        ),
     ),
     "a broadcast of no tensor": (
         lambda o: o.broadcast(1.0, "cpu"),
@@ -406,7 +412,10 @@ def test_values_that_differ_in_shape_or_dtype_are_not_reduced(
 def test_a_number_of_packs_is_0_or_more(kind: Callable[[Any], CrossDeviceOps]) -> None:
     with pytest.raises(
         ValueError,
-        match=r"^num_packs is a number of packs, or 0 to send each value by itself; got -1\.",
+        match=(
+            r"^num_packs is a number of packs, or 0 to send each value by itself; got "
+            r"-1\."
+        ),
     ):
         kind(-1)
     with pytest.raises(
@@ -480,7 +489,10 @@ def test_where_there_is_no_nccl_an_all_reduce_is_refused() -> None:
     value = numbers(2)
     with pytest.raises(
         ValueError,
-        match=r"^NcclAllReduce fails here: NCCL joins CUDA devices only, and these are ",
+        match=(
+            r"^NcclAllReduce fails here: NCCL joins CUDA "
+            r"devices only, and these are "
+        ),
     ):
         NcclAllReduce().batch_reduce(SUM, [(value, value)])
 
@@ -656,7 +668,10 @@ def test_a_reduction_of_the_users_own_that_leaves_replicas_out_is_an_error() -> 
     gradients = [[component] for component in numbers(2).values]
     with pytest.raises(
         ValueError,
-        match=r"^Forgetful reduced to tensor.*, for destinations of 2 components: it has to ",
+        match=(
+            r"^Forgetful reduced to tensor.*, for destinations of 2 components: it has "
+            r"to "
+        ),
     ):
         Forgetful()._weighted_sums(gradients, [1, 1], gradients)
 

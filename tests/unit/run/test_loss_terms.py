@@ -1,4 +1,7 @@
-"""What is read from the graph of a loss: each kind of node alone, what is in the way, and losses of programs."""
+"""What is read from the graph of a loss.
+
+Each kind of node alone, what is in the way, and losses of programs.
+"""
 
 from __future__ import annotations
 
@@ -135,7 +138,10 @@ def test_a_term_passes_this_node(ce: torch.Tensor, name: str) -> None:
 
 @pytest.mark.parametrize("name", PASSED)
 def test_it_stops_at_a_value_with_a_dimension(layer: nn.Module, name: str) -> None:
-    """A value of shape [1] may be one row of the batch, below which nothing says of how many rows a mean is."""
+    """A value of shape [1] may be one row of the batch.
+
+    Below it nothing says of how many rows a mean is.
+    """
     row = F.cross_entropy(
         layer(torch.ones(1, 3, dtype=torch.float64)), LABELS[:1], reduction="none"
     )
@@ -266,9 +272,8 @@ def test_a_full_sum_counts_by_what_it_was_divided_by(
         -1,
         (7, -0.5),
     )
-    assert (
-        only(total / torch.tensor([7.0])).source != DIVISOR
-    )  # of shape [1]: it may be of one row
+    # Of shape [1]: it may be of one row.
+    assert only(total / torch.tensor([7.0])).source != DIVISOR
     assert only(total / logits.detach().sum().requires_grad_()).source == UNREADABLE
 
 
@@ -325,7 +330,7 @@ def test_means_over_selected_elements(logits: torch.Tensor) -> None:
 def test_means_over_what_selected_elements_became_are_plain_means(
     logits: torch.Tensor,
 ) -> None:
-    """Means of two buckets, of the classes, and of all pairs: their elements are no selected ones."""
+    """Means of two buckets, of classes, and of all pairs: no selected elements."""
     chosen = logits[LABELS >= 0]
     buckets = torch.zeros(2, 4, dtype=torch.float64).index_add(
         0, torch.tensor([0, 1, 1, 0]), chosen
@@ -675,7 +680,7 @@ def test_reading_dispatches_nothing(logits: torch.Tensor, ce: torch.Tensor) -> N
 def test_function_modes_of_the_program_see_nothing_of_it(
     logits: torch.Tensor, ce: torch.Tensor
 ) -> None:
-    """They are for the calls of the program, and each call that one sees takes microseconds."""
+    """They are for the program's calls; each that one sees takes microseconds."""
     seen = []
 
     class Listening(TorchFunctionMode):
@@ -783,7 +788,10 @@ def test_a_backward_from_the_terms_is_that_of_the_loss(name: str) -> None:
 def _of_replicas(
     loss: Callable[..., torch.Tensor], whole: Rows, sizes: tuple[int, ...]
 ) -> dict[str, torch.Tensor]:
-    """The gradient, if each replica's term has the weight of its count, and that of its rows if it has none."""
+    """The gradient, if each replica's term has the weight of its count.
+
+    It has that of its rows if it has no count.
+    """
     starts = [sum(sizes[:k]) for k in range(len(sizes))]
     nets = [Net() for _ in sizes]
     losses = [

@@ -8,18 +8,16 @@ import torch
 from torchstrategy._run.own.mark_format import Mark, MarkFormat, Verdict
 
 DTYPES = [torch.float32, torch.float64]
-COUNTS = [
-    2,
-    3,
-    255,
-    300,
-    4000,
-]  # from 259 workers on, float32 has not the sums of squares of a whole byte
+# From 259 workers on, float32 has not the sums of squares of a whole byte.
+COUNTS = [2, 3, 255, 300, 4000]
 
 
 @pytest.fixture(params=DTYPES, ids=str)
 def read_all(request: pytest.FixtureRequest) -> Callable[[Sequence[Mark]], Verdict]:
-    """What the first of some workers reads once the numbers of all are added up as gloo does it: one by one."""
+    """What the first of some workers reads once the numbers of all are added up.
+
+    Gloo adds them up so: one by one.
+    """
 
     def read(marks: Sequence[Mark]) -> Verdict:
         marks_of = MarkFormat(len(marks), request.param)

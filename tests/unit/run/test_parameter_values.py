@@ -1,4 +1,7 @@
-"""The mark of the values of parameters, by which workers see writes that torch does not count."""
+"""The mark of parameters' values, by which workers see uncounted writes.
+
+Torch does not count these.
+"""
 
 import pytest
 import torch
@@ -13,7 +16,10 @@ SIZES = [3000, 5, 1024]
 
 
 def marks_of(num_marks: int, edited: int | None = None, element: int = 0) -> list[int]:
-    """The marks of so many backwards; before them, NumPy writes an element of a parameter, or all (-1)."""
+    """The marks of so many backwards.
+
+    Before them, NumPy writes an element of a parameter, or all (-1).
+    """
     torch.manual_seed(0)
     module = nn.ParameterList([nn.Parameter(torch.randn(size)) for size in SIZES])
     if edited is not None:
@@ -49,7 +55,10 @@ def marks_with(parameter: torch.Tensor, num_marks: int = 4) -> list[int]:
 
 
 def test_what_a_tensor_wraps_is_read_in_its_place() -> None:
-    """It has no memory of its own: to read at its address ended the process, which is not always 0."""
+    """It has no memory of its own.
+
+    To read at its address ended the process, which is not always 0.
+    """
 
     def marks(first: torch.Tensor, second: torch.Tensor) -> list[int]:
         return marks_with(TwoTensor(first[1000:], second[1000:]))
@@ -64,7 +73,10 @@ def test_what_a_tensor_wraps_is_read_in_its_place() -> None:
 
 
 def test_convolutions_with_their_channels_last_are_compared() -> None:
-    """A worker wrote on weights of its own, and nothing was said: no piece of them was ever read."""
+    """A worker wrote on its own weights, and nobody said so.
+
+    No piece of them was ever read.
+    """
     weight = torch.randn(8, 8, 3, 3)
     known = marks_with(weight)
     assert marks_with(weight.to(memory_format=torch.channels_last)) == known

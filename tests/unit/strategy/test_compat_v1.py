@@ -1,4 +1,7 @@
-"""The strategies of version 1: what they have besides, and that they are otherwise those of version 2."""
+"""The strategies of version 1: what they have besides.
+
+They are otherwise those of version 2.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +47,10 @@ def old(request: pytest.FixtureRequest) -> v1.Strategy:
 
 @pytest.fixture(params=["default", "one_device", "central_3", "v1"])
 def any_version(request: pytest.FixtureRequest) -> Any:
-    """What has the methods of version 1, which TensorFlow's later strategies have and do not tell of."""
+    """What has the methods of version 1.
+
+    TensorFlow's later strategies have them and do not tell of them.
+    """
     return central(2) if request.param == "v1" else TOPOLOGIES[request.param]()
 
 
@@ -209,7 +215,10 @@ def test_a_numpy_dataset_is_that_of_version_2(old: v1.Strategy) -> None:
     assert [int(number) for number, _ in (dataset[i] for i in range(3))] == [0, 1, 2]
     with pytest.raises(
         ValueError,
-        match=r"^experimental_make_numpy_dataset\(session=3\): there are no sessions here",
+        match=(
+            r"^experimental_make_numpy_dataset\(session=3\): "
+            r"there are no sessions here"
+        ),
     ):
         old.experimental_make_numpy_dataset(np.arange(3), session=3)  # type: ignore[arg-type]
 
@@ -364,9 +373,8 @@ def test_an_input_function_may_return_a_function_that_is_called_for_each_replica
         iterator.get_next()
     with pytest.raises(KeyError):
         iterator.get_next()
-    assert results(old, iterator.get_next()) == list(
-        range(4, 4 + n)
-    )  # it goes on after an error
+    # It goes on after an error.
+    assert results(old, iterator.get_next()) == list(range(4, 4 + n))
 
 
 def test_a_function_that_raises_stop_iteration_ends_the_data(old: v1.Strategy) -> None:
@@ -392,7 +400,10 @@ WRONG: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
         lambda context: None,
         {},
         ValueError,
-        r"input_fn returns a dataset, or a function that makes an element; got a NoneType",
+        (
+            r"input_fn returns a dataset, or a function that makes an element; got a "
+            r"NoneType"
+        ),
     ),
     "no function": (
         [1],
@@ -424,7 +435,10 @@ def test_a_wrong_input_function_is_refused(any_version: Any, case: str) -> None:
 
 
 def test_where_the_two_kinds_of_iterators_can_be_made(old: v1.Strategy) -> None:
-    """That of a dataset anywhere; that of a function not in a replica, nor in another strategy's scope."""
+    """That of a dataset anywhere.
+
+    That of a function not in a replica, nor in another strategy's scope.
+    """
     other = torchstrategy.OneDeviceStrategy("cpu")
     with other.scope():
         assert len(list(old.make_dataset_iterator([torch.ones(1)]))) == 1
@@ -466,7 +480,10 @@ def test_the_iterator_of_a_distributed_dataset_will_do(any_version: Any) -> None
 def test_any_other_iterator_is_refused(any_version: Any) -> None:
     with pytest.raises(
         TypeError,
-        match=r"^An input iterator is what make_dataset_iterator, .* got a list_iterator\.",
+        match=(
+            r"^An input iterator is what make_dataset_iterator, .* got a "
+            r"list_iterator\."
+        ),
     ):
         any_version.experimental_run(lambda batch: None, iter([torch.ones(1)]))
 
@@ -475,7 +492,10 @@ def test_a_run_that_is_refused_takes_no_batch(old: v1.Strategy) -> None:
     iterator = old.make_dataset_iterator([torch.ones(3)])
     with pytest.raises(
         RuntimeError,
-        match=r"^Method requires being in cross-replica context: Strategy\.experimental_",
+        match=(
+            r"^Method requires being in cross-replica "
+            r"context: Strategy\.experimental_"
+        ),
     ):
         old.run(lambda: old.experimental_run(len, iterator))
     assert old.reduce("sum", old.experimental_run(torch.sum, iterator)) == 3

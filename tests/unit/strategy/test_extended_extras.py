@@ -1,4 +1,4 @@
-"""What `Strategy.extended` has besides: what TensorFlow's libraries of version 1 ask of it."""
+"""What `Strategy.extended` has besides, for TensorFlow's libraries of version 1."""
 
 from __future__ import annotations
 
@@ -248,7 +248,10 @@ def test_replicas_have_to_say_how_their_outputs_become_one(strategy: Strategy) -
     iterator = strategy.make_dataset_iterator([torch.ones(4)])
     with pytest.raises(
         ValueError,
-        match=r"^set_last_step_output\('loss', \.\.\.\) was called in a replica, where ",
+        match=(
+            r"^set_last_step_output\('loss', \.\.\.\) was "
+            r"called in a replica, where "
+        ),
     ):
         strategy.extended.experimental_run_steps_on_iterator(fn, iterator)
     assert not torchstrategy.has_strategy()

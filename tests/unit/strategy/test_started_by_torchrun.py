@@ -1,4 +1,7 @@
-"""A MirroredStrategy in a process that torchrun started beside others: each would train the whole job alone."""
+"""A MirroredStrategy in a process that torchrun started beside others.
+
+Each would train the whole job alone.
+"""
 
 from __future__ import annotations
 
@@ -36,10 +39,14 @@ def told(*args: object) -> list[str]:
 def test_it_is_told_that_each_process_trains_alone(
     two_processes: pytest.MonkeyPatch,
 ) -> None:
-    """torchrun started two processes of a script with `MirroredStrategy()`, and the same job ran twice."""
+    """torchrun started two processes of a script with `MirroredStrategy()`.
+
+    The same job ran twice.
+    """
     (message,) = told()
     assert message.startswith(
-        "MirroredStrategy() was made in process 1 of 2 that torchrun or another launcher started"
+        "MirroredStrategy() was made in process 1 of 2 that torchrun or another "
+        "launcher started"
     )
     assert "torchstrategy.MultiWorkerMirroredStrategy()" in message
     assert "MirroredStrategy(devices)" in message

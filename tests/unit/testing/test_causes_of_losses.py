@@ -1,4 +1,7 @@
-"""`assert_same_as_plain` names losses that are means over tokens, class weights or masks, and what to write."""
+"""`assert_same_as_plain` names losses that are means over something else.
+
+Over tokens, class weights or masks, and what to write.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,8 @@ from torchstrategy import RunOptions
 from torchstrategy.testing import assert_same_as_plain
 
 TOKENS, CLASSES, IGNORED = 6, 4, -100
-# By batch, how many tokens of each row count: of two replicas, the second has fewer rows, and in one batch no tokens.
+# By batch, how many tokens of each row count: of two replicas, the second has fewer
+# rows, and in one batch no tokens.
 VALID = ((6, 6, 5, 6, 1, 1, 2), (6, 2, 4, 0, 0), (3, 6, 1))
 Loss = Callable[[nn.Module, Any], torch.Tensor]
 
@@ -109,11 +113,12 @@ def tokens(batch: Any) -> torch.Tensor:
 
 LOSSES = [over_tokens, by_class, masked, selected, smoothed]
 OVER_TOKENS = (
-    "Cause: The loss is a mean over tokens, or over what a mask or class weights leave of the rows: it was divided by "
-    "23 in replica 0 and by 4 in replica 1, which have 4 and 3 rows ({}). But gradients are weighted by rows. With "
-    "RunOptions(gradient_reduction='loss') gradients and parameters agree: run the step with that option, or make the "
-    "strategy with it. Or say how much each replica counts, RunOptions(examples=lambda batch: ...), with what the loss "
-    "is divided by."
+    "Cause: The loss is a mean over tokens, or over what a mask or class weights leave "
+    "of the rows: it was divided by 23 in replica 0 and by 4 in replica 1, which have "
+    "4 and 3 rows ({}). But gradients are weighted by rows. With "
+    "RunOptions(gradient_reduction='loss') gradients and parameters agree: run the "
+    "step with that option, or make the strategy with it. Or say how much each replica "
+    "counts, RunOptions(examples=lambda batch: ...), with what the loss is divided by."
 )
 
 
@@ -218,8 +223,8 @@ def test_a_loss_that_cannot_be_read_is_named_as_such(
     said = failure(fused, options)
     assert "the loss is not a mean in which each row counts the same" in said
     assert (
-        "What it is divided by cannot be read from its graph (`FusedBackward`). Say how much each replica"
-        in said
+        "What it is divided by cannot be read from its graph (`FusedBackward`). Say "
+        "how much each replica" in said
     )
     assert "RunOptions(examples=lambda batch: ...)" in said
     assert_same_as_plain(

@@ -1,4 +1,7 @@
-"""The causes that `assert_same_as_plain` names in a CNN with batch normalisation: each bug by its own name."""
+"""The causes that `assert_same_as_plain` names in a CNN with batch norm.
+
+It names each bug by its own name.
+"""
 
 from __future__ import annotations
 
@@ -127,8 +130,8 @@ def test_a_mean_of_the_batch_in_the_step_is_named_with_its_line(
 
     said = failure(trained_on(centred), model_fn)
     assert (
-        "Cause: A statistic of the batch in the step: `return inputs - inputs.mean()` (line "
-        in said
+        "Cause: A statistic of the batch in the step: `return inputs - inputs.mean()` "
+        "(line " in said
     )
     assert "of test_causes_of_rows.py, in `centred`)" in said
     assert "all_reduce('sum', ...)" in said
@@ -147,7 +150,10 @@ def test_a_mean_and_a_deviation_are_named_together() -> None:
 
 
 class Centred(nn.Module):
-    """Subtracts the mean of the rows of what a layer has made, through which gradients flow."""
+    """Subtracts the mean of the rows of a layer's output, with gradients.
+
+    They flow through it.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -250,9 +256,7 @@ def test_what_a_model_keeps_in_its_class_is_its_trainings() -> None:
     assert Scaled.scale is None
 
 
-def test_a_moving_average_in_a_global_is_told_of_the_buffer_and_of_all_reduce_at_once() -> (
-    None
-):
+def test_a_moving_average_in_a_global_is_told_of_buffer_and_all_reduce() -> None:
     def change(inputs: torch.Tensor) -> torch.Tensor:
         global average
         average = 0.9 * average + 0.1 * inputs.mean().item()
@@ -300,7 +304,8 @@ def test_replicas_that_decide_by_their_own_loss_are_told_so() -> None:
         check(step, without)
     said = " ".join(str(caught.value).split())
     assert said.startswith(
-        "At step 1 of 3, replicas decided differently, and plain PyTorch took the step: Cause: `step`"
+        "At step 1 of 3, replicas decided differently, and plain PyTorch took the "
+        "step: Cause: `step`"
     )
     assert "such as the loss of a replica's own rows" in said
     assert "RuntimeError: The replicas synchronized a different number of times" in said
@@ -312,7 +317,8 @@ def test_an_error_of_devices_is_printed_once_after_its_cause_with_the_users_line
     def step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> None:
         if torchstrategy.get_strategy().num_replicas_in_sync > 1:
             raise RuntimeError(
-                "Expected all tensors to be on the same device, but found sim:0 and sim:1"
+                "Expected all tensors to be on the same device, but found sim:0 and "
+                "sim:1"
             )
 
     with pytest.raises(AssertionError) as caught:

@@ -1,4 +1,4 @@
-"""What a data set holds: `content_of` says whether two ranks may have rows in common."""
+"""What a data set holds: `content_of` says if two ranks may share rows."""
 
 from __future__ import annotations
 

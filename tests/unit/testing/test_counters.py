@@ -1,4 +1,4 @@
-"""`count_traffic`: copies and meetings, of all threads of a run, and of nothing else."""
+"""`count_traffic`: copies and meetings of all threads of a run, nothing else."""
 
 from __future__ import annotations
 
@@ -26,7 +26,10 @@ CPU, META = torch.device("cpu"), torch.device("meta")
 
 
 def central(replicas: int, may_alias: bool = True) -> torchstrategy.Strategy:
-    """Some replicas on the one CPU; their parameters share the owner's memory, or are real copies there."""
+    """Some replicas on the one CPU.
+
+    Their parameters share the owner's memory, or are real copies there.
+    """
     devices = [canonical_device("cpu:0")] * replicas
     storage = ReplicatedStorage(Placement(devices, devices[0], may_alias))
     return torchstrategy.Strategy(
@@ -188,7 +191,7 @@ def test_blocks_within_blocks_all_count() -> None:
 
 
 @pytest.mark.parametrize("replicas", [2, 3])
-def test_mirrors_are_written_once_for_each_parameter_and_replica_and_only_when_it_changed(
+def test_mirrors_are_written_once_per_parameter_and_replica_if_it_changed(
     replicas: int,
 ) -> None:
     def writes(strategy: torchstrategy.Strategy) -> list[int]:
@@ -232,9 +235,8 @@ def test_meetings_are_counted_once_however_many_replicas_there_are(name: str) ->
         ):
             strategy.run(step, args=(batch,))
     expected = {"all_reduce(SUM)": 3}
-    if (
-        strategy.num_replicas_in_sync > 1 or name == "copies_1"
-    ):  # else the replica uses the user's own optimizer
+    # Else the replica uses the user's own optimizer.
+    if strategy.num_replicas_in_sync > 1 or name == "copies_1":
         expected |= {
             "optimizer.step()": 3,
             "the first read of a gradient (.grad) after backward": 3,

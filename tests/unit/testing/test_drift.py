@@ -1,4 +1,4 @@
-"""`assert_replicas_agree`: it sees copies that have drifted apart, and changes nothing."""
+"""`assert_replicas_agree` sees copies that drifted apart, and changes nothing."""
 
 from __future__ import annotations
 
@@ -83,7 +83,10 @@ class Training:
 
 
 def unseen(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory, whose writes torch does not count; a local parameter's own `data` are counted in a step."""
+    """The same memory, whose writes torch does not count.
+
+    A local parameter's own `data` are counted in a step.
+    """
     return torch.Tensor.data.__get__(tensor)  # type: ignore[attr-defined]
 
 
@@ -113,7 +116,8 @@ def test_a_parameter_that_has_drifted_is_seen(replica: int) -> None:
     training.tamper(replica, "first.weight", add((0, 1), 0.5))
     message = (
         "The replicas have drifted apart in 1 of 10 tensors:\n"
-        f"    Net.first.weight: replica {replica} differs by up to 0.5, in 1 of 12 numbers\n"
+        f"    Net.first.weight: replica {replica} differs by up to 0.5, in 1 of 12 "
+        "numbers\n"
     )
     with pytest.raises(AssertionError, match=re.escape(message)):
         training.agree()
@@ -129,9 +133,7 @@ def test_if_replica_0_has_drifted_all_others_differ_from_it() -> None:
         training.agree()
 
 
-def test_a_buffer_that_was_written_after_the_run_is_seen_also_where_parameters_are_shared() -> (
-    None
-):
+def test_a_buffer_written_after_the_run_is_seen_also_if_parameters_are_shared() -> None:
     training = Training(central(2))
     training.train()
     training.agree()

@@ -1,4 +1,7 @@
-"""Lints that end with an error of their own: the program goes on, the other lints too, and the report says so."""
+"""Lints that end with an error of their own.
+
+The program goes on, the other lints too, and the report says so.
+"""
 
 from __future__ import annotations
 
@@ -58,8 +61,8 @@ def test_a_lint_that_fails_does_not_end_the_program(
     assert results == expected
     failure = the_failure(record.findings)
     assert (
-        "the lint `FedRows` has ended with LookupError: nothing is there (test_failing_lints.py:"
-        in failure.says
+        "the lint `FedRows` has ended with LookupError: nothing is there "
+        "(test_failing_lints.py:" in failure.says
     )
 
 
@@ -71,7 +74,7 @@ def test_a_lint_that_fails_at_an_operator_does_not_end_the_program(
     )
     findings = linted.findings_of(lambda: run_ranks(train, RANKS))
     assert the_failure(findings).lines == (
-        f"test_failing_lints.py:{train.__code__.co_firstlineno + 8}",
+        f"test_failing_lints.py:{train.__code__.co_firstlineno + 10}",
     )
 
 
@@ -109,7 +112,10 @@ def test_a_failure_may_be_silenced_where_it_was(
 
 @pytest.mark.parametrize("transform", [torch.func.vmap, torch.func.jacrev])
 def test_numbers_may_be_copied_as_tensors(transform: Any) -> None:
-    """In `vmap`, the 2 of `x * 2` is copied to its dtype: `FedRows` asked the number whether it requires a gradient."""
+    """In `vmap`, the 2 of `x * 2` is copied to its dtype.
+
+    `FedRows` asked the number whether it requires a gradient.
+    """
 
     def main(rank: int) -> None:
         train(rank, seed=1)

@@ -1,4 +1,7 @@
-"""Failures that a test injects: they happen where it says, and leave behind what `Strategy.run` says."""
+"""Failures that a test injects happen where it says.
+
+They leave behind what `Strategy.run` says.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,10 @@ class Injected(Exception):
 
 
 class Training(Problem):
-    """A model and its optimizer in the middle of training, on a batch that is dealt out, with gradients that wait."""
+    """A model and its optimizer in the middle of training, on a dealt-out batch.
+
+    Its gradients wait for more.
+    """
 
     def new_inputs(self) -> Any:
         return deal(self.strategy, torch.randn(12, 3))

@@ -36,7 +36,10 @@ CHECKS = [no_leaks, no_scope_leaks, no_thread_leaks, no_torch_state_leaks]
 
 
 def train(strategy: torchstrategy.Strategy) -> None:
-    """One step that uses what there is to use: a scope, a team of threads, an optimizer, randomness."""
+    """One step that uses what there is to use.
+
+    A scope, a team of threads, an optimizer, randomness.
+    """
     with strategy.scope():
         model = torch.nn.Sequential(mlp(), torch.nn.Dropout())
         optimizer = sgd(model)
@@ -88,7 +91,10 @@ def test_a_thread_that_goes_on_is_named_with_the_line_that_it_is_at() -> None:
         ExitStack() as later,
         pytest.raises(
             AssertionError,
-            match=r"^The thread 'prefetch' is still running, in .*threading\.py, line \d+\.$",
+            match=(
+                r"^The thread 'prefetch' is still running, in .*threading\.py, line "
+                r"\d+\.$"
+            ),
         ),
         no_thread_leaks(timeout=0),
     ):
@@ -173,9 +179,8 @@ def test_a_scope_that_is_left_open_is_found() -> None:
         no_scope_leaks(),
     ):
         later.enter_context(strategy.scope())
-    assert (
-        str(caught.value)
-        == f"This thread was outside of every scope, and is in the scope of {strategy!r}."
+    assert str(caught.value) == (
+        f"This thread was outside of every scope, and is in the scope of {strategy!r}."
     )
 
 
@@ -219,7 +224,10 @@ def test_a_replica_that_ends_in_the_scope_of_another_strategy_is_found() -> None
             ExitStack() as later,
             pytest.raises(
                 AssertionError,
-                match=r"was in replica [01] of .*Central.*, and is in the scope of .*One",
+                match=(
+                    r"was in replica [01] of .*Central.*, and "
+                    r"is in the scope of .*One"
+                ),
             ),
             no_scope_leaks(),
         ):

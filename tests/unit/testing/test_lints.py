@@ -1,4 +1,4 @@
-"""Lints: each planted mistake is named, its right twin is not, nor is any other right program."""
+"""Lints name each planted mistake, but no right twin or other right program."""
 
 from __future__ import annotations
 
@@ -25,9 +25,8 @@ from torchstrategy.testing import Finding, RankRecord, lint_training, run_ranks
 
 SUPPORT = Path(planted.__file__)
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore::FutureWarning"
-)  # of torch, about names that programs use
+# Of torch, about names that programs use.
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
 
 def findings_of(name: str, is_right: bool) -> list[Finding]:
@@ -199,7 +198,10 @@ def test_a_finding_fails_the_block_with_all_of_its_words() -> None:
     with (
         pytest.raises(
             AssertionError,
-            match=r"(?s)seems to be wrong.*loss-not-divided: The gradients of 3 mean losses",
+            match=(
+                r"(?s)seems to be wrong.*loss-not-divided: The gradients of 3 mean "
+                r"losses"
+            ),
         ),
         lint_training(),
     ):
@@ -223,7 +225,10 @@ def test_a_second_block_is_refused() -> None:
 def run(
     folder: Path, name: str, which: str, *options: str
 ) -> tuple[int, list[str], str]:
-    """Runs a program on simulated devices; returns the status, the names of the findings, and what it said."""
+    """Runs a program on simulated devices.
+
+    Returns the status, the names of the findings, and what it said.
+    """
     file, pair = folder / "report.json", PAIRS[name]
     ranks = ["--ranks", str(RANKS)] if pair.has_ranks else []
     done = python(
@@ -267,11 +272,14 @@ CAPTURED = """
         optimizer.step()
     graph.replay()
     assert abs(weight[0].item() - 0.8) < 1e-3
-"""
+"""  # noqa: E501
 
 
 def test_lints_do_not_wait_for_a_learning_rate_on_the_device(tmp_path: Path) -> None:
-    """A graph that captures the step of such an optimizer failed: a lint compared the rate with 0."""
+    """A graph that captures the step of such an optimizer failed.
+
+    A lint compared the rate with 0.
+    """
     (tmp_path / "program.py").write_text(textwrap.dedent(CAPTURED))
     arguments = (
         "-m",
@@ -309,7 +317,7 @@ USES_ITS_RESULTS = """
                 value.data = value * 0.99
         torch.save({name: value * 0.5 for name, value in averages.items()}, "averages.pt")
         print([float((value * 2).sum()) for value in model.parameters()])
-"""
+"""  # noqa: E501
 
 
 def test_results_that_are_kept_or_read_are_left_alone(tmp_path: Path) -> None:

@@ -1,4 +1,7 @@
-"""Lints of programs that go on from a checkpoint. Right twins, and programs that only take weights, are left alone."""
+"""Lints of programs that go on from a checkpoint.
+
+Right twins, and programs that only take weights, are left alone.
+"""
 
 from __future__ import annotations
 
@@ -277,9 +280,10 @@ def test_epochs_of_weights_that_are_trained_for_something_else_are_left_alone() 
 
 def test_a_pass_without_training_is_left_alone() -> None:
     file = saved(epoch=3)
-    program = lambda rank: train_epochs(
-        file, lambda epoch: epoch, sets_epoch_before=True
-    )  # noqa: E731
+
+    def program(rank: int) -> Any:
+        return train_epochs(file, lambda epoch: epoch, sets_epoch_before=True)
+
     assert names_of(lambda: run_ranks(program, RANKS)) == []
 
 
@@ -389,7 +393,7 @@ for epoch in range(2):
         optimizer.zero_grad()
         model(rows).square().mean().backward()
         optimizer.step()
-""",
+""",  # noqa: E501
 }
 
 

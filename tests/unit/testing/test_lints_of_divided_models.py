@@ -1,4 +1,7 @@
-"""Lints of models that ranks divide, without a wrapper that keeps the rest alike. Right twins are left alone."""
+"""Lints of models that ranks divide, without a wrapper that keeps the rest alike.
+
+Right twins are left alone.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +23,8 @@ from torchstrategy.testing import Finding, run_ranks
 
 RANKS, WIDTH, STEPS = 2, 8, 4
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore::FutureWarning"
-)  # of torch, about names that programs use
+# Of torch, about names that programs use.
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 Main = Callable[[int], object]
 
 
@@ -291,8 +293,8 @@ def test_a_parameter_that_fully_shard_does_not_have(is_ignored: bool) -> None:
     assert "In step 1, ranks 0, 1 have called the optimizer" in finding.says
     count = "1 parameter that" if is_ignored else "3 parameters that"
     assert (
-        f"{count} `fully_shard` does not have, beside {6 if is_ignored else 4} that it has"
-        in finding.says
+        f"{count} `fully_shard` does not have, beside {6 if is_ignored else 4} that it "
+        "has" in finding.says
     )
     assert "gain" in finding.says and ("head.weight" in finding.says) != is_ignored
     assert findings_of(lambda rank: beside_shards(rank, is_ignored, True)) == []
@@ -331,7 +333,10 @@ def all_ranks_have_the_same_rows_beside_shards(rank: int) -> None:
 
 
 class Units(nn.Module):
-    """A layer whose hidden units are divided, and whose parts all begin with zeros, or with ones."""
+    """A layer whose hidden units are divided, with parts that begin alike.
+
+    They all begin with zeros, or with ones.
+    """
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,7 @@
-"""Lints of what ranks call without gradients, and of what they make of its results. Right programs are left alone."""
+"""Lints of what ranks call without gradients, and of what they make of its results.
+
+Right programs are left alone.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +25,8 @@ from torchstrategy.testing import Finding, run_ranks
 
 RANKS = 2
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore::FutureWarning"
-)  # of torch, about names that programs use
+# Of torch, about names that programs use.
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 Wrapped = DistributedDataParallel
 
 
@@ -295,7 +297,10 @@ def test_candidates_that_nobody_trains_by_gradients_are_left_alone() -> None:
 
 
 def test_parts_that_are_no_copies_are_left_alone() -> None:
-    """A single layer may have any shape; here it is another projection on each rank, which the program scales."""
+    """A single layer may have any shape.
+
+    Here it is another projection on each rank, which the program scales.
+    """
 
     def program(rank: int) -> None:
         begin()
@@ -670,7 +675,10 @@ def of_contiguous_rows() -> torch.Tensor:
 
 
 def of_all_rows() -> torch.Tensor:
-    """All ranks have the same rows, of half of the data, and gather what they predict: an ensemble of ranks."""
+    """All ranks have the same rows, of half of the data: an ensemble of ranks.
+
+    They gather what they predict.
+    """
     mine = predict(numbers(), row_sums, num_replicas=1, rank=0)
     return F.mse_loss(torch.cat(gathered(mine[:32])), numbers().tensors[1])
 
@@ -747,9 +755,8 @@ def test_what_is_gathered_in_training_is_left_alone() -> None:
         mine = predict(numbers(), row_sums)
         model = Wrapped(make_model())
         fit(model, rank, 1)
-        F.mse_loss(
-            torch.cat(gathered(mine)), numbers().tensors[1]
-        )  # of a loader that training has left behind
+        # Of a loader that training has left behind.
+        F.mse_loss(torch.cat(gathered(mine)), numbers().tensors[1])
 
     assert names_of(program) == []
 
@@ -850,7 +857,10 @@ def train_in_a_grid(
     only_logs: bool = False,
     steps: int = 4,
 ) -> None:
-    """Ranks 0 and 1 divide a model, and so do ranks 2 and 3. `replicas` and `number` are what the sampler gets."""
+    """Ranks 0 and 1 divide a model, and so do ranks 2 and 3.
+
+    `replicas` and `number` are what the sampler gets.
+    """
     begin()
     rows = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
     columns = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])]
@@ -900,7 +910,8 @@ RIGHT_GRIDS: dict[str, dict[str, Any]] = {
         "number": lambda rank: rank // 2,
     },
     "the same rows of a part of the data": {"number": lambda rank: rank // 2},
-    # Parts may be experts, which get the rows of several ranks, while all ranks share what is whole.
+    # Parts may be experts, which get the rows of several ranks, while all ranks share
+    # what is whole.
     "gradients of all ranks": {"reduces_over_all": True},
     "two trainings beside each other": {"reduces_within": True},
     "what is added up is no activation": {"only_logs": True},
@@ -933,7 +944,7 @@ def program(rank):
         result = average(rows).sum()  # COMMENT
         dist.all_reduce(result)
 run_ranks(program, 2)
-""",
+""",  # noqa: E501
     "rows-in-other-order": """
 def program(rank):
     dist.init_process_group("gloo")
@@ -945,7 +956,7 @@ def program(rank):
     dist.all_gather(parts, mine)
     assert (torch.cat(parts) == x).sum() == 2  # COMMENT
 run_ranks(program, 2)
-""",
+""",  # noqa: E501
     "recomputed-with-other-dropout": """
 model = nn.Sequential(nn.Linear(4, 32), nn.Dropout(0.5))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -955,7 +966,7 @@ for _ in range(3):
     result.square().mean().backward()
     optimizer.step()
     optimizer.zero_grad()
-""",
+""",  # noqa: E501
 }
 SILENT["divided-model-of-other-rows"] = """
 class Add(torch.autograd.Function):

@@ -1,4 +1,7 @@
-"""Lints of programs that update weights themselves, and reduce gradients themselves: without an optimizer of torch."""
+"""Lints of programs that update weights and reduce gradients themselves.
+
+They have no optimizer of torch.
+"""
 
 from __future__ import annotations
 
@@ -325,7 +328,7 @@ def learns_to_learn(rank: int) -> None:
 
 
 def divides_in_the_update(rank: int) -> None:
-    """Gradients are added over micro-batches and ranks, and divided where they are used."""
+    """Gradients add up over micro-batches and ranks; they are divided when used."""
     model = make_model()
     for at, rows in enumerate(rows_of(rank, 8)):
         loss_of(model, rows).backward()
@@ -358,7 +361,10 @@ def moves_along_the_gradient_and_back(rank: int) -> None:
 
 
 def looks_at_a_flat_tensor(rank: int) -> None:
-    """The mean gradient is compared with those of the ranks, and then each gradient is reduced for itself."""
+    """The mean gradient is compared with those of the ranks.
+
+    Then each gradient is reduced for itself.
+    """
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), RATE)
     for rows in rows_of(rank):
@@ -382,7 +388,10 @@ def trains_apart_and_looks_at_a_flat_tensor(rank: int) -> None:
 
 
 def shows_maps_after_training(rank: int) -> None:
-    """The optimizer is gone, gradients of inputs are asked for, and an average takes the place of the weights."""
+    """The optimizer is gone, and gradients of inputs are asked for.
+
+    An average takes the place of the weights.
+    """
     model = make_model()
     average = [one.detach().clone() for one in model.parameters()]
 
@@ -461,7 +470,10 @@ def parts_of(
 def test_weights_that_differ_are_named_where_a_flat_tensor_is_reduced(
     is_right: bool,
 ) -> None:
-    """Neither the gradients of `torch.autograd.grad` nor any `.grad` have what ranks have in common."""
+    """No gradients have what ranks have in common.
+
+    Neither those of `torch.autograd.grad` do nor any `.grad`.
+    """
 
     def program(rank: int) -> None:
         model = make_model(0 if is_right else rank)
@@ -493,7 +505,10 @@ def test_weights_that_differ_are_named_where_a_flat_tensor_is_reduced(
 def test_a_flat_tensor_is_divided(
     of_loss: int, of_flat: int, names: list[str], is_divided_first: bool
 ) -> None:
-    """Two micro-batches on two ranks. What the flat tensor is divided by counts as a divisor of the gradients."""
+    """Two micro-batches on two ranks.
+
+    What the flat tensor is divided by counts as a divisor of the gradients.
+    """
 
     def program(rank: int) -> None:
         model = make_model()
@@ -547,7 +562,10 @@ def test_micro_batches_and_a_sum_over_ranks(of_loss: int, of_gradient: int) -> N
 
 @pytest.mark.parametrize("is_right", [False, True])
 def test_means_over_other_numbers_that_are_divided_by_the_ranks(is_right: bool) -> None:
-    """Each rank has other numbers of labelled rows, and its loss is divided by the ranks before gradients are added."""
+    """Each rank has other numbers of labelled rows.
+
+    Its loss is divided by the ranks before gradients are added.
+    """
 
     def program(rank: int) -> None:
         model, labelled = make_model(), 4 + 8 * rank
@@ -577,7 +595,10 @@ def test_means_over_other_numbers_that_are_divided_by_the_ranks(is_right: bool) 
 
 @pytest.mark.parametrize("is_right", [False, True])
 def test_a_second_job_whose_state_one_rank_alone_has_loaded(is_right: bool) -> None:
-    """It broadcasts its weights after the steps of the first job, which are no averaging of its own weights."""
+    """It broadcasts its weights after the steps of the first job.
+
+    That is no averaging of its own weights.
+    """
 
     def trains(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> None:
         for rows in rows_of(rank, 8):
@@ -620,7 +641,10 @@ class Prompt(nn.Module):
 
 @pytest.mark.parametrize("is_copied_once", [False, True])
 def test_a_copy_of_a_parameter_that_is_made_once_is_named(is_copied_once: bool) -> None:
-    """Its gradient comes to the parameter in each step, and the loss never sees what the optimizer writes."""
+    """Its gradient comes to the parameter in each step.
+
+    The loss never sees what the optimizer writes.
+    """
 
     def program() -> None:
         model = Prompt(is_copied_once)
@@ -636,9 +660,8 @@ def test_a_copy_of_a_parameter_that_is_made_once_is_named(is_copied_once: bool) 
 def test_views_that_are_made_once_are_no_copies() -> None:
     def program() -> None:
         weight = nn.Parameter(torch.randn(3, 4))
-        shown = (
-            weight.view(-1)[2:].narrow(0, 0, 8).view(2, 4)
-        )  # changes with the parameter
+        # Changes with the parameter.
+        shown = weight.view(-1)[2:].narrow(0, 0, 8).view(2, 4)
         optimizer = torch.optim.SGD([weight], 0.1)
         for rows in rows_of(0):
             optimizer.zero_grad()

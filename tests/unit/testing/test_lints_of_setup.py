@@ -1,4 +1,7 @@
-"""Lints of what a program sets up: its optimizer, its process groups and its schedule. Right twins are left alone."""
+"""Lints of what a program sets up: its optimizer, its process groups and its schedule.
+
+Right twins are left alone.
+"""
 
 from __future__ import annotations
 
@@ -31,9 +34,8 @@ from torchstrategy.testing import run_ranks
 
 RANKS = 2
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:Detected call of:UserWarning"
-)  # torch's, of a schedule by micro-batches
+# Torch's, of a schedule by micro-batches.
+pytestmark = pytest.mark.filterwarnings("ignore:Detected call of:UserWarning")
 
 
 def make_model() -> nn.Module:
@@ -89,7 +91,10 @@ def test_an_optimizer_of_a_model_that_was_copied() -> None:
 
 
 def test_a_model_that_was_trained_before_is_left_alone() -> None:
-    """It was said to have got the gradients, where a test of earlier had left a model of the same shapes."""
+    """It was said to have got the gradients.
+
+    An earlier test had left a model of the same shapes.
+    """
     earlier = make_model()
     earlier(torch.ones(2, 4)).sum().backward()
 
@@ -167,7 +172,10 @@ def accumulate(
     each: bool,
     repeats: int = 1,
 ) -> None:
-    """Six steps of four micro-batches each. The schedule is stepped after each micro-batch, or after each step."""
+    """Six steps of four micro-batches each.
+
+    The schedule is stepped after each micro-batch, or after each step.
+    """
     model = make_model()
     optimizer = sgd(model)
     scheduler = schedule(optimizer)
@@ -246,7 +254,10 @@ def falls(step: int, total: int) -> float:
 
 
 class Trainer:
-    """An object that knows how many batches all ranks have, and has a schedule that does not ask for it."""
+    """An object that knows how many batches all ranks have.
+
+    It has a schedule that does not ask for it.
+    """
 
     def __init__(self, total: int) -> None:
         self.batches_of_all, self.total = total, total // RANKS
@@ -298,7 +309,7 @@ def test_a_function_of_the_epoch_is_left_alone() -> None:
 
 
 def test_a_function_that_calls_another_one_and_counts_all_batches() -> None:
-    """The number stands two functions deep, as where a warmup wraps the rest of a schedule."""
+    """The number is two functions deep, as where a warmup wraps a schedule's rest."""
 
     def after_warmup(rest: Callable[[int], float]) -> Callable[[int], float]:
         return lambda step: step / 3 if step < 3 else rest(step)
@@ -340,7 +351,7 @@ for micro in range(1, 13):
         optimizer.step()
         optimizer.zero_grad()
     scheduler.step()  # COMMENT
-""",
+""",  # noqa: E501
     "groups-differ": """
 import torch.distributed as dist
 from torchstrategy.testing import run_ranks
@@ -377,7 +388,7 @@ def replace_the_head(is_right: bool, keeps_it: bool = False) -> None:
 
 
 def test_an_optimizer_with_a_part_that_was_replaced_is_named() -> None:
-    """The old head was in the optimizer and the new one was not, while the body was trained."""
+    """The old head was in the optimizer, the new one not, and the body was trained."""
     (finding,) = findings_of(lambda: replace_the_head(is_right=False))
     assert finding.name == "optimizer-of-other-parameters" and len(finding.lines) == 2
     assert (
@@ -452,7 +463,7 @@ def test_a_finding_says_which_settings_groups_were_made_with() -> None:
 
 
 def test_a_decay_of_weights_that_a_program_writes_into_all_groups_is_named() -> None:
-    """A schedule of the decay, and one group that was to have none, such as that of biases."""
+    """A decay schedule, and one group that was to have none, such as biases."""
 
     def program() -> None:
         model: Any = make_model()
@@ -695,10 +706,8 @@ def test_one_worker_draws_the_same_in_each_epoch() -> None:
         (Rows, {"num_workers": 0}),
         (Rows, {"shuffle": False}),  # an evaluation
         (Rows, {"num_workers": 1, "epochs": 1}),
-        (
-            Rows,
-            {"num_workers": 1, "persistent_workers": True},
-        ),  # it goes on in the next epoch
+        # It goes on in the next epoch.
+        (Rows, {"num_workers": 1, "persistent_workers": True}),
         (Rows, {"worker_init_fn": seed_the_worker}),
         (OfTheSplit, {}),
         (OfEachRow, {}),

@@ -1,4 +1,7 @@
-"""Lints of sums over ranks: rows that count twice, sums that are added up again, hooks that are no mean."""
+"""Lints of sums over ranks.
+
+Rows that count twice, sums that are added up again, hooks that are no mean.
+"""
 
 from __future__ import annotations
 
@@ -104,9 +107,8 @@ def test_rows_that_are_cut_before_they_are_counted_are_left_alone() -> None:
         rows = torch.cat(
             [rows for (rows,) in DataLoader(data, batch_size=4, sampler=sampler)]
         )
-        rows = rows[
-            : len(range(rank, len(data), RANKS))
-        ]  # what is left was a row of another rank
+        # What is left was a row of another rank.
+        rows = rows[: len(range(rank, len(data), RANKS))]
         dist.all_reduce(torch.tensor([(rows.sum(1) > 90).sum(), len(rows)]))
 
     assert names_of(program) == []
@@ -507,7 +509,7 @@ def program(rank):
         optimizer.zero_grad()
         model(torch.ones(2, 4) * (rank + 1)).square().mean().backward()
         optimizer.step()
-""",
+""",  # noqa: E501
 }
 BEGIN = """
 import torch

@@ -1,4 +1,7 @@
-"""Lints of what an optimizer updates, and with what. Right programs that look alike are left alone."""
+"""Lints of what an optimizer updates, and with what.
+
+Right programs that look alike are left alone.
+"""
 
 from __future__ import annotations
 
@@ -25,9 +28,8 @@ from torchstrategy.testing import run_ranks
 
 RANKS = 2
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:Detected call of:UserWarning"
-)  # torch's, of a scheduler whose optimizer makes no step
+# Torch's, of a scheduler whose optimizer makes no step.
+pytestmark = pytest.mark.filterwarnings("ignore:Detected call of:UserWarning")
 
 
 def make_model(*more: nn.Module) -> nn.Sequential:
@@ -62,7 +64,10 @@ def fit(
 
 
 def test_ranks_that_all_have_nan_are_alike() -> None:
-    """A gradient that is NaN on all ranks was reduced. The NaN of a rank may have other bits."""
+    """A gradient that is NaN on all ranks was reduced.
+
+    The NaN of a rank may have other bits.
+    """
 
     def program(rank: int) -> None:
         dist.init_process_group("gloo")
@@ -1003,7 +1008,7 @@ import torch
 torch.manual_seed(0)
 model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 4))
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-"""
+"""  # noqa: E501
 
 
 @pytest.mark.parametrize("name", UPDATES)

@@ -1,4 +1,7 @@
-"""Programs that are right, with objects that answer no question of a lint, or tensors that nobody can read."""
+"""Programs that are right, with objects that answer no question of a lint.
+
+Or with tensors that nobody can read.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +68,7 @@ def train(
 
 
 class WithoutInit(nn.Module):
-    """A loss whose `__init__` does not call that of torch, which `__call__` alone does not need."""
+    """A loss whose `__init__` does not call torch's, as `__call__` does not need it."""
 
     def __init__(self) -> None:
         self.factor = 2
@@ -75,7 +78,7 @@ class WithoutInit(nn.Module):
 
 
 class Grouped(nn.Module):
-    """A module whose `parameters` gives groups for an optimizer, with an argument of its own."""
+    """A module whose `parameters` takes an argument and gives an optimizer groups."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -231,7 +234,7 @@ MODULES: dict[str, Program] = {
 @pytest.mark.filterwarnings("ignore:`torch.jit")
 @pytest.mark.parametrize("which", MODULES)
 def test_modules_of_the_program(which: str) -> None:
-    """Lints ask what a module has, and not its methods, which the program may have overridden."""
+    """Lints ask what a module has, not its methods, which programs may override."""
     assert says_nothing(MODULES[which])
 
 
@@ -470,7 +473,10 @@ LOADERS = DATASETS | SAMPLERS
 @pytest.mark.filterwarnings("ignore")  # of prototypes
 @pytest.mark.parametrize("which", LOADERS)
 def test_data_sets_and_samplers_of_the_program(which: str) -> None:
-    """One that refuses to be asked is left alone, and rows in order are not shuffled, whatever a sampler says."""
+    """One that refuses to be asked is left alone.
+
+    Rows in order are not shuffled, whatever a sampler says.
+    """
 
     def main(rank: int) -> None:
         model = wrapped()
@@ -604,7 +610,7 @@ STATES: dict[str, Callable[[], Any]] = {
 @pytest.mark.filterwarnings("ignore")  # quantized tensors are deprecated
 @pytest.mark.parametrize("which", STATES)
 def test_states_that_nobody_can_read(which: str) -> None:
-    """Lints compare states of optimizers of ranks, as far as their numbers can be read."""
+    """Lints compare states of ranks' optimizers, as far as they can be read."""
 
     def main(rank: int) -> None:
         model = wrapped()
@@ -680,11 +686,13 @@ def with_nested_rows(rank: int) -> None:
 
 
 def with_single_numbers(rank: int) -> None:
-    """A row of a tensor without dimensions, a complex mean, one that float32 cannot hold, and a bias that is one."""
+    """A row of a tensor without dimensions, a complex mean, and other odd values.
+
+    One that float32 cannot hold, and a bias that is one.
+    """
     train(wrapped())
-    torch.ops.aten.index_select(
-        torch.tensor(1.0), 0, torch.randint(0, 1, (4,))[:1]
-    )  # some libraries replace torch's
+    # Some libraries replace torch's.
+    torch.ops.aten.index_select(torch.tensor(1.0), 0, torch.randint(0, 1, (4,))[:1])
     torch.randn(4, dtype=torch.complex64).mean().item()
     torch.full((4,), 1e300, dtype=torch.float64).mean().item()
     weight, bias = nn.Parameter(torch.randn(4, 4)), nn.Parameter(torch.tensor(0.5))
@@ -816,7 +824,7 @@ def with_settings_of_two_kinds() -> None:
 
 
 def with_a_parameter_that_grows() -> None:
-    """Of two optimizers with opposed gradients, the parameter of one gets more numbers."""
+    """Of two optimizers with opposed gradients, one's parameter gets more numbers."""
     first, second, more = nn.Linear(4, 4), nn.Linear(4, 1), nn.Parameter(torch.ones(4))
     one, two = (
         torch.optim.SGD(first.parameters(), lr=0.1),
@@ -912,12 +920,18 @@ OTHERS: dict[str, Program] = {
 
 @pytest.mark.parametrize("which", OTHERS)
 def test_groups_and_schedules_of_the_program(which: str) -> None:
-    """A program may change its groups at any time, and have schedules that answer no question."""
+    """A program may change its groups at any time, with schedules that say nothing.
+
+    They answer no question.
+    """
     assert says_nothing(OTHERS[which])
 
 
 def test_checkpoints_of_an_own_class(tmp_path: Path) -> None:
-    """A checkpoint is a dictionary with a `get` of its own, and the trainer has no attributes but slots."""
+    """A checkpoint is a dictionary with a `get` of its own.
+
+    The trainer has no attributes but slots.
+    """
     assert says_nothing(Trainer(tmp_path / "checkpoint.pt").run)
 
 
@@ -932,14 +946,17 @@ for _ in range(2):
         model(torch.randn(2, 4)).square().mean().backward()  # torchstrategy: ignore[loss-not-divided]
     optimizer.step()
     optimizer.zero_grad()
-"""
+"""  # noqa: E501
 
 
 @pytest.mark.parametrize("start", ["\n\f\n", "# -*- coding: latin-1 -*-\n# caf\xe9\n"])
 def test_comments_below_a_form_feed_or_in_another_encoding(
     start: str, tmp_path: Path
 ) -> None:
-    """A form feed ends no line of Python, and the first lines of a file name its encoding."""
+    """A form feed ends no line of Python.
+
+    The first lines of a file name its encoding.
+    """
     for name, program, expected in (
         ("silent", SUMS, 0),
         ("told", SUMS.replace("torchstrategy", ""), 1),

@@ -1,4 +1,7 @@
-"""Lockstep and the slow replica: who goes when a test says so, and that nothing else depends on it."""
+"""Lockstep and the slow replica: who goes when a test says so.
+
+Nothing else depends on it.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,10 @@ ONE_REPLICA = ["default", "one_device", "central_1", "copies_1"]
 
 @pytest.fixture(params=["one place", "several places"])
 def places(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replicas that share a device; and replicas of which each logical CPU is a place of its own, as accelerators."""
+    """Replicas that share a device.
+
+    And replicas of which each logical CPU is a place of its own, as accelerators.
+    """
     if request.param == "several places":
         monkeypatch.setattr(replica_threads, "memory_device", lambda device: device)
 
@@ -172,7 +178,10 @@ def test_the_history_has_the_names_of_meetings_that_errors_have() -> None:
 def expected_history(
     order: Sequence[int], programs: Sequence[Sequence[str]]
 ) -> list[tuple[int, str]]:
-    """What replicas with these programs, of points and meetings `m`, come to; written apart from the code."""
+    """What replicas with these programs come to; written apart from the code.
+
+    The programs have points and meetings `m`.
+    """
     history, at, position = [], [0] * len(programs), 0
     stops = [["start", *program, "end"] for program in programs]
     standing = set(range(len(programs)))
@@ -196,7 +205,10 @@ def expected_history(
 
 @st.composite
 def interleavings(draw: st.DrawFn) -> tuple[list[int], list[list[str]]]:
-    """An order, and programs for two or three replicas with as many meetings, and points between them."""
+    """An order, and programs for two or three replicas with as many meetings.
+
+    There are points between these.
+    """
     replicas, meetings = draw(st.integers(2, 3)), draw(st.integers(0, 2))
     points = st.lists(st.sampled_from("abc"), max_size=2)
     programs = []
@@ -308,9 +320,8 @@ def test_in_several_places_random_numbers_are_the_same_each_time(
 
     def step() -> list[float]:
         inside.append(replica_id())
-        sum(
-            range(20000)
-        )  # long enough for Python to switch threads if another one could run
+        # Long enough for Python to switch threads if another one could run.
+        sum(range(20000))
         numbers = torch.rand(2).tolist()
         assert inside[-1] == replica_id()
         lockstep.point("between")

@@ -1,4 +1,7 @@
-"""The order in which ranks go on: races through files show, and collectives in another order are named."""
+"""The order in which ranks go on.
+
+Races through files show, and collectives in another order are named.
+"""
 
 from __future__ import annotations
 
@@ -209,7 +212,8 @@ def test_another_order_is_told_by_names_or_lines(
         run_ranks(main, 2)
     told = str(caught.value)
     assert told.startswith(
-        "Ranks 0 and 1 have called collectives of the same size in another order:\n  rank 0: all_reduce #1"
+        "Ranks 0 and 1 have called collectives of the same size in another order:\n  "
+        "rank 0: all_reduce #1"
     )
     if "line" not in names[0]:
         first, other = (
@@ -218,14 +222,18 @@ def test_another_order_is_told_by_names_or_lines(
         )
         one, two = map(re.escape, names)
         assert re.search(
-            f"rank 0: {first % one}\n +{other % two}\n  rank 1: {first % two}\n +{other % one}",
+            f"rank 0: {first % one}\n +{other % two}\n  rank 1: {first % two}\n "
+            f"+{other % one}",
             told,
         ), told
 
 
 @pytest.mark.parametrize("others", ["bca", "cab", "cba", "bacd", "bcda"])
 def test_entries_in_any_other_order_are_told(others: str) -> None:
-    """Each name stands beside another one, and no two of `a`, `b` and `c` have changed places: that was not told."""
+    """Each name stands beside another one, and no two have changed places.
+
+    Of `a`, `b` and `c`, that was not told.
+    """
 
     def main(rank: int) -> None:
         begin()
@@ -241,9 +249,8 @@ def test_entries_in_any_other_order_are_told(others: str) -> None:
         run_ranks(main, 2)
     told = str(caught.value)
     ring = [name for name in "abcd" if f"`hits['{name}']`" in told]
-    assert len(ring) > 1 and all(
-        told.count(f"`hits['{name}']`") == 2 for name in ring
-    )  # once on each rank
+    # Once on each rank.
+    assert len(ring) > 1 and all(told.count(f"`hits['{name}']`") == 2 for name in ring)
 
 
 def round_robin(rank: int) -> None:

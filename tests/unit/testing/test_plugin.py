@@ -1,4 +1,7 @@
-"""The pytest plugin, as a user meets it: pytest is run on small projects, each in a process of its own."""
+"""The pytest plugin, as a user meets it.
+
+Pytest is run on small projects, each in a process of its own.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,10 @@ def project(folder: Path, **files: str) -> Path:
 
 
 def pytest_on(folder: Path, *arguments: str) -> str:
-    """What pytest prints, run as strictly as it can be on a project; what it exits with is the last line."""
+    """What pytest prints, run as strictly as it can be on a project.
+
+    What it exits with is the last line.
+    """
     done = python(*STRICTLY, *arguments, folder=folder, **NO_ACCELERATOR)
     return f"{done.stdout}{done.stderr}\nexit {done.returncode}"
 
@@ -63,7 +69,7 @@ def test_a_project_that_does_not_use_the_plugin_does_not_notice_it(
 
             def pytest_unconfigure():
                 print("imported:", sorted({"numpy", "torch", "torchstrategy"} & set(sys.modules)))
-        """,
+        """,  # noqa: E501
         test_plain="""
             def test_plain(request):
                 assert request.fixturenames == ["request"]
@@ -153,7 +159,7 @@ STRATEGIES = {
         def test_simulated(simulated_devices, devices_of_conftest):
             assert simulated_devices == devices_of_conftest
             assert [str(device) for device in simulated_devices] == ["sim:0", "sim:1"]
-    """,
+    """,  # noqa: E501
     "own__conftest": """
         import pytest
 
@@ -284,7 +290,10 @@ def test_where_devices_cannot_be_simulated_the_tests_that_need_them_are_skipped(
         **STRATEGIES,
     )
     output = pytest_on(tmp_path, "-v", "-rs", "-p", "old_torch", "--simulate-devices=2")
-    reason = f"devices are simulated with torch 2.10 or newer, and this is {torch.__version__}."
+    reason = (
+        "devices are simulated with torch 2.10 or newer, and this is "
+        f"{torch.__version__}."
+    )
     assert outcomes(output) == EVERYWHERE | WITHOUT_SIMULATION
     assert header(output) == [f"torchstrategy: no simulated devices: {reason}"]
     assert (
@@ -298,7 +307,7 @@ TWO_GPUS = """
     from torchstrategy.testing import _topologies
 
     _topologies.local_accelerators = lambda: [torch.device("cuda", 0), torch.device("cuda", 1)]
-"""
+"""  # noqa: E501
 
 
 @pytest.mark.slow
@@ -376,8 +385,9 @@ def test_real_devices_cannot_be_used_beside_simulated_ones(tmp_path: Path) -> No
         tmp_path, "-p", "two_gpus", "--simulate-devices=4", "--real-devices"
     )
     assert (
-        "ERROR: --simulate-devices=4 and --real-devices exclude each other on a machine with cuda:0, cuda:1: simulated "
-        "devices take the place of torch's accelerator. Run pytest twice, once with each."
+        "ERROR: --simulate-devices=4 and --real-devices exclude each other on a "
+        "machine with cuda:0, cuda:1: simulated devices take the place of torch's "
+        "accelerator. Run pytest twice, once with each."
     ) in output
     assert output.endswith(f"exit {pytest.ExitCode.USAGE_ERROR:d}")
 
@@ -413,15 +423,16 @@ def test_a_mark_that_cannot_be_used_is_an_error_that_names_the_test(
     output = pytest_on(tmp_path)
     choices = "choose from 'default', 'one_device', 'central', 'mirrored'."
     assert (
-        f"test_name.py::test_x, mark `strategies`: 'centrul' is not a strategy: {choices}"
-        in output
+        "test_name.py::test_x, mark `strategies`: 'centrul' is not a strategy: "
+        f"{choices}" in output
     )
     assert (
-        "test_option.py::test_x, mark `strategies`: it does not take replica=[2]: choose from replicas, places."
+        "test_option.py::test_x, mark `strategies`: it does not take replica=[2]: "
+        "choose from replicas, places."
     ) in output
     assert (
-        "test_fixture.py::test_x is marked with `strategies`, and does not take the fixture `strategy`"
-        in output
+        "test_fixture.py::test_x is marked with `strategies`, and does not take the "
+        "fixture `strategy`" in output
     )
     assert "3 errors" in output and "Traceback" not in output
 
@@ -436,7 +447,10 @@ CPU = devices_here([])
             ["centrul"],
             {},
             ValueError,
-            "'centrul' is not a strategy: choose from 'default', 'one_device', 'central', 'mirrored'",
+            (
+                "'centrul' is not a strategy: choose from 'default', 'one_device', "
+                "'central', 'mirrored'"
+            ),
         ),
         ([2], {}, ValueError, "2 is not a strategy"),
         (
@@ -577,8 +591,8 @@ def test_cuda_means_simulated_devices_before_a_test_module_is_imported(
     ]
     output = pytest_on(tmp_path, "--cuda-alias")
     assert (
-        '--cuda-alias gives "cuda" the meaning of simulated devices, and there are none: add'
-        in output
+        '--cuda-alias gives "cuda" the meaning of simulated devices, and there are '
+        "none: add" in output
     )
 
 
@@ -637,8 +651,8 @@ def test_a_marked_test_runs_in_ranks(tmp_path: Path) -> None:
     }
     assert "raised in rank 1 of 2" in output
     assert (
-        "takes the fixture `rank`, and is not marked: put @pytest.mark.ranks(4) above it."
-        in output
+        "takes the fixture `rank`, and is not marked: put @pytest.mark.ranks(4) above "
+        "it." in output
     )
     assert "is marked with `ranks('many')`: give the number of ranks" in output
 
@@ -675,7 +689,7 @@ def test_all_tests_run_in_ranks_and_see_cuda_if_they_are_told_to(
                 def test_in_ranks(self):
                     dist.init_process_group("nccl")
                     self.assertEqual(dist.get_world_size(), 3)
-        """,
+        """,  # noqa: E501
     )
     output = pytest_on(tmp_path, "-v", "--as-cuda", "--ranks=3", "-W", "ignore")
     assert outcomes(output) == {
@@ -800,8 +814,8 @@ def test_a_mark_runs_every_kind_of_test_in_ranks(tmp_path: Path) -> None:
     assert "mark it with @pytest.mark.xfail" in output
     assert "write it as a function, of which each example runs in ranks" in output
     assert (
-        "takes the fixture `capfd`, which has what all ranks print, mixed: take `capsys`"
-        in output
+        "takes the fixture `capfd`, which has what all ranks print, mixed: take "
+        "`capsys`" in output
     )
     assert output.count("nobody reads this") >= 2
 
@@ -905,18 +919,20 @@ def test_the_fixtures_fail_a_test_that_leaves_something_behind(tmp_path: Path) -
             def test_failing(grad, no_leaks):
                 torch.set_grad_enabled(False)
                 raise ValueError("of the test")
-        """,
+        """,  # noqa: E501
     )
     output = pytest_on(tmp_path, "-v", "-k", "clean")
     assert output.endswith("exit 0"), output
     assert len(outcomes(output)) == 40
     output = pytest_on(tmp_path, "-v", "-k", "not clean")
     assert "1 failed, 6 passed, 40 deselected, 7 errors" in output
-    # Once in each report, and, where the line is long enough for it, again in the summary.
+    # Once in each report, and, where the line is long enough for it, again in the
+    # summary.
     assert output.count("AssertionError: The thread 'prefetch' is still running") >= 2
     assert (
         output.count(
-            "AssertionError: This thread was outside of every scope, and is in the scope of"
+            "AssertionError: This thread was outside of every scope, and is in the "
+            "scope of"
         )
         >= 2
     )

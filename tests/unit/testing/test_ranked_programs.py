@@ -24,7 +24,7 @@ def test_a_program_of_four_ranks_is_right(
 
 
 def test_ranks_with_more_batches_divide_by_how_many_still_train() -> None:
-    """C++ waits for a collective there whose object of Python is gone: it waited for ever."""
+    """C++ waits for a collective whose Python object is gone: it waited for ever."""
 
     def main(rank: int) -> list[float]:
         dist.init_process_group("gloo")

@@ -1,4 +1,7 @@
-"""Ranks as threads of one process: what each has for itself, in which order they run, and what is left."""
+"""Ranks as threads of one process: what each has for itself.
+
+In which order they run, and what is left.
+"""
 
 from __future__ import annotations
 
@@ -148,7 +151,7 @@ def test_a_program_may_say_how_its_ranks_meet(
 
 @pytest.mark.parametrize("url", ["env://", "tcp://127.0.0.1:29500"])
 def test_a_program_may_meet_the_other_ranks_itself(url: str) -> None:
-    """Each rank waited in C++ for a connection to the first one, and let no other go on."""
+    """Each rank waited in C++ for a connection to the first, and let none go on."""
 
     def main(rank: int) -> list[Any]:
         store, *found = next(iter(dist.rendezvous(url, rank, 2)))  # type: ignore[attr-defined]
@@ -237,10 +240,8 @@ def test_everything_to_everybody() -> None:
         outs = [torch.empty(1), torch.empty(1)]
         dist.all_to_all(outs, [torch.tensor([float(rank)]), torch.tensor([rank + 5.0])])
         assert [x.item() for x in outs] == ([0, 1] if rank == 0 else [5, 6])
-        pieces = [
-            torch.empty(2),
-            torch.empty(3),
-        ]  # torch allows other sizes in each rank
+        # torch allows other sizes in each rank.
+        pieces = [torch.empty(2), torch.empty(3)]
         dist.all_gather(pieces, torch.full((2 + rank,), float(rank)))
         assert [piece.tolist() for piece in pieces] == [[0, 0], [1, 1, 1]]
         scattered = torch.empty(1, 2)
@@ -368,11 +369,17 @@ def test_a_message_of_a_rank_to_itself_may_be_received_from_any() -> None:
     [
         (
             "nccl",
-            "rank 1 sends a message to itself, and NCCL takes both ends of such a message only together.",
+            (
+                "rank 1 sends a message to itself, and NCCL takes both ends of such a "
+                "message only together."
+            ),
         ),
         (
             "gloo",
-            "rank 1 sends a message to itself, and gloo has no connection of a rank to itself. Copy the tensor.",
+            (
+                "rank 1 sends a message to itself, and gloo has no connection of a "
+                "rank to itself. Copy the tensor."
+            ),
         ),
     ],
 )
@@ -568,7 +575,10 @@ def test_a_failure_that_does_not_happen_is_one_of_the_test() -> None:
         (lambda: fail_in_rank(0, times=0), "`times` is 1 or more; got 0"),
         (
             lambda: fail_in_rank(2),
-            "names rank 2, and run_ranks was called with 2 ranks in its block: they end at 1",
+            (
+                "names rank 2, and run_ranks was called with 2 ranks in its block: "
+                "they end at 1"
+            ),
         ),
     ],
 )

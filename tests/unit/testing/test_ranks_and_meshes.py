@@ -1,8 +1,11 @@
-"""Ranks on a mesh of several dimensions: what torch keeps by mesh in a process, each rank has for itself.
+"""Ranks on a mesh of several dimensions.
 
-A tensor of 9 rows on a mesh of 2 x 2 has shards of other sizes in each rank. torch plans once how a tensor with such
-shards is put together, and kept the plan by mesh: so the first rank's plan was that of all. `full_tensor()` mixed up
-rows in silence, or a rank was blamed for a collective that another rank's plan had made it call.
+What torch keeps by mesh in a process, each rank has for itself.
+
+A tensor of 9 rows on a mesh of 2 x 2 has shards of other sizes in each rank. torch
+plans once how a tensor with such shards is put together, and kept the plan by mesh: so
+the first rank's plan was that of all. `full_tensor()` mixed up rows in silence, or a
+rank was blamed for a collective that another rank's plan had made it call.
 """
 
 from __future__ import annotations
@@ -41,7 +44,8 @@ from torch.testing import assert_close
 
 from torchstrategy.testing import RanksStopped, fail_in_rank, run_ranks
 
-# torch says of its own plans that a flattened mesh would be faster, and uses what it has deprecated.
+# torch says of its own plans that a flattened mesh would be faster, and uses what it
+# has deprecated.
 pytestmark = pytest.mark.filterwarnings("ignore")
 Places = Sequence[Any]
 SHAPES = [(2, 2), (2, 3), (3, 2), (2, 1, 3)]
@@ -61,7 +65,10 @@ def count_of(shape: Sequence[int]) -> int:
 def cut(
     whole: torch.Tensor, shape: Sequence[int], places: Places, rank: int
 ) -> torch.Tensor:
-    """The shard of a rank: each dimension of the mesh cuts what the one before it has left, as `torch.chunk` does."""
+    """The shard of a rank, as `torch.chunk` cuts it.
+
+    Each dimension of the mesh cuts what the one before it has left.
+    """
     coordinates = (
         (torch.arange(count_of(shape)).reshape(*shape) == rank).nonzero()[0].tolist()
     )
@@ -195,7 +202,10 @@ def test_slices_of_a_mesh_and_flattened_ones_tell_ranks_apart_too() -> None:
 
 
 def test_a_run_knows_nothing_of_the_meshes_of_the_run_before() -> None:
-    """The same mesh, other orders of ranks: what rank 3 had planned was at hand for another rank of the next run."""
+    """The same mesh, other orders of ranks.
+
+    What rank 3 had planned was at hand for another rank of the next run.
+    """
 
     def main(rank: int, shape: tuple[int, ...]) -> None:
         dist.init_process_group("gloo")
@@ -212,7 +222,10 @@ def test_a_run_knows_nothing_of_the_meshes_of_the_run_before() -> None:
 
 
 def test_what_runs_have_exchanged_does_not_pile_up() -> None:
-    """torch's caches by mesh held the meshes, these their process groups, and these all that the ranks had sent."""
+    """torch's caches by mesh held the meshes, and these their process groups.
+
+    These held all that the ranks had sent.
+    """
     groups: list[weakref.ref[Any]] = []
 
     def main(rank: int) -> None:
@@ -224,9 +237,8 @@ def test_what_runs_have_exchanged_does_not_pile_up() -> None:
     for _ in range(3):
         run_ranks(main, 4)
         gc.collect()
-    assert [group() for group in groups[:8]] == [
-        None
-    ] * 8  # torch holds the groups of the last run until the next one
+    # torch holds the groups of the last run until the next one.
+    assert [group() for group in groups[:8]] == [None] * 8
 
 
 @pytest.mark.parametrize("fails", range(4))
@@ -315,7 +327,7 @@ def test_sharded_data_over_tensor_parallel_layers_train_as_plain_pytorch(
 
 
 def test_a_loss_over_sharded_classes_is_that_of_all_classes() -> None:
-    """A rank that left `loss_parallel` took away the operators from those that were still in it."""
+    """A rank that left `loss_parallel` took its operators from those still in it."""
     target = torch.tensor([1, 0, 6, 3])
 
     def main(rank: int) -> None:
@@ -346,7 +358,10 @@ def test_a_loss_over_sharded_classes_is_that_of_all_classes() -> None:
 def test_plans_of_checkpoints_that_are_kept_are_those_of_the_rank(
     tmp_path: Path,
 ) -> None:
-    """All ranks kept their plan under the name of its class: ranks wrote what one of them had planned."""
+    """All ranks kept their plan under the name of its class.
+
+    Ranks wrote what one of them had planned.
+    """
 
     def main(rank: int, run: int) -> None:
         dist.init_process_group("gloo")
@@ -401,10 +416,8 @@ def test_a_mesh_that_another_rank_has_sent_is_ones_own() -> None:
 
 
 def test_meshes_outside_of_a_run_have_no_mark() -> None:
-    init, setstate = (
-        DeviceMesh.__init__,
-        getattr(DeviceMesh, "__setstate__", None),
-    )  # torch 2.10 has none
+    # torch 2.10 has none.
+    init, setstate = DeviceMesh.__init__, getattr(DeviceMesh, "__setstate__", None)
 
     def main(rank: int) -> DeviceMesh:
         dist.init_process_group("gloo")

@@ -1,4 +1,7 @@
-"""What Python has once for a process: each rank has its own, and the caller finds its own again."""
+"""What Python has once for a process: each rank has its own.
+
+The caller finds its own again.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +65,7 @@ def _set_name(rank: int) -> Callable[[], Any]:
 
 
 def _set_environment(rank: int) -> Callable[[], Any]:
-    """A rank that replaced `os.environ` did so for all, and the run ended with a KeyError."""
+    """A rank replaced `os.environ` for all, and the run ended with a KeyError."""
     os.environ["OF_A_RANK"] = str(rank)
     if rank == 0:
         vars(os)["environ"] = dict(os.environ, OF_ONE="1")
@@ -285,7 +288,10 @@ def _set_newer_precision(rank: int) -> Callable[[], Any]:
 
 
 def _set_mixed_precisions(rank: int) -> Callable[[], Any]:
-    """torch tells no older setting that differs from those of its parts, so another rank's was left in its place."""
+    """torch tells no older setting that differs from those of its parts.
+
+    So another rank's was left in its place.
+    """
     backends: Any = torch.backends
     if rank == 0:
         torch.set_float32_matmul_precision("highest")
@@ -328,7 +334,10 @@ def _set_attention(rank: int) -> Callable[[], Any]:
 
 
 def _set_parametrizations(rank: int) -> Callable[[], Any]:
-    """A block of one rank used to keep the weights of the other, which had the numbers of an earlier step."""
+    """A block of one rank used to keep the weights of the other.
+
+    They had the numbers of an earlier step.
+    """
     parametrize: Any = torch.nn.utils.parametrize
     model = nn.Linear(1, 1, bias=False)
     with torch.no_grad():
@@ -418,9 +427,8 @@ def _set_kernels(rank: int) -> Callable[[], Any]:
 
 
 def _set_lock(rank: int) -> Callable[[], Any]:
-    frozen.__globals__["__allow_nonbracketed_mutation_flag"] = (
-        True  # torch's own tests lock it
-    )
+    # Torch's own tests lock it.
+    frozen.__globals__["__allow_nonbracketed_mutation_flag"] = True
     if rank:
         torch.backends.disable_global_flags()
     return lambda: int(frozen())
@@ -574,9 +582,8 @@ def test_each_rank_has_its_own(put: Callable[[int], Callable[[], Any]]) -> None:
         return seen
 
     logging.getLogger("of.a.rank")
-    torch.use_deterministic_algorithms(
-        False
-    )  # at the first call torch imports modules that add filters of warnings
+    # At the first call torch imports modules that add filters of warnings.
+    torch.use_deterministic_algorithms(False)
     before, of_torch = _seen(), take_settings()
     try:
         assert run_ranks(main, 2)[0] == [[0] * 3, [1] * 3]
@@ -586,7 +593,10 @@ def test_each_rank_has_its_own(put: Callable[[int], Callable[[], Any]]) -> None:
 
 
 def test_blocks_that_two_ranks_leave_in_turns_put_back_what_was_there() -> None:
-    """The second rank to enter such a block used to find, and to leave for good, what the first one had set."""
+    """The second rank to enter such a block used to find what the first had set.
+
+    It left that for good.
+    """
 
     def main(rank: int) -> None:
         dist.init_process_group("gloo")
@@ -598,7 +608,10 @@ def test_blocks_that_two_ranks_leave_in_turns_put_back_what_was_there() -> None:
 
 
 def test_a_rank_begins_with_what_the_caller_finds_in_the_environment() -> None:
-    """A caller that has replaced `os.environ` found the variables of ranks in its dict after the run."""
+    """A caller that has replaced `os.environ` found variables of ranks in its dict.
+
+    It found them after the run.
+    """
     replaced = {"ONLY_HERE": "1"}
 
     def main(rank: int) -> tuple[str, str, bool]:
@@ -634,7 +647,10 @@ def test_each_rank_has_a_folder(tmp_path: Path) -> None:
 def test_a_rank_whose_folder_another_one_removes_is_told_so(
     has_begun: bool, tmp_path: Path
 ) -> None:
-    """A rank that could not go to its folder when its first turn came took the turn with it, and the run hung."""
+    """A rank that could not go to its folder took the turn with it.
+
+    It could not when its first turn came, and the run hung.
+    """
     gone, other = tmp_path / "gone", tmp_path / "other"
     gone.mkdir()
     other.mkdir()
@@ -753,7 +769,10 @@ def test_a_profiler_of_the_caller_is_in_the_way() -> None:
         torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]),
         pytest.raises(
             RuntimeError,
-            match=r"rank 0 begins a profiler of torch .*, and the caller of run_ranks has one",
+            match=(
+                r"rank 0 begins a profiler of torch .*, and the caller of run_ranks "
+                r"has one"
+            ),
         ),
     ):
         run_ranks(main, 2)
@@ -814,7 +833,10 @@ def does_nothing(rank: int) -> None:
 def test_a_thread_that_ends_is_in_no_mode(
     monkeypatch: pytest.MonkeyPatch, main: Callable[[int], None], is_linted: bool
 ) -> None:
-    """C++ gave the mode back to Python after the thread had ended, and a process at its end was aborted."""
+    """C++ gave the mode back to Python after the thread had ended.
+
+    A process at its end was aborted.
+    """
     left: queue.Queue[list[Any]] = queue.Queue()
     thread: Any = threading.Thread
     bootstrap = thread._bootstrap_inner

@@ -1,4 +1,7 @@
-"""The private names of torch that ranks need: each does what `_ranks/torch_internals.py` says of it."""
+"""The private names of torch that ranks need.
+
+Each does what `_ranks/torch_internals.py` says of it.
+"""
 
 from __future__ import annotations
 
@@ -95,7 +98,10 @@ def test_the_log_of_a_wrapped_model_names_the_backend_of_the_program() -> None:
 def test_a_module_that_a_rank_imports_keeps_no_group_of_this_rank(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Functions of `torch.distributed.nn` have the default group as a default: all ranks got that of the first."""
+    """Functions of `torch.distributed.nn` have the default group as a default.
+
+    All ranks got that of the first.
+    """
     name = "torch.distributed.nn.functional"
     monkeypatch.delitem(sys.modules, name, raising=False)
 
@@ -140,7 +146,8 @@ def test_there_are_no_other_variables_of_a_process() -> None:
 
 
 _FOLDER = Path(dist.__file__).parent
-# Not for ranks: what starts processes and watches them, and what run_ranks does not have.
+# Not for ranks: what starts processes and watches them, and what run_ranks does not
+# have.
 _ELSEWHERE = {"elastic", "rpc", "debug", "flight_recorder", "_tools", "_local_tensor"}
 
 
@@ -152,7 +159,10 @@ def _files() -> Iterator[tuple[str, str]]:
 
 
 def test_there_are_no_other_variables_of_a_process_in_any_module() -> None:
-    """What functions of `torch.distributed` set: each is in the table, or the same in all ranks."""
+    """What `torch.distributed` sets is in the table, or the same in all ranks.
+
+    Its functions set it.
+    """
     same_in_all_ranks = {
         "_c10d_logger",
         "_dcp_logger",
@@ -189,12 +199,16 @@ def test_there_are_no_other_variables_of_a_process_in_any_module() -> None:
 
 
 def test_there_are_no_other_caches_of_a_process() -> None:
-    """Each cache has the mesh in its key, which tells the ranks apart, or belongs to a thread, or knows no rank."""
+    """Each cache has the mesh in its key, which tells the ranks apart.
+
+    Or it belongs to a thread, or knows no rank.
+    """
     known = {
         "fsdp/_flat_param.py",  # sizes of dtypes, and warnings that are given once
         "pipelining/schedules.py",  # names
         "tensor/_collective_utils.py",  # by mesh: `MeshTopoInfo.build_from_mesh`
-        "tensor/_ops/single_dim_strategy.py",  # by the specifications of operands, which have a mesh
+        # By the specifications of operands, which have a mesh.
+        "tensor/_ops/single_dim_strategy.py",
         "tensor/_redistribute.py",  # by specifications: `_gen_transform_infos`
         "tensor/_sharding_prop.py",  # of a thread: `LocalLRUCache`
     }
@@ -226,7 +240,10 @@ def test_caches_by_mesh_are_emptied_after_a_run() -> None:
 def test_torch_has_each_variable_and_it_is_that_of_a_rank(
     variable: internals._Variable,
 ) -> None:
-    """What one rank puts there, the next one does not see, and the caller has what was there before."""
+    """What one rank puts there, the next one does not see.
+
+    The caller has what was there before.
+    """
     importlib.import_module(variable.module)
     owner = variable.find_owner()
     assert owner is not None
@@ -321,7 +338,10 @@ def test_hooks_for_every_module_are_those_of_the_rank_that_registers_them() -> N
 
 
 def test_a_hook_may_let_other_ranks_run() -> None:
-    """Torch's loop over the hooks ended with an error: those of another rank had been put there in the middle of it."""
+    """torch's loop over the hooks ended with an error.
+
+    Those of another rank had been put there in the middle of it.
+    """
 
     def main(rank: int) -> list[str]:
         dist.init_process_group("gloo")
@@ -354,7 +374,10 @@ def test_a_hook_may_let_other_ranks_run() -> None:
 
 
 def test_strategies_in_ranks_and_after_them_are_told_of_steps() -> None:
-    """The library registered its hook once for a process, so those of all ranks but one, and later ones, were not."""
+    """The library registered its hook once for a process.
+
+    So those of all ranks but one, and later ones, were not.
+    """
     plain = exact_steps.come_to(torchstrategy.get_strategy(), exact_steps.assigned)
 
     def main(rank: int) -> list[torch.Tensor]:
@@ -381,7 +404,10 @@ def test_strategies_in_ranks_and_after_them_are_told_of_steps() -> None:
 
 @pytest.mark.filterwarnings("ignore:`torch.distributed.all_reduce_coalesced`")
 def test_collectives_are_counted_by_torch() -> None:
-    """`CommDebugMode` counted none: torch calls a group that is written in Python without an operator."""
+    """`CommDebugMode` counted none.
+
+    Torch calls a group that is written in Python without an operator.
+    """
 
     def main(rank: int) -> list[dict[str, int]]:
         dist.init_process_group("gloo")
@@ -415,7 +441,10 @@ def test_collectives_are_counted_by_torch() -> None:
 
 
 def test_ranks_hand_over_in_a_transform() -> None:
-    """What a rank has of its own was compared inside `torch.func.grad`, where a tensor has no memory to look at."""
+    """What a rank has of its own was compared inside `torch.func.grad`.
+
+    A tensor has no memory to look at there.
+    """
 
     def main(rank: int) -> list[float]:
         dist.init_process_group("gloo")

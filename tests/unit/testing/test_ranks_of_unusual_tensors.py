@@ -1,4 +1,7 @@
-"""Workers whose models hold tensors without memory of their own: in processes, to read there ends the process."""
+"""Workers whose models hold tensors without memory of their own.
+
+In processes, to read there ends the process.
+"""
 
 from __future__ import annotations
 
@@ -83,7 +86,7 @@ def trained(
 
 
 def wrapping() -> torch.Tensor:
-    """A tensor that wraps two others, of which each begins behind the beginning of its memory."""
+    """A tensor that wraps two others, which begin behind the start of their memory."""
     return TwoTensor(torch.randn(8, 3)[2:4], torch.randn(8, 3)[2:4])
 
 
@@ -109,7 +112,10 @@ def test_what_wraps_others_begins_with_their_values_of_worker_0(place: str) -> N
 
 
 def test_values_are_compared_of_what_wraps_others() -> None:
-    """Another random state is one of the things for which all values are compared; it was an error of NumPy's."""
+    """Another random state is one of the things for which all values are compared.
+
+    It was an error of NumPy's.
+    """
     run_ranks(
         partial(trained, make=lambda: Net(wrapping(), "parameter"), later=draw_in_one),
         2,
@@ -150,7 +156,10 @@ def test_a_model_that_begins_without_memory_is_refused(place: str) -> None:
 
     with pytest.raises(
         TypeError,
-        match=r"Net\.held has no memory: .* Give it memory and values before strategy\.run",
+        match=(
+            r"Net\.held has no memory: .* Give it memory and values before "
+            r"strategy\.run"
+        ),
     ):
         run_ranks(trained, 2, args=(make,))
 
@@ -186,7 +195,10 @@ def test_a_write_of_the_step_on_what_wraps_others_is_refused() -> None:
     def write(model: nn.Module, rank: int) -> None:
         model.held += 1
 
-    told = r"Net\.held is a buffer of the class TwoTensor, which wraps other tensors, and the step has written it"
+    told = (
+        r"Net\.held is a buffer of the class TwoTensor, which wraps other tensors, and "
+        r"the step has written it"
+    )
     with pytest.raises(RuntimeError, match=told):
         run_ranks(
             partial(trained, make=lambda: Net(wrapping(), "buffer"), in_step=write), 2
@@ -216,7 +228,10 @@ def test_quantized_tensors_are_compared(place: str, dtype: torch.dtype) -> None:
 
 
 def test_a_sparse_parameter_is_refused() -> None:
-    told = r"Net\.held is a parameter of the layout torch\.sparse_coo.*register it as a buffer"
+    told = (
+        r"Net\.held is a parameter of the layout torch\.sparse_coo.*register it as a "
+        r"buffer"
+    )
     with pytest.raises(TypeError, match=told):
         run_ranks(
             trained, 2, args=(lambda: Net(torch.eye(3).to_sparse(), "parameter"),)

@@ -1,4 +1,7 @@
-"""Workers of a strategy in ranks of one process: they train together, and failures and differences are named."""
+"""Workers of a strategy in ranks of one process train together.
+
+Failures and differences are named.
+"""
 
 from __future__ import annotations
 

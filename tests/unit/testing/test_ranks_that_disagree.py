@@ -1,4 +1,7 @@
-"""Faults that hang on a cluster: each raises at once, and names ranks, collective, sizes and line."""
+"""Faults that hang on a cluster raise at once.
+
+Each names ranks, collective, sizes and line.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,10 @@ FAULTS: list[tuple[Program, int, str]] = []
 
 
 def fault(n: int, message: str) -> Callable[[Program], Program]:
-    """A program of `n` ranks, and the error that it has to end with. `@` stands for a line of this file."""
+    """A program of `n` ranks, and the error that it has to end with.
+
+    `@` stands for a line of this file.
+    """
 
     def add(program: Program) -> Program:
         FAULTS.append(
@@ -82,7 +88,8 @@ def other_sizes(rank: int) -> None:
 
 @fault(
     2,
-    "sizes differ:\n  rank 0: all_reduce #1 of 2x3 float32, sum (@)\n  rank 1: all_reduce #1 of 3x2 float32, sum (@)",
+    "sizes differ:\n  rank 0: all_reduce #1 of 2x3 float32, sum (@)\n  rank 1: "
+    "all_reduce #1 of 3x2 float32, sum (@)",
 )
 def transposed(rank: int) -> None:
     begin()
@@ -91,7 +98,8 @@ def transposed(rank: int) -> None:
 
 @fault(
     2,
-    "dtypes differ:\n  rank 0: all_reduce #1 of 4 float32, sum (@)\n  rank 1: all_reduce #1 of 4 float64, sum (@)",
+    "dtypes differ:\n  rank 0: all_reduce #1 of 4 float32, sum (@)\n  rank 1: "
+    "all_reduce #1 of 4 float64, sum (@)",
 )
 def other_dtype(rank: int) -> None:
     begin()
@@ -100,7 +108,8 @@ def other_dtype(rank: int) -> None:
 
 @fault(
     2,
-    "root or operation differs:\n  rank 0: broadcast #1 of 4 float32, from rank 0 (@)\n  rank 1: broadcast #1 of 4",
+    "root or operation differs:\n  rank 0: broadcast #1 of 4 float32, from rank 0 "
+    "(@)\n  rank 1: broadcast #1 of 4",
 )
 def other_root(rank: int) -> None:
     begin()
@@ -134,7 +143,8 @@ def other_order(rank: int) -> None:
 
 @fault(
     2,
-    "No rank can go on:\n  rank 0 waits in barrier #1 (@) for rank 1\n  rank 1 has ended",
+    "No rank can go on:\n  rank 0 waits in barrier #1 (@) for rank 1\n  rank 1 has "
+    "ended",
 )
 def only_the_first_rank(rank: int) -> None:
     begin()
@@ -157,7 +167,8 @@ def another_kind_of_barrier(rank: int) -> None:
 
 @fault(
     4,
-    "  rank 0 waits in all_reduce #1 in group 1 (ranks 0, 1) of 1 float32, sum (@) for rank 1\n"
+    "  rank 0 waits in all_reduce #1 in group 1 (ranks 0, 1) of 1 float32, sum (@) for "
+    "rank 1\n"
     "  rank 1 waits in all_reduce #1 of 1 float32, sum (@) for ranks 0, 2 and 3\n"
     "  rank 2 has ended\n"
     "  rank 3 has ended",
@@ -183,7 +194,8 @@ def groups_in_another_order(rank: int) -> None:
 
 @fault(
     2,
-    "  rank 0 waits in all_reduce #4 of 6 float32, sum (@) for rank 1\n  rank 1 has ended",
+    "  rank 0 waits in all_reduce #4 of 6 float32, sum (@) for rank 1\n  rank 1 has "
+    "ended",
 )
 def a_parameter_that_one_rank_does_not_use(rank: int) -> None:
     class Branches(nn.Module):
@@ -251,7 +263,8 @@ def another_tag(rank: int) -> None:
 
 @fault(
     2,
-    "sizes differ:\n  rank 0: send of 2 float32, to rank 1 (@)\n  rank 1: recv of 3 float32, from rank 0 (@)",
+    "sizes differ:\n  rank 0: send of 2 float32, to rank 1 (@)\n  rank 1: recv of 3 "
+    "float32, from rank 0 (@)",
 )
 def a_message_of_another_size(rank: int) -> None:
     begin()
@@ -263,7 +276,8 @@ def a_message_of_another_size(rank: int) -> None:
 
 @fault(
     2,
-    "rank 1 has written on a tensor of all_reduce #1 of 2 float32, sum (@) before it waited for it.",
+    "rank 1 has written on a tensor of all_reduce #1 of 2 float32, sum (@) before it "
+    "waited for it.",
 )
 def writes_before_it_waits(rank: int) -> None:
     begin()
@@ -275,7 +289,8 @@ def writes_before_it_waits(rank: int) -> None:
 
 @fault(
     2,
-    "rank 1 has written on a tensor of recv of 2 int64, from rank 0 (@) before it waited for it.",
+    "rank 1 has written on a tensor of recv of 2 int64, from rank 0 (@) before it "
+    "waited for it.",
 )
 def writes_past_torch_before_it_waits(rank: int) -> None:
     begin()
@@ -298,7 +313,8 @@ def never_waits_where_a_default_device_is_set(rank: int) -> None:
 
 @fault(
     2,
-    "rank 1 begins a profiler of torch (@), and rank 0 has one open (@). torch has one profiler for a process",
+    "rank 1 begins a profiler of torch (@), and rank 0 has one open (@). torch has one "
+    "profiler for a process",
 )
 def two_ranks_profile(rank: int) -> None:
     begin()
@@ -308,7 +324,8 @@ def two_ranks_profile(rank: int) -> None:
 
 @fault(
     2,
-    "rank 0 has ended, and never waited for all_reduce #1 of 2 float32, sum (@): its tensors hold nothing of use",
+    "rank 0 has ended, and never waited for all_reduce #1 of 2 float32, sum (@): its "
+    "tensors hold nothing of use",
 )
 def a_forgotten_wait(rank: int) -> None:
     begin()
@@ -319,7 +336,8 @@ def a_forgotten_wait(rank: int) -> None:
 
 @fault(
     2,
-    "Rank 0 has room for 2 float32 in all_gather #1 of 2 float32 (@), and 3 float32 are sent to it:\n"
+    "Rank 0 has room for 2 float32 in all_gather #1 of 2 float32 (@), and 3 float32 "
+    "are sent to it:\n"
     "  rank 0: all_gather #1 of 2 float32 (@)\n"
     "  rank 1: all_gather #1 of 3 float32 (@)",
 )
@@ -341,7 +359,8 @@ def scattered_by_other_sizes(rank: int) -> None:
 
 @fault(
     2,
-    "Rank 0 has room for 1 float32 in all_to_all #1 of 2 float32 (@), and 2 float32 are sent to it",
+    "Rank 0 has room for 1 float32 in all_to_all #1 of 2 float32 (@), and 2 float32 "
+    "are sent to it",
 )
 def splits_that_do_not_fit(rank: int) -> None:
     begin()
@@ -352,7 +371,8 @@ def splits_that_do_not_fit(rank: int) -> None:
 
 @fault(
     2,
-    "  rank 0 waits for 'default_pg/...answer' in the store of torch.distributed\n  rank 1 has ended",
+    "  rank 0 waits for 'default_pg/...answer' in the store of torch.distributed\n  "
+    "rank 1 has ended",
 )
 def a_note_that_nobody_leaves(rank: int) -> None:
     begin()
@@ -371,7 +391,8 @@ def a_question_without_end(rank: int) -> None:
 
 @fault(
     2,
-    "  rank 0 waits in all_gather #... of ... float32 (@) for rank 1\n  rank 1 has ended",
+    "  rank 0 waits in all_gather #... of ... float32 (@) for rank 1\n  rank 1 has "
+    "ended",
 )
 def a_whole_tensor_on_the_first_rank_only(rank: int) -> None:
     begin()
@@ -466,13 +487,15 @@ def test_what_a_rank_raises_comes_out_and_the_others_are_told() -> None:
 def test_a_module_that_waits_for_other_ranks_while_it_is_imported_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The second rank waited for Python's lock of the module, which the first one held in its barrier: for ever."""
+    """The second rank waited for Python's lock of the module for ever.
+
+    The first one held it in its barrier.
+    """
     (tmp_path / "meets.py").write_text(
         "import torch.distributed as dist\ndist.barrier()\n"
     )
-    (tmp_path / "imports_it.py").write_text(
-        "import meets\n"
-    )  # the lock may be that of a module further inside
+    # The lock may be that of a module further inside.
+    (tmp_path / "imports_it.py").write_text("import meets\n")
     monkeypatch.syspath_prepend(tmp_path)
 
     def main(rank: int) -> None:
@@ -485,7 +508,8 @@ def test_a_module_that_waits_for_other_ranks_while_it_is_imported_is_refused(
     first, second = str(caught.value).splitlines()[1:]
     assert first == "  rank 0 waits in barrier #1 (meets.py:2) for rank 1"
     assert second.startswith(
-        "  rank 1 imports imports_it, which another rank has begun to import. Ranks share modules"
+        "  rank 1 imports imports_it, which another rank has begun to import. Ranks "
+        "share modules"
     )
     assert _bootstrap._ModuleLock.acquire is acquire
     assert not {"meets", "imports_it"} & sys.modules.keys()

@@ -1,4 +1,7 @@
-"""`fully_shard` on the CPU, in ranks whose memory is watched as the runner watches it: the numbers of one device."""
+"""`fully_shard` on the CPU, in ranks: the numbers of one device.
+
+Their memory is watched as the runner watches it.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +22,8 @@ from torchstrategy.testing import lint_training, record_streams, run_ranks
 
 RANKS, STEPS, ROWS = 4, 4, 8
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore"
-)  # torch says of its own flattened meshes what it has deprecated
+# torch says of its own flattened meshes what it has deprecated.
+pytestmark = pytest.mark.filterwarnings("ignore")
 Make = Callable[..., torch.optim.Optimizer]
 
 

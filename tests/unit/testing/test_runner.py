@@ -1,4 +1,7 @@
-"""`python -m torchstrategy.testing.run`: public programs run untouched, and the report says what they did."""
+"""`python -m torchstrategy.testing.run`: public programs run untouched.
+
+The report says what they did.
+"""
 
 from __future__ import annotations
 
@@ -140,13 +143,16 @@ def test_the_type_of_devices_is_touched_by_the_runner_alone() -> None:
             assert dict(torch.device.__dict__) == before and torch.device is constructor
             assert torch.Tensor.is_cuda is is_cuda and not x.is_cuda
         assert repr(torch.device("cuda:1")) == shown
-    """
+    """  # noqa: E501
     done = python("-W", "ignore", "-c", textwrap.dedent(program), **NO_ACCELERATOR)
     assert done.returncode == 0, done.stderr
 
 
 def test_a_torch_that_was_built_for_cuda_keeps_its_version() -> None:
-    """It said 12.8, and torchvision, which was built for 13.0 as torch was, did not let itself be imported."""
+    """It said 12.8, and torchvision did not let itself be imported.
+
+    Torchvision was built for 13.0 as torch was.
+    """
     program = """
         import torch
         import torchstrategy.testing
@@ -188,7 +194,7 @@ def test_functions_of_torch_that_ask_for_devices_run(tmp_path: Path) -> None:
         with torch.autocast("cuda"):
             assert thrice(x).dtype == torch.float16
         assert thrice(x).dtype == torch.float32
-    """
+    """  # noqa: E501
     (tmp_path / "program.py").write_text(textwrap.dedent(program))
     done, _ = run(tmp_path, "--devices", "1", "--as-cuda", "program.py")
     assert done.returncode == 0, done.stderr
@@ -239,8 +245,8 @@ def test_a_write_of_numpy_on_a_buffer_that_is_copied_is_a_race(tmp_path: Path) -
     done, report = run(tmp_path, "--strict", "program.py")
     assert done.returncode == 1 and len(report["races"]) == 1
     assert (
-        "a copy (program.py:4), on the default stream of cuda:0, reads was written on the CPU"
-        in done.stderr
+        "a copy (program.py:4), on the default stream of cuda:0, reads was written on "
+        "the CPU" in done.stderr
     )
 
 
@@ -291,7 +297,7 @@ def test_memory_may_be_pinned_where_it_is_made(tmp_path: Path) -> None:
             model(torch.full((1, 2), rank + 1.0, device="cuda"), step).sum().backward()
             assert layers[step].weight.grad.flatten().tolist() == [1.5] * 4
         print("ok")
-        """
+        """  # noqa: E501
     )
     done, _ = run(tmp_path, "--ranks", "2", "program.py")
     assert done.returncode == 0 and done.stdout == "ok\nok\n", done.stderr
@@ -299,10 +305,15 @@ def test_memory_may_be_pinned_where_it_is_made(tmp_path: Path) -> None:
 
 def test_ctrl_c_ends_a_program_with_the_report_so_far(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(
-        "import torch\ntorch.ones(3).cuda()\nprint('now', flush=True)\nwhile True:\n    torch.ones(1)\n"
+        "import torch\ntorch.ones(3).cuda()\nprint('now', flush=True)\nwhile "
+        "True:\n    torch.ones(1)\n"
     )
-    # Whoever is started in the background of a shell ignores Ctrl-C, and so would the program.
-    begin = "import runpy, signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
+    # Whoever is started in the background of a shell ignores Ctrl-C, and so would the
+    # program.
+    begin = (
+        "import runpy, signal; signal.signal(signal.SIGINT, "
+        "signal.default_int_handler); "
+    )
     begin += f"runpy.run_module({RUN[-1]!r}, run_name='__main__', alter_sys=True)"
     command = [sys.executable, *RUN[:-2], "-c", begin, "--ranks", "2", "program.py"]
     environment = {**os.environ, **LEAN, **NO_ACCELERATOR, "PYTHONPATH": str(ROOT)}
@@ -355,8 +366,8 @@ def test_the_report_says_who_waited_where_beside_the_failure(tmp_path: Path) -> 
         {"rank": 0, "where": waits.removeprefix("rank 0 ")}
     ]
     assert (
-        "Order of the ranks: random:3\nRanks that could not go on\n  rank 1 failed: RuntimeError: "
-        in done.stderr
+        "Order of the ranks: random:3\nRanks that could not go on\n  rank 1 failed: "
+        "RuntimeError: " in done.stderr
     )
     # Messages are in the program's words, and have none of our frames.
     assert (
@@ -366,7 +377,10 @@ def test_the_report_says_who_waited_where_beside_the_failure(tmp_path: Path) -> 
     )
     assert report["notes"] == [
         "torch.compile was called 2 times for inductor, and ran aot_eager (--compile)",
-        "each rank was given --local_rank=RANK, as torch.distributed.launch does; torchrun sets LOCAL_RANK instead",
+        (
+            "each rank was given --local_rank=RANK, as torch.distributed.launch does; "
+            "torchrun sets LOCAL_RANK instead"
+        ),
     ]
 
 
@@ -376,7 +390,8 @@ def test_a_program_without_ranks_is_alone(tmp_path: Path) -> None:
         "dist.init_process_group('nccl')\n"
         "x = torch.ones(2, device='cuda')\n"
         "dist.all_reduce(x)\ndist.barrier()\n"
-        "model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1).cuda())\n"
+        "model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, "
+        "1).cuda())\n"
         "model(x).sum().backward()\n"
         "print(dist.get_world_size(), x.tolist())\n"
         "dist.destroy_process_group()\n"
@@ -397,11 +412,15 @@ def test_a_program_without_ranks_is_alone(tmp_path: Path) -> None:
 def test_ranks_of_a_program_that_sets_no_seed_draw_other_numbers(
     tmp_path: Path, spawned: bool
 ) -> None:
-    """Each process of `torchrun` has seeds of its own. A lint said that all ranks of a program dropped the same."""
+    """Each process of `torchrun` has seeds of its own.
+
+    A lint said that all ranks of a program dropped the same.
+    """
     (tmp_path / "program.py").write_text(
         "import random, numpy, torch\n"
         "def draw(*_):\n"
-        "    draws = (torch.rand, lambda n: torch.rand(n, device='cuda').cpu(), numpy.random.rand)\n"
+        "    draws = (torch.rand, lambda n: torch.rand(n, device='cuda').cpu(), "
+        "numpy.random.rand)\n"
         "    print('drawn', random.random(), *(float(draw(1)[0]) for draw in draws))\n"
         "    torch.manual_seed(3)\n"
         "    print('seeded', *(float(draw(1)[0]) for draw in draws[:2]))\n"
@@ -419,7 +438,7 @@ def test_ranks_of_a_program_that_sets_no_seed_draw_other_numbers(
 
 
 def test_each_rank_of_a_program_may_start_hydra(tmp_path: Path) -> None:
-    """`hydra.main` of the second rank ended with `GlobalHydra is already initialized`."""
+    """The second rank's `hydra.main` ended: `GlobalHydra is already initialized`."""
     (tmp_path / "hydra" / "core").mkdir(parents=True)
     (tmp_path / "hydra" / "core" / "global_hydra.py").write_text(
         "class GlobalHydra:\n"
@@ -449,7 +468,10 @@ def test_each_rank_of_a_program_may_start_hydra(tmp_path: Path) -> None:
 def test_a_program_whose_processes_share_a_model_is_told_to_use_ranks(
     tmp_path: Path, shared: bool
 ) -> None:
-    """It ended with `bad value(s) in fds_to_keep`, which named neither the cause nor what to do."""
+    """It ended with `bad value(s) in fds_to_keep`, which named no cause.
+
+    It did not say what to do either.
+    """
     (tmp_path / "program.py").write_text(
         "import torch, torch.multiprocessing as mp\n"
         "def train(model): print('trains')\n"
@@ -579,7 +601,8 @@ def test_shards_of_a_tensor_draw_other_numbers_on_each_rank(tmp_path: Path) -> N
         "import torch\n"
         "from torch.distributed.device_mesh import init_device_mesh\n"
         "from torch.distributed.tensor import Shard, distribute_tensor\n"
-        "x = distribute_tensor(torch.zeros(4, 3, device='cuda'), init_device_mesh('cuda', (2,)), [Shard(0)])\n"
+        "x = distribute_tensor(torch.zeros(4, 3, device='cuda'), "
+        "init_device_mesh('cuda', (2,)), [Shard(0)])\n"
         "torch.nn.init.normal_(x)\n"
         "assert len(set(x.full_tensor().flatten().tolist())) == 12\n"
     )
@@ -639,8 +662,8 @@ def test_the_report_and_its_json_have_the_same_numbers() -> None:
         "Copies\n"
         "  cpu -> cuda:0  19.07 MiB in 3 tensors\n"
         "  cuda:0 -> cpu  8 bytes in 1 tensor\n"
-        "  28 block the program: train.py:7 (7), train.py:6 (6), train.py:5 (5), train.py:4 (4), train.py:3 (3),"
-        "  and 2 more lines\n"
+        "  28 block the program: train.py:7 (7), train.py:6 (6), train.py:5 (5), "
+        "train.py:4 (4), train.py:3 (3),  and 2 more lines\n"
         "  2 are from or to pageable memory: train.py:7 (2)\n"
         "Waits of the program for a device: 5, 2.5 a step\n"
         "      5  a number is read  train.py:9\n"
@@ -692,7 +715,7 @@ for _ in range(4):
     torch.cuda.synchronize()
     if rank == 0:
         print(time.perf_counter() - start)
-"""
+"""  # noqa: E501
 
 
 def test_a_profile_predicts_times_on_the_programs_own_clock_too(tmp_path: Path) -> None:

@@ -1,4 +1,7 @@
-"""`assert_same_as_plain`: correct steps pass, and of the others it says what is wrong with them."""
+"""`assert_same_as_plain`: correct steps pass.
+
+Of the others it says what is wrong with them.
+"""
 
 from __future__ import annotations
 
@@ -23,15 +26,15 @@ from torchstrategy.testing._same_as_plain import assert_same_as_plain
 
 
 def central(replicas: int) -> torchstrategy.Strategy:
-    """Replicas on the one CPU; what a boundary between devices shows is tested in tests/simulated."""
+    """Replicas on the one CPU.
+
+    What a boundary between devices shows is tested in tests/simulated.
+    """
     return torchstrategy.CentralStorageStrategy(["cpu"] * replicas)
 
 
-BATCHES = [
-    data(8, seed=1),
-    data(7, seed=2),
-    data(3, seed=3),
-]  # even, uneven, and fewer rows than replicas
+# Even, uneven, and fewer rows than replicas.
+BATCHES = [data(8, seed=1), data(7, seed=2), data(3, seed=3)]
 
 
 def adam(model: nn.Module) -> torch.optim.Optimizer:
@@ -119,7 +122,10 @@ def test_a_correct_step_never_fails(
 
 
 class Attention(nn.Module):
-    """The gradient of the bias of its keys is zero but for rounding, of which Adam makes full steps."""
+    """The gradient of the bias of its keys is zero but for rounding.
+
+    Adam makes full steps of it.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -320,9 +326,15 @@ def test_attributes_that_do_not_depend_on_the_rows_may_be_written(
 @pytest.mark.parametrize(
     "words",
     [
-        "Expected all tensors to be on the same device, but found at least two devices, sim:0 and sim:1!",
+        (
+            "Expected all tensors to be on the same device, but found at least two "
+            "devices, sim:0 and sim:1!"
+        ),
         "Expected a 'sim:1' device type for generator but found 'sim:0'",
-        "indices should be either on cpu or on the same device as the indexed tensor (sim:0)",
+        (
+            "indices should be either on cpu or on the same device as the indexed "
+            "tensor (sim:0)"
+        ),
     ],
 )
 def test_a_tensor_left_on_another_device_is_named(words: str) -> None:
@@ -334,7 +346,8 @@ def test_a_tensor_left_on_another_device_is_named(words: str) -> None:
 
     said = failure(step)
     assert said.startswith(
-        "At step 1 of 3, replica 1 of 4 on cpu met another device; plain PyTorch on cpu did not:"
+        "At step 1 of 3, replica 1 of 4 on cpu met another device; plain PyTorch on "
+        "cpu did not:"
     )
     assert words in said
     assert (
@@ -361,9 +374,8 @@ def test_the_error_of_the_device_is_in_the_message_once() -> None:
 
 def test_a_step_that_is_fit_for_no_other_device_is_told_so_too() -> None:
     def step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> None:
-        if (
-            batch is None
-        ):  # it never is; of a branch that can never run, newer Pythons keep no constants
+        # It never is; of a branch that can never run, newer Pythons keep no constants.
+        if batch is None:
             torch.ones(()).to("cuda:9")
         raise RuntimeError(
             "Expected all tensors to be on the same device, but found sim:0 and cpu"
@@ -383,8 +395,8 @@ def test_a_loss_divided_by_the_number_of_replicas_is_found() -> None:
 
     said = failure(trained_by(loss), batches=BATCHES[:1])
     assert (
-        "The loss depends on the number of replicas (`step` reads `num_replicas_in_sync`)"
-        in said
+        "The loss depends on the number of replicas (`step` reads "
+        "`num_replicas_in_sync`)" in said
     )
     assert "every gradient is 1/4 of plain PyTorch's" in said
     assert (
@@ -466,8 +478,8 @@ def test_a_shared_generator_is_found_even_where_it_draws_what_one_device_draws(
     said = failure(trained_by(loss))
     assert "the result depends on the order in which the replicas run" in said
     assert (
-        "`generator`, a closure variable of `loss`, is a generator that all replicas share"
-        in said
+        "`generator`, a closure variable of `loss`, is a generator that all replicas "
+        "share" in said
     )
     again = failure(trained_by(loss))
     assert again == said, "the generator was left where the first check had drawn to"
@@ -544,7 +556,8 @@ def test_several_causes_are_found_one_behind_the_other() -> None:
         said.count(f"Cause: {text}")
         for text in ("Random numbers", "Batch statistics", "The loss is a sum")
     ] == [1] * 3
-    # Without its batch norm and its dropout the step is still wrong: what a further training has proved comes first.
+    # Without its batch norm and its dropout the step is still wrong: what a further
+    # training has proved comes first.
     first, *_ = re.findall("Cause: ([^(:]*)", said)
     assert first.startswith("The loss is a sum over rows")
 
@@ -593,8 +606,8 @@ def test_a_layer_that_replicas_do_not_use_is_found() -> None:
         or "the gradient of `2.weight` is there only" in said
     )
     assert (
-        "Backward reaches other parameters in replicas than in plain PyTorch: the gradient of `2.weight`"
-        in said
+        "Backward reaches other parameters in replicas than in plain PyTorch: the "
+        "gradient of `2.weight`" in said
     )
 
 
@@ -662,9 +675,8 @@ def test_counts_rows_of_ones_own_and_merge_functions_are_the_same(
         torch.zeros(40, dtype=torch.float64),
     )
     merged, frozen = torch.zeros(()), torch.ones(1)
-    firsts = [
-        float(x) for batch in BATCHES for x in batch[0][:, 0]
-    ]  # what tells rows apart
+    # What tells rows apart.
+    firsts = [float(x) for batch in BATCHES for x in batch[0][:, 0]]
 
     def loss(model: nn.Module, batch: Any) -> torch.Tensor:
         losses = squares(model, batch) * frozen.to(batch[0].device)
@@ -691,8 +703,8 @@ def test_an_error_in_one_order_only_is_found() -> None:
 
     said = failure(step)
     assert (
-        "raised when the replicas ran in the order [3, 2, 1, 0], and not in their own: IndexError"
-        in said
+        "raised when the replicas ran in the order [3, 2, 1, 0], and not in their own: "
+        "IndexError" in said
     )
 
 
@@ -704,8 +716,8 @@ def test_state_outside_of_the_model_is_found() -> None:
 
     said = failure(trained_by(loss))
     assert (
-        "Two trainings in plain PyTorch differ as well: `step` keeps state outside of the model"
-        in said
+        "Two trainings in plain PyTorch differ as well: `step` keeps state outside of "
+        "the model" in said
     )
 
 
@@ -725,13 +737,14 @@ def test_the_message_says_at_which_step_what_and_by_how_much() -> None:
     model_fn = lambda: nn.Linear(3, 2).double()  # noqa: E731
     said = failure(trained_by(loss), model_fn, batches=batches, ignore=["losses"])
     assert said.startswith(
-        "At step 2 of 3, replicas and plain PyTorch disagree: the gradient of `weight` is off by"
+        "At step 2 of 3, replicas and plain PyTorch disagree: the gradient of `weight` "
+        "is off by"
     )
     assert "times its norm in plain PyTorch" in said
     assert "rtol=1e-10 of the norm" in said and "atol=1e-13" in said
     assert (
-        "others as well, such as the gradient of `bias`, the parameter `weight`, the optimizer's"
-        in said
+        "others as well, such as the gradient of `bias`, the parameter `weight`, the "
+        "optimizer's" in said
     )
     assert "4 replicas; the share of each in the batch: 0.25, 0.25, 0.25, 0.25" in said
 
@@ -739,7 +752,10 @@ def test_the_message_says_at_which_step_what_and_by_how_much() -> None:
 def test_the_message_says_what_is_allowed_and_of_what_that_is_made() -> None:
     """`allowed: 0.02, rtol=0.01, atol=0.001` was read as three limits."""
     step = trained_by(lambda model, batch: squares(model, batch).sum())
-    of_both = "which is rtol=0.01 of the norm and of that of the largest gradient, and atol=0.001"
+    of_both = (
+        "which is rtol=0.01 of the norm and of that of the largest gradient, and "
+        "atol=0.001"
+    )
     for ignored, words in (
         ([], "which is rtol=0.01 of the norm, and atol=0.001"),
         (["losses"], of_both),

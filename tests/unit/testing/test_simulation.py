@@ -1,4 +1,7 @@
-"""Simulated devices: how a process gets them. What they then do is tested in tests/simulated."""
+"""Simulated devices: how a process gets them.
+
+What they then do is tested in tests/simulated.
+"""
 
 from __future__ import annotations
 
@@ -71,11 +74,15 @@ def test_an_alias_of_no_devices_is_refused() -> None:
 @runs_here
 def test_importing_the_library_simulates_nothing() -> None:
     done = run_program(
-        "before = torch.Tensor.to, torch.tensor, torch.Generator, torch.accelerator.device_count\n"
+        "before = torch.Tensor.to, torch.tensor, torch.Generator, "
+        "torch.accelerator.device_count\n"
         "import torchstrategy, torchstrategy.testing._simulation\n"
-        "assert (torch.Tensor.to, torch.tensor, torch.Generator, torch.accelerator.device_count) == before\n"
-        "assert torch.Tensor.to is torch._C.TensorBase.to and not hasattr(torch, 'sim')\n"
-        "assert torch.utils.backend_registration._privateuse1_backend_name == 'privateuseone'\n"
+        "assert (torch.Tensor.to, torch.tensor, torch.Generator, "
+        "torch.accelerator.device_count) == before\n"
+        "assert torch.Tensor.to is torch._C.TensorBase.to and not hasattr(torch, "
+        "'sim')\n"
+        "assert torch.utils.backend_registration._privateuse1_backend_name == "
+        "'privateuseone'\n"
         "assert testing.simulated_devices() == []\n"
     )
     assert (done.returncode, done.stderr) == (0, "")
@@ -99,7 +106,8 @@ def test_the_same_count_may_be_asked_for_again_and_another_may_not() -> None:
 @runs_here
 def test_one_device_is_enough_and_the_last_one_is_the_last() -> None:
     done = run_program(
-        "print(testing.simulate_devices(1), torch.ones(2, device='sim') + 1)\ntorch.ones(1, device='sim:1')\n",
+        "print(testing.simulate_devices(1), torch.ones(2, device='sim') + "
+        "1)\ntorch.ones(1, device='sim:1')\n",
     )
     assert (
         done.stdout
@@ -116,9 +124,11 @@ def test_a_process_ends_cleanly_with_work_graphs_and_cycles_alive() -> None:
         "x = torch.ones(3, device='sim:1', requires_grad=True)\n"
         "y = (x * 2).sum()\n"
         "class Holder: pass\n"
-        "holder = Holder(); holder.me = holder; holder.all = [x, y, torch.Generator('sim:2'), torch.sim.Stream(1)]\n"
+        "holder = Holder(); holder.me = holder; holder.all = [x, y, "
+        "torch.Generator('sim:2'), torch.sim.Stream(1)]\n"
         "def work():\n"
-        "    for _ in range(50): (torch.ones(2, device='sim:2', requires_grad=True) * 2).sum().backward()\n"
+        "    for _ in range(50): (torch.ones(2, device='sim:2', requires_grad=True) * "
+        "2).sum().backward()\n"
         "threading.Thread(target=work).start()\n"
         "torch.set_default_device('sim:2')\n"
         "testing.cuda_alias().__enter__()\n"
@@ -161,7 +171,10 @@ def test_a_spawned_process_is_sent_tensors_if_it_simulates_devices_too(
 
 @runs_here
 def test_a_spawned_process_is_given_a_model(tmp_path: Path) -> None:
-    """Starting it failed with `bad value(s) in fds_to_keep`: two weights were sent by one file descriptor."""
+    """Starting it failed with `bad value(s) in fds_to_keep`.
+
+    Two weights were sent by one file descriptor.
+    """
     program = tmp_path / "program.py"
     program.write_text(
         "import torch, torch.multiprocessing as multiprocessing\n"
@@ -180,10 +193,8 @@ def test_a_spawned_process_is_given_a_model(tmp_path: Path) -> None:
         "    process.join()\n"
     )
     done = python(str(program), folder=ROOT, PYTHONPATH=str(ROOT))
-    assert (
-        done.stdout
-        == """["tensor([[2., 2.]], device='sim:1')", "tensor([1.], device='sim:1')"]\n"""
-    ), done.stderr
+    shown = ["tensor([[2., 2.]], device='sim:1')", "tensor([1.], device='sim:1')"]
+    assert done.stdout == f"{shown}\n", done.stderr
 
 
 @runs_here

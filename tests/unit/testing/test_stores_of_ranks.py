@@ -1,4 +1,7 @@
-"""The stores that ranks of a run make: each is one of its own, and a wait may be over without an end."""
+"""The stores that ranks of a run make.
+
+Each is one of its own, and a wait may be over without an end.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +59,7 @@ def test_a_store_says_where_it_is(tmp_path: Path) -> None:
 
 
 def test_what_a_store_has_can_be_counted_deleted_and_queued() -> None:
-    """`delete_key` of the default group's store called a function that C++ did not find."""
+    """`delete_key` of the default group's store called a function unknown to C++."""
 
     def main(rank: int) -> None:
         dist.init_process_group("gloo")
@@ -86,7 +89,11 @@ def test_what_a_store_has_can_be_counted_deleted_and_queued() -> None:
 
 
 def test_a_wait_with_a_timeout_is_over_where_no_rank_can_go_on() -> None:
-    """The run was ended. A program that looks whether something comes, and goes on without it, could not be run."""
+    """The run was ended.
+
+    A program that looks whether something comes, and goes on without it, could not be
+    run.
+    """
 
     def main(rank: int) -> list[str]:
         dist.init_process_group("gloo")
@@ -103,9 +110,8 @@ def test_a_wait_with_a_timeout_is_over_where_no_rank_can_go_on() -> None:
         dist.barrier()
         if rank == 1:
             store.set("maybe", "1")
-        store.wait(
-            ["maybe"], timedelta(milliseconds=1)
-        )  # the time does not pass while another rank can go on
+        # The time does not pass while another rank can go on.
+        store.wait(["maybe"], timedelta(milliseconds=1))
         return told
 
     assert run_ranks(main, 2)[0] == [["200 ms", "100 ms"], []]

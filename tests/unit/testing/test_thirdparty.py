@@ -1,4 +1,7 @@
-"""A package that is none of ours uses the plugin with nothing but its public names; see `thirdparty/`."""
+"""A package that is none of ours uses the plugin with its public names only.
+
+See `thirdparty/`.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,10 @@ SOURCES = Path(__file__).resolve().parents[2] / "thirdparty"
 
 @pytest.fixture(scope="module")
 def tinytrainer(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """The package's repository, out of reach of our own settings for pytest, and where it was installed."""
+    """The package's repository, out of reach of our own settings for pytest.
+
+    With the place where it was installed.
+    """
     repository = tmp_path_factory.mktemp("repository") / "tinytrainer"
     site = tmp_path_factory.mktemp("site")
     shutil.copytree(SOURCES, repository, ignore=shutil.ignore_patterns("__pycache__"))

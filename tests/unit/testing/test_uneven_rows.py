@@ -19,9 +19,8 @@ def step_with_a_wrong_label_offset(
     optimizer.zero_grad()
     own = F.normalize(model(batch), dim=1)
     keys = context.all_gather(own, axis=0)
-    labels = torch.arange(len(own)) + context.replica_id_in_sync_group * len(
-        own
-    )  # others have other numbers of rows
+    # Others have other numbers of rows.
+    labels = torch.arange(len(own)) + context.replica_id_in_sync_group * len(own)
     losses = F.cross_entropy(own @ keys.T / 0.5, labels, reduction="none")
     losses.mean().backward()
     optimizer.step()

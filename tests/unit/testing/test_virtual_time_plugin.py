@@ -1,4 +1,7 @@
-"""Tests that run in virtual time, as a user meets them: pytest is run on small projects, in processes of their own."""
+"""Tests that run in virtual time, as a user meets them.
+
+Pytest is run on small projects, in processes of their own.
+"""
 
 from __future__ import annotations
 
@@ -80,7 +83,7 @@ PROJECT = """
     @pytest.mark.virtual_time("L4", max_syncs=0)
     def test_what_fixtures_prepare_takes_no_time(prepared):
         assert prepared == 3
-"""
+"""  # noqa: E501
 
 
 def pytest_on(folder: Path, *arguments: str) -> str:
@@ -130,7 +133,8 @@ def test_a_failure_says_what_waits_and_on_which_line(run: tuple[str, Path]) -> N
         in output
     )
     assert re.search(
-        r"  3 times at test_times\.py:\d+: a copy to sim:0 from memory that is not pinned",
+        r"  3 times at test_times\.py:\d+: a copy to sim:0 from memory that is not "
+        r"pinned",
         output,
     )
     assert "During handling of the above exception" not in output

@@ -1,4 +1,7 @@
-"""A program that lints watch computes what it computes alone, whatever objects of its own it has."""
+"""A program that lints watch computes what it computes alone.
+
+It does whatever objects of its own it has.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ FILE = "there.txt"
 
 
 def program(main: Callable[[Path], object]) -> Callable[[Path], object]:
-    """Adds a program, which gets a folder with a file in it, and returns what it computes."""
+    """Adds a program, which gets a folder with a file in it; returns its result."""
     PROGRAMS.append(main)
     return main
 
@@ -119,11 +122,8 @@ def test_a_group_of_a_generator() -> None:
 
 
 class Opens:
-    opens, lists, looks = (
-        open,
-        os.listdir,
-        os.path.getsize,
-    )  # builtin ones are no methods
+    # Builtin ones are no methods.
+    opens, lists, looks = open, os.listdir, os.path.getsize
 
 
 @program
@@ -373,7 +373,10 @@ def test_threads_of_the_program_are_watched_as_well() -> None:
 
 
 def test_a_group_without_parameters_is_asked_for_none() -> None:
-    """Where a strategy with one replica is at work, the library asks all optimizers of the process for theirs."""
+    """Where a strategy with one replica is at work, the library asks all optimizers.
+
+    It asks those of the process for theirs.
+    """
     optimizer = WithoutParameters(linear().parameters())
     optimizer.zero_grad()  # adds such a group
     assert [parameter.shape for parameter in parameters_of(optimizer)] == [(2, 4), (2,)]

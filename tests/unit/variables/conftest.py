@@ -1,4 +1,7 @@
-"""Variables under one strategy of each kind, in place of the strategies that other tests run under."""
+"""Variables under one strategy of each kind.
+
+They take the place of the strategies that other tests run under.
+"""
 
 from __future__ import annotations
 

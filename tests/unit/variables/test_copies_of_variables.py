@@ -1,7 +1,9 @@
-"""`copy.deepcopy` of a variable makes one of its kind, in its strategy, wherever it is made, as in TensorFlow.
+"""`copy.deepcopy` of a variable makes one of its kind, in its strategy.
 
-A copy that was made outside of the scope belonged to no strategy: each replica then assigned it for itself, and what
-they assigned was lost.
+It does wherever it is made, as in TensorFlow.
+
+A copy that was made outside of the scope belonged to no strategy: each replica then
+assigned it for itself, and what they assigned was lost.
 """
 
 from __future__ import annotations
@@ -156,7 +158,10 @@ def test_a_copy_keeps_what_the_user_set_on_it(strategy: torchstrategy.Strategy) 
 def test_a_step_that_sets_an_attribute_of_the_variable_is_refused(
     strategy: torchstrategy.Strategy,
 ) -> None:
-    """All replicas have the one variable. On a module, it is each replica's own copy."""
+    """All replicas have the one variable.
+
+    On a module, it is each replica's own copy.
+    """
     v = variable(strategy, "ON_WRITE", "MEAN")
     with strategy.scope():
         model = nn.Module()

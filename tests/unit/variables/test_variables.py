@@ -52,7 +52,10 @@ OPERATIONS = {
 
 
 class Model:
-    """What becomes of a variable that holds a number: a value for each component, and what is read of them."""
+    """What becomes of a variable that holds a number.
+
+    A value for each component, and what is read of them.
+    """
 
     def __init__(
         self,
@@ -108,9 +111,8 @@ class Model:
         return sum(given) / (self.replicas if self.aggregation is MEAN else 1)
 
 
-NUMBERS = st.integers(-8, 8).map(
-    lambda n: n * 12.0
-)  # whose parts of 2, 3 and 4 replicas are exact
+# Whose parts of 2, 3 and 4 replicas are exact.
+NUMBERS = st.integers(-8, 8).map(lambda n: n * 12.0)
 ASSIGNMENTS = st.tuples(
     st.sampled_from([*OPERATIONS]),
     st.sampled_from(["outside", "replicas", "same"]),
@@ -427,7 +429,10 @@ def test_what_cannot_be_mirrored_is_refused(
 def test_a_value_of_each_replicas_own_may_be_trainable(
     several: torchstrategy.Strategy,
 ) -> None:
-    """TensorFlow allows it; its gradient is each replica's own, and training it would leave n different values."""
+    """TensorFlow allows it.
+
+    Its gradient is each replica's own, and training it would leave n different values.
+    """
     v = made(several, 2.0, synchronization=ON_READ, aggregation=MEAN, trainable=True)
     assert v.trainable and v.requires_grad
     (gradient, *_) = several.experimental_local_results(

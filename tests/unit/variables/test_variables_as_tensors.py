@@ -344,12 +344,8 @@ def test_update_is_given_what_was_reduced_to_the_variable(
         two.extended.update(
             v, lambda component, x: component.assign(x) and None, args=(each,)
         )
-    for other in (
-        3,
-        torch.ones(2),
-        two.run(lambda: torch.ones(2)),
-        None,
-    ):  # what was written had no strategy
+    # What was written had no strategy.
+    for other in (3, torch.ones(2), two.run(lambda: torch.ones(2)), None):
         with pytest.raises(
             TypeError, match=r"update writes a variable.*torchstrategy\.Variable\(value"
         ):

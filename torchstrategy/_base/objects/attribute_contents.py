@@ -1,7 +1,9 @@
-"""What plain attributes hold, at any depth: containers, objects and tensors, with the attributes of these.
+"""What plain attributes hold, at any depth.
 
-Each replica has copies of all containers, objects and tensors that a step may change in place. A program may set
-attributes on tensors, too, as in `weight.is_expert = True`.
+These are containers, objects and tensors, with the attributes of these.
+
+Each replica has copies of all containers, objects and tensors that a step may change in
+place. A program may set attributes on tensors, too, as in `weight.is_expert = True`.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ from torchstrategy._base.distributed_values import PerReplica
 from torchstrategy._base.plain import PLAIN, PLAIN_TYPES
 
 SEQUENCES = (list, deque, set)
-# The containers of Python's own that a step may change in place. `type(value) in` them: a subclass may hold more.
+# The containers of Python's own that a step may change in place. `type(value) in` them:
+# a subclass may hold more.
 OPEN_CONTAINERS = (
     *SEQUENCES,
     dict,
@@ -34,8 +37,8 @@ OPEN_CONTAINERS = (
     Counter,
     types.SimpleNamespace,
 )
-# The attributes of functions are not looked at, since replicas share functions. Modules are not looked at either, since
-# other files compare them.
+# The attributes of functions are not looked at, since replicas share functions. Modules
+# are not looked at either, since other files compare them.
 _CLOSED = (
     *PLAIN,
     torch.Tensor,
@@ -49,7 +52,10 @@ _CALLED = (types.FunctionType, types.MethodType, types.BuiltinFunctionType)
 
 
 class CopiedThing(NamedTuple):
-    """An attribute, or what it holds: a container, an object or a tensor, with the copies of the replicas."""
+    """An attribute, or what it holds, with the copies of the replicas.
+
+    It is a container, an object or a tensor.
+    """
 
     path: str
     original: Any
@@ -59,11 +65,13 @@ class CopiedThing(NamedTuple):
 def find_copied_things(
     named: Iterable[CopiedThing],
 ) -> tuple[dict[int, CopiedThing], dict[int, CopiedThing], list[CopiedThing]]:
-    """All that some attributes hold and that may be changed in place, by the ids of the user's objects.
+    """All that attributes hold and that may be changed in place.
+
+    It is kept by the ids of the user's objects.
 
     Returns:
-        The containers and objects; the leaves, which are tensors, and arrays as tensors that share their memory; and
-        the arrays and `PerReplica`s themselves.
+        The containers and objects; the leaves, which are tensors, and arrays as tensors
+        that share their memory; and the arrays and `PerReplica`s themselves.
     """
     places: dict[int, CopiedThing] = {}
     leaves: dict[int, CopiedThing] = {}
@@ -82,9 +90,8 @@ def find_copied_things(
                 leaves[id(value)] = place
         elif isinstance(value, (np.ndarray, PerReplica)):
             others.append(place)
-            with suppress(
-                TypeError, ValueError
-            ):  # no array, or one of a dtype that torch does not have
+            # No array, or one of a dtype that torch does not have.
+            with suppress(TypeError, ValueError):
                 leaves[id(value)] = CopiedThing(
                     where, _share_memory(value), list(map(_share_memory, copies))
                 )
@@ -96,18 +103,20 @@ def find_copied_things(
 def _share_memory(array: Any) -> torch.Tensor:
     """A tensor that shares the memory of an array."""
     with catch_warnings():
-        simplefilter(
-            "ignore"
-        )  # torch warns of a read-only array, on which the library does not write
+        # torch warns of a read-only array, on which the library does not write.
+        simplefilter("ignore")
         return torch.from_numpy(array)
 
 
 def things_in(
     path: str, value: Any, has_data: bool = False
 ) -> Iterator[tuple[str, Any]]:
-    """The tensors, arrays, modules, `PerReplica`s, containers and other objects in a value, each with its path.
+    """The tensors, containers and other objects in a value, each with its path.
 
-    What is in a container of many entries is left out if all of it is data, unless `has_data`.
+    Arrays, modules and `PerReplica`s are among them.
+
+    What is in a container of many entries is left out if all of it is data, unless
+    `has_data`.
     """
     walked = (
         () if type(value) in PLAIN_TYPES else _walk(path, value, (), set(), has_data)
@@ -163,7 +172,10 @@ _MOST = 10_000_000  # entries of what is equally deep
 
 
 class Data(NamedTuple):
-    """What is in a value that is nothing but data: numbers, strings and the like, in containers and plain objects."""
+    """What is in a value that is nothing but data.
+
+    These are numbers, strings and the like, in containers and plain objects.
+    """
 
     entries: int  # how many all containers have
     holders: list[Any]  # the containers and objects that may be changed in place
@@ -172,8 +184,8 @@ class Data(NamedTuple):
 def data_in(value: Any) -> Data | None:
     """What is in a value that is nothing but data; None if it holds anything else.
 
-    There may be many entries. So there is no Python call for each of them: all that is equally deep is looked at in
-    one.
+    There may be many entries. So there is no Python call for each of them: all that is
+    equally deep is looked at in one.
     """
     count, level = 0, [value]
     holders: list[Any] = []
@@ -195,7 +207,10 @@ def data_in(value: Any) -> Data | None:
 
 
 def _entries(kind: Any, alike: Sequence[Any]) -> Iterable[Any] | None:
-    """What some containers or objects of one class hold, one after the other; None if they may hold more than that."""
+    """What some containers or objects of one class hold, one after the other.
+
+    It is None if they may hold more than that.
+    """
     is_sized = issubclass(kind, (tuple, dict)) or kind in (list, set, frozenset, deque)
     if is_sized and sum(map(len, alike)) > _MOST:
         return None  # a list that holds itself often
@@ -221,10 +236,8 @@ def _entries(kind: Any, alike: Sequence[Any]) -> Iterable[Any] | None:
     return chain.from_iterable(named_items(one).values() for one in alike)
 
 
-ITEM, ATTRIBUTE = (
-    "[{!r}]",
-    ".{}",
-)  # how a path shows an item of a container, or an attribute
+# How a path shows an item of a container, or an attribute.
+ITEM, ATTRIBUTE = "[{!r}]", ".{}"
 CONTENTS = ""  # how a path shows what a variable holds: by the name of the variable
 
 
@@ -252,7 +265,10 @@ def named_items(value: Any) -> dict[tuple[str, Any], Any]:
 
 
 def attributes(thing: Any) -> dict[str, Any]:
-    """The attributes of an object, in its `__dict__` and in slots, without calling methods of the object."""
+    """The attributes of an object, in its `__dict__` and in slots.
+
+    No method of the object is called for them.
+    """
     try:
         found: dict[str, Any] = object.__getattribute__(thing, "__dict__")
     except AttributeError:
@@ -275,7 +291,10 @@ def cells_in_closure(fn: types.FunctionType) -> Iterator[tuple[str, types.CellTy
 
 
 def variables_in_closure(fn: types.FunctionType) -> list[tuple[str, Any]]:
-    """The values of these variables, with their names. Variables that are not assigned yet are left out."""
+    """The values of these variables, with their names.
+
+    Variables that are not assigned yet are left out.
+    """
     found = []
     for name, cell in cells_in_closure(fn):
         with suppress(ValueError):
@@ -302,9 +321,10 @@ _OF_GLOBALS = frozenset(
 
 @functools.lru_cache(maxsize=4096)
 def globals_in(code: types.CodeType) -> tuple[str, ...]:
-    """The names of globals in a function, and in functions and comprehensions inside it, each once.
+    """The names of globals in a function and in functions inside it, each once.
 
-    An attribute may have the name of a global that is something else: `optimizer.step()` is no use of a global `step`.
+    An attribute may have the name of a global that is something else:
+    `optimizer.step()` is no use of a global `step`.
     """
     inner = [
         globals_in(constant)
@@ -319,7 +339,10 @@ def globals_in(code: types.CodeType) -> tuple[str, ...]:
 
 @functools.lru_cache(maxsize=4096)
 def names_in(code: types.CodeType) -> tuple[str, ...]:
-    """The names of globals and attributes in a function, and in functions and comprehensions inside it, each once."""
+    """The names of globals and attributes in a function, each once.
+
+    Those in functions and comprehensions inside it are there, too.
+    """
     inner = [
         names_in(constant)
         for constant in code.co_consts
@@ -329,7 +352,9 @@ def names_in(code: types.CodeType) -> tuple[str, ...]:
 
 
 def is_plain_holder(value: Any) -> bool:
-    """Whether a value is known to be no more than what it holds: a plain container, or an object with attributes.
+    """Whether a value is known to be no more than what it holds.
+
+    It is a plain container, or an object with attributes.
 
     Such an object has no lock, file or random generator, and nothing that is called.
     """
@@ -352,7 +377,8 @@ def is_plain_holder(value: Any) -> bool:
 
 def table_type(table: dict[Any, Any]) -> type[dict[Any, Any]]:
     """The class whose methods work on a dict without calling methods of the user's."""
-    # An `OrderedDict` has a list of its keys besides, which `dict.update(table, ...)` leaves as it is.
+    # An `OrderedDict` has a list of its keys besides, which `dict.update(table, ...)`
+    # leaves as it is.
     return OrderedDict if isinstance(table, OrderedDict) else dict
 
 
@@ -371,7 +397,7 @@ def drop(value: Any, item: object) -> None:
 
 
 def write_items(container: Any, named: Mapping[tuple[str, Any], Any]) -> None:
-    """Gives a container, which stays the same object, what `named_items` returned for another one."""
+    """Gives a container, which stays the same object, another one's `named_items`."""
     if isinstance(container, types.CellType):
         del container.cell_contents
         for value in named.values():

@@ -1,8 +1,10 @@
 """How changes of the user's objects, and of the replicas' copies, are seen.
 
-Modules, the containers in their attributes and the attributes of trainers are all seen to change in one way: a snapshot
-keeps the objects that some containers hold, and compares them with those that the containers hold later. Objects are
-compared by identity: `==` may be slow, or the user's own. What is written inside of tensors, `_base/writes` sees.
+Modules, the containers in their attributes and the attributes of trainers are all seen
+to change in one way: a snapshot keeps the objects that some containers hold, and
+compares them with those that the containers hold later. Objects are compared by
+identity: `==` may be slow, or the user's own. What is written inside of tensors,
+`_base/writes` sees.
 """
 
 from __future__ import annotations
@@ -20,9 +22,8 @@ from torchstrategy._base.objects.attribute_contents import (
 )
 
 MISSING = object()
-_FORGOTTEN = (
-    -1
-)  # takes the place of all sizes: what the containers hold counts as changed
+# Takes the place of all sizes: what the containers hold counts as changed.
+_FORGOTTEN = -1
 
 
 class Edit(NamedTuple):
@@ -54,7 +55,10 @@ class Edit(NamedTuple):
 def edits(
     before: Mapping[Any, Any], after: Mapping[Any, Any], place: Any = None
 ) -> Iterator[Edit]:
-    """The entries in which two tables differ. The order of the entries does not matter."""
+    """The entries in which two tables differ.
+
+    The order of the entries does not matter.
+    """
     for name in {**before, **after}:
         one, other = before.get(name, MISSING), after.get(name, MISSING)
         if one is not other:
@@ -66,8 +70,10 @@ class Snapshot:
     """What some containers held when this was made, or when it was last taken again.
 
     Args:
-        containers: Dictionaries, lists, sets, or objects with attributes, by keys that the caller chooses.
-        left_out: Names in tables. What stands there is not looked at, and neither is the order of all names.
+        containers: Dictionaries, lists, sets, or objects with attributes, by keys that
+            the caller chooses.
+        left_out: Names in tables. What stands there is not looked at, and neither is
+            the order of all names.
     """
 
     def __init__(
@@ -100,7 +106,8 @@ class Snapshot:
         self._known_items = {
             key: _items(container) for key, container in self._others.items()
         }
-        # Nearly all are tables of modules, and most of these are empty. So there is no call for each of them.
+        # Nearly all are tables of modules, and most of these are empty. So there is no
+        # call for each of them.
         self._empty = [table for table in self._tables.values() if not table]
         self._full = [table for table in self._tables.values() if table]
         if self._left_out:
@@ -113,11 +120,15 @@ class Snapshot:
                 itemgetter(*looked_at, looked_at[0]) for looked_at in names
             ]
         self._sizes, self._names, self._values = self._contents()
-        # Names of other types may be equal and not the same, as 1 and True, or have an `==` of their own, as tensors.
+        # Names of other types may be equal and not the same, as 1 and True, or have an
+        # `==` of their own, as tensors.
         self._are_plain = {str}.issuperset(map(type, self._names))
 
     def forget(self, place: Any, name: Any) -> None:
-        """Drops an entry of a table: it counts as changed, whatever it is, until the snapshot is taken again."""
+        """Drops an entry of a table.
+
+        It counts as changed, whatever it is, until the snapshot is taken again.
+        """
         self._known[place][name] = object()  # which no table holds
         self._sizes, self._names, self._values = [_FORGOTTEN], [], []
 
@@ -161,7 +172,7 @@ class Snapshot:
         ]
 
     def _contents(self) -> tuple[list[int], list[Any], list[Any]]:
-        """How many objects each container holds, the names in the tables, and all other objects."""
+        """How many objects each container holds, the names in tables, and the rest."""
         names: list[Any] = []
         values: list[Any] = []
         if self._left_out:

@@ -1,4 +1,4 @@
-"""The parts of a module: its children, and the modules and tensors in its plain attributes."""
+"""The parts of a module: children, and modules and tensors in plain attributes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from torchstrategy._base.types import Device
 def modules_within(modules: Iterable[nn.Module]) -> list[nn.Module]:
     """The modules and everything below them, each once, parents before their children.
 
-    Modules that a module holds in a container or object are included, unlike in `Module.modules()`.
+    Modules that a module holds in a container or object are included, unlike in
+    `Module.modules()`.
     """
     found: dict[int, nn.Module] = {}
     waiting = list(modules)
@@ -38,7 +39,10 @@ def roots_of(modules: Sequence[nn.Module]) -> list[nn.Module]:
 
 
 def held_plainly(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """The modules, tensors and other things in the plain attributes of a module and its tensors, each with its path."""
+    """What is in the plain attributes of a module and its tensors.
+
+    Modules, tensors and other things are there, each with its path.
+    """
     for name, value in plain_attributes(module).items():
         yield from things_in(f".{name}", value)
     for name, tensor in tensors_with_attributes(module):
@@ -47,7 +51,7 @@ def held_plainly(module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def tensors_with_attributes(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """The parameters and buffers of a module on which a program has set attributes, with their names."""
+    """The parameters and buffers on which a program has set attributes, by name."""
     tables = vars(module)["_parameters"], vars(module)["_buffers"]
     named = [pair for table in tables if table for pair in table.items()]
     return [
@@ -63,7 +67,9 @@ def plain_attributes(module: nn.Module) -> dict[str, Any]:
 
 
 def move(module: nn.Module, device: Device) -> nn.Module:
-    """Moves a module to a device. Its tensors keep the attributes that a program has set on them.
+    """Moves a module to a device.
+
+    Its tensors keep the attributes that a program has set on them.
 
     torch makes new tensors for buffers, and would leave these attributes behind.
     """
@@ -81,7 +87,9 @@ def move(module: nn.Module, device: Device) -> nn.Module:
 
 
 def computed_by_hooks(module: nn.Module) -> set[str]:
-    """The plain attributes that a hook computes again before each forward, as `weight_norm` and pruning do.
+    """The plain attributes that a hook computes again before each forward.
+
+    Those of `weight_norm` and pruning do.
 
     They compute `weight` of parameters whose names begin with `weight_`.
     """
@@ -99,7 +107,10 @@ def computed_by_hooks(module: nn.Module) -> set[str]:
 def tables_of(
     insides: Sequence[dict[str, Any]],
 ) -> dict[tuple[int, str], dict[Any, Any]]:
-    """The tables of modules, of which the `__dict__`s are given, by the position of the module and the table's name."""
+    """The tables of modules, by the position of the module and the table's name.
+
+    The `__dict__`s of the modules are given.
+    """
     tables = ("_parameters", "_modules", "_buffers", *HOOK_TABLES)
     return {
         (i, table): inside[table]
@@ -119,9 +130,8 @@ HOOK_FLAGS = (
     "_forward_hooks_always_called",
     "_forward_pre_hooks_with_kwargs",
 )
-# The attributes in which torch itself keeps tables, hooks, flags, and the result of `module.compile()`.
+# The attributes in which torch itself keeps tables, hooks, flags, and the result of
+# `module.compile()`.
 TORCHS_OWN = frozenset({*vars(nn.Module()), "_compiled_call_impl"})
-TABLES = TORCHS_OWN - {
-    "training",
-    "_is_full_backward_hook",
-}  # those of them that hold more than a flag
+# Those of them that hold more than a flag.
+TABLES = TORCHS_OWN - {"training", "_is_full_backward_hook"}

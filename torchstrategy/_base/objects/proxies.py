@@ -1,9 +1,11 @@
 """How the user's object acts as the replica's own.
 
-A step closes over the user's `model` and `optimizer`. During a run, their class is replaced by a subclass, the proxy
-class. At each attribute access, the proxy looks up which replica the thread is in and uses that replica's copy of the
-object; for a trainer, the attributes that it has in this replica. Outside of replicas it uses the user's own object.
-When no run is under way, the object has its own class again: between runs, nothing of this library is in it.
+A step closes over the user's `model` and `optimizer`. During a run, their class is
+replaced by a subclass, the proxy class. At each attribute access, the proxy looks up
+which replica the thread is in and uses that replica's copy of the object; for a
+trainer, the attributes that it has in this replica. Outside of replicas it uses the
+user's own object. When no run is under way, the object has its own class again: between
+runs, nothing of this library is in it.
 """
 
 from __future__ import annotations
@@ -30,33 +32,53 @@ from torchstrategy._base.torch_internals import raw_grad, set_raw_grad, take_inp
 _lock = threading.Lock()
 
 
-# Note [What a proxy must not change]
-# A proxy is the user's own object with another class. In a replica, each kind of proxy changes this and no more:
-# - The proxy of a module changes everything: whatever is read, set or deleted on it is that of the replica's copy.
-# - The proxy of an optimizer changes `step`, `zero_grad`, `param_groups`, `state`, and the public methods that the
-#   user's class adds to torch's. It refuses `add_param_group` and `load_state_dict`.
-# - The proxy of a parameter changes `.grad`, and the attributes that are in its `__dict__`. Its values are the user's.
-# - The proxy of a scheduler or scaler changes `step`, `update` and `unscale_`, which act once for all replicas.
-# - The proxy of a trainer changes the attributes that are in its `__dict__`. Methods and properties are the user's.
+# Note [What a proxy must not change] A proxy is the user's own object with another
+# class. In a replica, each kind of proxy changes this and no more:
+# - The proxy of a module changes everything: whatever is read, set or deleted on it is
+#   that of the replica's copy.
+# - The proxy of an optimizer changes `step`, `zero_grad`, `param_groups`, `state`, and
+#   the public methods that the user's class adds to torch's. It refuses
+#   `add_param_group` and `load_state_dict`.
+# - The proxy of a parameter changes `.grad`, and the attributes that are in its
+#   `__dict__`. Its values are the user's.
+# - The proxy of a scheduler or scaler changes `step`, `update` and `unscale_`, which
+#   act once for all replicas.
+# - The proxy of a trainer changes the attributes that are in its `__dict__`. Methods
+#   and properties are the user's.
 # Code that does not belong to the step must not notice a proxy:
-# - The object has the proxy class only during a run. Also then, `__class__` and `isinstance` see the user's class, and
-#   so do pickles and copies. Only `type()` shows the proxy class, which has the name and the module of the user's.
-# - To make a proxy class, neither the user's metaclass nor `__init_subclass__` is called: they may register classes.
-# - Only a thread that is in a replica sees the replica's object. All other threads see the user's own object, and so do
-#   the replicas of other strategies, since `local_object` asks the innermost replica of this very thread.
-# - If several runs have proxies of one object at the same time, it gets its class back when the last of them ends.
-# - A thread that is in no replica may be in a method of a proxy class when that happens. `super()` would raise there,
-#   since the object is no proxy any more. So methods of proxy classes call `_in_users_class`.
-# - torch's optimizers look at `type()` of parameters. So these can get their class back while the replicas stand still.
+# - The object has the proxy class only during a run. Also then, `__class__` and
+#   `isinstance` see the user's class, and so do pickles and copies. Only `type()` shows
+#   the proxy class, which has the name and the module of the user's.
+# - To make a proxy class, neither the user's metaclass nor `__init_subclass__` is
+#   called: they may register classes.
+# - Only a thread that is in a replica sees the replica's object. All other threads see
+#   the user's own object, and so do the replicas of other strategies, since
+#   `local_object` asks the innermost replica of this very thread.
+# - If several runs have proxies of one object at the same time, it gets its class back
+#   when the last of them ends.
+# - A thread that is in no replica may be in a method of a proxy class when that
+#   happens. `super()` would raise there, since the object is no proxy any more. So
+#   methods of proxy classes call `_in_users_class`.
+# - torch's optimizers look at `type()` of parameters. So these can get their class back
+#   while the replicas stand still.
 class Proxy:
-    """The base of all proxy classes. A proxy is pickled and copied as an object of the user's class."""
+    """The base of all proxy classes.
+
+    A proxy is pickled and copied as an object of the user's class.
+    """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Hides proxy classes from `__init_subclass__` of the user's. See Note [What a proxy must not change]."""
+        """Hides proxy classes from `__init_subclass__` of the user's.
+
+        See Note [What a proxy must not change].
+        """
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
-        """The user's class. pickle compares it with the class in the result of `__reduce_ex__`."""
+        """The user's class.
+
+        Pickle compares it with the class in the result of `__reduce_ex__`.
+        """
         return plain_class(type(self))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -71,9 +93,12 @@ class Proxy:
 
 
 def _in_users_class(thing: object, name: str) -> Any:
-    """What the user's class has under a name: a property, or a method that takes the object as its first argument.
+    """What the user's class has under a name.
 
-    It is the same whether the object is a proxy or not. See Note [What a proxy must not change].
+    It is a property, or a method that takes the object as its first argument.
+
+    It is the same whether the object is a proxy or not. See Note [What a proxy must not
+    change].
     """
     return getattr(plain_class(type(thing)), name)
 
@@ -107,7 +132,8 @@ class _ModuleProxy(Proxy):
 def users_own(optimizer: Any, name: str) -> Any:
     """The `param_groups`, `state` or `step` of the user's own optimizer.
 
-    It may be a property of the user's class: an optimizer that wraps another one takes it from there.
+    It may be a property of the user's class: an optimizer that wraps another one takes
+    it from there.
     """
     inside = vars(optimizer)
     return (
@@ -118,16 +144,18 @@ def users_own(optimizer: Any, name: str) -> Any:
 
 
 def parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
-    """The parameters that an optimizer updates, in order: the user's own, also while the optimizer is a proxy."""
+    """The parameters that an optimizer updates, in order.
+
+    The user's own, also while the optimizer is a proxy.
+    """
     return list(
         chain.from_iterable(map(_members_of, users_own(optimizer, "param_groups")))
     )
 
 
 def _members_of(group: dict[str, Any]) -> Iterable[torch.Tensor]:
-    members: Iterable[torch.Tensor] = group.get(
-        "params", ()
-    )  # some groups of the program's own have none
+    # Some groups of the program's own have none.
+    members: Iterable[torch.Tensor] = group.get("params", ())
     return members
 
 
@@ -137,12 +165,11 @@ def is_torchs(optimizer: Optimizer) -> bool:
 
 
 def has_own_code_only(optimizer: Optimizer) -> bool:
-    """Whether a step of an optimizer is torch's own code, and calls none of the user's."""
+    """Whether a step of an optimizer is torch's own code, and none of the user's."""
     inside: dict[str, Any] = vars(optimizer)
     cls: Any = plain_class(type(optimizer))
-    step = inside.get(
-        "step"
-    )  # a learning-rate scheduler puts one there that calls that of the class
+    # A learning-rate scheduler puts one there that calls that of the class.
+    step = inside.get("step")
     is_of_class = step is None or (
         hasattr(step, "_wrapped_by_lr_sched") and step.__wrapped__ is cls.step
     )
@@ -155,7 +182,10 @@ def has_own_code_only(optimizer: Optimizer) -> bool:
 
 
 def _of_replica(name: str) -> property:
-    """The `param_groups`, `state` or `step` of a proxy: in a replica, that of the replica's `ReplicaOptimizer`."""
+    """The `param_groups`, `state` or `step` of a proxy.
+
+    In a replica it is that of the replica's `ReplicaOptimizer`.
+    """
 
     def get(optimizer: Any) -> Any:
         local: Any = local_object(optimizer)
@@ -179,9 +209,8 @@ class _OptimizerProxy(Proxy):
 
     param_groups = _of_replica("param_groups")
     state = _of_replica("state")
-    step = _of_replica(
-        "step"
-    )  # no method: a learning-rate scheduler puts a `step` of its own on the instance
+    # No method: a learning-rate scheduler puts a `step` of its own on the instance.
+    step = _of_replica("step")
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         local: Any = local_object(self)
@@ -200,10 +229,12 @@ class _OptimizerProxy(Proxy):
 
 
 def _methods_of(cls: type) -> dict[str, Any]:
-    """The public methods that the user's class of optimizers adds to torch's: replicas call them together, like `step`.
+    """The public methods that the user's class of optimizers adds to torch's.
 
-    Methods that torch's `Optimizer` also has are not among them, and neither are private methods, since other methods
-    call those.
+    Replicas call them together, like `step`.
+
+    Methods that torch's `Optimizer` also has are not among them, and neither are
+    private methods, since other methods call those.
     """
     classes = [
         base for base in cls.__mro__ if not base.__module__.startswith("torch.optim.")
@@ -234,18 +265,22 @@ def _called_once(name: str) -> Any:
 def _only_outside(optimizer: Any, what: str) -> None:
     if local_object(optimizer) is not optimizer:
         raise RuntimeError(
-            f"{plain_class(type(optimizer)).__name__}.{what} was called in a replica, which shares the optimizer with "
-            "the others. Call it outside of strategy.run, or from a merge function: "
+            f"{plain_class(type(optimizer)).__name__}.{what} was called in a replica, "
+            "which shares the optimizer with the others. Call it outside of "
+            "strategy.run, or from a merge function: "
             "get_replica_context().merge_call(...)."
         )
 
 
 class ShowsLocalGrad(nn.Parameter):
-    """A parameter that shows, in a replica, the gradient of the replica's own parameter."""
+    """A parameter that shows, in a replica, the gradient of the replica's parameter."""
 
     @property
     def grad(self) -> Any:
-        """The gradient of the parameter; in a replica, the gradient of the replica's own parameter."""
+        """The gradient of the parameter.
+
+        In a replica it is the gradient of the replica's own parameter.
+        """
         local: Any = local_object(self)
         return raw_grad(self) if local is self else local.grad
 
@@ -263,10 +298,13 @@ class ShowsLocalGrad(nn.Parameter):
 
 
 class _Attributes:
-    """Gives an object, in each replica, attributes of its own: a trainer, or a parameter of the user's.
+    """Gives an object, in each replica, attributes of its own.
 
-    In the order in which methods are looked up, it comes after all classes of the user's and before `object`. So a
-    `__getattribute__` or `__setattr__` of the user's class is called first.
+    It is a trainer, or a parameter of the user's.
+
+    In the order in which methods are looked up, it comes after all classes of the
+    user's and before `object`. So a `__getattribute__` or `__setattr__` of the user's
+    class is called first.
     """
 
     def __getattribute__(self, name: str) -> Any:
@@ -280,9 +318,9 @@ class _Attributes:
         ):
             return attributes[name]
         if name in object.__getattribute__(self, "__dict__"):
-            return _of_class(
-                self, name
-            )  # the replica has deleted the attribute; the class may have one of this name
+            # The replica has deleted the attribute; the class may have one of this
+            # name.
+            return _of_class(self, name)
         return object.__getattribute__(self, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -308,19 +346,21 @@ class _Attributes:
             )
 
     def __getstate__(self) -> Any:
-        return vars(
-            self
-        )  # `object.__getstate__` would not look up `__dict__`, and would get the user's own attributes
+        # `object.__getstate__` would not look up `__dict__`, and would get the user's
+        # own attributes.
+        return vars(self)
 
 
 def _attributes_in_replica(thing: Any) -> dict[str, Any] | None:
-    """The attributes that an object has in the replica of this thread; None outside of replicas."""
+    """The attributes that an object has in the replica of this thread.
+
+    It is None outside of replicas.
+    """
     local = local_object(thing)
     if local is thing:
         return None
-    own: dict[str, Any] = (
-        vars(local) if isinstance(local, torch.Tensor) else local
-    )  # that of a trainer is a dict
+    # That of a trainer is a dict.
+    own: dict[str, Any] = vars(local) if isinstance(local, torch.Tensor) else local
     return own
 
 
@@ -337,15 +377,19 @@ def _of_class(thing: object, name: str) -> Any:
 
 
 class _ParameterProxy(Proxy, ShowsLocalGrad, _Attributes):
-    """The user's own parameter, which shows, in a replica, the gradient and the attributes of that replica's parameter.
+    """The user's parameter, which shows the gradient of a replica's in the replica.
 
-    A gradient that is asked for by such a parameter, as `backward(inputs=...)` does, is that of the replica's, too.
-    All else is the user's: operations on it use the user's own parameter, also in a replica. This is enough for a step
-    that clears, clips, logs or asks for the gradients of a list of parameters that was made outside of the step.
+    It shows the attributes of that replica's parameter, too.
+
+    A gradient that is asked for by such a parameter, as `backward(inputs=...)` does, is
+    that of the replica's, too. All else is the user's: operations on it use the user's
+    own parameter, also in a replica. This is enough for a step that clears, clips, logs
+    or asks for the gradients of a list of parameters that was made outside of the step.
     """
 
     def __getattribute__(self, name: str) -> Any:
-        # No attribute of the user's can take the place of these, and a step reads `grad` of all parameters.
+        # No attribute of the user's can take the place of these, and a step reads
+        # `grad` of all parameters.
         if name in _FIELDS:
             return object.__getattribute__(self, name)
         return _Attributes.__getattribute__(self, name)
@@ -357,9 +401,8 @@ class _ParameterProxy(Proxy, ShowsLocalGrad, _Attributes):
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return nn.Parameter.__reduce_ex__(
-            self, protocol
-        )  # its result names no class but Parameter
+        # Its result names no class but Parameter.
+        return nn.Parameter.__reduce_ex__(self, protocol)
 
 
 _FIELDS = {
@@ -370,7 +413,10 @@ _FIELDS = {
 
 
 class _SharedStepperProxy(Proxy):
-    """A scheduler or a scaler. What it does once per step, it does once for all replicas that call it."""
+    """A scheduler or a scaler.
+
+    What it does once per step, it does once for all replicas that call it.
+    """
 
     def __getattribute__(self, name: str) -> Any:
         if name in _ONCE_A_STEP and (local := local_object(self)) is not self:
@@ -388,15 +434,17 @@ _KINDS: dict[Any, type] = {
 }
 
 
-_under_way: dict[
-    object, Sequence[object]
-] = {}  # the runs that are under way, and the objects that each has proxies of
+# The runs that are under way, and the objects that each has proxies of.
+_under_way: dict[object, Sequence[object]] = {}
 
 
 def install(objects: Sequence[object], run: object) -> None:
-    """Makes proxies of the objects, until `uninstall`. May be called again. See Note [What a proxy must not change].
+    """Makes proxies of the objects, until `uninstall`. May be called again.
 
-    If a run is interrupted in this function, it can call `uninstall` for all of the objects.
+    See Note [What a proxy must not change].
+
+    If a run is interrupted in this function, it can call `uninstall` for all of the
+    objects.
     """
     with _lock:
         _under_way[run] = objects
@@ -407,12 +455,18 @@ def install(objects: Sequence[object], run: object) -> None:
 
 @functools.cache  # once in a process
 def _tell_autograd() -> None:
-    """From here on, a backward that is asked for the gradient of a proxy makes that of the replica's parameter."""
+    """From here on, a backward may be asked for the gradient of a proxy.
+
+    It makes that of the replica's parameter.
+    """
     take_inputs_by(local_object)
 
 
 def uninstall(objects: Sequence[object], run: object) -> None:
-    """The reverse of `install`, but objects that another run has proxies of stay proxies. May be called again."""
+    """The reverse of `install`; may be called again.
+
+    Objects that another run has proxies of stay proxies.
+    """
     with _lock:
         _exchange_classes(_find_unshared(objects, run), plain_class)
         _under_way.pop(run, None)
@@ -422,7 +476,9 @@ def uninstall(objects: Sequence[object], run: object) -> None:
 
 @contextmanager
 def suspended(objects: Sequence[object], run: object) -> Iterator[None]:
-    """A block in which some objects have their own class again. The replicas of the run must stand still meanwhile.
+    """A block in which some objects have their own class again.
+
+    The replicas of the run must stand still meanwhile.
 
     See Note [What a proxy must not change].
     """
@@ -456,16 +512,18 @@ def _exchange_classes(
     deque(map(_set_class, objects, map(class_for, map(type, objects))), maxlen=0)
 
 
-_set_class = vars(object)[
-    "__class__"
-].__set__  # sets `__class__` without the property of the same name
+# Sets `__class__` without the property of the same name.
+_set_class = vars(object)["__class__"].__set__
 
 
 _LAYOUT = ("__basicsize__", "__itemsize__", "__dictoffset__", "__weakrefoffset__")
 
 
 def is_all_in_dict(thing: object) -> bool:
-    """Whether all of an object is in its `__dict__`. This is not so for a dict, or an object of a class with slots."""
+    """Whether all of an object is in its `__dict__`.
+
+    This is not so for a dict, or an object of a class with slots.
+    """
     cls = plain_class(type(thing))
     return (
         all(getattr(cls, name) == getattr(_Attributes, name) for name in _LAYOUT)
@@ -493,11 +551,12 @@ def _make_proxy_class(cls: type) -> type:
 
 
 def hidden_subclass(cls: type, kind: type | None, members: Mapping[str, Any]) -> type:
-    """A subclass of a class of the user's that shows, by its name and `__class__`, as that class.
+    """A subclass of a user's class that shows, by name and `__class__`, as that class.
 
     Args:
         cls: The user's class.
-        kind: A subclass of `Proxy` whose attributes come before those of the user's class; None: that of trainers.
+        kind: A subclass of `Proxy` whose attributes come before those of the user's
+            class; None: that of trainers.
         members: What the subclass has besides.
     """
     body = {
@@ -513,8 +572,8 @@ def hidden_subclass(cls: type, kind: type | None, members: Mapping[str, Any]) ->
         (type(cls),),
         {"mro": lambda new: _order_classes(new, cls, kind)},
     )
-    # The metaclass is not called: the user's own may count classes, or refuse a second one of the same name.
-    # See Note [What a proxy must not change].
+    # The metaclass is not called: the user's own may count classes, or refuse a second
+    # one of the same name. See Note [What a proxy must not change].
     made = ABCMeta if issubclass(meta, ABCMeta) else type
     proxy: type = made.__new__(meta, cls.__name__, (cls,), body)
     return proxy
@@ -526,10 +585,13 @@ _proxy_class: Callable[[type], type] = functools.cache(_make_proxy_class)
 
 
 def _order_classes(proxy: type, cls: type, kind: type | None) -> list[type]:
-    """The method resolution order of a proxy class: `kind` comes first, though the user's class is the only base.
+    """The method resolution order of a proxy class.
 
-    `Proxy` cannot be a base before the user's class. If the first base of that class has empty `__slots__`, as `ABC`
-    and `Generic` have, the memory layouts would then differ, and CPython would refuse the change of `__class__`.
+    `kind` comes first, though the user's class is the only base.
+
+    `Proxy` cannot be a base before the user's class. If the first base of that class
+    has empty `__slots__`, as `ABC` and `Generic` have, the memory layouts would then
+    differ, and CPython would refuse the change of `__class__`.
     """
     if kind is None:
         return [proxy, Proxy, *cls.__mro__[:-1], _Attributes, object]

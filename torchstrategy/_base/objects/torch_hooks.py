@@ -1,18 +1,25 @@
-"""What the library puts into torch's classes for a while, and the hooks by which it is told of what is done with them.
+"""What the library puts into torch's classes for a while.
 
-- While a scope is open, it is told of each module, optimizer, scheduler and scaler that is created. torch has hooks for
-  parameters that are registered on a module, but none for the creation of one of these. So the constructors of their
-  base classes are replaced. A module that is copied or unpickled does not call its constructor, but `__setstate__`, so
-  this method is replaced, too.
-- While a run is under way, guards refuse steps of schedulers and scalers in a replica of which the run knows nothing.
-  Schedulers count their own steps and `GradScaler` its updates, in objects that all replicas share. A proxy counts each
-  step once. But `step_references` does not find every object that a step uses. So guards refuse a step in a replica
-  before it is counted. They are on the attributes that the steps of all kinds use: a class may have a `step` of its
-  own, and a step may have been bound before the run. Other threads, and code that acts for all replicas, pass them.
-- Storages are told of the steps that optimizers take. torch calls global hooks before and after every step of every
-  optimizer. It iterates over these hooks without a lock, so other threads must not add or remove any. Therefore the
-  library registers its hooks when they are first needed, and keeps its own set of those that are told. It looks into
-  torch's tables whether they are there: ranks on threads have a table each, and a program may have emptied its own.
+By its hooks the library is told of what is done with them.
+
+- While a scope is open, it is told of each module, optimizer, scheduler and scaler that
+  is created. torch has hooks for parameters that are registered on a module, but none
+  for the creation of one of these. So the constructors of their base classes are
+  replaced. A module that is copied or unpickled does not call its constructor, but
+  `__setstate__`, so this method is replaced, too.
+- While a run is under way, guards refuse steps of schedulers and scalers in a replica
+  of which the run knows nothing. Schedulers count their own steps and `GradScaler` its
+  updates, in objects that all replicas share. A proxy counts each step once. But
+  `step_references` does not find every object that a step uses. So guards refuse a step
+  in a replica before it is counted. They are on the attributes that the steps of all
+  kinds use: a class may have a `step` of its own, and a step may have been bound before
+  the run. Other threads, and code that acts for all replicas, pass them.
+- Storages are told of the steps that optimizers take. torch calls global hooks before
+  and after every step of every optimizer. It iterates over these hooks without a lock,
+  so other threads must not add or remove any. Therefore the library registers its hooks
+  when they are first needed, and keeps its own set of those that are told. It looks
+  into torch's tables whether they are there: ranks on threads have a table each, and a
+  program may have emptied its own.
 """
 
 from __future__ import annotations
@@ -51,18 +58,20 @@ class _Exchange:
     """Replaces attributes of torch's classes for a while.
 
     Args:
-        made: By the class and the name of an attribute: a function that gets torch's attribute, or None if the class
-            has none, and returns what replaces it.
+        made: By the class and the name of an attribute: a function that gets torch's
+            attribute, or None if the class has none, and returns what replaces it.
     """
 
     def __init__(self, made: Mapping[tuple[type, str], Callable[[Any], Any]]) -> None:
         self._made = made
-        self._plain: dict[
-            tuple[type, str], Any
-        ] = {}  # what was replaced; None: the class had no such attribute
+        # What was replaced; None: the class had no such attribute.
+        self._plain: dict[tuple[type, str], Any] = {}
 
     def begin(self) -> None:
-        """Replaces the attributes that are not replaced yet. The caller holds a lock."""
+        """Replaces the attributes that are not replaced yet.
+
+        The caller holds a lock.
+        """
         for (owner, name), made in self._made.items():
             if (owner, name) not in self._plain:
                 self._plain[owner, name] = plain = vars(owner).get(name)
@@ -81,18 +90,20 @@ class _Exchange:
 # What is created
 
 
-_watchers: list[
-    tuple[int, Any]
-] = []  # the thread of a scope, and the storage that takes in its objects
+# The thread of a scope, and the storage that takes in its objects.
+_watchers: list[tuple[int, Any]] = []
 _lock = threading.Lock()
 
 
 @contextmanager
 def watched(storage: Any) -> Iterator[None]:
-    """A block in which a storage takes in each object that this thread creates, some of them several times.
+    """A block in which a storage takes in each object that this thread creates.
 
-    Its `take_part` is called with a new module, `take_stepper` with a new optimizer, scheduler or scaler, and
-    `claim_parameter` with a module and a parameter, when the parameter is registered on the module.
+    Some objects come several times.
+
+    Its `take_part` is called with a new module, `take_stepper` with a new optimizer,
+    scheduler or scaler, and `claim_parameter` with a module and a parameter, when the
+    parameter is registered on the module.
     """
     thread = threading.get_ident()
 
@@ -147,12 +158,15 @@ _constructors = _Exchange(dict.fromkeys([*_NEW, *_COPIED], _tell_when_called))
 
 @final
 class _SchedulerGuard:
-    """An attribute of schedulers that a step in a replica may not use: a scheduler would count a step in each of them.
+    """An attribute of schedulers that a step in a replica may not use.
+
+    A scheduler would count a step in each of them.
 
     Args:
         name: The name of the attribute.
-        is_count: Whether the scheduler counts its steps in it. A step may read a count, and not write it. It may read
-            an attribute that is no count only if the scheduler has a proxy, which counts a step once for all replicas.
+        is_count: Whether the scheduler counts its steps in it. A step may read a count,
+            and not write it. It may read an attribute that is no count only if the
+            scheduler has a proxy, which counts a step once for all replicas.
     """
 
     def __init__(self, name: str, is_count: bool) -> None:
@@ -195,9 +209,11 @@ def _guard_method(plain: Callable[..., Any]) -> Callable[..., Any]:
 def _refuse_in_replica(stepper: object, optimizer: object, lines: str) -> None:
     if local_object(optimizer) is not optimizer:
         raise RuntimeError(
-            f"{type(stepper).__name__} was stepped in a replica, by a step that does not name it, and it was not "
-            "created in strategy.scope(): it would count one step for each of them. Create it in the scope, or name it "
-            "in the step, and it counts once; or do it after the run, where gradients are those of the whole batch:\n"
+            f"{type(stepper).__name__} was stepped in a replica, by a step that does "
+            "not name it, and it was not created in strategy.scope(): it would count "
+            "one step for each of them. Create it in the scope, or name it in the "
+            "step, and it counts once; or do it after the run, where gradients are "
+            "those of the whole batch:\n"
             f"    strategy.run(step, ...)\n    {lines}"
         )
 
@@ -213,13 +229,10 @@ guards = _Exchange(
         (LRScheduler, "_step_count"): lambda _: _SchedulerGuard(
             "_step_count", is_count=True
         ),
-        (LRScheduler, "T_cur"): lambda _: _SchedulerGuard(
-            "T_cur", is_count=True
-        ),  # of CosineAnnealingWarmRestarts
-        (
-            torch.amp.GradScaler,
-            "_unscale_grads_",
-        ): _guard_method,  # which `step` and `unscale_` call first
+        # Of CosineAnnealingWarmRestarts.
+        (LRScheduler, "T_cur"): lambda _: _SchedulerGuard("T_cur", is_count=True),
+        # Which `step` and `unscale_` call first.
+        (torch.amp.GradScaler, "_unscale_grads_"): _guard_method,
     }
 )
 
@@ -227,17 +240,21 @@ guards = _Exchange(
 # Who is told of the steps of optimizers
 
 
-# One may be added or end on one thread while another one goes through them: so each goes through a copy. A list, since
-# each step of an optimizer takes several looks, and that at a `WeakValueDictionary` takes several calls.
+# One may be added or end on one thread while another one goes through them: so each
+# goes through a copy. A list, since each step of an optimizer takes several looks, and
+# that at a `WeakValueDictionary` takes several calls.
 _told: list[weakref.ref[Any]] = []
 
 
 def tell_of_steps(told: Any) -> None:
-    """Calls methods of an object at every step, for as long as the object lives, on the thread of the step.
+    """Calls methods of an object at every step, on the thread of the step.
+
+    It does so for as long as the object lives.
 
     Args:
-        told: Its `before_any_step` is called with the optimizer and the arguments of the step, and returns other
-            arguments, or None. Its `after_any_step` is called with the optimizer.
+        told: Its `before_any_step` is called with the optimizer and the arguments of
+            the step, and returns other arguments, or None. Its `after_any_step` is
+            called with the optimizer.
     """
     _told.append(weakref.ref(told, _told.remove))
     before, after = global_step_hooks()
@@ -249,13 +266,19 @@ def tell_of_steps(told: Any) -> None:
 
 
 def others_are_told() -> bool:
-    """Whether somebody else has registered global hooks, which torch calls with every optimizer, copies included."""
+    """Whether somebody else has registered global hooks.
+
+    Torch calls them with every optimizer, copies included.
+    """
     before, after = global_step_hooks()
     return len(before) > 1 or len(after) > 1
 
 
 def on_step_begin(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-    """The hook that torch calls before each step of any optimizer. It may return other arguments."""
+    """The hook that torch calls before each step of any optimizer.
+
+    It may return other arguments.
+    """
     changed = None
     for reference in tuple(_told):
         storage = reference()

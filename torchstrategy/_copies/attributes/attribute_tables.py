@@ -1,7 +1,10 @@
-"""The `__dict__`s in which the user's modules and tensors have attributes, each with those of the replicas' copies.
+"""The `__dict__`s in which the user's modules and tensors have attributes.
 
-A `__dict__` is compared and written like any container. But nearly all tensors of a model have an empty one, and a run
-is not to look into thousands of these: `AttributesOfTensors` takes one look at all of them.
+Each comes with those of the replicas' copies.
+
+A `__dict__` is compared and written like any container. But nearly all tensors of a
+model have an empty one, and a run is not to look into thousands of these:
+`AttributesOfTensors` takes one look at all of them.
 """
 
 from __future__ import annotations
@@ -31,7 +34,8 @@ class AttributesOfTensors:
 
     def take(self) -> None:
         """Remembers the attributes of now."""
-        # Mostly no tensor has any. Then nothing has to be kept, and it takes one look to see that nothing has changed.
+        # Mostly no tensor has any. Then nothing has to be kept, and it takes one look
+        # to see that nothing has changed.
         self._known = Snapshot(self._tables) if any(self._all) else None
 
     def edits(self) -> list[Edit]:
@@ -47,7 +51,10 @@ class AttributesOfTensors:
         ]
 
     def forget(self, path: str, name: str) -> None:
-        """Counts an attribute as changed, whatever it is or if it is gone, until this is taken again."""
+        """Counts an attribute as changed until this is taken again.
+
+        It does so whatever the attribute is, and if it is gone.
+        """
         if path not in self._tables:
             return
         if self._known is None:
@@ -60,7 +67,7 @@ def tables_of_tensors(
     tensors: Sequence[torch.Tensor],
     of_replicas: Sequence[Sequence[torch.Tensor]],
 ) -> list[CopiedThing]:
-    """The `__dict__`s of some tensors of the user's, each with those of the replicas' tensors."""
+    """The `__dict__`s of some of the user's tensors, with those of the replicas'."""
     inside = zip(*(map(vars, of_replica) for of_replica in of_replicas), strict=True)
     places = zip(names, map(vars, tensors), inside, strict=True)
     return [
@@ -70,7 +77,10 @@ def tables_of_tensors(
 
 
 def by_path(things: Iterable[CopiedThing]) -> dict[str, CopiedThing]:
-    """The same things by their paths, no two of which are one: two models may be of one class."""
+    """The same things by their paths, which all differ.
+
+    Two models may be of one class.
+    """
     seen: Counter[str] = Counter()
     made = {}
     for thing in things:

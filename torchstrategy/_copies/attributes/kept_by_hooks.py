@@ -1,15 +1,19 @@
 """What hooks keep outside of the model, of which each replica has its own.
 
-A forward hook writes on an object, in a dict, in a list or in a variable of the function around it, and the step reads
-it. `hook_references` finds these things. During a run each replica has its own, which begins as the user's:
+A forward hook writes on an object, in a dict, in a list or in a variable of the
+function around it, and the step reads it. `hook_references` finds these things. During
+a run each replica has its own, which begins as the user's:
 
-    an object of a class of the user's    becomes a proxy, with attributes of its own in each replica, as a trainer
-    a container; a variable (cell)        the replica's hooks, and its step, are functions over another one
+    an object of a class of the user's    becomes a proxy, with attributes of its own in
+                                          each replica, as a trainer
+    a container; a variable (cell)        the replica's hooks, and its step, are
+                                          functions over another one
     a tensor or array of constants        the replica has a copy on its device
 
-After the run these become the user's again, by the rule of trainers: see `trainers`. So the step must come to
-the replica's own whichever way it goes. What it reaches by a global name is one for all replicas, unless it is a proxy.
-There, and where a hook reaches something by a global name only, a write is refused.
+After the run these become the user's again, by the rule of trainers: see `trainers`. So
+the step must come to the replica's own whichever way it goes. What it reaches by a
+global name is one for all replicas, unless it is a proxy. There, and where a hook
+reaches something by a global name only, a write is refused.
 """
 
 from __future__ import annotations
@@ -59,7 +63,7 @@ def hooks_of(modules: Iterable[nn.Module]) -> Iterator[Any]:
 
 @final
 class KeptByHooks:
-    """What the hooks of a model keep, for as long as replicas have the same copies of the model.
+    """What a model's hooks keep while replicas have the same copies of the model.
 
     Args:
         modules: The modules.
@@ -67,8 +71,9 @@ class KeptByHooks:
         devices: Where the replicas are.
 
     Attributes:
-        own: By replica, by the id of a container, a variable or a tensor of the user's: the replica's own. A replica's
-            functions refer to it, so it stays the same from run to run.
+        own: By replica, by the id of a container, a variable or a tensor of the user's:
+            the replica's own. A replica's functions refer to it, so it stays the same
+            from run to run.
         hooks: The hooks of the modules.
         is_under_way: Whether a run has these copies.
     """
@@ -82,7 +87,8 @@ class KeptByHooks:
         self.is_under_way = False
         self.hooks = [hook for hook in hooks_of(modules) if not _keeps_nothing(hook)]
         self._left_out = {*map(id, modules), *map(id, known)}
-        # Of tensors in plain attributes, and in what these hold, the copies of the modules have copies.
+        # Of tensors in plain attributes, and in what these hold, the copies of the
+        # modules have copies.
         for module in modules if self.hooks else ():
             self._left_out.update(
                 id(held)
@@ -111,7 +117,10 @@ class KeptByHooks:
         return found
 
     def _shared_hooks(self, others: Iterable[nn.Module]) -> list[Any]:
-        """The hooks that are one function for all replicas: those for all modules, and those of shared modules."""
+        """The hooks that are one function for all replicas.
+
+        They are those for all modules, and those of shared modules.
+        """
         found: list[Any] = []
         for table in GLOBAL_MODULE_HOOKS:
             found += table.values()
@@ -131,14 +140,16 @@ class KeptByHooks:
         local: Sequence[Mapping[int, Any]],
         users: Callable[[], Mapping[int, Any]],
     ) -> KeptInRun | None:
-        """What each replica has in a run; None if no hook reaches anything outside of the model.
+        """What each replica has in a run; None if hooks reach only the model.
 
         Args:
             run: The replicas of the run.
             calls: The step and its arguments.
             others: Modules that the step names and that all replicas share.
-            local: By replica, by the ids of the user's objects: the objects that the replica has in their place.
-            users: Returns, by the ids of the replicas' objects, the user's objects in their place.
+            local: By replica, by the ids of the user's objects: the objects that the
+                replica has in their place.
+            users: Returns, by the ids of the replicas' objects, the user's objects in
+                their place.
         """
         if not (self.hooks or self._shared_hooks(others)):
             return None
@@ -167,7 +178,9 @@ class KeptByHooks:
         )
 
     def _take_holders(self, found: References, step: References) -> set[int]:
-        """Adds what holds, in the step, a thing of which each replica has its own: it is to hold the replica's own.
+        """Adds what holds, in the step, a thing of which each replica has its own.
+
+        It is to hold the replica's own.
 
         Returns:
             The ids of all that holds such a thing, functions among them.
@@ -192,7 +205,9 @@ class KeptByHooks:
                 del own[key]
 
     def make_switch(self, in_run: Any, between_runs: Any) -> Any:
-        """A replica's hook, which keeps things in a run where the replica has its own, and else on the user's objects.
+        """A replica's hook, which keeps things on the replica's own objects.
+
+        In a run where the replica has none, it keeps them on the user's.
 
         A backward of the user's, between runs, calls the hooks of replicas, too.
         """
@@ -207,11 +222,16 @@ class KeptByHooks:
         return hook
 
     def map_to_users(self, replica: int) -> dict[int, Any]:
-        """By the ids of a replica's containers, variables and tensors: the user's in their place."""
+        """By the ids of a replica's things: the user's in their place.
+
+        They are containers, variables and tensors.
+        """
         return {id(own): self._originals[key] for key, own in self.own[replica].items()}
 
     def held_in_copies(self, replica: int) -> dict[int, Any]:
-        """By the ids of the user's objects: what a replica's copies of the modules hold in their place.
+        """By the ids of the user's objects: what a replica has in their place.
+
+        Its copies of the modules hold these.
 
         An object that becomes a proxy is the user's own in all replicas.
         """
@@ -225,18 +245,24 @@ class KeptByHooks:
 
 @final
 class KeptInRun(Translation):
-    """What each replica has, in one run, for what hooks keep. It is translated where it is brought, and brought back.
+    """What each replica has, in one run, for what hooks keep.
+
+    It is translated where it is brought, and brought back.
 
     Args:
         found: What hooks reach, and what holds that in the step.
         step: What the step reaches.
-        holding: The ids of what holds, in the step, something that each replica has for itself.
-        originals: By their ids: containers, variables, tensors and arrays of the user's.
+        holding: The ids of what holds, in the step, something that each replica has for
+            itself.
+        originals: By their ids: containers, variables, tensors and arrays of the
+            user's.
         own: By replica, by the ids of these: the replica's own.
         arrays: The tensors and arrays among them.
         run: The replicas of the run.
-        local: By replica, by the ids of the user's objects: the objects that the replica has in their place.
-        users: Returns, by the ids of the replicas' objects, the user's objects in their place.
+        local: By replica, by the ids of the user's objects: the objects that the
+            replica has in their place.
+        users: Returns, by the ids of the replicas' objects, the user's objects in their
+            place.
     """
 
     def __init__(
@@ -256,9 +282,8 @@ class KeptInRun(Translation):
         self._local = local
         self._arrays = arrays
         self._present = run.present
-        self._made: dict[
-            tuple[int, ...], PerReplica[Any]
-        ] = {}  # by the ids of their components
+        # By the ids of their components.
+        self._made: dict[tuple[int, ...], PerReplica[Any]] = {}
         self._rebinders = [
             ClosureRebinder({**mapping, **others})
             for mapping, others in zip(local, own, strict=True)
@@ -304,11 +329,17 @@ class KeptInRun(Translation):
         return [part for part in self.parts if not isinstance(part, KeptContainer)]
 
     def bind(self, value: Any, replica: int) -> Any:
-        """The step as a replica calls it: a function over what the replica has in the place of what hooks keep."""
+        """The step as a replica calls it.
+
+        It is a function over what the replica has in the place of what hooks keep.
+        """
         return self._steps[replica].rebind_object(value) if self.is_bound else value
 
     def select(self, tree: Tree) -> Tree:
-        """The arguments of the step, with a `PerReplica` in the place of what is another thing in each replica."""
+        """The arguments of the step, each with what replicas have.
+
+        A `PerReplica` is in the place of what is another thing in each replica.
+        """
         if not self.is_bound or type(tree) in PLAIN_TYPES:
             return tree
         if id(tree) in self._own[0]:
@@ -362,7 +393,7 @@ class KeptInRun(Translation):
     # The run
 
     def refresh(self) -> None:
-        """Brings to the replicas what was written on the user's objects for all of them."""
+        """Brings to the replicas what was written on the user's objects for all."""
         for part in self.parts:
             part.refresh()
 
@@ -383,13 +414,19 @@ class KeptInRun(Translation):
         self._arrays.check_merged(self._present, self._named)
 
     def write_back(self) -> bool:
-        """Writes on the user's objects. Returns whether somebody may call backward on what was written."""
+        """Writes on the user's objects.
+
+        Returns whether somebody may call backward on what was written.
+        """
         self._arrays.write_back()
         may_call = [part.write_back() for part in self.parts]
         return any(may_call)
 
     def let_go(self) -> None:
-        """Lets the replicas forget what they keep: their hooks keep things on the user's objects from here on."""
+        """Lets the replicas forget what they keep.
+
+        Their hooks keep things on the user's objects from here on.
+        """
         for part in self.parts:
             if isinstance(part, KeptContainer):
                 part.drop()
@@ -399,7 +436,10 @@ class KeptInRun(Translation):
 
 @final
 class _Arrays:
-    """The tensors and arrays that hooks keep, with those of the replicas, which begin a run with the same numbers."""
+    """The tensors and arrays that hooks keep, with those of the replicas.
+
+    They begin a run with the same numbers.
+    """
 
     def __init__(
         self,
@@ -424,7 +464,7 @@ class _Arrays:
         self._written: list[set[int]] | None = None
 
     def is_written(self, thing: Any, present: Sequence[int]) -> bool:
-        """Whether a step wrote in place on what the replicas have for a tensor or array."""
+        """Whether a step wrote in place on what replicas have for a tensor or array."""
         key = id(thing)
         if key not in self.known:
             return False
@@ -435,7 +475,10 @@ class _Arrays:
         return any(self._index[key] in self._written[r] for r in present)
 
     def merge(self, thing: Any, of_replicas: Sequence[Any]) -> Any:
-        """The user's tensor or array, if all replicas have written the same numbers on theirs; else `MISSING`."""
+        """The user's tensor or array, if all replicas wrote the same numbers on theirs.
+
+        Else it is `MISSING`.
+        """
         self._is_merged.add(id(thing))
         there = [value for value in of_replicas if isinstance(value, _ARRAYS)]
         are_own = all(
@@ -451,7 +494,9 @@ class _Arrays:
         return thing
 
     def check_merged(self, present: Sequence[int], names: Mapping[int, str]) -> None:
-        """Refuses what differs in a tensor or array that nothing holds in which a `PerReplica` could be put.
+        """Refuses what differs in a tensor or array that cannot become a `PerReplica`.
+
+        Nothing holds it in which one could be put.
 
         Raises:
             RuntimeError: Naming it.
@@ -478,7 +523,10 @@ _ARRAYS = (torch.Tensor, np.ndarray)
 
 
 def _make_thing_like(thing: Any, device: Device) -> Any:
-    """A new thing for a replica, in the place of one of the user's. What it holds is brought when a run begins."""
+    """A new thing for a replica, in the place of one of the user's.
+
+    What it holds is brought when a run begins.
+    """
     if isinstance(thing, types.CellType):
         return types.CellType()
     if isinstance(thing, torch.Tensor):
@@ -490,7 +538,7 @@ def _make_thing_like(thing: Any, device: Device) -> Any:
 
 
 def _bring_numbers(thing: Any, own: Any, device: Device) -> Any:
-    """A replica's tensor or array, with the numbers of the user's: `own`, if it can have them."""
+    """A replica's tensor or array with the user's numbers: `own`, if that can be."""
     if isinstance(thing, np.ndarray):
         if (own.shape, own.dtype) != (thing.shape, thing.dtype):
             return thing.copy()
@@ -528,7 +576,7 @@ def _keeps_nothing(hook: Any) -> bool:
 
 
 _DIFFERS = (
-    "{name}, a {kind} that a hook was given, has other numbers in each replica after this run, and nothing holds it in "
-    "which there could be one for each. Keep it as an attribute of an object of a class of your own, of which the hook "
-    "is a method."
+    "{name}, a {kind} that a hook was given, has other numbers in each replica after "
+    "this run, and nothing holds it in which there could be one for each. Keep it as "
+    "an attribute of an object of a class of your own, of which the hook is a method."
 )

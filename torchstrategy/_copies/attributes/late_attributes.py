@@ -1,12 +1,14 @@
 """Large attributes of modules, which replicas get when a step first reads them.
 
-A vocabulary or an index has many entries, and most steps never look at it. So a plain attribute that is nothing but
-data and has many entries is not copied with its module. In a replica's copy of the module an object of `Later` stands
-in its place, and the copy has a subclass of the user's class. There, the attribute is a descriptor: the first step that
-reads it makes the copies for all replicas. From then on the attribute is one like all others, and the copy has the
-user's class again.
+A vocabulary or an index has many entries, and most steps never look at it. So a plain
+attribute that is nothing but data and has many entries is not copied with its module.
+In a replica's copy of the module an object of `Later` stands in its place, and the copy
+has a subclass of the user's class. There, the attribute is a descriptor: the first step
+that reads it makes the copies for all replicas. From then on the attribute is one like
+all others, and the copy has the user's class again.
 
-An attribute is copied at once if another attribute holds a part of it, too: the copies are to share this part.
+An attribute is copied at once if another attribute holds a part of it, too: the copies
+are to share this part.
 """
 
 from __future__ import annotations
@@ -34,9 +36,8 @@ from torchstrategy._base.plain import PLAIN
 
 LARGE = 1000  # entries: to look through fewer in each run costs little
 
-Late = dict[
-    tuple[int, str], "Later"
-]  # by the position of a module, and the name of the attribute
+# By the position of a module, and the name of the attribute.
+Late = dict[tuple[int, str], "Later"]
 
 
 @final
@@ -49,14 +50,14 @@ class Later:
 
     def __init__(self, path: str) -> None:
         self.path = path
-        self.bring: Callable[[], None] = (
-            self._refuse
-        )  # puts the replicas' copies in its place
+        # Puts the replicas' copies in its place.
+        self.bring: Callable[[], None] = self._refuse
 
     def _refuse(self, *args: Any) -> NoReturn:
         raise RuntimeError(
-            f"The step took {self.path} out of the `__dict__` of a module. It is large, and a replica gets its copy "
-            "when the step reads the attribute: read it by its name, or by getattr(module, name)."
+            f"The step took {self.path} out of the `__dict__` of a module. It is "
+            "large, and a replica gets its copy when the step reads the attribute: "
+            "read it by its name, or by getattr(module, name)."
         )
 
     def __getattr__(self, name: str) -> Any:
@@ -77,7 +78,9 @@ def is_large(data: Data | None) -> bool:
 def find_late(
     modules: Sequence[nn.Module], insides: Sequence[dict[str, Any]]
 ) -> set[tuple[int, str]]:
-    """The attributes that replicas may get when a step reads them, by the position of the module and their name.
+    """The attributes that replicas may get when a step reads them.
+
+    They are by the position of the module and their name.
 
     Args:
         modules: The user's modules, or the copies of a replica.
@@ -116,12 +119,18 @@ def _is_compiled(module: nn.Module) -> bool:
 
 
 def _is_hidden(module: nn.Module, name: str) -> bool:
-    """Whether the class has something else of this name, which comes before the attribute: a property."""
+    """Whether the class has a property of this name.
+
+    It comes before the attribute.
+    """
     return hasattr(type(getattr(plain_class(type(module)), name, None)), "__set__")
 
 
 def postpone(copied: nn.Module, names: Set[str]) -> None:
-    """Makes some attributes of a replica's copy of a module, beside those that wait, wait until a step reads them."""
+    """Makes some attributes of a replica's copy of a module wait.
+
+    They wait until a step reads them, beside those that wait already.
+    """
     waiting = {
         name for name, value in _inside_of(copied).items() if type(value) is Later
     }
@@ -147,7 +156,7 @@ def _list_waiting(copied: nn.Module) -> Iterator[Later]:
 
 
 class _WithLateAttributes(Proxy):
-    """A replica's copy of a module, of which some attributes wait until a step reads them."""
+    """A replica's copy of a module, with attributes that wait until they are read."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         copied: Any = self
@@ -166,7 +175,10 @@ def _waiting_class(cls: type, names: frozenset[str]) -> type:
 
 @final
 class _LateAttribute:
-    """An attribute in the `__dict__` of a copy, as Python finds it; if it waits, its copies are made first."""
+    """An attribute in the `__dict__` of a copy, as Python finds it.
+
+    If it waits, its copies are made first.
+    """
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -195,9 +207,9 @@ class _LateAttribute:
         raise AttributeError(f"{cls.__name__!r} object has no attribute {self._name!r}")
 
     def __set__(self, copied: Any, value: Any) -> None:
-        self._bring(
-            copied
-        )  # or a replica that brings the copies later would put one in the place of this value
+        # Or a replica that brings the copies later would put one in the place of this
+        # value.
+        self._bring(copied)
         _inside_of(copied)[self._name] = value
 
     def __delete__(self, copied: Any) -> None:
@@ -245,7 +257,10 @@ class LateCopies:
 
 
 def has_containers(value: Any) -> bool:
-    """Whether a value holds anything, beside tensors and modules, that may be changed in place."""
+    """Whether a value holds anything else that may be changed in place.
+
+    That is anything beside tensors and modules.
+    """
     closed = (*PLAIN, torch.Tensor, nn.Module, PerReplica)
     return any(
         not isinstance(thing, closed)
@@ -254,7 +269,8 @@ def has_containers(value: Any) -> bool:
 
 
 NO_DATA = (
-    "{path} was nothing but data when replicas got their copies of the module, and since then something else was put "
-    "into it: a tensor, an array, a module or a function. Assign the attribute anew, and replicas get it before the "
-    "next run: module.index = dict(module.index)."
+    "{path} was nothing but data when replicas got their copies of the module, and "
+    "since then something else was put into it: a tensor, an array, a module or a "
+    "function. Assign the attribute anew, and replicas get it before the next run: "
+    "module.index = dict(module.index)."
 )

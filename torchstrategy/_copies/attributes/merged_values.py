@@ -5,9 +5,9 @@
     a tensor, in the place of one like it    the tensor of the first replica
     anything else                            a `PerReplica` of what the replicas have
 
-Containers and objects that hold nothing but data are merged item by item. A tensor like the one before, of its shape
-and dtype, is taken for a statistic of the batch, and any other for an output or a hidden state, which has the rows of
-one replica.
+Containers and objects that hold nothing but data are merged item by item. A tensor like
+the one before, of its shape and dtype, is taken for a statistic of the batch, and any
+other for an output or a hidden state, which has the rows of one replica.
 """
 
 from __future__ import annotations
@@ -40,40 +40,49 @@ from torchstrategy._copies.references.deep_copies import (
 Items = dict[tuple[str, Any], Any]  # what `named_items` returns
 
 Look = Callable[[str, object, Sequence[object]], None]
-"""Compares numbers that are kept with those that other replicas wrote, for a warning: see `LostNumbers.look`."""
+"""Compares kept numbers with those of other replicas: see `LostNumbers.look`."""
 
 
-# Note [Two rules of merging attributes]
-# After a run, a user's object has one value in the place of those that the replicas wrote. There are two rules, and one
-# could not do for both:
-# - That of modules (`ModuleMerger`). A module is called between runs, too, and its forward computes with its
-#   attributes: a `PerReplica` in the place of a number would stop it. So where numbers or statistics differ, the first
-#   replica's stay, and a warning says what is lost. Items of containers are merged one by one.
-# - That of trainers (`Trainer.put_together`), and of what hooks keep. There, an attribute is what a step gives to the
-#   program: of `self.rows = len(inputs)` the first replica's alone would be a wrong answer. So what is not equal in all
-#   replicas becomes a `PerReplica`, and a replica that took no part goes on with what it had.
-# Both leave alone what is the same in all replicas, and let an output be a `PerReplica` that is kept. Buffers have
-# rules of their own (`ReplicatedModules._buffer_values`), and so have the states of metrics (`metrics`).
+# Note [Two rules of merging attributes] After a run, a user's object has one value in
+# the place of those that the replicas wrote. There are two rules, and one could not do
+# for both:
+# - That of modules (`ModuleMerger`). A module is called between runs, too, and its
+#   forward computes with its attributes: a `PerReplica` in the place of a number would
+#   stop it. So where numbers or statistics differ, the first replica's stay, and a
+#   warning says what is lost. Items of containers are merged one by one.
+# - That of trainers (`Trainer.put_together`), and of what hooks keep. There, an
+#   attribute is what a step gives to the program: of `self.rows = len(inputs)` the
+#   first replica's alone would be a wrong answer. So what is not equal in all replicas
+#   becomes a `PerReplica`, and a replica that took no part goes on with what it had.
+# Both leave alone what is the same in all replicas, and let an output be a `PerReplica`
+# that is kept. Buffers have rules of their own (`ReplicatedModules._buffer_values`),
+# and so have the states of metrics (`metrics`).
 
 
 @final
 @dataclass(eq=False)
 class ModuleMerger:
-    """Makes one value of those that the replicas have at the end of a run. See Note [Two rules of merging attributes].
+    """Makes one value of those that the replicas have at the end of a run.
 
-    All methods take the values of the replicas that took part in the run, the first replica's first; `ABSENT` where a
-    replica has none.
+    See Note [Two rules of merging attributes].
+
+    All methods take the values of the replicas that took part in the run, the first
+    replica's first; `ABSENT` where a replica has none.
 
     Args:
         present: The replicas that took part in the run.
         num_replicas: How many replicas there are.
-        users: Returns a dict with the user's objects, by the ids of the replicas' objects in their place.
-        memory: Returns the storages of tensors of which the replicas and the user have one each, such as parameters,
-            and of those with a history: other tensors over such memory are no constants.
-        device: Where the user's parameters are, and the user's forward would have made tensors.
+        users: Returns a dict with the user's objects, by the ids of the replicas'
+            objects in their place.
+        memory: Returns the storages of tensors of which the replicas and the user have
+            one each, such as parameters, and of those with a history: other tensors
+            over such memory are no constants.
+        device: Where the user's parameters are, and the user's forward would have made
+            tensors.
         look: Compares numbers.
         is_understudy: Whether what this process computes does not count.
-        is_quiet: Whether numbers are not compared, as in objects of packages, which keep their own books.
+        is_quiet: Whether numbers are not compared, as in objects of packages, which
+            keep their own books.
     """
 
     present: Sequence[int]
@@ -84,12 +93,10 @@ class ModuleMerger:
     look: Look
     is_understudy: bool
     is_quiet: bool = False
-    _made: dict[tuple[int, ...], list[Any]] = field(
-        default_factory=dict
-    )  # by the ids of the values
-    _copied: dict[tuple[int, torch.dtype], torch.Tensor] = field(
-        default_factory=dict
-    )  # by the ids of the storages
+    # By the ids of the values.
+    _made: dict[tuple[int, ...], list[Any]] = field(default_factory=dict)
+    # By the ids of the storages.
+    _copied: dict[tuple[int, torch.dtype], torch.Tensor] = field(default_factory=dict)
 
     def merge(self, path: str, values: Sequence[Any], before: Any) -> Any:
         """The value for the user's module; `ABSENT` if it is to have none.
@@ -106,7 +113,8 @@ class ModuleMerger:
         if all(value is ABSENT or isinstance(value, PLAIN) for value in values):
             self._compare(path, values)
             return first
-        # What stands in several places of the replicas is one object in the user's modules, too.
+        # What stands in several places of the replicas is one object in the user's
+        # modules, too.
         key = tuple(map(id, values))
         if key not in self._made:
             self._made[key] = self._find_known(values) or self._make(
@@ -121,14 +129,18 @@ class ModuleMerger:
             )
 
     def _find_known(self, values: Sequence[Any]) -> list[Any]:
-        """A list of what the user has in the place of all the values, or of the one object that all of them are."""
+        """A list of what the user has in the place of all the values.
+
+        If all of them are one object, it is what the user has for that.
+        """
         known = [self.users().get(id(value), value) for value in values]
         if not all(map(operator.is_, known, known[1:])):
             return []
         one = known[0]
         if id(values[0]) in self.users() or len(values) > 1:
             return [one]
-        # A single replica may have made it in the step: then it is copied, as where there are several.
+        # A single replica may have made it in the step: then it is copied, as where
+        # there are several.
         may_be_made = is_plain_holder(one) or is_function(one) or type(one) in _ARRAYS
         return [] if may_be_made else [one]
 
@@ -169,7 +181,7 @@ class ModuleMerger:
     def _give_attributes(
         self, path: str, made: torch.Tensor, values: Sequence[Any], before: Any
     ) -> None:
-        """Gives the user's tensor the attributes that the step has set on the replicas' tensors."""
+        """Gives the user's tensor the attributes that the step set on the replicas'."""
         if any(vars(value) for value in values if isinstance(value, torch.Tensor)):
             items = self.items(
                 path, list(map(named_items, values)), named_items(before)
@@ -199,8 +211,8 @@ class ModuleMerger:
         is_trained = (
             isinstance(first, torch.Tensor) and first.is_leaf and first.requires_grad
         )
-        # To compare the numbers of an accelerator, the program has to wait for it. So tensors that differed once, as
-        # outputs do in each run, are not compared again.
+        # To compare the numbers of an accelerator, the program has to wait for it. So
+        # tensors that differed once, as outputs do in each run, are not compared again.
         is_compared = type(first) in _ARRAYS and (
             is_trained or type(before) is not PerReplica
         )
@@ -232,7 +244,10 @@ class ModuleMerger:
         return PerReplica(components, is_kept=True)
 
     def _copy_constant(self, value: Any) -> Any:
-        """A copy for the user. Copies of tensors that share memory share memory, too."""
+        """A copy for the user.
+
+        Copies of tensors that share memory share memory, too.
+        """
         if isinstance(value, np.ndarray) or value.layout is not torch.strided:
             return _copy_constant(value, self.device)
         key = memory_id(value), value.dtype
@@ -250,19 +265,21 @@ _ARRAYS = (torch.Tensor, np.ndarray)
 
 
 def _copy_constant(value: Any, like: Any) -> Any:
-    """A copy of a tensor or array without history, where `like` is or, if `like` is a device, there."""
+    """A copy of a tensor or array without history, where `like` is.
+
+    `like` may also be a device.
+    """
     if isinstance(value, np.ndarray):
         return value.copy()
     device = like.device if isinstance(like, torch.Tensor) else like
     if value.is_cpu and not isinstance(like, torch.Tensor):
-        device = (
-            value.device
-        )  # the step has made it there, and not where its replica is
+        # The step has made it there, and not where its replica is.
+        device = value.device
     return value.detach().to(device, copy=True)
 
 
 def _make_without_rows(values: Sequence[Any]) -> Any:
-    """What a replica that took no part in the run has in the place of an output: none of its rows."""
+    """What a replica that took no part in the run has for an output: no rows of it."""
     first = next(
         (value for value in values if type(value) in _ARRAYS and value.ndim), None
     )
@@ -277,7 +294,10 @@ def _make_without_rows(values: Sequence[Any]) -> Any:
 
 
 def _is_statistic(value: Any, before: Any) -> bool:
-    """Whether a value is a tensor or array like a constant one before, or a constant number in one, without rows."""
+    """Whether a value is a tensor or array like a constant one before.
+
+    It may also be a constant number in one, without rows.
+    """
     if type(value) not in _ARRAYS:
         return False
     is_like = type(value) is type(before) and (value.shape, value.dtype) == (
@@ -309,7 +329,8 @@ def _differ(one: Any, other: Any) -> bool:
 
 
 _TRAINABLE = (
-    "The step made {path} in each replica, a tensor that requires grad: its gradients would not be added up, so each "
-    "replica would train its own. Make it outside of strategy.run, as a torch.nn.Parameter of the module; or, if it is "
-    "constant, without requires_grad."
+    "The step made {path} in each replica, a tensor that requires grad: its gradients "
+    "would not be added up, so each replica would train its own. Make it outside of "
+    "strategy.run, as a torch.nn.Parameter of the module; or, if it is constant, "
+    "without requires_grad."
 )

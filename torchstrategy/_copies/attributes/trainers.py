@@ -1,12 +1,15 @@
 """The attributes of the user's trainers, in each replica.
 
-A trainer is an object of the user's own class that holds models, optimizers, schedulers or scalers.
+A trainer is an object of the user's own class that holds models, optimizers, schedulers
+or scalers.
 
-Methods of a trainer write on it: `self.fake = self.generator(noise)`, `self.steps += 1`. If all replicas wrote on the
-one object, each would read what another wrote. So during a run each replica has its own attributes, which begin with
-the user's values. After the run they become one set of attributes again: a value that is equal in all replicas stays as
-it is, and values that differ become a `PerReplica`. In the next run, each replica finds its component of that. For the
-attributes of modules there is another rule: see Note [Two rules of merging attributes].
+Methods of a trainer write on it: `self.fake = self.generator(noise)`, `self.steps +=
+1`. If all replicas wrote on the one object, each would read what another wrote. So
+during a run each replica has its own attributes, which begin with the user's values.
+After the run they become one set of attributes again: a value that is equal in all
+replicas stays as it is, and values that differ become a `PerReplica`. In the next run,
+each replica finds its component of that. For the attributes of modules there is another
+rule: see Note [Two rules of merging attributes].
 """
 
 from __future__ import annotations
@@ -54,7 +57,10 @@ class Translation:
         return value
 
     def is_written(self, value: Any, present: Sequence[int]) -> bool:
-        """Whether a step wrote in place on what replicas have in the place of a value, which is a tensor or array."""
+        """Whether a step wrote in place on what replicas have in the place of a value.
+
+        The value is a tensor or array.
+        """
         return False
 
     def unite(self, value: PerReplica[Any]) -> PerReplica[Any]:
@@ -62,7 +68,10 @@ class Translation:
         return value
 
     def merge_array(self, value: Any, of_replicas: Sequence[Any]) -> Any:
-        """What the user has for a tensor or array on which replicas wrote in place; `MISSING` if they differ."""
+        """What the user has for a tensor or array on which replicas wrote in place.
+
+        It is `MISSING` if they differ.
+        """
         return MISSING
 
 
@@ -72,7 +81,9 @@ class RunReplicas(NamedTuple):
     num_replicas: int  # how many the strategy has
     present: Sequence[int]  # those that take part
     has_others: bool  # whether other processes have replicas, too
-    is_understudy: bool  # whether what this process computes does not count; then the first replica is present
+    # Whether what this process computes does not count; then the first replica is
+    # present.
+    is_understudy: bool
 
 
 @dataclass(eq=False)
@@ -82,7 +93,8 @@ class Trainer:
     Args:
         original: The user's trainer. All of it is in its `__dict__`.
         run: The replicas of the run.
-        translation: What stands in the replicas for the values of attributes. None: the same values.
+        translation: What stands in the replicas for the values of attributes. None: the
+            same values.
     """
 
     original: Any
@@ -118,7 +130,10 @@ class Trainer:
             edit.apply(self.attributes[replica])
 
     def refresh(self) -> None:
-        """Copies to the replicas the attributes that were written for all of them, for example by a merge function."""
+        """Copies to the replicas the attributes that were written for all of them.
+
+        A merge function writes such attributes, for example.
+        """
         now = self._now()
         found = list(edits(self._known, now))
         if found:
@@ -131,7 +146,7 @@ class Trainer:
         self._known = now
 
     def put_together(self) -> None:
-        """Makes one set of attributes of those that the replicas wrote, for `write_back`."""
+        """Makes one set of attributes of what the replicas wrote, for `write_back`."""
         self._merged = {}
         of_replicas = [self._read_replica(r) for r in range(self.run.num_replicas)]
         translation = self._translation
@@ -153,7 +168,8 @@ class Trainer:
         before = self._known.get(name, MISSING)
         if self.run.is_understudy and isinstance(before, PerReplica):
             return self._keep_of_understudy(before)
-        # A replica that takes no part in the step keeps its value, if it had a value of its own.
+        # A replica that takes no part in the step keeps its value, if it had a value of
+        # its own.
         present = (
             range(self.run.num_replicas)
             if isinstance(before, PerReplica)
@@ -184,7 +200,10 @@ class Trainer:
     def _make_per_replica(
         self, values: Sequence[Any], of_replicas: Sequence[Any]
     ) -> PerReplica[Any]:
-        """One value of those that differ. Who takes no part in the run goes on with what it had."""
+        """One value of those that differ.
+
+        Who takes no part in the run goes on with what it had.
+        """
         earlier: dict[int, Any] = {}
         for r, value in enumerate(of_replicas):
             if r not in self.run.present and value is not MISSING:
@@ -203,7 +222,10 @@ class Trainer:
         return self._translation.unite(made)
 
     def _keep_of_understudy(self, before: PerReplica[Any]) -> PerReplica[Any]:
-        """What the user has where no replica of this process takes part: each goes on with what it had."""
+        """What the user has where no replica of this process takes part.
+
+        Each goes on with what it had.
+        """
         earlier: dict[int, Any] = {}
         components: list[Any] = []
         for r in range(self.run.num_replicas):
@@ -213,9 +235,8 @@ class Trainer:
             components.append(
                 value if value is not MISSING and _still_counts(value) else ABSENT
             )
-        shown = next(
-            iter(earlier.values()), before.understudy
-        )  # for the shape and dtype of what it does not have
+        # For the shape and dtype of what it does not have.
+        shown = next(iter(earlier.values()), before.understudy)
         made = PerReplica(
             components, understudy=shown, is_kept=self.translation is not None
         )
@@ -226,7 +247,10 @@ class Trainer:
         return [self._translation.to_users(value) for value in values]
 
     def write_back(self) -> bool:
-        """Writes the attributes on the user's trainer. Returns whether somebody may call backward on one of them."""
+        """Writes the attributes on the user's trainer.
+
+        Returns whether somebody may call backward on one of them.
+        """
         self._write()
         values = [
             list(value.values)
@@ -246,9 +270,12 @@ class Trainer:
 @final
 @dataclass(eq=False)
 class KeptContainer(Trainer):
-    """A container, or a variable of a function, in which a hook keeps something, and what each replica has for it.
+    """Something in which a hook keeps things, and what each replica has for it.
 
-    Replicas reach their own by functions that are made for them, since a list is never a proxy.
+    It is a container, or a variable of a function.
+
+    Replicas reach their own by functions that are made for them, since a list is never
+    a proxy.
     """
 
     own: Sequence[Any] = ()  # what the replicas have
@@ -291,14 +318,20 @@ class KeptContainer(Trainer):
         return bool(self._merged)
 
     def drop(self) -> None:
-        """Lets the replicas forget what they keep, so that its memory is free when the user drops it."""
+        """Lets the replicas forget what they keep.
+
+        So its memory is free when the user drops it.
+        """
         for own in self.attributes:
             write_items(own, {})
 
 
 @final
 class SharedTrainer:
-    """A trainer that all replicas share, as not all of it is in its `__dict__`: a dict, or an object with slots."""
+    """A trainer that all replicas share, as not all of it is in its `__dict__`.
+
+    It is a dict, or an object with slots.
+    """
 
     def __init__(self, name: str, thing: Any) -> None:
         self._name = name
@@ -306,7 +339,7 @@ class SharedTrainer:
         self.refresh()
 
     def refresh(self) -> None:
-        """Notes what the trainer holds now: what is written from here on, a step writes."""
+        """Notes what the trainer holds now: what is written later, a step writes."""
         self._known = named_items(self._thing)
 
     def check_unwritten(self) -> None:
@@ -324,15 +357,19 @@ class SharedTrainer:
         shown, key = written.name
         kind = plain_class(type(self._thing)).__name__
         raise RuntimeError(
-            f"The step wrote {self._name}{shown.format(key)} in a replica. All replicas share this {kind}, which holds "
-            "models or optimizers: one would read what another wrote. Return the value from the step; or keep it on an "
-            "object of a class of your own, as in self.loss = loss, of which each replica has its own attributes."
+            f"The step wrote {self._name}{shown.format(key)} in a replica. All "
+            f"replicas share this {kind}, which holds models or optimizers: one would "
+            "read what another wrote. Return the value from the step; or keep it on an "
+            "object of a class of your own, as in self.loss = loss, of which each "
+            "replica has its own attributes."
         )
 
 
 @final
 class SharedGlobal:
-    """What a hook reaches by a global name: it is one for all replicas, and a step may not write on it.
+    """What a hook reaches by a global name.
+
+    It is one for all replicas, and a step may not write on it.
 
     Args:
         name: The global name, with the path that leads on from there.
@@ -379,7 +416,10 @@ class SharedGlobal:
         return {name: self.thing[name] for name in self._only if name in self.thing}
 
     def _places(self) -> list[Any]:
-        """The class or Python module, and before a class those that its objects have while they are proxies."""
+        """The class or Python module, and before a class its proxies' class.
+
+        That is the class that its objects have while they are proxies.
+        """
         if not isinstance(self.thing, type):
             return [self.thing]
         classes: list[Any] = type.__subclasses__(self.thing)
@@ -389,7 +429,8 @@ class SharedGlobal:
         """Raises an error if a step wrote on it.
 
         Raises:
-            RuntimeError: Naming what was written, which is taken back, but for numbers in a tensor or array.
+            RuntimeError: Naming what was written, which is taken back, but for numbers
+                in a tensor or array.
         """
         now = self._now()
         if isinstance(self.thing, (torch.Tensor, np.ndarray)):
@@ -420,32 +461,34 @@ class SharedGlobal:
 
 
 def global_write_message(name: str) -> str:
-    """The message for what a hook keeps, or a step reads, where it is one for all replicas."""
+    """The message for what a hook keeps, or a step reads, that all replicas share."""
     return (
-        f"{name} was written in a replica. A hook of the model, or the step, comes to it by a global name or in a "
-        "method of a class, so that it is one for all replicas: one would read what another wrote. Keep it where each "
-        "replica has its own: on an object of a class of your own, of which the hook is a method, as in self.kept = "
-        "output; or in a variable of a function in which you define both the hook and the step."
+        f"{name} was written in a replica. A hook of the model, or the step, comes to "
+        "it by a global name or in a method of a class, so that it is one for all "
+        "replicas: one would read what another wrote. Keep it where each replica has "
+        "its own: on an object of a class of your own, of which the hook is a method, "
+        "as in self.kept = output; or in a variable of a function in which you define "
+        "both the hook and the step."
     )
 
 
 _LARGE = (
-    "{name} was written in a replica, by a hook or by the step. What a hook reaches each replica has for itself, but "
-    "not a container of more than {many} items, since each run would look at all of them. Keep fewer in it: take its "
-    "items out between runs, as in history.extend(kept); kept.clear()."
+    "{name} was written in a replica, by a hook or by the step. What a hook reaches "
+    "each replica has for itself, but not a container of more than {many} items, since "
+    "each run would look at all of them. Keep fewer in it: take its items out between "
+    "runs, as in history.extend(kept); kept.clear()."
 )
 
 
 def to_replica(value: Any, replica: int, num_replicas: int) -> Any:
-    """What one of some replicas has in the place of a value; `MISSING` if it has none."""
+    """What one of some replicas has in the place of a value, or `MISSING`."""
     if (
         not isinstance(value, DistributedValues)
         or len(value._components) != num_replicas
     ):
         return value  # it is a value of another strategy
-    own = value._in_replica(
-        replica
-    )  # of an understudy, which goes on from what it had, that
+    # Of an understudy, which goes on from what it had, that.
+    own = value._in_replica(replica)
     if own is ABSENT and isinstance(value, PerReplica):
         own = value._earlier.get(replica, ABSENT)
     return MISSING if own is ABSENT else own
@@ -454,6 +497,7 @@ def to_replica(value: Any, replica: int, num_replicas: int) -> Any:
 def _still_counts(value: Any) -> bool:
     """Whether a value of a replica that takes no part is one of the strategy's values.
 
-    A number is still a part of a count. Anything else, such as an output, would be taken for rows of this batch.
+    A number is still a part of a count. Anything else, such as an output, would be
+    taken for rows of this batch.
     """
     return isinstance(value, (int, float, complex))

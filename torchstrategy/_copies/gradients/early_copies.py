@@ -1,4 +1,7 @@
-"""Gradients that leave an accelerator while backward still makes others, for parameters in the CPU's memory."""
+"""Gradients that leave an accelerator while backward still makes others.
+
+They are for parameters in the CPU's memory.
+"""
 
 from __future__ import annotations
 
@@ -21,19 +24,22 @@ from torchstrategy._group.copy_streams import Cargo, begin_copy_to_host, copy_st
 from torchstrategy._group.transfer import is_sent_alone
 
 
-# Note [Gradients that leave early]
-# Backward of a layer and the copy of another layer's gradient need different parts of an accelerator. So a large
-# gradient is copied into pinned memory of the CPU as soon as backward has made it, on the copy stream.
-# - The memory is pinned wherever the parameter is. Other memory is new in each step: the system makes its pages one by
-#   one while they are written, and on an H100 a step then takes three times what the link takes for as many bytes.
-#   Torch keeps pinned memory, and gives the same again in the next step.
-# - A copy is an offer. At the reduction it is taken if the replica still has the very gradient that was copied, at the
-#   same version; else the gradient is copied again.
-# - Autograd adds to a gradient in place. Before a second backward adds to one, its stream waits for the copy.
-# - A gradient is kept until its copy is done: the step may clear it, and its memory is the compute stream's.
+# Note [Gradients that leave early] Backward of a layer and the copy of another layer's
+# gradient need different parts of an accelerator. So a large gradient is copied into
+# pinned memory of the CPU as soon as backward has made it, on the copy stream.
+# - The memory is pinned wherever the parameter is. Other memory is new in each step:
+#   the system makes its pages one by one while they are written, and on an H100 a step
+#   then takes three times what the link takes for as many bytes. Torch keeps pinned
+#   memory, and gives the same again in the next step.
+# - A copy is an offer. At the reduction it is taken if the replica still has the very
+#   gradient that was copied, at the same version; else the gradient is copied again.
+# - Autograd adds to a gradient in place. Before a second backward adds to one, its
+#   stream waits for the copy.
+# - A gradient is kept until its copy is done: the step may clear it, and its memory is
+#   the compute stream's.
 @final
 class EarlyCopies:
-    """What one replica on an accelerator copies during backward, in one run after the other.
+    """What one replica on an accelerator copies during backward, in run after run.
 
     Args:
         parameters: The parameters of the replica.
@@ -41,9 +47,8 @@ class EarlyCopies:
 
     def __init__(self, parameters: Sequence[ReplicaParameter]) -> None:
         self._parameters = parameters
-        self._wanted: set[int] = (
-            set()
-        )  # the positions of parameters whose gradients are copied early in this run
+        # The positions of parameters whose gradients are copied early in this run.
+        self._wanted: set[int] = set()
         # By position: a gradient, its version when it was copied, and its copy.
         self._offered: dict[int, tuple[torch.Tensor, int, torch.Tensor]] = {}
 
@@ -59,7 +64,10 @@ class EarlyCopies:
             call_in_backward(self._parameters[index], offer_gradient, _wait_for_copy)
 
     def offer(self, index: int) -> None:
-        """Backward has added to a gradient. Called in backward, on whichever thread it runs."""
+        """Backward has added to a gradient.
+
+        Called in backward, on whichever thread it runs.
+        """
         gradient = raw_grad(self._parameters[index])
         if (
             index in self._wanted
@@ -75,7 +83,10 @@ class EarlyCopies:
                 )
 
     def take(self, local: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
-        """The copies of those gradients that the replica has when gradients are reduced. They have arrived."""
+        """The copies of gradients that the replica has when gradients are reduced.
+
+        They have arrived.
+        """
         offered, self._offered = self._offered, {}
         if offered:
             copy_stream(
@@ -98,7 +109,10 @@ def _leaves(parameter: torch.Tensor, owner: torch.Tensor) -> bool:
 
 
 def _begin_copy(gradient: torch.Tensor) -> torch.Tensor:
-    """A copy that is there once the copy stream is done. The caller keeps the gradient until then."""
+    """A copy that is there once the copy stream is done.
+
+    The caller keeps the gradient until then.
+    """
     stream = copy_stream(gradient.device, Cargo.GRADIENTS)
     stream.wait_stream(torch.accelerator.current_stream(gradient.device))
     with on_stream(stream):
@@ -106,7 +120,10 @@ def _begin_copy(gradient: torch.Tensor) -> torch.Tensor:
 
 
 def _wait_for_copy(run: CurrentRun, index: int, gradient: torch.Tensor) -> None:
-    """Backward is about to add to a gradient, on whichever thread it runs: its stream waits for the copy. A hook."""
+    """Backward is about to add to a gradient: its stream waits for the copy. A hook.
+
+    This holds on whichever thread backward runs.
+    """
     sender = None if run.gradients is None else run.gradients.sender
     if isinstance(sender, EarlyCopies) and index in sender._offered:
         copies = copy_stream(gradient.device, Cargo.GRADIENTS)

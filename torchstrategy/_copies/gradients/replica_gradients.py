@@ -1,8 +1,9 @@
 """The gradients of one replica, as its step sees them.
 
-Backward adds to the local gradient, in the slot that autograd writes. The step reads as `.grad` the gradient of the
-whole batch, so the first read after a backward is a synchronization point. What the step then does to the gradient that
-it was shown, or puts in its place, is kept as its visible gradient until gradients are reduced. See
+Backward adds to the local gradient, in the slot that autograd writes. The step reads as
+`.grad` the gradient of the whole batch, so the first read after a backward is a
+synchronization point. What the step then does to the gradient that it was shown, or
+puts in its place, is kept as its visible gradient until gradients are reduced. See
 `_copies/gradients/gradient_reducer`.
 """
 
@@ -35,7 +36,11 @@ from torchstrategy._variables.variable import plain_data, set_plain_data
 
 @final
 class _HistoryEnd(torch.autograd.Function):
-    """Copies a tensor. A backward through the copy raises an error, so that no gradient is lost without a word."""
+    """Copies a tensor.
+
+    A backward through the copy raises an error, so that no gradient is lost without a
+    word.
+    """
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, why: str) -> torch.Tensor:
@@ -51,7 +56,9 @@ _end_history: Callable[[torch.Tensor, str], torch.Tensor] = _HistoryEnd.apply
 
 
 def end_history(tensor: torch.Tensor, why: str) -> torch.Tensor:
-    """A copy of a tensor without history that requires grad, so that a loss of it runs a backward, which raises `why`.
+    """A copy of a tensor without history that requires grad.
+
+    So a loss of it runs a backward, which raises `why`.
 
     It does so in no_grad mode, too, in which `clip_grad_norm_` reads gradients.
     """
@@ -67,7 +74,7 @@ class EarlySender(Protocol):
 
 
 class GradientTotals(Protocol):
-    """What one replica uses of the gradients of all replicas, which a `GradientReducer` has."""
+    """What one replica uses of all replicas' gradients in a `GradientReducer`."""
 
     owners: list[torch.Tensor]
     names: list[str]
@@ -83,10 +90,11 @@ class GradientTotals(Protocol):
 
 @final
 class CurrentRun:
-    """The one object by which all parameters of a replica know the run that they are in."""
+    """The one object by which a replica's parameters know the run they are in."""
 
-    # None between runs. `ReplicaGradients` refers to all parameters: a parameter that referred to it all the time would
-    # keep itself alive until Python's collector of cycles runs.
+    # None between runs. `ReplicaGradients` refers to all parameters: a parameter that
+    # referred to it all the time would keep itself alive until Python's collector of
+    # cycles runs.
     gradients: ReplicaGradients | None = None
 
 
@@ -99,25 +107,29 @@ class LocalState:
 
     run = _BETWEEN_RUNS
     position: int  # among the parameters of the replica
-    delivers = False  # whether a gradient that comes between runs goes on to the user's parameter
-    called: frozenset[Callable[..., None]] = (
-        frozenset()
-    )  # what backward calls where it has added to the gradient
+    # Whether a gradient that comes between runs goes on to the user's parameter.
+    delivers = False
+    # What backward calls where it has added to the gradient.
+    called: frozenset[Callable[..., None]] = frozenset()
 
 
 P = TypeVar("P", bound="ReplicaParameter")
 
 
 class ReplicaParameter(torch.nn.Parameter):
-    """A parameter in one replica: a leaf of its own, whose `grad` is the gradient of the whole batch.
+    """A parameter in one replica, whose `grad` is the gradient of the whole batch.
 
-    Autograd writes the replica's local gradient into the slot below `grad`. Operations on the parameter cost what they
-    cost on any parameter: only reading, setting and deleting `grad`, and `data`, go through this class. Outside a run
-    it behaves as a plain Parameter.
+    It is a leaf of its own.
+
+    Autograd writes the replica's local gradient into the slot below `grad`. Operations
+    on the parameter cost what they cost on any parameter: only reading, setting and
+    deleting `grad`, and `data`, go through this class. Outside a run it behaves as a
+    plain Parameter.
     """
 
-    # The `__dict__` of the parameter is for the attributes that the user sets on it, as on any tensor. So what the
-    # library keeps is in a slot, under a name that no user takes.
+    # The `__dict__` of the parameter is for the attributes that the user sets on it, as
+    # on any tensor. So what the library keeps is in a slot, under a name that no user
+    # takes.
     __slots__ = ("torchstrategy_state",)
     torchstrategy_state: LocalState
 
@@ -129,7 +141,8 @@ class ReplicaParameter(torch.nn.Parameter):
     def grad(self) -> torch.Tensor | None:
         state = self.torchstrategy_state
         gradients = state.run.gradients
-        # The compiler looks at a tensor's gradient too, and lets no other replica compile meanwhile.
+        # The compiler looks at a tensor's gradient too, and lets no other replica
+        # compile meanwhile.
         if gradients is None or torch_internals.is_compiling():
             return raw_grad(self)
         return gradients.read(state.position)
@@ -148,8 +161,9 @@ class ReplicaParameter(torch.nn.Parameter):
 
     @property
     def data(self) -> torch.Tensor:
-        # In a step `.data` is the same memory with the parameter's version counter, which torch's own `.data` lacks. So
-        # a write through it is counted, and refused at the next synchronization point.
+        # In a step `.data` is the same memory with the parameter's version counter,
+        # which torch's own `.data` lacks. So a write through it is counted, and refused
+        # at the next synchronization point.
         is_between_runs = self.torchstrategy_state.run.gradients is None
         return plain_data(self) if is_between_runs else self.detach()
 
@@ -195,7 +209,8 @@ def call_in_backward(
     Args:
         parameter: The parameter.
         added: Called with the parameter when backward has added the gradient.
-        computed: Called before that, with the `CurrentRun`, the position of the parameter, and the gradient.
+        computed: Called before that, with the `CurrentRun`, the position of the
+            parameter, and the gradient.
     """
     state = parameter.torchstrategy_state
     if added in state.called:
@@ -213,7 +228,7 @@ def call_in_backward(
 
 
 def offer_gradient(parameter: torch.Tensor) -> None:
-    """Backward has added to the gradient of a replica's parameter, which may be sent now. A hook."""
+    """Backward added to a replica's parameter's gradient, which may be sent. A hook."""
     assert isinstance(parameter, ReplicaParameter)
     state = parameter.torchstrategy_state
     gradients = state.run.gradients
@@ -222,19 +237,25 @@ def offer_gradient(parameter: torch.Tensor) -> None:
 
 
 class VisibleGradient(NamedTuple):
-    """The gradient that a step was shown, or has put in its place; None if the step cleared it."""
+    """The gradient that a step was shown, or has put in its place.
+
+    It is None if the step cleared it.
+    """
 
     gradient: torch.Tensor | None
-    had_none: bool = False  # the step cleared it when there was neither a local nor an accumulated gradient
+    # The step cleared it when there was neither a local nor an accumulated gradient.
+    had_none: bool = False
     version: int | None = None  # of the gradient, when the step was shown it
-    sample: torch.Tensor | None = (
-        None  # of its numbers then; None: they are not compared
-    )
-    are_zeros: bool = False  # the step cleared it to zeros; their version tells whether it has written on them since
-    is_other: bool = False  # in plain PyTorch it would be another tensor than before the step, or none
+    # Of its numbers then; None: they are not compared.
+    sample: torch.Tensor | None = None
+    # The step cleared it to zeros; their version tells whether it has written on them
+    # since.
+    are_zeros: bool = False
+    # In plain PyTorch it would be another tensor than before the step, or none.
+    is_other: bool = False
 
     def was_written(self) -> bool:
-        """Whether torch has counted a write on the gradient since the step was shown it."""
+        """Whether torch counted a write on the gradient since the step was shown it."""
         return (
             self.gradient is not None
             and self.version is not None
@@ -244,8 +265,8 @@ class VisibleGradient(NamedTuple):
     def is_as_shown(self) -> bool:
         """Whether the step has not changed the gradient since it was shown.
 
-        Torch does not count writes through `.data` or by NumPy. In the memory of the CPU the numbers are compared: a
-        sample of them, so small that it costs nothing.
+        Torch does not count writes through `.data` or by NumPy. In the memory of the
+        CPU the numbers are compared: a sample of them, so small that it costs nothing.
         """
         if (
             self.version is None
@@ -263,12 +284,15 @@ def _sample(gradient: torch.Tensor) -> torch.Tensor:
 
 
 class Reads(NamedTuple):
-    """The parameters whose gradients a replica took for complete, and read without a synchronization point."""
+    """The parameters whose gradients a replica took for complete.
+
+    It read them without a synchronization point.
+    """
 
     all: set[int]
-    doubtful: set[
-        int
-    ]  # those that were read without a look at all slots: a backward may have run before the read
+    # Those that were read without a look at all slots: a backward may have run before
+    # the read.
+    doubtful: set[int]
 
 
 _NOT_SHOWN = VisibleGradient(None)
@@ -276,19 +300,25 @@ CLEARED = VisibleGradient(None, is_other=True)
 CLEARED_NOTHING = VisibleGradient(None, had_none=True, is_other=True)
 
 
-# The C library gives free memory at the end of a thread's heap back to the kernel, which then has to provide it again,
-# page by page, for the gradients of the next run. Backward makes the gradients of the first few parameters last, so
-# they lie at the end. The smallest of these few is kept until the next gradients are taken, and the heap does not
-# shrink. Where the gradients of a replica are large (`_SMALL`), none is kept: others may need the memory.
+# The C library gives free memory at the end of a thread's heap back to the kernel,
+# which then has to provide it again, page by page, for the gradients of the next run.
+# Backward makes the gradients of the first few parameters last, so they lie at the end.
+# The smallest of these few is kept until the next gradients are taken, and the heap
+# does not shrink. Where the gradients of a replica are large (`_SMALL`), none is kept:
+# others may need the memory.
 _FEW = 4
 _SAMPLE = 1 << 14  # numbers of a gradient that are compared, about
-_MANY = 4096  # slots that can be looked at in 0.2 ms, which does not matter beside a synchronization point
+# Slots that can be looked at in 0.2 ms, which does not matter beside a synchronization
+# point.
+_MANY = 4096
 _SMALL = 1 << 25  # bytes of all gradients of a replica
 
 
 @final
 class ReplicaGradients:
-    """The gradients of one replica. Used on the replica's thread, and by `GradientReducer` while the replica waits.
+    """The gradients of one replica.
+
+    Used on the replica's thread, and by `GradientReducer` while the replica waits.
 
     Args:
         gradients: The gradients of all replicas.
@@ -305,17 +335,16 @@ class ReplicaGradients:
         self._held_back: torch.Tensor | None = None  # see `_FEW`
         self._are_small = sum(torch_internals.sizes(self.parameters)) < _SMALL
         states = [parameter.torchstrategy_state for parameter in parameters]
-        # Parameters that were in a run before know it by one object, and so do their hooks.
+        # Parameters that were in a run before know it by one object, and so do their
+        # hooks.
         known = [state.run for state in states if state.run is not _BETWEEN_RUNS]
         self._run = known[0] if known else CurrentRun()
         for index, state in enumerate(states):
             state.run, state.position = self._run, index
-        self.visible: dict[
-            int, VisibleGradient
-        ] = {}  # here and below, a parameter is meant by its position
-        self._shown: dict[
-            int, weakref.ref[torch.Tensor]
-        ] = {}  # what the step was shown before the last reduction
+        # Here and below, a parameter is meant by its position.
+        self.visible: dict[int, VisibleGradient] = {}
+        # What the step was shown before the last reduction.
+        self._shown: dict[int, weakref.ref[torch.Tensor]] = {}
         self.leave()
 
     def leave(self) -> None:
@@ -324,52 +353,57 @@ class ReplicaGradients:
         self._run.gradients = None
         self.note_reduction()
         self._shown.clear()
-        self.with_graph: set[int] = (
-            set()
-        )  # to whose gradients a backward with create_graph=True has added
-        # Of parameters on which the user has hooks: how often backward computed a gradient, and how often it added one.
+        # To whose gradients a backward with create_graph=True has added.
+        self.with_graph: set[int] = set()
+        # Of parameters on which the user has hooks: how often backward computed a
+        # gradient, and how often it added one.
         self.computed: Counter[int] = Counter()
         self.added: Counter[int] = Counter()
 
     def note_reduction(self) -> None:
-        """Gradients were reduced: from here on, the step is shown the accumulated gradients of now."""
+        """Gradients were reduced.
+
+        From here on, the step is shown the accumulated gradients of now.
+        """
         for index, view in self.visible.items():
             if view.gradient is not None and view.version is not None:
                 self._shown[index] = weakref.ref(view.gradient)
         self.visible.clear()
-        self.added_early: set[int] = (
-            set()
-        )  # whose local gradients `accumulate` has added to the total
+        # Whose local gradients `accumulate` has added to the total.
+        self.added_early: set[int] = set()
         self.put: set[int] = set()  # to which the step itself assigned a local gradient
-        self._reads: set[int] = (
-            set()
-        )  # whose gradients were read without a synchronization point
-        self._unlooked: set[int] = (
-            set()
-        )  # those of them that were read since the last look at all slots
+        # Whose gradients were read without a synchronization point.
+        self._reads: set[int] = set()
+        # Those of them that were read since the last look at all slots.
+        self._unlooked: set[int] = set()
         self._last_read = self._num_nodes = -1
-        self._num_looks = (
-            _MANY  # how many slots may still be looked at; see `_ran_backward`
-        )
+        # How many slots may still be looked at; see `_ran_backward`.
+        self._num_looks = _MANY
 
     def enter(self, replica: Replica) -> None:
-        """The step begins: from here on `.grad` of this replica's parameters asks this object."""
+        """The step begins.
+
+        From here on `.grad` of this replica's parameters asks this object.
+        """
         self.replica = replica
         self._run.gradients = self
         self.loss_factor: float | None = 1.0  # see `GradientsOfReplica`
 
     def on_callers_streams(self) -> AbstractContextManager[Any]:
-        """A block in which this thread, that of the replica, works on the caller's streams."""
+        """A block in which this replica's thread works on the caller's streams."""
         assert self.replica is not None
         streams = self.replica.device_streams
         return NO_SIDE_STREAM if streams is None else streams.standing_still()
 
     def read(self, index: int) -> torch.Tensor | None:
-        """The gradient of one parameter, of the whole batch: a synchronization point if it may be incomplete.
+        """The gradient of one parameter, of the whole batch.
 
-        It may be incomplete if this replica ran backward since the last reduction, on whichever parameters: backward
-        may have added to this parameter in another replica. So it may if the step has cleared, replaced or changed the
-        gradient that it was shown, since what the step put there may be of its own rows only.
+        This is a synchronization point if it may be incomplete.
+
+        It may be incomplete if this replica ran backward since the last reduction, on
+        whichever parameters: backward may have added to this parameter in another
+        replica. So it may if the step has cleared, replaced or changed the gradient
+        that it was shown, since what the step put there may be of its own rows only.
         """
         # See Note [The states of a gradient].
         view = self.visible.get(index)
@@ -384,10 +418,12 @@ class ReplicaGradients:
     def _ran_backward(self, index: int) -> bool:
         """Whether backward has added to any parameter, as far as that is cheap to know.
 
-        A step usually reads `.grad` of each parameter in turn. To look at all slots in each of these reads would cost
-        the square of their number. So all slots are looked at
+        A step usually reads `.grad` of each parameter in turn. To look at all slots in
+        each of these reads would cost the square of their number. So all slots are
+        looked at
         - for the first few reads, which costs little;
-        - when autograd has made nodes since the last look, since a backward usually comes after a forward;
+        - when autograd has made nodes since the last look, since a backward usually
+          comes after a forward;
         - when a parameter is read again, which begins a new pass over the parameters.
         `GradientReducer.reduce_in_step` finds the reads for which that was not enough.
         """
@@ -408,15 +444,18 @@ class ReplicaGradients:
     def _reduce(self, point: str) -> None:
         assert self.replica is not None
         self.totals.accumulate(self.replica.index)
-        # If autograd has made nodes since the last look at all slots, a forward came after the reads, and the backward
-        # that made the local gradients came after this forward. So the reads missed nothing.
+        # If autograd has made nodes since the last look at all slots, a forward came
+        # after the reads, and the backward that made the local gradients came after
+        # this forward. So the reads missed nothing.
         unlooked = self._unlooked if num_nodes() == self._num_nodes else set()
         self.replica.synchronize(
             point, self.totals.reduce_in_step, Reads(self._reads, unlooked)
         )
 
     def _let_hooks_see(self, indices: Sequence[int]) -> None:
-        """Reduces gradients before the step clears some, so that hooks see what backward has made.
+        """Reduces gradients before the step clears some.
+
+        So hooks see what backward has made.
 
         In plain PyTorch they saw it during backward.
         """
@@ -424,10 +463,11 @@ class ReplicaGradients:
             self._reduce("clearing a gradient that a hook waits for, after backward")
 
     def write(self, index: int, value: torch.Tensor | None) -> None:
-        """Does what `parameter.grad = value` means for the gradient of the whole batch."""
+        """Does what `parameter.grad = value` means for the whole batch's gradient."""
         # See Note [The states of a gradient].
         if value is not None and self.visible.get(index, _NOT_SHOWN).gradient is value:
-            # `p.grad += x` has already changed the visible gradient in place, and assigns the same tensor.
+            # `p.grad += x` has already changed the visible gradient in place, and
+            # assigns the same tensor.
             return
         self._let_hooks_see([index])
         view = self.visible.get(index, _NOT_SHOWN)
@@ -443,10 +483,12 @@ class ReplicaGradients:
             set_raw_grad(self.parameters[index], value)
             if value is not None:
                 self.put.add(index)
-                # The user's hooks must not see an assigned gradient: it is reduced now, before a backward adds to it.
+                # The user's hooks must not see an assigned gradient: it is reduced now,
+                # before a backward adds to it.
                 if index in self.totals.hooked:
                     self._reduce(
-                        "the assignment of a gradient (.grad) to a parameter that has a hook"
+                        "the assignment of a gradient (.grad) to a parameter that has "
+                        "a hook"
                     )
 
     def clear(self, indices: Sequence[int], set_to_none: bool) -> None:
@@ -480,15 +522,19 @@ class ReplicaGradients:
                 set_raw_grad(self.parameters[index], None)
 
     def take_local(self) -> tuple[dict[int, torch.Tensor], bool]:
-        """The local gradients, by parameter, and whether autograd made all of them; the slots are empty afterwards."""
+        """The local gradients, by parameter, and whether autograd made all of them.
+
+        The slots are empty afterwards.
+        """
         are_ours = not self.put
         taken = {
             index: local
             for index, local in enumerate(take_raw_grads(self.parameters))
             if local is not None
         }
-        # After a backward with create_graph=True local gradients require grad. They are added up without their graphs,
-        # and `_made_together_message` refuses a backward through the sum.
+        # After a backward with create_graph=True local gradients require grad. They are
+        # added up without their graphs, and `_made_together_message` refuses a backward
+        # through the sum.
         if any(torch_internals.requires_grad_of(taken.values())):
             self.with_graph.update(
                 index for index, local in taken.items() if local.requires_grad
@@ -502,7 +548,10 @@ class ReplicaGradients:
 
     @contextmanager
     def dropping(self) -> Iterator[None]:
-        """A block with a backward whose gradients do not count: parameters that it reaches get zeros instead."""
+        """A block with a backward whose gradients do not count.
+
+        Parameters that it reaches get zeros instead.
+        """
         before = take_raw_grads(self.parameters)
         try:
             yield
@@ -522,7 +571,8 @@ class ReplicaGradients:
     def own(self, index: int) -> torch.Tensor:
         """This replica's parameter.
 
-        Or the user's own, if an optimizer has it and no module: that of a layer that the user has removed.
+        Or the user's own, if an optimizer has it and no module: that of a layer that
+        the user has removed.
         """
         return (
             self.parameters[index]
@@ -531,7 +581,9 @@ class ReplicaGradients:
         )
 
     def show_again(self) -> None:
-        """Writes the accumulated gradients of now on the tensors that the step was shown before and has kept.
+        """Writes the accumulated gradients of now on tensors that the step has kept.
+
+        The step was shown these tensors before.
 
         In plain PyTorch `.grad` is one tensor, to which backward adds.
         """
@@ -543,7 +595,8 @@ class ReplicaGradients:
                 and tensor is not None
                 and _fits(tensor, accumulated)
             ):
-                # `_agreed` may have taken the very tensor of the first replica: the step may write on it.
+                # `_agreed` may have taken the very tensor of the first replica: the
+                # step may write on it.
                 if tensor.data_ptr() == accumulated.data_ptr():
                     self.totals.accumulated[index] = accumulated = accumulated.clone()
                 with torch.no_grad():
@@ -559,10 +612,12 @@ class ReplicaGradients:
         } | self.added_early
 
     def has_any_local(self) -> bool:
-        """Whether backward has added to any parameter since local gradients were last taken."""
-        with (
-            torch_internals.unseen_by_function_modes()
-        ):  # which is faster for parameters of a subclass
+        """Whether backward has added to a parameter since gradients were last taken.
+
+        These are local gradients.
+        """
+        # Which is faster for parameters of a subclass.
+        with torch_internals.unseen_by_function_modes():
             return not {type(None)}.issuperset(
                 map(type, map(raw_grad, self.parameters))
             )
@@ -574,7 +629,10 @@ class ReplicaGradients:
         )
 
     def _find_shown_or_local(self, index: int) -> torch.Tensor | None:
-        """A gradient in the layout that the gradient has, which is sparse for an embedding with `sparse=True`."""
+        """A gradient in the layout that the gradient has.
+
+        That is sparse for an embedding with `sparse=True`.
+        """
         view = self.visible.get(index)
         shown = self.totals.accumulated[index] if view is None else view.gradient
         return (
@@ -599,7 +657,8 @@ class ReplicaGradients:
             return None
         shown = accumulated.to(self.parameters[index].device, copy=True)
         if index in self.with_graph:
-            # After a backward with `create_graph=True` a gradient requires grad: a loss of it must not be ignored.
+            # After a backward with `create_graph=True` a gradient requires grad: a loss
+            # of it must not be ignored.
             shown = end_history(shown, _made_together_message(self.totals.names[index]))
         self.visible[index] = _note_shown(shown, accumulated)
         return shown
@@ -607,14 +666,18 @@ class ReplicaGradients:
 
 @final
 class EarlyReads(NamedTuple):
-    """Positions of parameters whose gradients were read too early if somebody has a gradient to add.
+    """Positions of parameters whose gradients were read too early.
+
+    They were if somebody has a gradient to add.
 
     Args:
         doubtful: A replica without a gradient of it may have read it after a backward.
         idle: A replica that ran no backward has read it.
-        unread: A replica that has a gradient of it has not read it. Together with `idle`, the read was too early: that
-            replica ran a backward, read a gradient after it, and so came to the reduction. The idle one has read the
-            same gradient without coming there, so it took for complete what the other one adds to now.
+        unread: A replica that has a gradient of it has not read it. Together with
+            `idle`, the read was too early: that replica ran a backward, read a gradient
+            after it, and so came to the reduction. The idle one has read the same
+            gradient without coming there, so it took for complete what the other one
+            adds to now.
     """
 
     doubtful: frozenset[int] = frozenset()
@@ -636,8 +699,8 @@ class EarlyReads(NamedTuple):
             names: What to call the parameters in a message.
 
         Raises:
-            RuntimeError: If one replica of this worker has read what another one still had to add to. The parameter
-                and the replicas are named.
+            RuntimeError: If one replica of this worker has read what another one still
+                had to add to. The parameter and the replicas are named.
         """
         local = [of_replica.local_indices() for of_replica in of_replicas]
         doubtful: set[int] = set()
@@ -682,41 +745,49 @@ def _fits(shown: torch.Tensor, gradient: torch.Tensor) -> bool:
 
 def _made_together_message(name: str) -> str:
     return (
-        f"This backward goes through {name}.grad, which replicas have made together, so none of them can differentiate "
-        "it. Take the gradients of its own rows by torch.autograd.grad(loss, parameters, create_graph=True), and "
-        "those of the batch by get_replica_context().all_reduce of these: a backward goes through both."
+        f"This backward goes through {name}.grad, which replicas have made together, "
+        "so none of them can differentiate it. Take the gradients of its own rows by "
+        "torch.autograd.grad(loss, parameters, create_graph=True), and those of the "
+        "batch by get_replica_context().all_reduce of these: a backward goes through "
+        "both."
     )
 
 
 def written_in_replica_message(name: str) -> str:
     """The message for a parameter on which a step wrote in place."""
     return (
-        f"{name} was written in place in a replica, or on a thread that a replica started. Every replica would make "
-        "this change, and copies on other devices would not agree; where replicas share memory, it was made. Write "
-        "on parameters after strategy.run, or in get_replica_context().merge_call(lambda strategy: ...)."
+        f"{name} was written in place in a replica, or on a thread that a replica "
+        "started. Every replica would make this change, and copies on other devices "
+        "would not agree; where replicas share memory, it was made. Write on "
+        "parameters after strategy.run, or in get_replica_context().merge_call(lambda "
+        "strategy: ...)."
     )
 
 
 def stray_gradient_message(name: str) -> str:
     """The message for a gradient that came to one of the user's own parameters."""
     return (
-        f"Backward in a replica reached {name} itself, and not the replica's own parameter: every replica would add to "
-        "one gradient, with no weight. The step uses a module that was not created in strategy.scope(), a trainable "
-        "tensor in no module, a list of parameters made outside of the step, or a thread that it starts, where names "
-        "mean your own objects. Create the module in the scope, or give it to strategy.distribute_module(module); put "
-        "the tensor into such a module; call model.parameters() in the step, and backward on its thread."
+        f"Backward in a replica reached {name} itself, and not the replica's own "
+        "parameter: every replica would add to one gradient, with no weight. The step "
+        "uses a module that was not created in strategy.scope(), a trainable tensor in "
+        "no module, a list of parameters made outside of the step, or a thread that it "
+        "starts, where names mean your own objects. Create the module in the scope, or "
+        "give it to strategy.distribute_module(module); put the tensor into such a "
+        "module; call model.parameters() in the step, and backward on its thread."
     )
 
 
 _TOO_EARLY = (
-    "Replica {reader} read the gradient of {name} to which replica {adder} still had to add: a replica that did not "
-    "use the parameter ran no backward, or backward ran twice in one without a new forward or a read of all gradients. "
-    "Run backward in every replica, (outputs.sum() * 0).backward() where there is no loss; or read after strategy.run."
+    "Replica {reader} read the gradient of {name} to which replica {adder} still had "
+    "to add: a replica that did not use the parameter ran no backward, or backward ran "
+    "twice in one without a new forward or a read of all gradients. Run backward in "
+    "every replica, (outputs.sum() * 0).backward() where there is no loss; or read "
+    "after strategy.run."
 )
 
 
-# A compiled step calls these where it reads, writes and clears gradients. A compiler that traced them would bake the
-# state of one call into its graph.
+# A compiled step calls these where it reads, writes and clears gradients. A compiler
+# that traced them would bake the state of one call into its graph.
 torch_internals.hide_from_compiler(ReplicaGradients.read)
 torch_internals.hide_from_compiler(ReplicaGradients.write)
 torch_internals.hide_from_compiler(ReplicaGradients.clear)

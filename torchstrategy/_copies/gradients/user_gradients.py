@@ -1,8 +1,9 @@
 """The tensors that hold the user's gradients.
 
-In plain PyTorch backward adds to the tensor that is in `.grad`, so whoever holds that tensor, or the buffer of which it
-is a view, sees the new gradient there. So the gradient of a run is written into the tensor that was there before,
-unless the step cleared it to None or assigned another one.
+In plain PyTorch backward adds to the tensor that is in `.grad`, so whoever holds that
+tensor, or the buffer of which it is a view, sees the new gradient there. So the
+gradient of a run is written into the tensor that was there before, unless the step
+cleared it to None or assigned another one.
 """
 
 from __future__ import annotations
@@ -29,22 +30,27 @@ class UserGradients:
     """
 
     def __init__(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        # What plain PyTorch would have in `.grad` now; None if that is no tensor which the user can hold.
+        # What plain PyTorch would have in `.grad` now; None if that is no tensor which
+        # the user can hold.
         self.tensors = list(gradients)
         self._sums: dict[int, torch.Tensor] = {}  # what has to be added to some of them
         self._values: dict[int, torch.Tensor] = {}  # what some others are to become
-        # The tensors that were written and have to be as before if the run fails, each with a copy, by their ids.
+        # The tensors that were written and have to be as before if the run fails, each
+        # with a copy, by their ids.
         self._before: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def replace(self, indices: Iterable[int]) -> None:
-        """The step has put something else in the place of some gradients: their tensors stay as they are."""
+        """The step has replaced some gradients: their tensors stay as they are."""
         for index in indices:
             self.tensors[index] = None
 
     def will_add(
         self, index: int, accumulated: torch.Tensor | None, gradient: torch.Tensor
     ) -> bool:
-        """Whether `write` will add a gradient to the accumulated one, so that the sum needs no memory of its own."""
+        """Whether `write` will add a gradient to the accumulated one.
+
+        Then the sum needs no memory of its own.
+        """
         if (
             accumulated is None
             or accumulated is not self.tensors[index]
@@ -55,7 +61,10 @@ class UserGradients:
         return True
 
     def take(self, accumulated: list[torch.Tensor | None]) -> None:
-        """Puts the user's tensors in the place of accumulated gradients, which `write` then writes into them."""
+        """Puts the user's tensors in the place of accumulated gradients.
+
+        Then `write` then writes into them.
+        """
         for index in [
             index
             for index in self._sums
@@ -78,7 +87,10 @@ class UserGradients:
                 self._values[index], accumulated[index] = gradient, tensor
 
     def write(self, can_fail: bool = False) -> None:
-        """Writes what `take` has found; if the run may still fail, after it has copied what it overwrites."""
+        """Writes what `take` has found.
+
+        If the run may still fail, it copies before what it overwrites.
+        """
         if not (self._values or self._sums):
             return
         with without_autograd(), unseen_by_function_modes():
@@ -109,7 +121,8 @@ class UserGradients:
 
 def can_hold(tensor: torch.Tensor, gradient: torch.Tensor) -> bool:
     """Whether a gradient can be written into a tensor, or be added to it, in place."""
-    # A run asks this for each parameter, so the attributes are compared one by one, which is fast.
+    # A run asks this for each parameter, so the attributes are compared one by one,
+    # which is fast.
     with unseen_by_function_modes():
         if (
             type(tensor) is not type(gradient)

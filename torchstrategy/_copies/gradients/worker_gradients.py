@@ -1,7 +1,8 @@
-"""The gradients of all workers, added up, and what the replicas of all workers have to agree about.
+"""All workers' gradients, added up, and what all replicas have to agree about.
 
-A worker comes here with the weighted gradients of its own replicas, and with the accumulated gradients as these
-replicas have left them: what `gradient_reducer` does for the replicas of one process is done here for the processes.
+A worker comes here with the weighted gradients of its own replicas, and with the
+accumulated gradients as these replicas have left them: what `gradient_reducer` does for
+the replicas of one process is done here for the processes.
 """
 
 from __future__ import annotations
@@ -24,11 +25,8 @@ from torchstrategy._group.workers import Workers
 _POINT = "the reduction of gradients"
 
 # What each worker tells of each parameter, in one byte.
-_DENSE, _SPARSE, _SEEN = (
-    1,
-    2,
-    4,
-)  # which kind of gradient there is to add, and whether hooks see it
+# Which kind of gradient there is to add, and whether hooks see it.
+_DENSE, _SPARSE, _SEEN = 1, 2, 4
 _DOUBTFUL, _IDLE_READ, _UNREAD = 8, 16, 32  # see `EarlyReads`
 _CLEARED, _CHANGED = 64, 128  # what became of the accumulated gradient
 
@@ -48,10 +46,13 @@ class WorkerReduction:
         owners: The user's parameters.
         names: What to call them in a message.
         before: Their accumulated gradients before the step could change them.
-        accumulated: The same as the replicas of this worker have left them. `sums` replaces what others decide.
-        total: The weighted sums of the local gradients of this worker's replicas, by position.
+        accumulated: The same as the replicas of this worker have left them. `sums`
+            replaces what others decide.
+        total: The weighted sums of the local gradients of this worker's replicas, by
+            position.
         seen: The positions of the parameters whose hooks are to see the sums.
-        early: The gradients that replicas of this worker have read before they were complete, or might have.
+        early: The gradients that replicas of this worker have read before they were
+            complete, or might have.
     """
 
     workers: Workers
@@ -96,10 +97,13 @@ class WorkerReduction:
         self._marks = [one[1 + len(flags) :] for one in of_all]
 
     def sums(self) -> tuple[dict[int, torch.Tensor], set[int]]:
-        """The sums over all workers by position, and the positions of the parameters whose hooks are to see them.
+        """The sums over all workers by position, and whose hooks are to see them.
+
+        Those are positions of parameters.
 
         Raises:
-            RuntimeError: If the workers disagree about an accumulated gradient, or one was read before it was complete.
+            RuntimeError: If the workers disagree about an accumulated gradient, or one
+                was read before it was complete.
         """
         if not self._told.any():  # as at the end of most runs
             self.accumulated[:] = self.before
@@ -120,7 +124,10 @@ class WorkerReduction:
         ), _positions_in(self._is_told(_SEEN))
 
     def _find_changes(self) -> tuple[list[int], dict[int, torch.Tensor]]:
-        """The positions of the accumulated gradients that replicas have cleared, and those that they have changed."""
+        """The accumulated gradients that replicas have cleared, and those they changed.
+
+        They are given by their positions.
+        """
         cleared, changed = [], {}
         for index, (was, now) in enumerate(
             zip(self.before, self.accumulated, strict=True)
@@ -136,7 +143,7 @@ class WorkerReduction:
         return np.asarray((self._told & flags).any(0))
 
     def _agree(self) -> None:
-        """Makes one of what the replicas of all workers have done to the accumulated gradients."""
+        """Makes one of what all workers' replicas did to the accumulated gradients."""
         # Workers without rows do what the others do.
         counting = self._told[~self._is_understudy]
         cleared, changed = (
@@ -158,7 +165,8 @@ class WorkerReduction:
         unlike = self._find_unlike(_positions_in(changed))
         if not unlike:
             return
-        # Each put a gradient of its own rows there: they are weighted as local gradients are.
+        # Each put a gradient of its own rows there: they are weighted as local
+        # gradients are.
         if self.weights.reduction is not ReduceOp.MEAN:
             raise RuntimeError(_DISAGREE.format(self.names[unlike[0]]))
         here = {index: self._weigh(index) for index in unlike}
@@ -168,7 +176,10 @@ class WorkerReduction:
             self.accumulated[index] = value
 
     def _find_unlike(self, changed: Set[int]) -> list[int]:
-        """The positions of accumulated gradients, of those that were changed, that not all workers changed alike."""
+        """The changed gradients, by position, that not all workers changed alike.
+
+        These are accumulated gradients.
+        """
         if not changed:
             return []
         marks = []
@@ -201,12 +212,14 @@ def sum_over_processes(
     kinds: dict[int, bool],
     like: list[torch.Tensor],
 ) -> dict[int, torch.Tensor]:
-    """The sums of weighted gradients over all workers, by the positions of their parameters.
+    """The sums of weighted gradients over all workers, by the parameters' positions.
 
     Args:
-        workers: The processes that train together, which have just agreed about `kinds`.
+        workers: The processes that train together, which have just agreed about
+            `kinds`.
         gradients: Those of this worker. What it lacks counts as zeros.
-        kinds: The positions of the parameters for which any worker has a gradient, and whether all of these are sparse.
+        kinds: The positions of the parameters for which any worker has a gradient, and
+            whether all of these are sparse.
         like: The parameters.
     """
     dense = sorted(
@@ -239,11 +252,13 @@ def _positions_in(column: Table) -> set[int]:
 _MARK = "q"  # a sum of bits, as `struct` packs it
 
 _DISAGREE = (
-    "The workers disagree about the gradient of {}: some cleared or changed what was accumulated and others did not. "
-    "Do it in every replica of every worker, or outside of strategy.run."
+    "The workers disagree about the gradient of {}: some cleared or changed what was "
+    "accumulated and others did not. Do it in every replica of every worker, or "
+    "outside of strategy.run."
 )
 _TOO_EARLY = (
-    "A replica of one worker read the gradient of {} as complete, and replicas of other workers still had to add "
-    "theirs. Run backward in every replica before one of them reads a gradient: one that has nothing to train on "
-    "runs a backward of zero, (outputs.sum() * 0).backward()."
+    "A replica of one worker read the gradient of {} as complete, and replicas of "
+    "other workers still had to add theirs. Run backward in every replica before one "
+    "of them reads a gradient: one that has nothing to train on runs a backward of "
+    "zero, (outputs.sum() * 0).backward()."
 )

@@ -1,9 +1,13 @@
-"""The copies of the user's modules that one replica has: how they are made, and how values reach them.
+"""The copies of the user's modules that one replica has.
 
-`copy.deepcopy` copies the modules. By itself it would copy too much and too little: each parameter, also where the
-replica is to share its memory; the outputs that a module has kept, with their graphs; and no function, so that a hook
-of the copy would go on using the user's model. So its memo has beforehand what the replica is to have in the place of
-parameters, buffers and other tensors: it copies the structure and no tensor. Functions are made anew after it.
+This file has how they are made, and how values reach them.
+
+`copy.deepcopy` copies the modules. By itself it would copy too much and too little:
+each parameter, also where the replica is to share its memory; the outputs that a module
+has kept, with their graphs; and no function, so that a hook of the copy would go on
+using the user's model. So its memo has beforehand what the replica is to have in the
+place of parameters, buffers and other tensors: it copies the structure and no tensor.
+Functions are made anew after it.
 """
 
 from __future__ import annotations
@@ -66,27 +70,38 @@ from torchstrategy._run.placement import Placement
 from torchstrategy._variables.variable import Variable, is_variable, set_plain_data
 
 # Note [What is aliased and what is copied]
-# - A parameter is a leaf of the replica's own, with its own slot for gradients. On the device of the user's parameter
-#   it shares the memory (`aliased`), so that after an update nothing has to be copied. On another device, or without
-#   `may_alias`, it has memory of its own: `bring_parameters` says what is to be written there, and `transfer.write`
-#   writes it. Under `MirroredStrategy`, `optimizer_copies` updates it there, too.
-# - A variable with one value for all replicas is treated as a parameter. A `SyncOnReadVariable` holds a component for
-#   each replica itself: the copies of the modules have the user's variable.
-# - Buffers and tensors in plain attributes are always copied: a step may write on them, from the rows of its replica.
-#   But a parameter or variable that a plain attribute holds is the replica's own, the one that its modules have.
-# - The attributes that a program has set on a tensor (`weight.is_expert`) are copied as those of a module are.
-# - Containers and other objects in plain attributes are deep copies. What cannot be copied (a lock, a file) is the same
-#   object in all replicas, and so are optimizers, schedulers and scalers, which act once for all replicas.
-# - A function that closes over a part of the model, be it a hook or in a plain attribute, is made anew for each
-#   replica, over the replica's part. A method of a module is that of the replica's module.
-# - Of what a hook keeps outside of the model, each replica has its own: see `kept_by_hooks`.
-# - Of the states of a metric the first replica has copies, and the others have copies of the default states; see
-#   `metrics`.
-# - The arguments of the step are not copied. Each replica gets new containers, with its component in the place of each
-#   distributed value; any other tensor in them is one for all replicas (`distributed_values.select`).
-# - A trainer has attributes of its own in each replica, which begin as the user's own objects: these are not copied.
-# - The state of an optimizer is one for all replicas. Under `MirroredStrategy`, a replica whose parameters have memory
-#   of their own also has a copy of the optimizer, with a state of its own (`optimizer_copies.can_have_copies`).
+# - A parameter is a leaf of the replica's own, with its own slot for gradients. On the
+#   device of the user's parameter it shares the memory (`aliased`), so that after an
+#   update nothing has to be copied. On another device, or without `may_alias`, it has
+#   memory of its own: `bring_parameters` says what is to be written there, and
+#   `transfer.write` writes it. Under `MirroredStrategy`, `optimizer_copies` updates it
+#   there, too.
+# - A variable with one value for all replicas is treated as a parameter. A
+#   `SyncOnReadVariable` holds a component for each replica itself: the copies of the
+#   modules have the user's variable.
+# - Buffers and tensors in plain attributes are always copied: a step may write on them,
+#   from the rows of its replica. But a parameter or variable that a plain attribute
+#   holds is the replica's own, the one that its modules have.
+# - The attributes that a program has set on a tensor (`weight.is_expert`) are copied as
+#   those of a module are.
+# - Containers and other objects in plain attributes are deep copies. What cannot be
+#   copied (a lock, a file) is the same object in all replicas, and so are optimizers,
+#   schedulers and scalers, which act once for all replicas.
+# - A function that closes over a part of the model, be it a hook or in a plain
+#   attribute, is made anew for each replica, over the replica's part. A method of a
+#   module is that of the replica's module.
+# - Of what a hook keeps outside of the model, each replica has its own: see
+#   `kept_by_hooks`.
+# - Of the states of a metric the first replica has copies, and the others have copies
+#   of the default states; see `metrics`.
+# - The arguments of the step are not copied. Each replica gets new containers, with its
+#   component in the place of each distributed value; any other tensor in them is one
+#   for all replicas (`distributed_values.select`).
+# - A trainer has attributes of its own in each replica, which begin as the user's own
+#   objects: these are not copied.
+# - The state of an optimizer is one for all replicas. Under `MirroredStrategy`, a
+#   replica whose parameters have memory of their own also has a copy of the optimizer,
+#   with a state of its own (`optimizer_copies.can_have_copies`).
 
 
 _OF_VARIABLES = frozenset(
@@ -104,9 +119,10 @@ _OF_VARIABLES = frozenset(
 
 @final
 class ReplicaVariable(ReplicaParameter):
-    """A replica's own copy of a variable: a parameter that can be assigned as the variable is."""
+    """A replica's own copy of a variable: a parameter that can be assigned."""
 
-    # Weak, since copies stay between runs, and the variable lives only as long as the user has a reference to it.
+    # Weak, since copies stay between runs, and the variable lives only as long as the
+    # user has a reference to it.
     __slots__ = ("torchstrategy_variable",)
     torchstrategy_variable: weakref.ref[Variable]
 
@@ -122,7 +138,8 @@ class ReplicaVariable(ReplicaParameter):
         return self._variable.numpy(force=force)
 
     def __getattr__(self, name: str) -> Any:
-        # A method of the user's variable acts for the replica that calls it: the variable asks whose thread it is on.
+        # A method of the user's variable acts for the replica that calls it: the
+        # variable asks whose thread it is on.
         if name in _OF_VARIABLES:
             return getattr(self._variable, name)
         raise AttributeError(
@@ -144,9 +161,8 @@ class Originals(NamedTuple):
     modules: Sequence[nn.Module]  # these and all modules below them
     parameters: TrackedTensors
     buffers: TrackedTensors
-    slots: Sequence[
-        tuple[int, str]
-    ]  # where each of the buffers is: the position of its module, and its name there
+    # Where each of the buffers is: the position of its module, and its name there.
+    slots: Sequence[tuple[int, str]]
     late: Late  # the plain attributes that are copied when a step reads them
     kept: KeptByHooks  # what the hooks of the modules keep
 
@@ -156,8 +172,8 @@ class ModuleReplica:
     """The copies of the user's modules that one replica has.
 
     Args:
-        originals: The user's modules, and what they hold. It is not kept, so that modules die with the user's last
-            reference.
+        originals: The user's modules, and what they hold. It is not kept, so that
+            modules die with the user's last reference.
         placement: Where the copies are.
         replica: Which replica this is.
 
@@ -174,7 +190,8 @@ class ModuleReplica:
         self._kept = kept
         self.device = device = memory_device(placement.devices[replica])
         self._copy_parameters(owners := parameters.tensors, placement)
-        # What this replica has in the place of the user's objects, by the ids of these; also the memo of `deepcopy`.
+        # What this replica has in the place of the user's objects, by the ids of these;
+        # also the memo of `deepcopy`.
         self.local_objects = {
             id(thing): thing
             for module in modules
@@ -188,7 +205,8 @@ class ModuleReplica:
         }
         known = self.local_objects.keys() | set(map(id, buffers.tensors))
         own = self._find_own(named, known, is_new=True)
-        # While the ids of the user's tensors are in the memo, no other object may get these ids.
+        # While the ids of the user's tensors are in the memo, no other object may get
+        # these ids.
         self._held = own.constants
         tensors = [*buffers.tensors, *self._held]
         copies = copy_tensors(tensors, device)
@@ -231,9 +249,8 @@ class ModuleReplica:
                 pairs[id(modules[position])],
                 {name for other, name in late if other == position},
             )
-        if any(
-            value is MISSING for value in own.objects.values()
-        ):  # this replica lacks a part of a `PerReplica`
+        # This replica lacks a part of a `PerReplica`.
+        if any(value is MISSING for value in own.objects.values()):
             drop(with_attributes, MISSING)
             self._drop_missing()
         self._slots = slots
@@ -241,7 +258,7 @@ class ModuleReplica:
         self._structure = Snapshot(tables_of(self.insides))
 
     def _drop_missing(self) -> None:
-        """Takes away the attributes, and the items of containers, that this replica does not have."""
+        """Takes away attributes, and items of containers, that this replica lacks."""
         for inside in self.insides:
             kept = {name: inside.pop(name) for name in inside.keys() - TABLES}
             drop(kept, MISSING)
@@ -263,8 +280,9 @@ class ModuleReplica:
         for owner, is_aliased in zip(owners, self.aliased, strict=True):
             memory = owner.detach() if is_aliased else next(sent)
             self.parameters.append(_make_local(owner, memory))
-        # Whether writes on all parameters are counted by the user's parameters: where a replica's parameter has shared
-        # the memory from the beginning, both have one version counter.
+        # Whether writes on all parameters are counted by the user's parameters: where a
+        # replica's parameter has shared the memory from the beginning, both have one
+        # version counter.
         self._is_counted_by_users = all(self.aliased)
 
     def _lay_weights(self) -> None:
@@ -284,10 +302,11 @@ class ModuleReplica:
         Args:
             named: The values, each with what to call it.
             known: The ids of things that the replica has already.
-            is_new: Whether the replica is made now, and has none of the parts that an earlier one had.
+            is_new: Whether the replica is made now, and has none of the parts that an
+                earlier one had.
         """
-        # A tensor with a history is an output, which holds its graph, and so parameters and activations. The replica
-        # does not hold it, so that the user can drop it.
+        # A tensor with a history is an output, which holds its graph, and so parameters
+        # and activations. The replica does not hold it, so that the user can drop it.
         own: dict[int, Any] = {}
         constants: dict[int, torch.Tensor] = {}
         outputs: list[torch.Tensor] = []
@@ -315,7 +334,9 @@ class ModuleReplica:
         return _Own(own, list(constants.values()), outputs)
 
     def _close_over_own(self, marked: Iterable[torch.Tensor]) -> None:
-        """Makes functions that the copies hold close over this replica's objects instead of the user's.
+        """Makes functions that the copies hold close over this replica's objects.
+
+        They closed over the user's.
 
         Args:
             marked: The replica's tensors that have attributes.
@@ -334,7 +355,9 @@ class ModuleReplica:
                     )
 
     def bring_parameters(self, owners: Sequence[torch.Tensor], found: Writes) -> Write:
-        """The writes that bring the values of parameters. Parameters that share the user's memory need none.
+        """The writes that bring the values of parameters.
+
+        Parameters that share the user's memory need none.
 
         Args:
             owners: The user's parameters.
@@ -358,7 +381,8 @@ class ModuleReplica:
                 set_plain_data(local, owner.detach().to(local.device, copy=True))
                 self.aliased[index], is_anew = False, True
             else:
-                # The source is the same tensor for every replica, so that `write` can broadcast it.
+                # The source is the same tensor for every replica, so that `write` can
+                # broadcast it.
                 targets.append(local)
                 sources.append(owner)
         self._is_counted_by_users &= not moved
@@ -367,24 +391,32 @@ class ModuleReplica:
         return Write(targets, sources)
 
     def note_parameters(self) -> None:
-        """Says that the parameters agree with the user's: whatever is written on them from here on, the step writes."""
+        """Says that the parameters agree with the user's.
+
+        Whatever is written on them from here on, the step writes.
+        """
         # Most replicas have nothing to look at, and each run asks several times.
         self._versions = (
             None if self._is_counted_by_users else Versions(self.parameters)
         )
 
     def written_parameters(self) -> list[int]:
-        """The positions of parameters on which the step wrote, as far as the user's parameters do not count it."""
+        """The positions of parameters on which the step wrote.
+
+        Only those count that the user's parameters do not count.
+        """
         return [] if self._versions is None else self._versions.written()
 
     def can_bring_buffers(
         self, indices: Sequence[int], originals: TrackedTensors
     ) -> bool:
-        """Whether `bring_buffers` can also bring the attributes that the user has set on buffers."""
+        """Whether `bring_buffers` can also bring attributes that are set on buffers.
+
+        The user has set them.
+        """
         tensors = originals.tensors
-        if not any(
-            map(vars, tensors)
-        ):  # mostly, and it needs no Python call for each buffer
+        # Mostly, and it needs no Python call for each buffer.
+        if not any(map(vars, tensors)):
             return True
         replaced = self.replaced_buffers()
         for index in indices:
@@ -414,12 +446,12 @@ class ModuleReplica:
         replaced = self.replaced_buffers()
         for index in indices:
             own, original = tensors[index], users[index]
-            # If the step replaced the buffer, both tensors may be in use in the replica: write on neither.
+            # If the step replaced the buffer, both tensors may be in use in the
+            # replica: write on neither.
             if index in replaced or _is_other(own, original):
                 own, are_others = original.detach().to(own.device, copy=True), True
-                vars(own).update(
-                    vars(original)
-                )  # plain values: see `can_bring_buffers`
+                # Plain values: see `can_bring_buffers`.
+                vars(own).update(vars(original))
                 self.local_objects[id(original)] = own
             else:
                 bring_value(own, original, index in unsure, index in originals.running)
@@ -432,7 +464,10 @@ class ModuleReplica:
         return are_others
 
     def lacks_parts_in(self, values: Iterable[Any]) -> bool:
-        """Whether some values of the user's hold a module or a trainable tensor of which this replica has no copy."""
+        """Whether some values of the user's hold what this replica has no copy of.
+
+        That is a module or a trainable tensor.
+        """
         for _, thing in chain.from_iterable(things_in("", value) for value in values):
             is_known = id(thing) in self.local_objects
             if not is_known and (isinstance(thing, nn.Module) or _is_trainable(thing)):
@@ -442,15 +477,20 @@ class ModuleReplica:
     def copy_values(
         self, values: Mapping[tuple[str, str], Any], own: Mapping[int, Any]
     ) -> dict[tuple[str, str], Any]:
-        """Copies of values of the user's for this replica, with the replica's own objects where it has them already.
+        """Copies of values of the user's for this replica.
 
-        Its copy of a tensor that no attribute has held meanwhile may be outdated: such a tensor is copied anew.
+        They have the replica's own objects where it has them already.
+
+        Its copy of a tensor that no attribute has held meanwhile may be outdated: such
+        a tensor is copied anew.
 
         Args:
-            values: The user's values, which are copied at once: what several of them hold is one object in the copies,
-                too. A message calls each what the parts of its key make together. If the second is empty, the value is
+            values: The user's values, which are copied at once: what several of them
+                hold is one object in the copies, too. A message calls each what the
+                parts of its key make together. If the second is empty, the value is
                 what `named_items` returned for a container.
-            own: By the ids of further objects of the user's: the objects that this replica has in their place.
+            own: By the ids of further objects of the user's: the objects that this
+                replica has in their place.
         """
         buffers = set(map(id, self.buffers.tensors))
         memo: dict[int, Any] = {}
@@ -491,7 +531,7 @@ class ModuleReplica:
         return {key: rebinding.rebind(copied) for key, copied in copies.items()}
 
     def tensors(self, without: Collection[int] = ()) -> list[torch.Tensor]:
-        """The parameters, and the buffers that were there before the step, but for those at some positions."""
+        """The parameters and buffers from before the step, but for some positions."""
         return [
             *self.parameters,
             *(own for i, own in enumerate(self.buffers.tensors) if i not in without),
@@ -538,9 +578,11 @@ class ModuleReplica:
 
         Args:
             originals: The user's buffers.
-            reads_all: Whether running statistics on accelerators are compared. Else all of these count as written.
+            reads_all: Whether running statistics on accelerators are compared. Else all
+                of these count as written.
         """
-        # Torch's kernels write running statistics without counting a version. On the CPU `buffers` has seen that.
+        # Torch's kernels write running statistics without counting a version. On the
+        # CPU `buffers` has seen that.
         own = self.buffers.tensors
         if not own:
             return set()
@@ -555,9 +597,12 @@ class ModuleReplica:
 
 
 def list_changes(replicas: Sequence[ModuleReplica]) -> list[list[Edit]]:
-    """For each of some replicas, the parameters, layers, buffers and hooks that the step made, replaced or removed.
+    """By replica, the parameters, layers, buffers and hooks that the step changed.
 
-    A tensor in the place of a buffer is a value of this buffer, and no change, if the buffer is nowhere else.
+    It made, replaced or removed them.
+
+    A tensor in the place of a buffer is a value of this buffer, and no change, if the
+    buffer is nowhere else.
     """
     found = edits_of([replica._structure for replica in replicas])
     return [
@@ -571,18 +616,18 @@ class _Own(NamedTuple):
     """What a replica is to have in the place of what some values of the user's hold."""
 
     objects: dict[int, Any]  # by the ids of the user's objects
-    constants: list[
-        torch.Tensor
-    ]  # of which it gets copies that share memory with each other where the user's do
-    outputs: list[
-        torch.Tensor
-    ]  # with a history, of which `objects` has copies without it
+    # Of which it gets copies that share memory with each other where the user's do.
+    constants: list[torch.Tensor]
+    # With a history, of which `objects` has copies without it.
+    outputs: list[torch.Tensor]
 
 
 def _copy_with_attributes(
     value: Any, tensors: Sequence[torch.Tensor], memo: Mapping[int, Any]
 ) -> tuple[Any, list[torch.Tensor]]:
-    """A deep copy of a value. The replica's tensors get copies of the attributes that the user has set on theirs.
+    """A deep copy of a value.
+
+    The replica's tensors get copies of the attributes that the user has set on theirs.
 
     Args:
         value: What is copied.
@@ -593,7 +638,8 @@ def _copy_with_attributes(
         The copy, and those of the replica's tensors that got attributes.
     """
     with_attributes = [tensor for tensor in tensors if vars(tensor)]
-    # All is copied at once, so that objects that a module and a tensor share stay shared.
+    # All is copied at once, so that objects that a module and a tensor share stay
+    # shared.
     copied, *of_tensors = deep_copy([value, *map(vars, with_attributes)], memo)
     marked = [memo[id(tensor)] for tensor in with_attributes]
     for own, attributes in zip(marked, of_tensors, strict=True):
@@ -602,15 +648,19 @@ def _copy_with_attributes(
 
 
 _OUTDATED = (
-    "{path} is a function that a step has made over parts of each replica. The replicas are made anew now, since a "
-    "layer or hook was added, and have other parts: set the attribute to None before."
+    "{path} is a function that a step has made over parts of each replica. The "
+    "replicas are made anew now, since a layer or hook was added, and have other "
+    "parts: set the attribute to None before."
 )
 
 
 def _named_values(
     modules: Sequence[nn.Module], owners: Sequence[torch.Tensor]
 ) -> Iterator[tuple[str, Any]]:
-    """What a replica needs copies of, beside parameters and buffers, each with what to call it."""
+    """What a replica needs copies of, each with what to call it.
+
+    Parameters and buffers are not among them.
+    """
     for module in modules:
         for name, value in plain_attributes(module).items():
             yield f"{type(module).__name__}.{name}", value
@@ -624,7 +674,8 @@ def _named_values(
 
 def _is_other(own: torch.Tensor, original: torch.Tensor) -> bool:
     """Whether a replica's buffer cannot take the value of the user's."""
-    # A buffer with a history is from the last step: a write on it would become a part of that graph.
+    # A buffer with a history is from the last step: a write on it would become a part
+    # of that graph.
     return (
         own.shape != original.shape or own.dtype != original.dtype or own.requires_grad
     )
@@ -653,8 +704,12 @@ def _make_local(owner: torch.Tensor, data: torch.Tensor) -> ReplicaParameter:
 
 
 def _shared_with_user(module: nn.Module) -> Iterator[Any]:
-    """The user's own objects that a copy of a module has, too: hooks, and variables that hold a component for each."""
-    # `copy.deepcopy` would copy a hook that is an object. It stays the user's own: in a run it is a proxy.
+    """The user's own objects that a copy of a module has, too.
+
+    They are hooks, and variables that hold a component for each.
+    """
+    # `copy.deepcopy` would copy a hook that is an object. It stays the user's own: in a
+    # run it is a proxy.
     hooks = chain.from_iterable(module.__dict__[name].values() for name in HOOK_TABLES)
     yield from (
         h
@@ -668,11 +723,8 @@ def _shared_with_user(module: nn.Module) -> Iterator[Any]:
     )
 
 
-_ONE_FOR_ALL = (
-    Optimizer,
-    LRScheduler,
-    torch.amp.GradScaler,
-)  # a module may hold one, which is not copied
+# A module may hold one, which is not copied.
+_ONE_FOR_ALL = (Optimizer, LRScheduler, torch.amp.GradScaler)
 
 
 def _is_trainable(thing: object) -> bool:
@@ -690,15 +742,17 @@ def _copy_without_history(
     """A replica's copy of an output that a module holds in a plain attribute."""
     return end_history(
         detached_copy(tensor, device),
-        f"This backward goes through {path}, which was computed outside of strategy.run and kept in a plain attribute: "
-        "a replica has a copy of it, whose history ends there. Compute it in the step; or, if it is to be constant, "
+        f"This backward goes through {path}, which was computed outside of "
+        "strategy.run and kept in a plain attribute: a replica has a copy of it, whose "
+        "history ends there. Compute it in the step; or, if it is to be constant, "
         "detach it.",
     )
 
 
 def _empty_tables(modules: Sequence[nn.Module]) -> dict[int, Any]:
     """A new table for each empty table of the modules, by the id of the user's."""
-    # Most tables of hooks are empty. For `copy.deepcopy` they would be most of the work.
+    # Most tables of hooks are empty. For `copy.deepcopy` they would be most of the
+    # work.
     tables = (
         value
         for module in modules
@@ -713,7 +767,10 @@ def _pair_modules(
 ) -> Iterator[tuple[nn.Module, nn.Module]]:
     modules, copies = list(root.modules()), list(copied.modules())
     if len(modules) != len(copies):
-        what = f"copy.deepcopy gives {type(copied).__name__}, with {len(copies)} modules in place of {len(modules)}"
+        what = (
+            f"copy.deepcopy gives {type(copied).__name__}, with {len(copies)} modules "
+            f"in place of {len(modules)}"
+        )
         raise uncopyable_error(type(root).__name__, TypeError(what))
     return zip(modules, copies, strict=True)
 
@@ -721,6 +778,7 @@ def _pair_modules(
 def uncopyable_error(name: str, error: Exception) -> TypeError:
     """The error for objects of the user's on which `copy.deepcopy` fails."""
     return TypeError(
-        f"{name} cannot be copied for the replicas: {type(error).__name__}: {error}. Tensors and modules "
-        "that a module holds must be ones that copy.deepcopy can copy; keep tensors with a history elsewhere."
+        f"{name} cannot be copied for the replicas: {type(error).__name__}: {error}. "
+        "Tensors and modules that a module holds must be ones that copy.deepcopy can "
+        "copy; keep tensors with a history elsewhere."
     )

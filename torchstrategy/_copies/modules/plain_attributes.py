@@ -1,11 +1,15 @@
-"""The plain attributes of the user's modules, with what they hold, in the user's modules and in the replicas' copies.
+"""The plain attributes of the user's modules, with what they hold.
 
-A plain attribute may hold a configuration, a list of numbers or an object that counts. Replicas have copies of these.
-What a program sets on a tensor, as in `weight.is_expert = True`, is a plain attribute, too: that of a parameter, of a
-buffer, or of a tensor in a plain attribute.
+They are in the user's modules and in the replicas' copies.
 
-What the user changes in them between runs reaches the copies before the next run. What steps write on the copies
-becomes one value for the user's modules after the run: see `merged_values`. The copies get it before the next run.
+A plain attribute may hold a configuration, a list of numbers or an object that counts.
+Replicas have copies of these. What a program sets on a tensor, as in `weight.is_expert
+= True`, is a plain attribute, too: that of a parameter, of a buffer, or of a tensor in
+a plain attribute.
+
+What the user changes in them between runs reaches the copies before the next run. What
+steps write on the copies becomes one value for the user's modules after the run: see
+`merged_values`. The copies get it before the next run.
 """
 
 from __future__ import annotations
@@ -59,12 +63,15 @@ from torchstrategy._run.metrics import states_of
 @final
 @dataclass(eq=False)
 class PlainAttributes:
-    """The plain attributes of the user's modules and tensors, with the containers and tensors that they hold.
+    """The plain attributes of the user's modules and tensors.
+
+    With them are the containers and tensors that they hold.
 
     Args:
         replicas: The copies of the modules in each replica.
-        originals: What they are copies of. Other code keeps the values of parameters and buffers in step. What hooks
-            keep is not looked at here, also if an attribute holds it.
+        originals: What they are copies of. Other code keeps the values of parameters
+            and buffers in step. What hooks keep is not looked at here, also if an
+            attribute holds it.
         paths: What to call each of the user's modules.
         names: What to call each of the user's parameters.
         buffer_names: What to call each of the user's buffers.
@@ -85,7 +92,8 @@ class PlainAttributes:
         self.buffers = originals.buffers
         self.kept = originals.kept
         self.parameters = set(map(id, owners))
-        # No reference to the tensors themselves: those that are in no module live as long as the user holds them.
+        # No reference to the tensors themselves: those that are in no module live as
+        # long as the user holds them.
         self._of_parameters = tables_of_tensors(
             names, owners, [replica.parameters for replica in self.replicas]
         )
@@ -135,7 +143,10 @@ class PlainAttributes:
         self._collect()
 
     def _collect(self) -> None:
-        """Lists all containers and tensors that the attributes hold. The copies have to agree with the user's now."""
+        """Lists all containers and tensors that the attributes hold.
+
+        The copies have to agree with the user's now.
+        """
         places, leaves, self._others = contents.find_copied_things(
             self._list_attributes()
         )
@@ -168,9 +179,8 @@ class PlainAttributes:
         self._held = [place.original for place in self._containers.values()]
         self._held_here = [place.local[0] for place in self._containers.values()]
         self._late.brought = []
-        self._unbrought: set[str] = (
-            set()
-        )  # the containers with which the copies do not agree, whatever they hold
+        # The containers with which the copies do not agree, whatever they hold.
+        self._unbrought: set[str] = set()
         count = range(len(self.replicas))
         self._known_local = [
             Snapshot({path: one.local[r] for path, one in self._containers.items()})
@@ -181,7 +191,10 @@ class PlainAttributes:
         ]
 
     def take_new_buffers(self) -> None:
-        """Says that replicas have other tensors in the place of buffers. They have to agree with the user's now."""
+        """Says that replicas have other tensors in the place of buffers.
+
+        They have to agree with the user's now.
+        """
         self._collect_fixed_tables()
         self._collect_tables()
 
@@ -203,7 +216,7 @@ class PlainAttributes:
         ]
 
     def _collect_tables(self) -> None:
-        """Lists whatever has attributes: modules and tensors, each as its `__dict__`."""
+        """Lists what has attributes: modules and tensors, each as its `__dict__`."""
         self._tables = dict(self._fixed_tables)
         if self._leaves:
             of_replicas = [
@@ -252,27 +265,33 @@ class PlainAttributes:
                     yield CopiedThing(f"{path}.{name}", inside[name], local)
 
     def _are_known(self, owners: Sequence[torch.Tensor]) -> bool:
-        """Whether all tensors have the `__dict__`s that they had: `torch.utils.swap_tensors` exchanges these, too."""
+        """Whether all tensors have the `__dict__`s that they had.
+
+        `torch.utils.swap_tensors` exchanges these, too.
+        """
         return all(
             map(is_, map(vars, chain(owners, self._users_buffers)), self._users_tables)
         )
 
     def replace_buffer(self, index: int, after: torch.Tensor) -> None:
-        """After a run: the user has another tensor in the place of a buffer, as the step made it."""
+        """After a run: the user has a new tensor for a buffer, as the step made it."""
         vars(after).update(self._of_new_buffers.get(index, {}))
         self._users_buffers[index] = after
         self._of_buffers[index] = self._of_buffers[index]._replace(original=vars(after))
         self._list_users_tables()
 
     def bring(self, owners: Sequence[torch.Tensor]) -> bool:
-        """Before a run: brings what the user changed to the copies. False if the copies have to be made anew.
+        """Before a run: brings what the user changed to the copies.
+
+        False if the copies have to be made anew.
 
         Args:
             owners: The user's parameters.
         """
         if not self._are_known(owners):
             return False
-        # Somebody may have given an object another class. During a run of another thread it may be a proxy.
+        # Somebody may have given an object another class. During a run of another
+        # thread it may be a proxy.
         kinds, others = list(map(type, self._held)), list(map(type, self._held_here))
         if kinds != others and list(map(plain_class, kinds)) != list(
             map(plain_class, others)
@@ -290,7 +309,8 @@ class PlainAttributes:
         leaves = list(self._leaves.values())
         for index in written:
             _, original, local = leaves[index]
-            # A tensor of another shape, or with a history, is not written: a step may have other references to it.
+            # A tensor of another shape, or with a history, is not written: a step may
+            # have other references to it.
             can_take = all(
                 (one.shape, one.dtype) == (original.shape, original.dtype)
                 for one in local
@@ -312,7 +332,8 @@ class PlainAttributes:
         self._backups = []
         for place in self._others:
             for own in place.local if type(place.original) is PerReplica else ():
-                # A step seldom writes in place on a tensor with a history, so no memory is spent on a copy of it.
+                # A step seldom writes in place on a tensor with a history, so no memory
+                # is spent on a copy of it.
                 if isinstance(own, torch.Tensor) and not own.requires_grad:
                     self._backups.append((own, own.clone()))
         return True
@@ -325,7 +346,10 @@ class PlainAttributes:
         self._known_things += places.values()
 
     def _bring_changed(self, edits: Sequence[Edit], changed: Sequence[str]) -> bool:
-        """Brings what the user changed in modules and containers. False if the copies have to be made anew."""
+        """Brings what the user changed in modules and containers.
+
+        False if the copies have to be made anew.
+        """
         if any(edit.name in _TORCHS for edit in edits if edit.place in self._modules):
             return False
         brought = [
@@ -378,19 +402,21 @@ class PlainAttributes:
         look: Look,
         replaced: Iterable[int],
     ) -> None:
-        """After a run: makes one value of those of the replicas for each attribute that one of them wrote.
+        """After a run: makes one value for each attribute that a replica wrote.
 
         Args:
             weights: How much the replicas of this process count.
             originals: Lists the user's modules, parameters and buffers.
             look: Compares what is kept with what other replicas wrote.
-            replaced: The positions of buffers in whose place a replica has put another tensor.
+            replaced: The positions of buffers in whose place a replica has put another
+                tensor.
 
         Raises:
             RuntimeError: If the step made a tensor to be trained.
         """
         present = weights.present
-        # By path: all that a container is to hold, or the attributes of a module that a step wrote; `ABSENT`: removed.
+        # By path: all that a container is to hold, or the attributes of a module that a
+        # step wrote; `ABSENT`: removed.
         self._merged: dict[str, Items] = {}
         edits = self._list_edits(present, replaced)
         changed = self._find_changed_containers(present)
@@ -445,7 +471,10 @@ class PlainAttributes:
     def _find_written(
         self, present: Sequence[int], look: Look
     ) -> dict[str, torch.Tensor]:
-        """By path: what tensors become on which a step wrote in place, which is what the first replica has."""
+        """By path: what tensors become on which a step wrote in place.
+
+        They become what the first replica has.
+        """
         found: dict[str, torch.Tensor] = {}
         if not self._leaves:
             return found
@@ -462,7 +491,7 @@ class PlainAttributes:
     def known_in_replicas(
         self, originals: Callable[[], Sequence[object]]
     ) -> dict[int, Any]:
-        """By the ids of what the replicas have copies of: the user's objects in their place."""
+        """By the ids of what the replicas have copies of: the user's objects."""
         users = {id(original): original for original in originals()}
         known: dict[int, Any] = {}
         for replica in self.replicas:
@@ -480,7 +509,10 @@ class PlainAttributes:
     def _edits_of_new_buffers(
         self, present: Sequence[int], replaced: Iterable[int]
     ) -> list[Edit]:
-        """What a step has set on the tensors that it put in the place of buffers: the user's get it, too."""
+        """What a step has set on the tensors that it put in the place of buffers.
+
+        The user's get it, too.
+        """
         self._of_new_buffers: dict[int, dict[str, Any]] = {}
         edits = []
         for index in replaced:
@@ -503,9 +535,8 @@ class PlainAttributes:
         for path, name in dict.fromkeys((edit.place, edit.name) for edit in edits):
             _, original, local = self._tables[path]
             if path in self._modules:
-                self._late.bring(
-                    path, name
-                )  # other replicas have not read what one of them has replaced
+                # Other replicas have not read what one of them has replaced.
+                self._late.bring(path, name)
             merged = self._merged.setdefault(path, {})
             before = original.get(name, ABSENT)
             values = [local[r].get(name, ABSENT) for r in present]
@@ -531,7 +562,10 @@ class PlainAttributes:
         return self._tables[path] if path in self._tables else self._containers[path]
 
     def write_back(self) -> None:
-        """Writes what was put together on the user's modules. The next run brings it to all replicas."""
+        """Writes what was put together on the user's modules.
+
+        The next run brings it to all replicas.
+        """
         for path, items in self._merged.items():
             if path in self._containers:
                 items = {
@@ -547,7 +581,8 @@ class PlainAttributes:
                 )
                 self._forget(path, name)
                 if type(value) is PerReplica:
-                    # Only the user's module holds it now. When the user drops it, its memory is free.
+                    # Only the user's module holds it now. When the user drops it, its
+                    # memory is free.
                     for of_replica in local:
                         of_replica.pop(name, None)
         if self._merged.keys() & self._tables.keys():
@@ -555,8 +590,8 @@ class PlainAttributes:
                 known.take()
             for of_tensors in self._known_tensors_local:
                 of_tensors.take()
-        # The replicas get these values before the next run: a backward through the results of this run may still need
-        # the tensors that they have now.
+        # The replicas get these values before the next run: a backward through the
+        # results of this run may still need the tensors that they have now.
         for index, path in enumerate(self._leaves if self._written else ()):
             if path in self._written:
                 self.tensors.take(index, self._written[path])
@@ -569,7 +604,10 @@ class PlainAttributes:
             self._known_tensors.forget(path, name)
 
     def _list_memory(self, written: Sequence[object]) -> set[int]:
-        """The memory of all that the replicas have copies of, and of outputs among what a step has written."""
+        """The memory of all that the replicas have copies of.
+
+        It includes that of outputs among what a step has written.
+        """
         tensors: list[torch.Tensor] = []
         for leaf in self._leaves.values():
             tensors += leaf.local
@@ -581,21 +619,29 @@ class PlainAttributes:
         return set(map(memory_id, tensors))
 
     def restore(self) -> None:
-        """After a run that failed: takes back what it wrote on tensors in the `PerReplica`s of the user's modules."""
+        """After a run that failed: takes back what it wrote on some tensors.
+
+        They are in the `PerReplica`s of the user's modules.
+        """
         for tensor, before in self._backups:
             write_value(tensor, before)
 
     def agree(self) -> None:
-        """Says that the tensors agree with the user's: what is written on them from here on, the step writes."""
+        """Says that the tensors agree with the user's.
+
+        What is written on them from here on, the step writes.
+        """
         for writes in self._writes:
             writes.note()
 
 
-_TORCHS = TORCHS_OWN - {
-    "training"
-}  # torch's own attributes, but for the one that a user and a step may write
+# Torch's own attributes, but for the one that a user and a step may write.
+_TORCHS = TORCHS_OWN - {"training"}
 
 
 def _is_of_package(thing: object) -> bool:
-    """Whether a thing is of a class of torch or torchmetrics, whose attributes are no affair of the user's."""
+    """Whether a thing is of a class of torch or torchmetrics.
+
+    The attributes of such a class are no affair of the user's.
+    """
     return type(thing).__module__.partition(".")[0] in ("torch", "torchmetrics")

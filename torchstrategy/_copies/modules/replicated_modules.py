@@ -1,13 +1,15 @@
 """The copies of all replicas, made once and kept in step with the user's modules.
 
-A replica's modules are real modules with real leaf parameters. What the user writes on the modules between runs
-(`train()`, a dropout rate, a frozen layer, loaded weights) reaches the copies before the next run. What a step writes
-on buffers and plain attributes of its own copy (`model.train()`, a counter) reaches the user's modules after the run.
+A replica's modules are real modules with real leaf parameters. What the user writes on
+the modules between runs (`train()`, a dropout rate, a frozen layer, loaded weights)
+reaches the copies before the next run. What a step writes on buffers and plain
+attributes of its own copy (`model.train()`, a counter) reaches the user's modules after
+the run.
 
-                           parameters                              buffers
-    the user's module      the values; the optimizer writes them   the values between runs
-    a replica's copy       the same memory on the same device,     memory of its own
-                           else memory of its own
+                        parameters                              buffers
+    the user's module   the values; the optimizer writes them   the values between runs
+    a replica's copy    the same memory on the same device,     memory of its own
+                        else memory of its own
 """
 
 from __future__ import annotations
@@ -71,29 +73,35 @@ from torchstrategy._run.module_tensors import is_running, tensors_in
 from torchstrategy._run.placement import Placement
 from torchstrategy._variables.variable import Variable
 
-Changes = Sequence[
-    Sequence[Edit]
-]  # for each replica that took part, what its step did to buffers and hooks
-Made = dict[
-    tuple[Any, str], torch.Tensor
-]  # buffers that a step made, by their tables and names
+# For each replica that took part, what its step did to buffers and hooks.
+Changes = Sequence[Sequence[Edit]]
+# Buffers that a step made, by their tables and names.
+Made = dict[tuple[Any, str], torch.Tensor]
 
 
 # Note [Who may write a parameter]
-# - Between runs: the user, in any way that there is. The next run brings the values to the copies (`refresh`).
-# - In a run: an optimizer of the strategy, `Variable.assign`, and a merge function. They write on the user's own
-#   parameters at a synchronization point, while all replicas stand still, within `ReplicatedRun._published`. An
-#   optimizer that calls a closure does so on the thread of the first replica. Then `refresh_parameters` brings the
-#   values to the copies that have memory of their own, unless `OptimizerCopies` has updated these alike.
-# - In a run, too: a hook that the user has registered on a parameter. It is called once for all replicas, where
-#   gradients are reduced: at a synchronization point, or when the run ends. Then the next run brings the values.
-# - When a run begins and a worker has new modules or variables: `take_from_first_worker`, which is not undone.
-# - Never the step itself, and no thread that it starts: every replica would write once. `ReplicatedRun` looks for such
-#   writes before each update and at the end of the run. `check_unwritten` compares the version counters, and refuses
-#   the run. A replica's `.data` counts its writes, unlike torch's (`ReplicaParameter.data`).
-# - While another run has the same parameters, the same rules hold, but versions are not compared: a changed version may
-#   come from the other run (`GradientReducer.is_alone`).
-# A strategy with a plain `Storage` has one replica, which uses the user's own parameters. Its step may write on them.
+# - Between runs: the user, in any way that there is. The next run brings the values to
+#   the copies (`refresh`).
+# - In a run: an optimizer of the strategy, `Variable.assign`, and a merge function.
+#   They write on the user's own parameters at a synchronization point, while all
+#   replicas stand still, within `ReplicatedRun._published`. An optimizer that calls a
+#   closure does so on the thread of the first replica. Then `refresh_parameters` brings
+#   the values to the copies that have memory of their own, unless `OptimizerCopies` has
+#   updated these alike.
+# - In a run, too: a hook that the user has registered on a parameter. It is called once
+#   for all replicas, where gradients are reduced: at a synchronization point, or when
+#   the run ends. Then the next run brings the values.
+# - When a run begins and a worker has new modules or variables:
+#   `take_from_first_worker`, which is not undone.
+# - Never the step itself, and no thread that it starts: every replica would write once.
+#   `ReplicatedRun` looks for such writes before each update and at the end of the run.
+#   `check_unwritten` compares the version counters, and refuses the run. A replica's
+#   `.data` counts its writes, unlike torch's (`ReplicaParameter.data`).
+# - While another run has the same parameters, the same rules hold, but versions are not
+#   compared: a changed version may come from the other run
+#   (`GradientReducer.is_alone`).
+# A strategy with a plain `Storage` has one replica, which uses the user's own
+# parameters. Its step may write on them.
 @final
 class ReplicatedModules:
     """The copies that all replicas have of the user's modules.
@@ -129,8 +137,9 @@ class ReplicatedModules:
         }
         loose = [variable for variable in variables if id(variable) not in in_modules]
         refuse_uncopyable(roots, further=loose)
-        # The user's modules are referred to weakly, and only their `__dict__`s are held: the modules die with the
-        # user's last reference, and then the storage drops the copies.
+        # The user's modules are referred to weakly, and only their `__dict__`s are
+        # held: the modules die with the user's last reference, and then the storage
+        # drops the copies.
         self._references = [weakref.ref(module) for module in modules]
         self._insides = [module.__dict__ for module in modules]
         self._paths = [paths[id(module)] for module in modules]
@@ -178,12 +187,10 @@ class ReplicatedModules:
             ModuleReplica(originals, placement, r)
             for r in range(len(placement.devices))
         ]
-        self._trained = requires_grad_of(
-            self.owners
-        )  # of the parameters of all replicas
-        self._sent: list[
-            torch.Event
-        ] = []  # the ends of transfers of the run that is under way
+        # Of the parameters of all replicas.
+        self._trained = requires_grad_of(self.owners)
+        # The ends of transfers of the run that is under way.
+        self._sent: list[torch.Event] = []
         self._watch_parameters()
         self._buffers.watch()
         copies = [(replica.device, replica.insides) for replica in self.replicas]
@@ -195,7 +202,8 @@ class ReplicatedModules:
         }
         self._classes = list(map(type, modules))
         self._structure = Snapshot(tables_of(self._insides))
-        # Whether a step made, removed or replaced buffers or hooks: then not all copies agree with the user's modules.
+        # Whether a step made, removed or replaced buffers or hooks: then not all copies
+        # agree with the user's modules.
         self._is_outdated = False
         self.attributes = PlainAttributes(
             self.replicas,
@@ -205,13 +213,13 @@ class ReplicatedModules:
             self._buffer_names,
             self._home,
         )
-        # The ids of the tensors that share memory with one another, in groups, and their addresses then.
+        # The ids of the tensors that share memory with one another, in groups, and
+        # their addresses then.
         self._overlaps: list[list[int]] = []
         self._pointers: list[list[int]] = []
         self._has_same_overlaps()
-        self._buffer_versions = Versions(
-            self._buffers.tensors
-        )  # as the last run left them
+        # As the last run left them.
+        self._buffer_versions = Versions(self._buffers.tensors)
 
     @property
     def owners(self) -> list[torch.Tensor]:
@@ -227,7 +235,7 @@ class ReplicatedModules:
         ]
 
     def known_in_replicas(self) -> dict[int, Any]:
-        """By the ids of what the replicas have copies of: the user's objects in their place."""
+        """By the ids of what the replicas have copies of: the user's objects."""
         return self.attributes.known_in_replicas(self._list_copied)
 
     def _list_copied(self) -> list[object]:
@@ -235,7 +243,10 @@ class ReplicatedModules:
         return [*self.originals(), *self.owners, *self._buffers.tensors]
 
     def refresh(self) -> bool:
-        """Brings what the user wrote on the modules to the copies. False if the copies have to be made anew."""
+        """Brings what the user wrote on the modules to the copies.
+
+        False if the copies have to be made anew.
+        """
         # A layer that was added or replaced changes what there is to copy.
         if (
             self._is_outdated
@@ -280,9 +291,8 @@ class ReplicatedModules:
                 ]
             ):
                 self.attributes.take_new_buffers()
-        if (
-            self._overlaps
-        ):  # what was brought to one of these was written on all that share its memory
+        # What was brought to one of these was written on all that share its memory.
+        if self._overlaps:
             self.attributes.agree()
             for replica in self.replicas:
                 replica.buffers.note()
@@ -305,19 +315,24 @@ class ReplicatedModules:
         return self._overlaps == known
 
     def _have_same_classes(self) -> bool:
-        """Whether nobody has given a module another class, as some libraries do to patch layers."""
+        """Whether no module was given another class, as some libraries do to layers.
+
+        They do so to patch them.
+        """
         originals = self.originals()
         now = list(map(type, originals))
         # During a run of another thread they are proxies.
         are_known = now == self._classes or list(map(plain_class, now)) == list(
             map(plain_class, self._classes)
         )
-        return are_known and are_same(
-            list(map(vars, originals)), self._insides
-        )  # somebody may write a `__dict__`
+        # Somebody may write a `__dict__`.
+        return are_known and are_same(list(map(vars, originals)), self._insides)
 
     def check_workers(self) -> None:
-        """Refuses a run that another worker has begun with other values. Called after an exchange in the run."""
+        """Refuses a run that another worker has begun with other values.
+
+        Called after an exchange in the run.
+        """
         if BETWEEN_RUNS in self._workers.differing:
             self._workers.differing.discard(BETWEEN_RUNS)
             names, tensors = (
@@ -329,14 +344,16 @@ class ReplicatedModules:
     def refresh_parameters(
         self, in_run: bool = False, optimizer: Optimizer | None = None
     ) -> list[int]:
-        """Brings changed values of parameters to the copies, and returns their positions.
+        """Brings changed values of parameters to the copies. Returns their positions.
 
         Args:
             in_run: Whether the values were written in a run.
-            optimizer: The optimizer of which a method was called since the last refresh, and nothing else.
+            optimizer: The optimizer of which a method was called since the last
+                refresh, and nothing else.
         """
-        # It is also called within a run, where a step may have set `requires_grad` on its copies: that is not brought.
-        # Torch's own optimizers count their writes, but for fused ones, whose parameters are noted.
+        # It is also called within a run, where a step may have set `requires_grad` on
+        # its copies: that is not brought. Torch's own optimizers count their writes,
+        # but for fused ones, whose parameters are noted.
         is_torchs_code = (
             self._is_watched and optimizer is not None and has_own_code_only(optimizer)
         )
@@ -355,7 +372,8 @@ class ReplicatedModules:
                     with keeping_version(self._uncounted_copies(found, in_run)):
                         self._sent += write(writes)
         except BaseException:
-            # Some copies may not have got the values: the next refresh brings them again.
+            # Some copies may not have got the values: the next refresh brings them
+            # again.
             self._parameters.note_outdated(changed)
             raise
         for replica in self.replicas:
@@ -367,7 +385,10 @@ class ReplicatedModules:
     def _uncounted_copies(
         self, found: Writes, in_run: bool
     ) -> tuple[torch.Tensor, ...]:
-        """The copies that keep their version. See Note [Writes that count, and writes that do not] in `writes`."""
+        """The copies that keep their version.
+
+        See Note [Writes that count, and writes that do not] in `writes`.
+        """
         positions = found.uncounted if in_run else found.unsure
         return tuple(
             replica.parameters[index]
@@ -376,13 +397,20 @@ class ReplicatedModules:
         )
 
     def wait_until_sent(self) -> None:
-        """Waits until the values of parameters have left the user's memory. Before, nobody may write there."""
+        """Waits until the values of parameters have left the user's memory.
+
+        Before, nobody may write there.
+        """
         while self._sent:
             self._sent.pop().synchronize()
 
     def _watch_parameters(self) -> None:
-        """Looks for writes that torch does not count on the parameters of which some replica has a real copy."""
-        # See Note [What is aliased and what is copied]. Where all replicas share the memory, nothing has to be brought.
+        """Looks for uncounted writes on parameters of which a replica has a real copy.
+
+        Torch does not count such writes.
+        """
+        # See Note [What is aliased and what is copied]. Where all replicas share the
+        # memory, nothing has to be brought.
         of_all = zip(*self.list_sharing(), strict=True)
         watched = [
             index for index, of_replicas in enumerate(of_all) if not all(of_replicas)
@@ -395,7 +423,10 @@ class ReplicatedModules:
         return [list(replica.aliased) for replica in self.replicas]
 
     def own_parameters(self) -> dict[int, dict[int, ReplicaParameter]]:
-        """By replica, for those that have any: its parameters with memory of their own, by the ids of the user's."""
+        """By replica, for those that have any: its parameters with memory of their own.
+
+        They are by the ids of the user's.
+        """
         found: dict[int, dict[int, ReplicaParameter]] = {}
         for r, replica in enumerate(self.replicas):
             for owner, local, is_shared in zip(
@@ -406,13 +437,19 @@ class ReplicatedModules:
         return found
 
     def note_updated(self, owners: Sequence[torch.Tensor]) -> None:
-        """Says that the user's parameters, and all copies with memory of their own, were updated alike."""
+        """Says that the user's parameters and their copies were updated alike.
+
+        They are all copies with memory of their own.
+        """
         for replica in self.replicas:
             replica.note_parameters()
         self._parameters.note_agreement(self.index_of[id(owner)] for owner in owners)
 
     def note_written(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Says that some of the user's parameters were written in a way that torch does not count."""
+        """Says that some of the user's parameters were written without a count.
+
+        Torch does not count such writes.
+        """
         self._parameters.note_uncounted(
             self.index_of[id(p)] for p in parameters if id(p) in self.index_of
         )
@@ -430,7 +467,7 @@ class ReplicatedModules:
             raise RuntimeError(written_in_replica_message(self.names[min(written)]))
 
     def check_structure(self, present: Sequence[int]) -> Changes:
-        """Refuses parameters and layers that a step made, replaced or removed in a replica.
+        """Refuses parameters and layers that a step made, replaced or removed.
 
         Returns:
             For each of the replicas, what its step did to buffers and hooks.
@@ -454,7 +491,10 @@ class ReplicatedModules:
         return edits
 
     def put_together(self, weights: Participants, changes: Changes) -> None:
-        """After a run, before the last exchange: makes one value of those that the replicas of this worker wrote."""
+        """After a run, before the last exchange: makes one value of several.
+
+        The replicas of this worker wrote them.
+        """
         self._left_trained = self._check_flags(weights)
         made = sorted(
             f"{self._paths[edit.place[0]]}.{_describe_edit(edit)}"
@@ -464,9 +504,8 @@ class ReplicatedModules:
             self._workers.compare(
                 "what the step did to buffers and hooks:", ", ".join(made)
             )
-        reads_all = (
-            self._workers.count > 1
-        )  # a message would follow each time, for which the host waits anyway
+        # A message would follow each time, for which the host waits anyway.
+        reads_all = self._workers.count > 1
         self._written = [
             self.replicas[r].written_buffers(self._buffers, reads_all)
             for r in weights.present
@@ -481,10 +520,13 @@ class ReplicatedModules:
             worker_values.mention_written(self._workers, set().union(*self._written))
 
     def return_to_originals(self, weights: Participants, changes: Changes) -> None:
-        """Brings what `put_together` has made of buffers and plain attributes to the user's modules.
+        """Brings what `put_together` has made to the user's modules.
 
-        Running statistics of normalisation layers become the mean of the replicas', weighted by rows, if they are to be
-        averaged. States of metrics are reduced as the metrics say. All else is taken from the first replica.
+        It has made buffers and plain attributes.
+
+        Running statistics of normalisation layers become the mean of the replicas',
+        weighted by rows, if they are to be averaged. States of metrics are reduced as
+        the metrics say. All else is taken from the first replica.
         """
         lead = self.replicas[weights.present[0]]
         indices = set().union(*self._written)
@@ -494,7 +536,8 @@ class ReplicatedModules:
         new = self._find_new_buffers(weights, changes) if changes[0] else {}
         for metric in self.metrics:
             metric.put_together(weights)
-        # The lines above may raise, and have written nothing of the user's yet. Nothing below refuses anything.
+        # The lines above may raise, and have written nothing of the user's yet. Nothing
+        # below refuses anything.
         self.attributes.write_back()
         if any(changes):
             self._return_changes(lead, changes[0], new)
@@ -519,10 +562,10 @@ class ReplicatedModules:
     def _replace_buffers(
         self, values: Mapping[int, torch.Tensor], lead: ModuleReplica
     ) -> None:
-        """Puts new tensors in the places of buffers of the user's, as the first replica's step did.
+        """Replaces buffers of the user's, as the first replica's step did.
 
-        Whoever holds the tensor that was there before finds in it what plain PyTorch leaves there: what the step wrote
-        on it in place, and nothing else.
+        Whoever holds the tensor that was there before finds in it what plain PyTorch
+        leaves there: what the step wrote on it in place, and nothing else.
         """
         places = Counter(
             map(
@@ -541,7 +584,8 @@ class ReplicatedModules:
             left = lead.buffers.tensors[index]
             if lead.buffers.is_counted(index) and left.shape == before.shape:
                 self._buffers.take(index, left)
-            # A tensor that is also in another place stays there, and is something else from here on.
+            # A tensor that is also in another place stays there, and is something else
+            # from here on.
             self._is_outdated |= (
                 places[id(before)] > 1 or id(before) in self.attributes.known_held
             )
@@ -555,7 +599,10 @@ class ReplicatedModules:
     def _make_users_buffers(
         self, values: Mapping[int, torch.Tensor], lead: ModuleReplica
     ) -> dict[int, torch.Tensor]:
-        """Tensors for buffers of the user's. What shares memory in the first replica shares memory in them, too."""
+        """Tensors for buffers of the user's.
+
+        What shares memory in the first replica shares memory in them, too.
+        """
         known = self.known_in_replicas()
         owned = {
             memory_id(own): (own, known[id(own)])
@@ -588,7 +635,7 @@ class ReplicatedModules:
         return made
 
     def _find_new_buffers(self, weights: Participants, changes: Changes) -> Made:
-        """The tensors that the first replica of all workers made or put in the place of buffers."""
+        """The tensors that the first replica of all made or put in a buffer's place."""
         here: list[Made] = []
         for edits in changes:
             made: Made = {}
@@ -609,7 +656,10 @@ class ReplicatedModules:
     def _return_changes(
         self, lead: ModuleReplica, edits: Sequence[Edit], new: Made
     ) -> None:
-        """Makes or removes hooks and buffers of the user's modules, as the first replica's step did with its own."""
+        """Makes or removes hooks and buffers of the user's modules.
+
+        The first replica's step did the same with its own.
+        """
         self._is_outdated = True
         originals = {id(thing): thing for thing in self._list_copied()}
         back = {
@@ -631,9 +681,8 @@ class ReplicatedModules:
                 original[_UNSAVED].discard(edit.name)
                 original[_UNSAVED].update({edit.name} & local[_UNSAVED])
             else:
-                after = ClosureRebinder(back).rebind(
-                    edit.after
-                )  # the function closes over the user's objects
+                # The function closes over the user's objects.
+                after = ClosureRebinder(back).rebind(edit.after)
             edit._replace(after=after).apply(original[table])
             for flags in HOOK_FLAGS:
                 if edit.name in local[flags]:
@@ -661,9 +710,10 @@ class ReplicatedModules:
                     if one != two
                 )
                 raise RuntimeError(
-                    f"The replicas disagree whether {name} is trained: replica {weights.present[0]} and "
-                    f"replica {r} left its requires_grad at different values. Set it in every replica alike, or "
-                    "outside of strategy.run."
+                    f"The replicas disagree whether {name} is trained: replica "
+                    f"{weights.present[0]} and replica {r} left its requires_grad at "
+                    "different values. Set it in every replica alike, or outside of "
+                    "strategy.run."
                 )
         return flags[0]
 
@@ -676,7 +726,8 @@ class ReplicatedModules:
         """By position, the new values of the buffers that any replica wrote.
 
         Raises:
-            RuntimeError: If replicas put tensors of different shapes or dtypes in the place of one.
+            RuntimeError: If replicas put tensors of different shapes or dtypes in the
+                place of one.
         """
         present, fractions = (
             self._list_present(weights),
@@ -741,16 +792,17 @@ def _weighted_sum(
 
 
 _TAKEN_AWAY = (
-    "The step has written {}, and has taken its memory away in a replica, as tensor.untyped_storage().resize_(0) does. "
-    "After a run, a buffer has the values of the replicas. Take the memory away between runs, or train with one "
-    "replica in each process, by MultiWorkerMirroredStrategy."
+    "The step has written {}, and has taken its memory away in a replica, as "
+    "tensor.untyped_storage().resize_(0) does. After a run, a buffer has the values of "
+    "the replicas. Take the memory away between runs, or train with one replica in "
+    "each process, by MultiWorkerMirroredStrategy."
 )
 
 _UNSAVED = "_non_persistent_buffers_set"
 
 
 def _describe_edit(edit: Edit) -> str:
-    """What a step did to a buffer, or to hooks, whose keys count all hooks of a process."""
+    """What a step did to a buffer, or to hooks; their keys count for a process."""
     what = "made" if isinstance(edit.after, torch.Tensor) else "taken away"
     return (
         f"{edit.name} {what}"
@@ -767,18 +819,20 @@ _FUNCTIONS = (
 )
 
 _REBUILT = (
-    "{name} was {verb} in a replica: the model and its optimizer would not have this change, and the other replicas "
-    "would not, either. Do it outside of strategy.run. If forward makes it when it is first called, call the module "
-    "with one batch before the first run; the module of a DataParallel is model.module."
+    "{name} was {verb} in a replica: the model and its optimizer would not have this "
+    "change, and the other replicas would not, either. Do it outside of strategy.run. "
+    "If forward makes it when it is first called, call the module with one batch "
+    "before the first run; the module of a DataParallel is model.module."
 )
 
 _REPLACED = (
-    "The replicas replaced the buffer {} by a tensor of shape {} and {}, and by one of shape {} and {}. The module can "
-    "have one of them only. Make it of the same shape in all replicas, or keep such a value in a plain attribute."
+    "The replicas replaced the buffer {} by a tensor of shape {} and {}, and by one of "
+    "shape {} and {}. The module can have one of them only. Make it of the same shape "
+    "in all replicas, or keep such a value in a plain attribute."
 )
 
 _HOOK = (
-    "A step registered a hook on {where} in a replica, and left it there: an object of the class {kind}, which may "
-    "hold parts of that replica. Register it outside of strategy.run, remove it in the step, with handle.remove(), or "
-    "make it a function."
+    "A step registered a hook on {where} in a replica, and left it there: an object of "
+    "the class {kind}, which may hold parts of that replica. Register it outside of "
+    "strategy.run, remove it in the step, with handle.remove(), or make it a function."
 )

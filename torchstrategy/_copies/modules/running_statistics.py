@@ -1,12 +1,16 @@
-"""Running statistics of replicas on accelerators. The host never reads them: it would wait for all that is under way.
+"""Running statistics of replicas on accelerators.
 
-`ReplicatedModules._buffer_values` merges all buffers of replicas, and asks this file for these. What it has made of
-those of one worker becomes that of all in `_run/worker_values`. A worker with one replica sends its statistics with its
-gradients: `TrainedTensors.averaged` in `_run/own/trained_tensors` says which.
+The host never reads them: it would wait for all that is under way.
 
-torch's kernels write running statistics and do not count it in their versions. In the memory of the CPU the numbers are
-compared. On an accelerator, the statistics of every replica count as written by every run, and the accelerator itself
-finds out which numbers are as they were: a mean of equal numbers could be off by a bit.
+`ReplicatedModules._buffer_values` merges all buffers of replicas, and asks this file
+for these. What it has made of those of one worker becomes that of all in
+`_run/worker_values`. A worker with one replica sends its statistics with its gradients:
+`TrainedTensors.averaged` in `_run/own/trained_tensors` says which.
+
+torch's kernels write running statistics and do not count it in their versions. In the
+memory of the CPU the numbers are compared. On an accelerator, the statistics of every
+replica count as written by every run, and the accelerator itself finds out which
+numbers are as they were: a mean of equal numbers could be off by a bit.
 """
 
 from __future__ import annotations
@@ -27,9 +31,10 @@ from torchstrategy._copies.modules.module_replica import (
 def find_unseen(
     running: Set[int], users: TrackedTensors, replica: ModuleReplica
 ) -> list[int]:
-    """The positions of running statistics of the user's that may differ from those of a replica.
+    """The positions of the user's running statistics that may differ in a replica.
 
-    A forward outside of runs may have written them. On an accelerator, all of them may differ.
+    A forward outside of runs may have written them. On an accelerator, all of them may
+    differ.
     """
     pairs = [(index, replica.buffer(index), users.tensors[index]) for index in running]
     return [
@@ -45,7 +50,9 @@ def average_unread(
     replicas: Sequence[ModuleReplica],
     fractions: Sequence[float],
 ) -> dict[int, torch.Tensor]:
-    """By position, the means of those running statistics over replicas that the host does not read.
+    """By position, the means of running statistics that the host does not read.
+
+    They are means over replicas.
 
     Args:
         indices: The positions of buffers that count as written.
@@ -81,9 +88,12 @@ def _average(
     of_replicas: Sequence[Sequence[torch.Tensor]],
     fractions: Sequence[float],
 ) -> list[torch.Tensor]:
-    """The means of statistics over replicas, where the user's are; a number that no replica has changed stays as it is.
+    """The means of statistics over replicas, where the user's are.
 
-    Those of one dtype and on the same devices are put together, so that few transfers and few kernels are needed.
+    A number that no replica has changed stays as it is.
+
+    Those of one dtype and on the same devices are put together, so that few transfers
+    and few kernels are needed.
     """
     groups: dict[Hashable, list[int]] = {}
     for i, own in enumerate(before):

@@ -1,8 +1,9 @@
-"""The large attributes that wait until a step reads them, and those that a step has read.
+"""The large attributes that wait until a step reads them, and those it has read.
 
-`late_attributes` makes an attribute wait in one copy of a module. Here is what concerns all copies: the replica that
-reads an attribute first makes the copies of all, since after the run all of them are compared and merged; and what the
-user has put in the place of an attribute may wait in its turn.
+`late_attributes` makes an attribute wait in one copy of a module. Here is what concerns
+all copies: the replica that reads an attribute first makes the copies of all, since
+after the run all of them are compared and merged; and what the user has put in the
+place of an attribute may wait in its turn.
 """
 
 from __future__ import annotations
@@ -47,10 +48,12 @@ class WaitingAttributes:
         modules: By path: the `__dict__` of a module, with those of its copies.
         copies: By path: the copies of a module.
         late: The attributes that wait.
-        take: A method that is called with the containers in an attribute, by path, when replicas have their copies.
+        take: A method that is called with the containers in an attribute, by path, when
+            replicas have their copies.
 
     Attributes:
-        brought: Those that a step has read since the owner has listed all containers anew.
+        brought: Those that a step has read since the owner has listed all containers
+            anew.
         has_brought: Whether a step has read one since the run began.
     """
 
@@ -63,9 +66,8 @@ class WaitingAttributes:
     ) -> None:
         self._modules = modules
         self._copies = copies
-        self._take = weakref.WeakMethod(
-            take
-        )  # else the copies of a model would be freed late, by Python's collector
+        # Else the copies of a model would be freed late, by Python's collector.
+        self._take = weakref.WeakMethod(take)
         self._bringing = threading.Lock()
         self._waiting: set[Key] = set()
         self.brought: list[LateCopies] = []
@@ -79,7 +81,9 @@ class WaitingAttributes:
         self._waiting.add((path, name))
 
     def find(self, edits: Sequence[Edit], new: Iterable[Any]) -> set[Key] | None:
-        """Which attributes that the user has replaced may wait; None if one that waits may wait no longer.
+        """Which attributes that the user has replaced may wait.
+
+        It is None if one that waits may wait no longer.
 
         An attribute may not wait if another one holds a part of it.
         """
@@ -97,7 +101,10 @@ class WaitingAttributes:
     def replace(
         self, edits: Sequence[Edit], waiting: Iterable[Key]
     ) -> dict[Key, Later]:
-        """Takes the attributes that the user has replaced, of which some wait. Returns what stands for these."""
+        """Takes the attributes that the user has replaced, of which some wait.
+
+        Returns what stands for these.
+        """
         self._waiting -= {(edit.place, edit.name) for edit in edits}
         laters = {}
         for path, name in waiting:
@@ -108,7 +115,10 @@ class WaitingAttributes:
         return laters
 
     def bring(self, path: str, name: str) -> None:
-        """Copies an attribute of a module for all replicas, if it waits. Called on the thread of any replica."""
+        """Copies an attribute of a module for all replicas, if it waits.
+
+        Called on the thread of any replica.
+        """
         with self._bringing:
             _, original, insides = self._modules[path]
             waiting = [
@@ -118,9 +128,8 @@ class WaitingAttributes:
                 return
             copies = self._copy(f"{path}.{name}", original[name], len(waiting))
             containers: dict[int, CopiedThing] = {}
-            if len(waiting) == len(
-                insides
-            ):  # else a replica has lost the attribute, which is merged as a whole
+            # Else a replica has lost the attribute, which is merged as a whole.
+            if len(waiting) == len(insides):
                 containers, _, _ = find_copied_things(
                     [CopiedThing(f"{path}.{name}", original[name], copies)]
                 )
@@ -138,7 +147,7 @@ class WaitingAttributes:
             settle(module)
 
     def _copy(self, path: str, value: Any, count: int) -> list[Any]:
-        """So many copies of what is nothing but data: replicas have nothing of it already."""
+        """So many copies of what is nothing but data: replicas have none of it."""
         if data_in(value) is None:
             raise RuntimeError(NO_DATA.format(path=path))
         try:
@@ -147,7 +156,7 @@ class WaitingAttributes:
             raise uncopyable_error(path, error) from error
 
     def is_brought(self, edit: Edit) -> bool:
-        """Whether an edit is no write of a step: a copy came in the place of what stood for it."""
+        """Whether an edit is no write of a step: a copy replaced what stood for it."""
         if type(edit.before) is not Later:
             return False
         for one in self.brought:

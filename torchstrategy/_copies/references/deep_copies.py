@@ -1,10 +1,13 @@
-"""How a replica gets copies of what the user's objects hold: deep copies, and functions over its own objects.
+"""How a replica gets copies of what the user's objects hold.
+
+They are deep copies, and functions over its own objects.
 
 `copy.deepcopy` does not copy functions. A function may close over parts of a model: a
-`model.forward = lambda x: model.head(model.body(x))`, a hook or a wrapper. A replica's copy of the model would have the
-user's function, which uses the user's own model. During a run, a proxy leads from this to the replica's model, but not
-on every thread: autograd has threads of its own, on which activation checkpoints call such functions again. So each
-replica gets functions over its own parts.
+`model.forward = lambda x: model.head(model.body(x))`, a hook or a wrapper. A replica's
+copy of the model would have the user's function, which uses the user's own model.
+During a run, a proxy leads from this to the replica's model, but not on every thread:
+autograd has threads of its own, on which activation checkpoints call such functions
+again. So each replica gets functions over its own parts.
 """
 
 from __future__ import annotations
@@ -33,10 +36,12 @@ class ClosureRebinder:
     """Makes, of the user's functions, functions that close over a replica's objects.
 
     Args:
-        own: By the id of an object of the user's, the object that the replica has in its place. It may have variables
-            of functions (cells), and the `__dict__`s of functions.
-        with_globals: The ids of the functions that are to have global names of their own, in which functions that they
-            call are looked for, too. No other functions are made anew. None: no function has such names.
+        own: By the id of an object of the user's, the object that the replica has in
+            its place. It may have variables of functions (cells), and the `__dict__`s
+            of functions.
+        with_globals: The ids of the functions that are to have global names of their
+            own, in which functions that they call are looked for, too. No other
+            functions are made anew. None: no function has such names.
     """
 
     def __init__(
@@ -48,10 +53,12 @@ class ClosureRebinder:
         self._seen: list[object] = []  # keeps the objects alive whose ids `_made` has
 
     def rebind(self, value: Any, depth: int = _DEPTH) -> Any:
-        """The replica's version of a value: of a function, or of a container of functions. Other values are returned.
+        """The replica's version of a function, or of a container of functions.
 
-        A function that closes over no part of the model is returned as it is. Lists and dicts are changed in place,
-        since they are the replica's own copies already.
+        Other values are returned.
+
+        A function that closes over no part of the model is returned as it is. Lists and
+        dicts are changed in place, since they are the replica's own copies already.
         """
         if depth and type(value) is list:
             value[:] = [self.rebind(item, depth - 1) for item in value]
@@ -71,7 +78,10 @@ class ClosureRebinder:
         return value
 
     def rebind_object(self, value: Any) -> Any:
-        """The replica's version of an object that a function uses, or of a function. Containers are not looked into."""
+        """The replica's version of an object that a function uses, or of a function.
+
+        Containers are not looked into.
+        """
         own = self._own.get(id(value), value)
         if own is not value:
             return own
@@ -82,14 +92,16 @@ class ClosureRebinder:
             return value
         if id(value) not in self._made:
             self._seen.append(value)
-            self._made[id(value)] = (
-                value  # a function that refers to itself keeps referring to the user's function
-            )
+            # A function that refers to itself keeps referring to the user's function.
+            self._made[id(value)] = value
             self._made[id(value)] = self._rebind_callable(value)
         return self._made[id(value)]
 
     def _rebind_callable(self, value: Any) -> Any:
-        """A new function, method or tuple over the replica's objects; the same, if it uses none of those."""
+        """A new function, method or tuple over the replica's objects.
+
+        It is the same, if it uses none of those.
+        """
         if is_users(value):
             return self._rebind_function(value)
         if isinstance(value, types.MethodType):
@@ -155,12 +167,13 @@ class ClosureRebinder:
             made_cells[i].cell_contents = made
         made.__kwdefaults__ = made_keywords
         functools.update_wrapper(made, fn, updated=())
-        # Where it is not the replica's own, it is the same object, so that a counter in it counts for all replicas.
+        # Where it is not the replica's own, it is the same object, so that a counter in
+        # it counts for all replicas.
         made.__dict__ = inside
         return made
 
     def _globals_of(self, fn: types.FunctionType) -> dict[str, Any]:
-        """The global names of a replica's function: what differs from the user's, over the user's own."""
+        """The globals of a replica's function: what differs, over the user's own."""
         if self._with_globals is None:
             return (
                 fn.__globals__.users
@@ -178,7 +191,10 @@ class ClosureRebinder:
     def _rebind_variable(
         self, cell: types.CellType, fn: types.FunctionType
     ) -> types.CellType:
-        """The variable that a replica's function has in the place of one of the user's function `fn`."""
+        """The variable that a replica's function has in the place of one of `fn`.
+
+        `fn` is the user's function.
+        """
         own: types.CellType = self._own.get(id(cell), cell)
         if own is not cell or _is_in(fn, cell):
             return own
@@ -187,12 +203,16 @@ class ClosureRebinder:
         except ValueError:
             return cell  # it is not assigned yet
         held = self.rebind_object(value)
-        # A cell whose value is not replaced stays the user's own, so that a counter in it counts for all replicas.
+        # A cell whose value is not replaced stays the user's own, so that a counter in
+        # it counts for all replicas.
         return cell if held is value else types.CellType(held)
 
 
 class _Globals(dict[str, Any]):
-    """The global names of a function of a replica. Python asks `__missing__` for those that are not here."""
+    """The global names of a function of a replica.
+
+    Python asks `__missing__` for those that are not here.
+    """
 
     def __init__(self, own: Mapping[str, Any], users: dict[str, Any]) -> None:
         super().__init__(own)
@@ -210,12 +230,15 @@ def _is_in(value: object, cell: types.CellType) -> bool:
 
 
 def is_function(value: object) -> bool:
-    """Whether a value is a function of the user's, a bound method, or a `functools.partial`."""
+    """Whether a value is a user's function, a bound method or `functools.partial`."""
     return is_users(value) or isinstance(value, (types.MethodType, functools.partial))
 
 
 def are_same_function(one: Any, other: Any) -> bool:
-    """Whether two values are the same object, or functions of the same code that use the same objects."""
+    """Whether two values are one object, or functions of one code.
+
+    The functions use the same objects.
+    """
     if one is other or type(one) is not type(other) or not is_function(one):
         return one is other
     parts, others = _parts(one), _parts(other)
@@ -238,9 +261,12 @@ def _parts(fn: Any) -> list[Any]:
 
 
 def is_users(fn: object) -> TypeGuard[types.FunctionType]:
-    """Whether this is a function that is not torch's, or one that `torch.no_grad` or the like decorates.
+    """Whether this is a function that is not torch's, or a decorated one.
 
-    torch's other decorators keep the function in several places, so that their functions are left alone.
+    `torch.no_grad` or the like decorates it.
+
+    torch's other decorators keep the function in several places, so that their
+    functions are left alone.
     """
     if not isinstance(fn, types.FunctionType):
         return False
@@ -248,32 +274,32 @@ def is_users(fn: object) -> TypeGuard[types.FunctionType]:
     return module.split(".")[0] != "torch" or module in _DECORATORS
 
 
-_DECORATORS = (
-    "torch.utils._contextlib",
-    "torch.amp.autocast_mode",
-)  # each closes over the function that it decorates
+# Each closes over the function that it decorates.
+_DECORATORS = ("torch.utils._contextlib", "torch.amp.autocast_mode")
 
 
 def deep_copy(value: Any, memo: Mapping[int, Any]) -> Any:
-    """A copy made by `copy.deepcopy`, which shares with `value` each lock, file, generator or Python module in it.
+    """A copy made by `copy.deepcopy`.
+
+    It shares with `value` each lock, file, generator or Python module in it.
 
     Args:
         value: The value to copy.
-        memo: By the id of an object in the value, the object that the copy has in its place.
+        memo: By the id of an object in the value, the object that the copy has in its
+            place.
 
     Raises:
         Exception: Whatever the copy of a tensor, or of a module, raises.
     """
     shared: dict[int, Any] = {}
-    code, own = (
-        copy.deepcopy.__code__,
-        copy.deepcopy.__code__.co_varnames[0],
-    )  # the variable with what it copies
+    # The variable with what it copies.
+    code, own = copy.deepcopy.__code__, copy.deepcopy.__code__.co_varnames[0]
     while True:
         try:
             return copy.deepcopy(value, {**memo, **shared})
         except Exception as error:
-            # `copy.deepcopy` calls itself for what an object holds: the last of its frames has the innermost object.
+            # `copy.deepcopy` calls itself for what an object holds: the last of its
+            # frames has the innermost object.
             frames = [
                 frame
                 for frame, _ in traceback.walk_tb(error.__traceback__)

@@ -1,11 +1,13 @@
 """What hooks reach outside of the model, and so may write while replicas run.
 
-A forward hook often keeps what it sees, and the step reads it: on an object, in a dict, in a list, in a variable of the
-function around it. Replicas run at the same time, so each has to have its own of all that. This file finds it: what a
-hook closes over, its `self`, the arguments of a `functools.partial`, and whatever these hold.
+A forward hook often keeps what it sees, and the step reads it: on an object, in a dict,
+in a list, in a variable of the function around it. Replicas run at the same time, so
+each has to have its own of all that. This file finds it: what a hook closes over, its
+`self`, the arguments of a `functools.partial`, and whatever these hold.
 
-A hook also reaches what its module calls by a global name. There is one global variable for all replicas. So the run
-looks whether somebody has written what is found in this way, and refuses it by name.
+A hook also reaches what its module calls by a global name. There is one global variable
+for all replicas. So the run looks whether somebody has written what is found in this
+way, and refuses it by name.
 
 The functions that a step calls are looked at in the same way: see `References.holders`.
 """
@@ -43,8 +45,10 @@ from torchstrategy._copies.references.deep_copies import is_users
 from torchstrategy._copies.references.step_references import NOT_THE_USERS, package_of
 
 _FUNCTIONS = 5  # how deep calls are followed
-_OBJECTS = 4  # how deep attributes of objects are followed; containers are followed to their end
-MANY = 4096  # a container with more items is one for all replicas, which may not write on it
+# How deep attributes of objects are followed; containers are followed to their end.
+_OBJECTS = 4
+# A container with more items is one for all replicas, which may not write on it.
+MANY = 4096
 
 _CALLED = (types.FunctionType, types.MethodType, functools.partial)
 _BOUND = (types.BuiltinMethodType, types.MethodWrapperType)
@@ -59,7 +63,8 @@ _NEVER = (
     DistributedValues,
     *PLAIN,
 )
-# Objects of Python's own classes, such as locks, queues, loggers and threads, are one for all replicas.
+# Objects of Python's own classes, such as locks, queues, loggers and threads, are one
+# for all replicas.
 _LIBRARIES = (NOT_THE_USERS | sys.stdlib_module_names) - {
     "argparse",
     "collections",
@@ -70,8 +75,14 @@ _LIBRARIES = (NOT_THE_USERS | sys.stdlib_module_names) - {
 class Way(enum.Enum):
     """How a function comes to something."""
 
-    OWN = "by what it closes over, its arguments, or an object: a replica's function can have the replica's own"
-    FIXED = "by a function that is one for all replicas, such as a method of a class: only objects can be proxies there"
+    OWN = (
+        "by what it closes over, its arguments, or an object: a replica's function can "
+        "have the replica's own"
+    )
+    FIXED = (
+        "by a function that is one for all replicas, such as a method of a class: only "
+        "objects can be proxies there"
+    )
     GLOBAL = "by a global name, as a hook"
 
 
@@ -88,26 +99,25 @@ class References:
 
     Args:
         left_out: The ids of what replicas have copies of anyway, such as the model.
-        is_of_step: Whether the functions are a step. What a hook reaches by a global name is shared. A replica's step
-            is a function with global names of its own. And all methods are looked at, since others call them.
+        is_of_step: Whether the functions are a step. What a hook reaches by a global
+            name is shared. A replica's step is a function with global names of its own.
+            And all methods are looked at, since others call them.
     """
 
     def __init__(self, left_out: Container[int], is_of_step: bool = False) -> None:
-        # By id: objects, containers, variables (cells), and tensors and arrays that hold constant numbers.
+        # By id: objects, containers, variables (cells), and tensors and arrays that
+        # hold constant numbers.
         self.things: dict[int, Found] = {}
-        self.shared: dict[
-            int, Found
-        ] = {}  # the same, if it is reached in ways only that lead all replicas to one
-        self.large: set[int] = (
-            set()
-        )  # the ids of those of them that have too many items to be one for each replica
-        self.reached_as_shared: set[int] = (
-            set()
-        )  # the ids of what is reached in such a way, whatever else leads there
-        self.stored: dict[
-            tuple[int, str], dict[str, Any]
-        ] = {}  # global variables to which a function assigns
-        # By the id of a thing: the ids of the objects, containers and functions that hold it.
+        # The same, if it is reached in ways only that lead all replicas to one.
+        self.shared: dict[int, Found] = {}
+        # The ids of those of them that have too many items to be one for each replica.
+        self.large: set[int] = set()
+        # The ids of what is reached in such a way, whatever else leads there.
+        self.reached_as_shared: set[int] = set()
+        # Global variables to which a function assigns.
+        self.stored: dict[tuple[int, str], dict[str, Any]] = {}
+        # By the id of a thing: the ids of the objects, containers and functions that
+        # hold it.
         self.holders: defaultdict[int, set[int]] = defaultdict(set)
         self._left_out = left_out
         self._is_of_step = is_of_step
@@ -140,9 +150,8 @@ class References:
             or isinstance(value, _NEVER)
         ):
             return
-        if isinstance(
-            value, _BOUND
-        ):  # as `kept.append`: nobody can bind it to another object
+        # As `kept.append`: nobody can bind it to another object.
+        if isinstance(value, _BOUND):
             self.look_at(name, value.__self__, Way.FIXED, holder, functions, objects)
         elif isinstance(value, _CALLED):
             if functions:
@@ -162,7 +171,10 @@ class References:
                 self._look_inside(name, value, way, functions, objects)
 
     def _watch(self, name: str, thing: type | types.ModuleType) -> None:
-        """Notes a class or a Python module of the user's, whose attributes are one for all replicas."""
+        """Notes a class or module of the user's.
+
+        All replicas share its attributes. A module is a Python module.
+        """
         package = (
             thing.__name__.partition(".")[0]
             if isinstance(thing, types.ModuleType)
@@ -237,9 +249,8 @@ class References:
                 )
             self.look_at(name, fn.func, way, holder, functions + 1, objects)
         elif isinstance(fn, types.MethodType):
-            self._seen.add(
-                (id(fn.__func__), Way.FIXED)
-            )  # this method itself can be made anew
+            # This method itself can be made anew.
+            self._seen.add((id(fn.__func__), Way.FIXED))
             self.look_at("self", fn.__self__, way, holder, functions, objects)
             for cls in type(fn.__self__).__mro__:
                 self._watch(cls.__name__, cls)
@@ -274,9 +285,8 @@ class References:
                 self._record(variable, cell, way, id(fn))
             for value in named_items(cell).values():
                 self.look_at(variable, value, way, id(fn), functions, objects)
-                if (
-                    functions and not self._is_of_step
-                ):  # as `store.note(output)`: of a step all methods are looked at
+                # As `store.note(output)`: of a step all methods are looked at.
+                if functions and not self._is_of_step:
                     self._look_into_methods(
                         type(value), names_in(fn.__code__), functions - 1, objects
                     )
@@ -287,7 +297,8 @@ class References:
             self.stored[id(fn.__globals__), name] = fn.__globals__
         by_global = Way.GLOBAL
         if self._is_of_step:
-            # A replica's step may have global names of its own, unless it assigns to one.
+            # A replica's step may have global names of its own, unless it assigns to
+            # one.
             by_global = Way.FIXED if stored else way
         for name in globals_of(fn):
             self.look_at(
@@ -297,7 +308,10 @@ class References:
     def _look_into_methods(
         self, cls: type, names: Iterable[str] | None, functions: int, objects: int
     ) -> None:
-        """Looks into methods of a class, which are one for all replicas; `None`: into all of them."""
+        """Looks into methods of a class; `None`: into all.
+
+        All replicas share them.
+        """
         for base in cls.__mro__ if functions else ():
             if package_of(base) in _LIBRARIES:
                 continue
@@ -321,7 +335,10 @@ def names_in_method(method: types.MethodType) -> tuple[str, ...]:
 
 
 def is_kept(value: object) -> bool:
-    """Whether a value is an object or a container in which a hook may keep something of a replica's own."""
+    """Whether a hook may keep something of a replica's own in a value.
+
+    The value is an object or a container.
+    """
     if type(value) in OPEN_CONTAINERS:
         return True
     return package_of(type(value)) not in _LIBRARIES and (
@@ -330,14 +347,17 @@ def is_kept(value: object) -> bool:
 
 
 def is_constant(value: Any) -> bool:
-    """Whether a tensor or array holds numbers of its own: it is no parameter, and has no history."""
+    """Whether a tensor or array holds its own numbers: no parameter, no history."""
     if isinstance(value, np.ndarray):
         return bool(value.dtype != object)
     return type(value) is torch.Tensor and not value.requires_grad
 
 
 def has_attributes(fn: types.FunctionType) -> bool:
-    """Whether a function may have attributes in which it keeps something: it has some, or knows itself."""
+    """Whether a function may have attributes in which it keeps something.
+
+    It has some, or knows itself.
+    """
     if fn.__dict__.keys() - {"__wrapped__"}:
         return True
     in_variables = chain.from_iterable(
@@ -347,9 +367,12 @@ def has_attributes(fn: types.FunctionType) -> bool:
 
 
 def is_variable_kept(cell: types.CellType, left_out: Container[int]) -> bool:
-    """Whether replicas have variables of their own in the place of one: it holds no part of a model, and no function.
+    """Whether replicas have variables of their own in the place of one.
 
-    A replica's function over a part of a model has the replica's part for good; see `deep_copies.ClosureRebinder`.
+    It holds no part of a model, and no function.
+
+    A replica's function over a part of a model has the replica's part for good; see
+    `deep_copies.ClosureRebinder`.
     """
     for value in named_items(cell).values():
         return id(value) not in left_out and not isinstance(

@@ -1,17 +1,19 @@
 """The modules, tensors, optimizers and trainers that a step uses by name.
 
-All replicas share a model that was created outside of the scope, and backward in each replica would add to its one
-gradient. So the library looks at the step before it runs, in order to notice such gradients and raise an error.
+All replicas share a model that was created outside of the scope, and backward in each
+replica would add to its one gradient. So the library looks at the step before it runs,
+in order to notice such gradients and raise an error.
 
-All replicas also share a learning-rate scheduler or a `GradScaler`, which counts steps. Those that are found are
-stepped once for all replicas; see `_copies/replica_steppers`.
+All replicas also share a learning-rate scheduler or a `GradScaler`, which counts steps.
+Those that are found are stepped once for all replicas; see `_copies/replica_steppers`.
 
-A *trainer* is an object of the user's own class that holds models, optimizers, schedulers or scalers, itself or through
-another such object. Each replica has its own version of the attributes that a step writes on it; see
-`_copies/attributes/trainers`.
+A *trainer* is an object of the user's own class that holds models, optimizers,
+schedulers or scalers, itself or through another such object. Each replica has its own
+version of the attributes that a step writes on it; see `_copies/attributes/trainers`.
 
-The library looks into the functions that the step calls and into the attributes of objects, both a few levels deep.
-Objects that a step reaches in other ways are not found.
+The library looks into the functions that the step calls and into the attributes of
+objects, both a few levels deep. Objects that a step reaches in other ways are not
+found.
 """
 
 from __future__ import annotations
@@ -40,11 +42,13 @@ from torchstrategy._base.types import Tree
 
 STEPPERS = (LRScheduler, torch.amp.GradScaler)
 
-_FUNCTIONS = 4  # how deep calls are followed: a step may call a function that calls a function that uses the model
-_OBJECTS = (
-    3  # how deep attributes are followed: the model may be an attribute of an attribute
-)
-_ITEMS = 256  # how many items of a list or dict are looked at: a history of losses may be long
+# How deep calls are followed: a step may call a function that calls a function that
+# uses the model.
+_FUNCTIONS = 4
+# How deep attributes are followed: the model may be an attribute of an attribute.
+_OBJECTS = 3
+# How many items of a list or dict are looked at: a history of losses may be long.
+_ITEMS = 256
 _FEW = 32  # how many items a list or dict may have for each of them to be looked into
 
 _DATA = {*PLAIN_TYPES, tuple, list, dict, set}
@@ -63,7 +67,7 @@ NOT_THE_USERS = {
 
 @final
 class TensorPlace:
-    """Where a step finds a tensor that it can replace by another: a name, an item or an attribute.
+    """Where a step can replace a tensor that it finds: a name, an item, an attribute.
 
     Args:
         name: The path by which the step reaches the tensor.
@@ -94,27 +98,21 @@ class StepReferences:
     def __init__(self) -> None:
         self.modules: list[tuple[str, nn.Module]] = []
         self.tensors: list[tuple[str, torch.Tensor]] = []  # leaves that require grad
-        self.steppers: list[
-            tuple[str, Any]
-        ] = []  # schedulers and scalers, and bound methods of them
-        self.optimizers: list[
-            Optimizer
-        ] = []  # one that wraps other optimizers comes after these
-        self.updates: list[
-            tuple[str, Any]
-        ] = []  # bound methods of optimizers that act once for all replicas: `step`
+        # Schedulers and scalers, and bound methods of them.
+        self.steppers: list[tuple[str, Any]] = []
+        # One that wraps other optimizers comes after these.
+        self.optimizers: list[Optimizer] = []
+        # Bound methods of optimizers that act once for all replicas: `step`.
+        self.updates: list[tuple[str, Any]] = []
         self.others: list[tuple[str, torch.Tensor]] = []  # all other tensors
-        self.places: list[
-            TensorPlace
-        ] = []  # where the step can put another tensor in the place of one
-        self._objects: dict[
-            int, tuple[str, Any]
-        ] = {}  # by id: objects that may be trainers, each with its name
+        # Where the step can put another tensor in the place of one.
+        self.places: list[TensorPlace] = []
+        # By id: objects that may be trainers, each with its name.
+        self._objects: dict[int, tuple[str, Any]] = {}
         # By the id of an object: the ids of the objects that hold it.
         self._holders: defaultdict[int, set[int]] = defaultdict(set)
-        self._makers: set[int] = (
-            set()
-        )  # the ids of modules, optimizers and steppers: what holds one is a trainer
+        # The ids of modules, optimizers and steppers: what holds one is a trainer.
+        self._makers: set[int] = set()
         self._seen: set[int] = set()
 
     def trainers(self) -> list[tuple[str, Any]]:
@@ -136,7 +134,10 @@ class StepReferences:
         objects: int = _OBJECTS,
         holder: int = 0,
     ) -> None:
-        """Records a value and the objects in it. `holder` is the id of the object of which it is an attribute."""
+        """Records a value and the objects in it.
+
+        `holder` is the id of the object of which it is an attribute.
+        """
         if isinstance(value, torch.Tensor):
             (
                 self.tensors if value.requires_grad and value.is_leaf else self.others
@@ -254,7 +255,10 @@ class StepReferences:
         closed: Sequence[tuple[str, Any]],
         names: dict[str, Any],
     ) -> None:
-        """Records the names of tensors that a function can assign, by `nonlocal` and `global`."""
+        """Records the names that a function can assign by `nonlocal` and `global`.
+
+        They are names of tensors.
+        """
         tensors = [name for name, value in closed if isinstance(value, torch.Tensor)]
         cells = dict(cells_in_closure(fn)) if tensors else {}
         self.places += [TensorPlace(name, cells[name]) for name in tensors]
@@ -278,13 +282,12 @@ def find_references(
 
 
 def list_held(thing: Any) -> Iterator[tuple[str, Any]]:
-    """The values of an object's attributes, with their names; of a list or tuple, its items."""
+    """An object's attributes' values, with names; of a list or tuple, its items."""
     for attribute, held in list(attributes(thing).items()):
         if type(held) not in (list, tuple):
             yield attribute, held
-        elif (
-            len(held) <= _ITEMS or not set(map(type, islice(held, _ITEMS))) <= _DATA
-        ):  # else it would take long
+        # Else it would take long.
+        elif len(held) <= _ITEMS or not set(map(type, islice(held, _ITEMS))) <= _DATA:
             for item in held:
                 yield attribute, item
 

@@ -1,4 +1,7 @@
-"""Which worker is lost, and why: see Note [Exchanges between workers] in `process_group`."""
+"""Which worker is lost, and why.
+
+See Note [Exchanges between workers] in `process_group`.
+"""
 
 from __future__ import annotations
 
@@ -23,13 +26,19 @@ def told_of_lost(lines: Lifelines, names: Sequence[str], index: int) -> str | No
         return str(said[1]["text"])
     if lines.dead:
         dead = [names[w] for w in lines.dead]
-        return f"{' and '.join(dead)} {'is' if len(dead) == 1 else 'are'} gone: the process has ended"
+        return (
+            f"{' and '.join(dead)} {'is' if len(dead) == 1 else 'are'} gone: the "
+            "process has ended"
+        )
     said = lines.first("verdict")
     if said is None:
         return None
     finder, word = said
     if index in word["blamed"]:
-        return f"The others have given up waiting for this worker: {names[finder]} says that {word['text']}"
+        return (
+            f"The others have given up waiting for this worker: {names[finder]} says "
+            f"that {word['text']}"
+        )
     return str(word["text"])
 
 
@@ -52,8 +61,12 @@ def guess_lost(
     left = lines.first("left")
     if left is not None:
         worker = left[0]
-        why = "its program has ended, has raised an exception outside of strategy.run, or has dropped the strategy"
-        # The others may have ended rightly, while one of them validates after the training.
+        why = (
+            "its program has ended, has raised an exception outside of strategy.run, "
+            "or has dropped the strategy"
+        )
+        # The others may have ended rightly, while one of them validates after the
+        # training.
         hint = _IF_ENDED_RIGHTLY if is_outside_of_step(where) else ""
         return f"{names[worker]} has left: {why}{hint}", [worker]
     silent = lines.silent
@@ -62,12 +75,15 @@ def guess_lost(
     listed = " and ".join(names[w] for w in silent)
     has = "has" if len(silent) == 1 else "have"
     return (
-        f"{listed} {has} not answered for {seconds:.0f} s: stopped, hanging or still at work",
+        (
+            f"{listed} {has} not answered for {seconds:.0f} s: stopped, hanging or "
+            "still at work"
+        ),
         silent,
     )
 
 
 _IF_ENDED_RIGHTLY = (
-    ". If one worker alone validates or logs when the others have ended, let all workers do so, and let one of them "
-    "print the result"
+    ". If one worker alone validates or logs when the others have ended, let all "
+    "workers do so, and let one of them print the result"
 )

@@ -1,4 +1,8 @@
-"""What workers compare: as bytes that differ where two values do, and in words that show the difference."""
+"""What workers compare.
+
+They compare it as bytes that differ where two values do, and in words that show the
+difference.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +19,10 @@ from torchstrategy._base.marks import digest_of
 
 
 def by_name(value: object) -> dict[str, str]:
-    """The parts of a value that are shown if they differ: those of a list of dicts each by itself."""
+    """The parts of a value that are shown if they differ.
+
+    Those of a list of dicts are shown each by itself.
+    """
     if not isinstance(value, list) or not all(isinstance(one, dict) for one in value):
         return {"": _printed(value)}
     shown = {}
@@ -26,16 +33,16 @@ def by_name(value: object) -> dict[str, str]:
     return shown
 
 
-_Compared = Sequence[
-    tuple[str, dict[str, str]]
-]  # by what it is called, the parts of each thing
+# By what it is called, the parts of each thing.
+_Compared = Sequence[tuple[str, dict[str, str]]]
 
 
 def describe_difference(of_all: Sequence[tuple[str, _Compared]]) -> str:
-    """What to say of workers that are at different exchanges, or compare different values at one.
+    """What to say of workers at different exchanges, or with different values at one.
 
     Args:
-        of_all: For each worker where it is, and the parts of all that it compares there.
+        of_all: For each worker where it is, and the parts of all that it compares
+            there.
     """
     places = [place for place, _ in of_all]
     differing = [_differing(compared, of_all) for _, compared in of_all]
@@ -111,16 +118,22 @@ def _place_of(text: str) -> _Place | None:
 
 
 def is_outside_of_step(place: str) -> bool:
-    """Whether a worker that waits there has itself called something that asks all workers, outside of its step."""
+    """Whether a worker that waits there has itself called something for all workers.
+
+    It has called that outside of its step.
+    """
     found = _place_of(place)
     return found is not None and bool(found.call)
 
 
 def hint_of_one_alone(places: Mapping[int, str]) -> str:
-    """What to add if workers are apart as they are where one alone validates or logs; otherwise nothing.
+    """What to add if workers are apart as one that validates or logs alone is.
 
-    That is so if a worker has made a call outside of its step that another one has not made, and if one has made more
-    runs than another one. Workers that part within a step have another reason, such as a decision by their rows.
+    Otherwise it is nothing.
+
+    That is so if a worker has made a call outside of its step that another one has not
+    made, and if one has made more runs than another one. Workers that part within a
+    step have another reason, such as a decision by their rows.
     """
     found = {
         w: place
@@ -157,14 +170,18 @@ def comparable(named: Any) -> bytes:
 
 @final
 class ComparedBytes:
-    """Makes the bytes by which workers see whether they are at one place, and have there what is alike."""
+    """Makes the bytes by which workers see whether they are at one place.
+
+    They also see whether they have there what is alike.
+    """
 
     def __init__(self) -> None:
-        # By name, what was compared last, and its bytes: mostly, the same object is compared again.
+        # By name, what was compared last, and its bytes: mostly, the same object is
+        # compared again.
         self._made: dict[str, tuple[object, bytes]] = {}
 
     def join(self, place: str, compared: Sequence[tuple[str, object]]) -> bytes:
-        """The bytes of a place, and of values that are compared there, each with what it is called."""
+        """The bytes of a place, and of named values that are compared there."""
         parts = [place.encode()]
         for what, value in compared:
             known, made = self._made.get(what, _NOTHING)
@@ -177,10 +194,8 @@ class ComparedBytes:
         return b"".join(parts)
 
 
-_NOTHING: tuple[object, bytes] = (
-    object(),
-    b"",
-)  # stands for a value that was not compared yet
+# Stands for a value that was not compared yet.
+_NOTHING: tuple[object, bytes] = (object(), b"")
 
 
 def _printed(value: object) -> str:
@@ -207,13 +222,14 @@ _FEW = 9
 WHICH_IT_REFUSED = ", which it refused: "
 
 _REFUSED_BY_ONE = (
-    "{} refused what it was given, when others had gone on to the gradients of their step: {}. Give all workers what "
-    "fits, and start the training again."
+    "{} refused what it was given, when others had gone on to the gradients of their "
+    "step: {}. Give all workers what fits, and start the training again."
 )
 
 _UNLIKE = (
-    "The workers are not alike at {}: {}. Every worker must have the same there: make models, optimizers and their "
-    "settings alike in all of them, and change them in all at the same time."
+    "The workers are not alike at {}: {}. Every worker must have the same there: make "
+    "models, optimizers and their settings alike in all of them, and change them in "
+    "all at the same time."
 )
 
 # A place in the words of `ProcessGroup`: the point, the run, and the exchange.
@@ -229,9 +245,13 @@ _CALLS = {
     "the beginning of an iteration": "began to iterate over a dataset",
 }
 
-_LET_ALL = "if one worker alone validates or logs, let all workers make these calls, and let one of them print the result."
+_LET_ALL = (
+    "if one worker alone validates or logs, let all workers make these calls, and let "
+    "one of them print the result."
+)
 
 APART = (
-    "The workers came to different synchronization points: {}. Every worker must come to the same ones in the same "
-    "order, with tensors of the same shapes: let no such call depend on the worker or on its rows."
+    "The workers came to different synchronization points: {}. Every worker must come "
+    "to the same ones in the same order, with tensors of the same shapes: let no such "
+    "call depend on the worker or on its rows."
 )

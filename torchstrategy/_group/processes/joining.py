@@ -51,7 +51,7 @@ def has_group() -> bool:
 
 
 def devices_of(config: str) -> set[str]:
-    """The kinds of devices that backends take: `cpu` and `cuda` of `cpu:gloo,cuda:nccl`."""
+    """The kinds of devices of backends: `cpu` and `cuda` of `cpu:gloo,cuda:nccl`."""
     return {part.partition(":")[0] for part in config.split(",")}
 
 
@@ -59,10 +59,13 @@ _met: Counter[str] = Counter()  # how many strategies the same processes have ha
 
 
 def _next_name(store: Any, ranks: Sequence[int]) -> str:
-    """A name for the next strategy of these processes, the same in all of them, and of no earlier one.
+    """A name for the next strategy of these processes.
 
-    A process can leave its default group and join another one, where ranks with these numbers are other processes,
-    which have counted from the beginning. So it counts for each store: the first process there puts a mark into it.
+    It is the same in all of them, and that of no earlier one.
+
+    A process can leave its default group and join another one, where ranks with these
+    numbers are other processes, which have counted from the beginning. So it counts for
+    each store: the first process there puts a mark into it.
     """
     mark = store.compare_set("counted", "", secrets.token_hex(8)).decode()
     processes = digest(f"{mark} {tuple(ranks)}".encode()).hex()
@@ -76,7 +79,9 @@ def groups_of(
     group: dist.ProcessGroup | None,
     timeout: timedelta | None,
 ) -> list[dist.ProcessGroup]:
-    """Groups of the same processes: a worker that fails closes them, and the user's own group stays as it is.
+    """Groups of the same processes.
+
+    A worker that fails closes them, and the user's own group stays as it is.
 
     Args:
         ranks: The processes, by their numbers in the default group.
@@ -85,14 +90,16 @@ def groups_of(
         timeout: How long an operation may take. None: as torch does.
     """
     known = dist.get_backend_config(group)
-    kind = (
-        None if known == dist.get_backend_config() else known
-    )  # None: as the default group
+    # None: as the default group.
+    kind = None if known == dist.get_backend_config() else known
     if "cpu" not in devices_of(known):
-        kind = f"cpu:gloo,{known}"  # as of init_process_group("nccl"): tables, scalars and generators are on the CPU
+        # As of init_process_group("nccl"): tables, scalars and generators are on the
+        # CPU.
+        kind = f"cpu:gloo,{known}"
     kinds = [kind, kind, "gloo"]
     if not are_threads():
-        # Not by `new_group`, which counts: since torch 2.14 a group that one process has made alone counts there, too.
+        # Not by `new_group`, which counts: since torch 2.14 a group that one process
+        # has made alone counts there, too.
         return [
             make_named_group(f"{name}/{index}", ranks, kind, timeout)
             for index, kind in enumerate(kinds)
@@ -102,9 +109,8 @@ def groups_of(
         dist.new_group(ranks, timeout, kind, use_local_synchronization=is_part)
         for kind in kinds
     ]
-    return [
-        one for one in made if isinstance(one, dist.ProcessGroup)
-    ]  # a process that is in none gets something else
+    # A process that is in none gets something else.
+    return [one for one in made if isinstance(one, dist.ProcessGroup)]
 
 
 def begin_meeting(
@@ -119,7 +125,8 @@ def begin_meeting(
         told: What this worker tells the others, in a few words.
 
     Returns:
-        The meeting, and a name for what is made there: the same in all of these workers, and of no other meeting.
+        The meeting, and a name for what is made there: the same in all of these
+        workers, and of no other meeting.
     """
     count = len(ranks)
     if are_threads():
@@ -129,12 +136,16 @@ def begin_meeting(
     earlier = _Joined.lines if are_same else None
 
     def look() -> None:
-        """Raises an error if a worker has ended. It may have been the one that kept the store."""
+        """Raises an error if a worker has ended.
+
+        It may have been the one that kept the store.
+        """
         if earlier is not None:
             earlier.listen()
             for worker in earlier.ended:
                 raise WorkerError(
-                    f"{HAS_ENDED.format(worker, count)}. This is {name_of(index, count)}."
+                    f"{HAS_ENDED.format(worker, count)}. This is "
+                    f"{name_of(index, count)}."
                 )
 
     def find_store() -> tuple[Any, tuple[str, int] | None, str]:
@@ -145,7 +156,8 @@ def begin_meeting(
         store, home, name = ask(find_store, limit.total_seconds(), look)
     except NoAnswer:
         raise WorkerError(
-            f"The store of torch.distributed does not answer. This is {name_of(index, count)}."
+            "The store of torch.distributed does not answer. This is "
+            f"{name_of(index, count)}."
         ) from None
     own = _dist.PrefixStore(name, store)
     meeting = Meeting(
@@ -167,7 +179,8 @@ def join(rank: int, count: int, address: str, timeout: timedelta | None) -> None
     Args:
         rank: The number of this process.
         count: How many processes there are.
-        address: Where the first process keeps the store. Empty: the environment says it, as torchrun does.
+        address: Where the first process keeps the store. Empty: the environment says
+            it, as torchrun does.
         timeout: How long an exchange may take.
 
     Raises:
@@ -205,7 +218,8 @@ def join(rank: int, count: int, address: str, timeout: timedelta | None) -> None
             if is_keeper:
                 meeting.wait_for_others()
             raise
-        # A process that torchrun has started again must not find what those that are gone have put into the store.
+        # A process that torchrun has started again must not find what those that are
+        # gone have put into the store.
         own = _dist.PrefixStore(f"{_attempt()}/group", store)
         meeting.call_watched(
             lambda: dist.init_process_group(
@@ -222,7 +236,10 @@ def join(rank: int, count: int, address: str, timeout: timedelta | None) -> None
 
 
 def _attempt() -> str:
-    """A prefix that processes have not used which torchrun has ended and started again."""
+    """A prefix that restarted processes of torchrun have not used.
+
+    Torchrun has ended them and started them again.
+    """
     return f"torchstrategy/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
 
 
@@ -235,8 +252,9 @@ def _home(address: str) -> tuple[str, int]:
     ]
     if missing:
         raise ValueError(
-            f"RANK and WORLD_SIZE are set, and {' and '.join(missing)} not: set MASTER_ADDR to the host of the first "
-            "process, and MASTER_PORT to a free port there, or start the script with torchrun, which sets all four."
+            f"RANK and WORLD_SIZE are set, and {' and '.join(missing)} not: set "
+            "MASTER_ADDR to the host of the first process, and MASTER_PORT to a free "
+            "port there, or start the script with torchrun, which sets all four."
         )
     return os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
 
@@ -274,8 +292,9 @@ def _store(
         if is_keeper:
             raise
         raise WorkerError(
-            f"{keeper[0].upper()}{keeper[1:]}, which keeps the store at {host}, port {port}, has not come within "
-            f"{limit.total_seconds():g} s. Start all workers at about the same time, and give all the same address: "
+            f"{keeper[0].upper()}{keeper[1:]}, which keeps the store at {host}, port "
+            f"{port}, has not come within {limit.total_seconds():g} s. Start all "
+            "workers at about the same time, and give all the same address: "
             f"{described(error)}. This is {name_of(rank, count)}."
         ) from error
 
@@ -315,7 +334,10 @@ def _leave() -> None:
 
 
 def _forget() -> None:
-    """In a forked process: it has joined nothing, and must not destroy what its parent has."""
+    """In a forked process: it has joined nothing, and must destroy nothing.
+
+    Its parent has what there is.
+    """
     atexit.unregister(_leave)
     _ending.clear()
     if dist.is_initialized():
@@ -323,5 +345,8 @@ def _forget() -> None:
 
 
 def leak(thing: object) -> None:
-    """Keeps an object for as long as the process lives: what it would do at its end is not to be waited for."""
+    """Keeps an object for as long as the process lives.
+
+    What it would do at its end is not to be waited for.
+    """
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))

@@ -1,4 +1,7 @@
-"""Connections between all workers, by which each hears why another one is lost, or that it has ended."""
+"""Connections between all workers, which tell why one is lost.
+
+They also tell that one has ended.
+"""
 
 from __future__ import annotations
 
@@ -11,23 +14,27 @@ from typing import Any, final
 
 from torchstrategy._group.processes.inherited import give_back
 
-_LONGEST_TEXT = 4000  # letters of a word: a word fits into the memory of a connection, so nobody waits to say it
+# Letters of a word: a word fits into the memory of a connection, so nobody waits to say
+# it.
+_LONGEST_TEXT = 4000
 
 Word = dict[str, Any]
 
 
-# Note [Lifelines]
-# Each worker has a connection to each other one. Nothing is sent on it while all goes well. A worker that gives up says
-# why on all of them, before it closes anything else. When a process ends, whatever ends it, the system closes its
+# Note [Lifelines] Each worker has a connection to each other one. Nothing is sent on it
+# while all goes well. A worker that gives up says why on all of them, before it closes
+# anything else. When a process ends, whatever ends it, the system closes its
 # connections. So whoever waits for another worker knows of it one of these things:
 # - it has said a word: it failed, it lost another worker, or it has left;
-# - its connection is closed, and it has said nothing: it was killed, and it is the one to be named;
+# - its connection is closed, and it has said nothing: it was killed, and it is the one
+#   to be named;
 # - it has waited for others for long, and says where, until it says that it goes on;
-# - neither: it is alive, and busy, or it was stopped, or the network is down. This is told as it is, "has not answered
-#   for 6 s", and only if no worker is known to be dead.
-# The store of torch.distributed knows nothing of this, and has no limit for a call if the process that keeps it was
-# stopped. It is asked only while workers join, and on a thread: see Note [Calls that may never return] in `bounded`.
-# Words are JSON.
+# - neither: it is alive, and busy, or it was stopped, or the network is down. This is
+#   told as it is, "has not answered for 6 s", and only if no worker is known to be
+#   dead.
+# The store of torch.distributed knows nothing of this, and has no limit for a call if
+# the process that keeps it was stopped. It is asked only while workers join, and on a
+# thread: see Note [Calls that may never return] in `bounded`. Words are JSON.
 @final
 class Lifelines:
     """The connections of one worker to all others.
@@ -38,8 +45,10 @@ class Lifelines:
 
     Attributes:
         words: What each other worker has said, by its number.
-        waiting: Where other workers have waited for long, and still do, by their numbers.
-        ended: The workers whose connection is closed, in the order in which this was noticed.
+        waiting: Where other workers have waited for long, and still do, by their
+            numbers.
+        ended: The workers whose connection is closed, in the order in which this was
+            noticed.
     """
 
     def __init__(self, index: int, count: int) -> None:
@@ -68,7 +77,10 @@ class Lifelines:
                 connection.send(line)
 
     def listen(self, seconds: float = 0.0) -> None:
-        """Takes what others have said, and notes who has ended. Waits for the first news as long as is said."""
+        """Takes what others have said, and notes who has ended.
+
+        Waits for the first news as long as is said.
+        """
         ready = self._selector.select(seconds) if self._sockets else []
         for key, _ in ready:
             self._read(key.data)
@@ -80,9 +92,8 @@ class Lifelines:
                 data = connection.recv(2**16)
             except BlockingIOError:
                 return
-            except (
-                OSError
-            ):  # as "connection reset", where the other end had not read all
+            # As "connection reset", where the other end had not read all.
+            except OSError:
                 data = b""
             if not data:
                 self._selector.unregister(connection)
@@ -126,13 +137,16 @@ class Lifelines:
         return None
 
     def close(self) -> None:
-        """Closes the connections of this process. Those that a forked process inherited stay open in the other one."""
+        """Closes the connections of this process.
+
+        Those that a forked process inherited stay open in the other one.
+        """
         for connection in self._sockets.values():
             connection.close()
         self._sockets.clear()
-        with suppress(
-            OSError
-        ):  # on macOS a forked process does not inherit it, and some Pythons close it all the same
+        # On macOS a forked process does not inherit it, and some Pythons close it all
+        # the same.
+        with suppress(OSError):
             self._selector.close()
 
 

@@ -21,11 +21,11 @@ from torchstrategy._group.workers import WorkerError
 
 USUAL_LIMIT = timedelta(minutes=30)  # torch's own for a group
 _LOOK_S = 0.02  # how often a worker looks whether another one has come
-_REFUSED_S = 3.0  # how long a worker may refuse connections that has come: another process may have left its address
-_OVER, _HEARD = (
-    "over",
-    "heard/",
-)  # keys: why the meeting is over, and, with its number, that a worker knows it
+# How long a worker may refuse connections that has come: another process may have left
+# its address.
+_REFUSED_S = 3.0
+# Keys: why the meeting is over, and, with its number, that a worker knows it.
+_OVER, _HEARD = "over", "heard/"
 HAS_ENDED = "Worker {} of {} has ended before all workers had joined"
 _LONGEST_CALL = 200  # bytes with which a worker says that it is one
 
@@ -33,7 +33,10 @@ _T = TypeVar("_T")
 
 
 class Entry(NamedTuple):
-    """What a worker puts into the store: who it is, what it tells the others, and where it takes connections."""
+    """What a worker puts into the store.
+
+    It puts who it is, what it tells the others, and where it takes connections.
+    """
 
     who: str
     told: str
@@ -47,14 +50,16 @@ def name_of(index: int, count: int) -> str:
     return f"worker {index} of {count} ({socket.gethostname()}, process {os.getpid()})"
 
 
-# Note [Workers that join]
-# Each worker takes connections at a port of its own, and puts its addresses and a secret into the store. It calls the
-# workers of lower numbers, and waits for calls of those of higher ones. Whoever brings the secret is a worker. It waits
-# for all answers at once: for a worker that was stopped the system still takes a call, and nobody answers. Whoever
-# waited for this answer alone would answer nobody either, and would be named, too.
-# So a worker that dies after it has come is noticed by those that it is connected to. They tell the others: by their
-# connections, and those that they have none to by the store. While torch makes its groups, which it does in C++ without
-# looking at anybody, `call_watched` looks.
+# Note [Workers that join] Each worker takes connections at a port of its own, and puts
+# its addresses and a secret into the store. It calls the workers of lower numbers, and
+# waits for calls of those of higher ones. Whoever brings the secret is a worker. It
+# waits for all answers at once: for a worker that was stopped the system still takes a
+# call, and nobody answers. Whoever waited for this answer alone would answer nobody
+# either, and would be named, too.
+# So a worker that dies after it has come is noticed by those that it is connected to.
+# They tell the others: by their connections, and those that they have none to by the
+# store. While torch makes its groups, which it does in C++ without looking at anybody,
+# `call_watched` looks.
 @final
 class Meeting:
     """One worker on its way to the others.
@@ -88,19 +93,16 @@ class Meeting:
         self._seconds = timeout.total_seconds()
         self._deadline = time.monotonic() + self._seconds
         self.lines = Lifelines(index, count)
-        self.earlier: Lifelines | None = (
-            None  # connections of an earlier meeting of the same workers
-        )
+        # Connections of an earlier meeting of the same workers.
+        self.earlier: Lifelines | None = None
         self._connected: set[int] = set()
-        self._calls: dict[
-            int, _Call
-        ] = {}  # those that were not answered yet, by the number of who was called
-        self._refused: dict[
-            str, float
-        ] = {}  # since when, by the secret of who refuses connections
+        # Those that were not answered yet, by the number of who was called.
+        self._calls: dict[int, _Call] = {}
+        # Since when, by the secret of who refuses connections.
+        self._refused: dict[str, float] = {}
 
     def meet(self) -> list[Entry]:
-        """Connects `lines` to all workers, and returns what each has put into the store.
+        """Connects `lines` to all workers. Returns what each has put into the store.
 
         Raises:
             WorkerError: Naming who has not come in time, or has ended.
@@ -124,7 +126,7 @@ class Meeting:
             raise
 
     def call_watched(self, call: Callable[[], _T]) -> _T:
-        """What a call returns in which all workers take part, if none of them ends meanwhile."""
+        """What a call for all workers returns, if none of them ends meanwhile."""
         try:
             return self._call_watched(call)
         except BaseException as error:
@@ -139,14 +141,20 @@ class Meeting:
         self._try(lambda: self._store.set(f"{_HEARD}{self._index}", ""))
 
     def wait_for_others(self) -> None:
-        """Lets the others hear why the meeting is over, before the process ends that keeps the store."""
+        """Lets the others hear why the meeting is over.
+
+        Then the process that keeps the store ends.
+        """
         end = time.monotonic() + _REFUSED_S
         while not self._have_others_heard() and time.monotonic() < end:
             time.sleep(_LOOK_S)
             self.lines.listen()
 
     def _have_others_heard(self) -> bool:
-        """Whether each of the others knows that the meeting is over, or has ended. Some may still be on their way."""
+        """Whether each of the others knows that the meeting is over, or has ended.
+
+        Some may still be on their way.
+        """
         alive = [
             w
             for w in range(self._count)
@@ -168,13 +176,15 @@ class Meeting:
 
     def _look_while_grouping(self) -> None:
         self.look()
-        if (
-            self.lines.first("lost") is not None
-        ):  # its time is over: whoever says nothing now does not answer
+        # Its time is over: whoever says nothing now does not answer.
+        if self.lines.first("lost") is not None:
             raise NoAnswer
 
     def _lost_error(self, problem: str) -> WorkerError:
-        """The error where torch could not make its groups: a worker that says nothing now is missing."""
+        """The error where torch could not make its groups.
+
+        A worker that says nothing now is missing.
+        """
         self.lines.say("lost", problem)
         end = time.monotonic() + _REFUSED_S
         while self.lines.silent and time.monotonic() < end:
@@ -218,7 +228,7 @@ class Meeting:
         )
 
     def _look_into_store(self) -> None:
-        """Raises an error if a worker has given up that this one has no connection to."""
+        """Raises an error if a worker gave up to which there is no connection."""
         if self._ask(lambda: bool(self._store.check([_OVER]))):
             raise WorkerError(self._ask(lambda: self._store.get(_OVER)).decode())
 
@@ -243,7 +253,8 @@ class Meeting:
         except RuntimeError as error:
             if isinstance(error, WorkerError):
                 raise
-            # Where a worker that has ended kept the store, that is the reason, and the news of it may come later.
+            # Where a worker that has ended kept the store, that is the reason, and the
+            # news of it may come later.
             end = time.monotonic() + _REFUSED_S
             while time.monotonic() < end:
                 self.look()
@@ -269,8 +280,9 @@ class Meeting:
         named = " and ".join(f"worker {w}" for w in missing)
         has = "has" if len(missing) == 1 else "have"
         return (
-            f"{named[0].upper()}{named[1:]} of {self._count} {has} not {came} within {self._seconds:g} s, and the "
-            "others wait for it: start all workers at about the same time, and look at the output of the missing one"
+            f"{named[0].upper()}{named[1:]} of {self._count} {has} not {came} within "
+            f"{self._seconds:g} s, and the others wait for it: start all workers at "
+            "about the same time, and look at the output of the missing one"
         )
 
     def _over_error(self, text: str) -> WorkerError:
@@ -303,20 +315,23 @@ class Meeting:
                 continue
             connection.setblocking(False)
             waiting.register(connection, selectors.EVENT_READ, call)
-            with suppress(
-                OSError
-            ):  # the end of the connection is heard of like an answer
+            # The end of the connection is heard of like an answer.
+            with suppress(OSError):
                 connection.sendall(f"{entry.secret} {self._index}\n".encode())
             return
         del self._calls[call.worker]  # it is called again
         since = self._refused.setdefault(entry.secret, time.monotonic())
         if time.monotonic() - since > _REFUSED_S:
             raise self._over_error(
-                f"{entry.who} had come, and has ended or cannot be reached at {call.problem}"
+                f"{entry.who} had come, and has ended or cannot be reached at "
+                f"{call.problem}"
             )
 
     def _answer(self, server: socket.socket, waiting: selectors.BaseSelector) -> None:
-        """Takes the connections of workers of higher numbers, and the answers of those of lower ones."""
+        """Takes the connections of workers of higher numbers.
+
+        Takes the answers of those of lower ones, too.
+        """
         for key, _ in waiting.select(_LOOK_S):
             connection = key.fileobj
             assert isinstance(connection, socket.socket)
@@ -382,9 +397,8 @@ class _Call:
         self.worker = worker
         self.entry = entry
         is_here = entry.host == socket.gethostname()
-        self.addresses = iter(
-            [*(["127.0.0.1"] if is_here else []), *entry.addresses]
-        )  # those not tried yet
+        # Those not tried yet.
+        self.addresses = iter([*(["127.0.0.1"] if is_here else []), *entry.addresses])
         self.address = ""  # the one that was tried last
         self.problem = ""  # why that was nothing
 
@@ -410,7 +424,10 @@ def _server() -> socket.socket:
 
 
 def _addresses(home: tuple[str, int] | None) -> list[str]:
-    """Where other workers may reach this machine: by the chosen interfaces, as it reaches the store, or by its name."""
+    """Where other workers may reach this machine.
+
+    They do by the chosen interfaces, as it reaches the store, or by its name.
+    """
     found = chosen_addresses()
     if home is not None:
         host, port = home

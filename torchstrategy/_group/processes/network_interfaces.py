@@ -14,25 +14,30 @@ if sys.platform == "linux":
     import fcntl
 
 _SIOCGIFADDR = 0x8915  # Linux: "get the IPv4 address of an interface"
-_IPV6_TABLE = Path(
-    "/proc/net/if_inet6"
-)  # Linux: address, index, prefix, scope, flags, interface
+# Linux: address, index, prefix, scope, flags, interface.
+_IPV6_TABLE = Path("/proc/net/if_inet6")
 _GLOBAL_SCOPE = "00"  # an address of another scope means nothing on other machines
 _REQUEST = struct.Struct("16s16x")  # `struct ifreq`: a name, and room for the answer
 _ADDRESS = slice(20, 24)  # in the answer, the four bytes of the IPv4 address
 
 
 def chosen_addresses() -> list[str]:
-    """The addresses of the interfaces that the user has chosen for gloo by the variable `GLOO_SOCKET_IFNAME`.
+    """The addresses of the interfaces that the user has chosen for gloo.
 
-    torch connects workers by these interfaces. The machine's own name may mean another one, or only this machine.
+    They are in the variable `GLOO_SOCKET_IFNAME`.
+
+    torch connects workers by these interfaces. The machine's own name may mean another
+    one, or only this machine.
     """
     names = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")
     return [address for name in names if name for address in addresses_of(name.strip())]
 
 
 def addresses_of(interface: str) -> list[str]:
-    """The addresses of one interface. Systems other than Linux do not tell them: there are none then."""
+    """The addresses of one interface.
+
+    Systems other than Linux do not tell them: there are none then.
+    """
     return [*_ipv4_addresses(interface), *_ipv6_addresses(interface)]
 
 

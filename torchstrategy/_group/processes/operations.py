@@ -1,4 +1,4 @@
-"""Operations of `torch.distributed` that are under way, and how they and their groups end."""
+"""Operations of `torch.distributed` that are under way, and their groups' end."""
 
 from __future__ import annotations
 
@@ -24,35 +24,37 @@ class Operation:
     """An operation that was begun in a group, and the tensors on which it works."""
 
     group: int
-    work: (
-        dist.Work | None
-    )  # None: it is over. A work keeps the connections of its group open.
+    # None: it is over. A work keeps the connections of its group open.
+    work: dist.Work | None
     tensors: Sequence[torch.Tensor]
 
 
 def end_groups(groups: list[dist.ProcessGroup], under_way: list[Operation]) -> None:
-    """Ends groups and their threads, when a worker fails, a strategy is no longer used, or the process ends.
+    """Ends groups and their threads.
 
-    The threads of gloo take Python's lock to let go of tensors. One that does so while Python ends aborts the process.
+    It does when a worker fails, a strategy is no longer used, or the process ends.
+
+    The threads of gloo take Python's lock to let go of tensors. One that does so while
+    Python ends aborts the process.
     """
     for sent in under_way:
-        with suppress(
-            RuntimeError
-        ):  # the rank of a test, whose run is over, answers nothing more
+        # The rank of a test, whose run is over, answers nothing more.
+        with suppress(RuntimeError):
             if sent.work is not None and sent.work.is_completed():
                 sent.work = None
     under_way[:] = [sent for sent in under_way if sent.work is not None]
-    # A signal's handler may raise anywhere: see Note [What happens on Ctrl-C] in `replica_threads`. Then the end of the
-    # process goes on with the groups that are left.
+    # A signal's handler may raise anywhere: see Note [What happens on Ctrl-C] in
+    # `replica_threads`. Then the end of the process goes on with the groups that are
+    # left.
     while groups:
         if any(sent.group == len(groups) - 1 for sent in under_way):
-            # To destroy it means to wait for what it has under way, which may be as long as its timeout. So nobody ever
-            # does, and nobody lets go of its tensors. The others hear of it by their lifelines.
+            # To destroy it means to wait for what it has under way, which may be as
+            # long as its timeout. So nobody ever does, and nobody lets go of its
+            # tensors. The others hear of it by their lifelines.
             leak(groups[-1])
         else:
-            with suppress(
-                RuntimeError, ValueError
-            ):  # the program may have destroyed all groups itself
+            # The program may have destroyed all groups itself.
+            with suppress(RuntimeError, ValueError):
                 dist.destroy_process_group(groups[-1])
         groups.pop()
     for sent in under_way:
@@ -74,12 +76,12 @@ def begin_sum(
 ) -> Iterable[dist.Work | None]:
     """Begins to make a tensor the sum of those of all workers.
 
-    Several pieces are under way at once: gloo has two threads, which add up and send by turns. NCCL does both at once.
+    Several pieces are under way at once: gloo has two threads, which add up and send by
+    turns. NCCL does both at once.
     """
     if flat.nbytes <= PACK or not flat.is_cpu:
-        return (
-            group.allreduce([flat], _AT_ONCE),
-        )  # as `dist.all_reduce` does after a dozen checks
+        # As `dist.all_reduce` does after a dozen checks.
+        return (group.allreduce([flat], _AT_ONCE),)
     pieces = flat.split(PACK // flat.element_size())
     return (group.allreduce([piece], _AT_ONCE) for piece in pieces)
 
@@ -91,5 +93,8 @@ _AT_ONCE.asyncOp = True
 def split_sum(
     flat: torch.Tensor, like: Sequence[torch.Tensor]
 ) -> Sequence[torch.Tensor]:
-    """The parts of a sum that was made of several tensors in one, each with the dtype and shape of its own."""
+    """The parts of a sum that was made of several tensors in one.
+
+    Each has the dtype and shape of its own.
+    """
     return unflatten(from_addable(flat.to(like[0].device), like[0].dtype), like)

@@ -38,22 +38,22 @@ from torchstrategy._group.processes.operations import (
 from torchstrategy._group.processes.wire import decode, encode
 from torchstrategy._group.workers import MENTIONED, WorkerError, Workers, packs_of
 
-_PATIENCE_S = (
-    3.0  # in which all workers that wait for others say that they have lost one
-)
-_LOOK = timedelta(
-    seconds=0.25
-)  # how long a worker waits before it looks whether another one is lost
+# In which all workers that wait for others say that they have lost one.
+_PATIENCE_S = 3.0
+# How long a worker waits before it looks whether another one is lost.
+_LOOK = timedelta(seconds=0.25)
 _LISTEN_S = 0.02
-_LOST_S = 0.5  # so long after an operation of others has failed, this worker may hear that another one is lost
+# So long after an operation of others has failed, this worker may hear that another one
+# is lost.
+_LOST_S = 0.5
 _LONG_S = 2.0  # a worker that has waited for so long tells the others where
 _MESSAGE = 256  # bytes of the message with which every exchange begins
 _DIGEST = 8  # bytes of a `digest`
-_REFUSED = digest(
-    b"refused"
-)  # in the place of where a worker is that refuses an exchange
-# The header of a message: a digest of where the worker is and of what it compares, how many bytes it tells, in which
-# run it is, and a digest of each thing that is mentioned. What it tells follows, if there is room.
+# In the place of where a worker is that refuses an exchange.
+_REFUSED = digest(b"refused")
+# The header of a message: a digest of where the worker is and of what it compares, how
+# many bytes it tells, in which run it is, and a digest of each thing that is mentioned.
+# What it tells follows, if there is room.
 _PLACE, _SIZE, _RUN = (slice(i * _DIGEST, (i + 1) * _DIGEST) for i in range(3))
 _OF_MENTIONED = [
     slice(i * _DIGEST, (i + 1) * _DIGEST) for i in range(3, 3 + len(MENTIONED))
@@ -61,7 +61,8 @@ _OF_MENTIONED = [
 _HEADER = (3 + len(MENTIONED)) * _DIGEST
 # The positions of the groups of a worker.
 _DATA = 0  # sends tensors, from any device
-_EARLY = 1  # sends gradients during backward, in an order that is not that of the other exchanges
+# Sends gradients during backward, in an order that is not that of the other exchanges.
+_EARLY = 1
 _CONTROL = 2  # sends messages, from the memory of the CPU
 
 
@@ -69,7 +70,7 @@ _used: weakref.WeakSet[ProcessGroup] = weakref.WeakSet()
 
 
 def _forget_inherited() -> None:
-    """In a process that was forked from a worker, which must not destroy what its parent uses."""
+    """In a forked worker: it must not destroy what its parent uses."""
     for workers in list(_used):
         workers._forget()
 
@@ -77,34 +78,41 @@ def _forget_inherited() -> None:
 give_back(_forget_inherited)
 
 
-# Note [Exchanges between workers]
-# Every exchange begins with a message of one size: each worker tells all others at which exchange of which run it is,
-# with tensors of which shapes, and a few bytes that the exchange is about. What fits into these bytes needs no more
-# than that. Tensors are sent when all have told the same, since tensors of different exchanges would be mixed up, or
-# wait for ever. An exchange that follows another one at once, of tensors that the workers have compared there, needs no
-# message. So a group mostly has nothing under way where a worker goes another way or fails, and can be closed at
-# once.
+# Note [Exchanges between workers] Every exchange begins with a message of one size:
+# each worker tells all others at which exchange of which run it is, with tensors of
+# which shapes, and a few bytes that the exchange is about. What fits into these bytes
+# needs no more than that. Tensors are sent when all have told the same, since tensors
+# of different exchanges would be mixed up, or wait for ever. An exchange that follows
+# another one at once, of tensors that the workers have compared there, needs no
+# message. So a group mostly has nothing under way where a worker goes another way or
+# fails, and can be closed at once.
 #
-# A worker that refuses its arguments comes to the exchange all the same, and says so. Then all workers raise an error
-# and stand at one place, as before. Whoever has no argument to refuse, and fails, does not come.
+# A worker that refuses its arguments comes to the exchange all the same, and says so.
+# Then all workers raise an error and stand at one place, as before. Whoever has no
+# argument to refuse, and fails, does not come.
 #
-# A worker that waits learns in four ways that another one is lost. An operation of torch fails, since that one, or
-# another one that gave up, has closed its connections. Torch's timeout passes. Or it has waited for a quarter of a
-# second, and looks at its lifelines, as it does again and again. There it also hears where others wait: workers that
-# wait in different groups, one for a message and one for gradients, would do so for ever, if all of them wait. Then it
-# says what it knows, and closes its groups, so that all hear of it within milliseconds. Which worker it was, and why,
-# follows from what the lifelines tell: see Note [Lifelines]. These count in this order:
+# A worker that waits learns in four ways that another one is lost. An operation of
+# torch fails, since that one, or another one that gave up, has closed its connections.
+# Torch's timeout passes. Or it has waited for a quarter of a second, and looks at its
+# lifelines, as it does again and again. There it also hears where others wait: workers
+# that wait in different groups, one for a message and one for gradients, would do so
+# for ever, if all of them wait. Then it says what it knows, and closes its groups, so
+# that all hear of it within milliseconds. Which worker it was, and why, follows from
+# what the lifelines tell: see Note [Lifelines]. These count in this order:
 # 1. A worker that has said why it failed, or that was refused.
 # 2. A worker that has ended without a word.
 # 3. What another one has found before, so that all name the same.
 # 4. A worker that has left: its program has ended, or no longer has the strategy.
-# 5. The workers that have not said within some seconds that they have lost one, too: they do not answer.
-# Nothing that is alive may hold a group or its operations while a worker waits for these words, or it is not closed.
+# 5. The workers that have not said within some seconds that they have lost one, too:
+#    they do not answer.
+# Nothing that is alive may hold a group or its operations while a worker waits for
+# these words, or it is not closed.
 @final
 class ProcessGroup(Workers):
     """The processes of a group of `torch.distributed`.
 
-    All methods are called on one thread, in the same order in all workers. See Note [Exchanges between workers].
+    All methods are called on one thread, in the same order in all workers. See Note
+    [Exchanges between workers].
 
     Args:
         group: The processes. None: all that `init_process_group` has joined.
@@ -133,7 +141,8 @@ class ProcessGroup(Workers):
             self._groups = meeting.call_watched(
                 partial(joining.groups_of, ranks, name, group, timeout)
             )
-        # With TORCH_DISTRIBUTED_DEBUG=DETAIL, torch lets each operation wait until all workers have begun it.
+        # With TORCH_DISTRIBUTED_DEBUG=DETAIL, torch lets each operation wait until all
+        # workers have begun it.
         self.can_overlap = (
             os.environ.get("TORCH_DISTRIBUTED_DEBUG", "").upper() != "DETAIL"
         )
@@ -155,8 +164,9 @@ class ProcessGroup(Workers):
         self._why_over: str | None = None  # why no exchange can be made any more
         self.told_by_all = [entry.told for entry in entries]
         if any(one != told for one in self.told_by_all):
-            # Threads of one process tell nothing where they meet. And if workers differ, whoever asked will refuse, and
-            # lets go of the group: it must not do so while gloo still connects another worker.
+            # Threads of one process tell nothing where they meet. And if workers
+            # differ, whoever asked will refuse, and lets go of the group: it must not
+            # do so while gloo still connects another worker.
             self.told_by_all = self.all_gather_object(told, "the first exchange")
 
     def begin_run(self) -> None:
@@ -235,7 +245,8 @@ class ProcessGroup(Workers):
                 f"worker {w} {one.decode()}" for w, one in enumerate(told)
             )
             error = ValueError(
-                f"The workers brought tensors to {name} that cannot be put together: {listed}."
+                f"The workers brought tensors to {name} that cannot be put together: "
+                f"{listed}."
             )
             self.note_of_all(error)
             raise error
@@ -317,11 +328,12 @@ class ProcessGroup(Workers):
         if self._why_over is None and not self.is_of_all(error):
             with suppress(WorkerError):  # this worker raises its own error
                 # The others may wait elsewhere.
-                where = f"{self._describe_place(name)}{comparisons.WHICH_IT_REFUSED}{described(error)}"
+                why = described(error)
+                place = self._describe_place(name)
                 self._meet(
-                    where,
+                    f"{place}{comparisons.WHICH_IT_REFUSED}{why}",
                     (),
-                    described(error).encode("utf-8", "backslashreplace"),
+                    why.encode("utf-8", "backslashreplace"),
                     refuses=True,
                 )
                 self.note_of_all(error)
@@ -359,13 +371,16 @@ class ProcessGroup(Workers):
         """Refuses an exchange, of which there can be none any more."""
         if os.getpid() != self._process:
             raise RuntimeError(
-                f"strategy.run, or another call that asks all workers, was made in process {os.getpid()}, which was "
-                f"forked from {self._who}. Only that one has connections to the other workers: make the call there. "
-                "A forked process, such as a worker of a DataLoader, may use the model itself."
+                "strategy.run, or another call that asks all workers, was made in "
+                f"process {os.getpid()}, which was forked from {self._who}. Only that "
+                "one has connections to the other workers: make the call there. A "
+                "forked process, such as a worker of a DataLoader, may use the model "
+                "itself."
             )
         raise WorkerError(
-            f"The workers were at {name}, but the strategy cannot be used any more: {self._why_over}. Start the "
-            "training again from its last checkpoint, as torchrun --max-restarts does."
+            f"The workers were at {name}, but the strategy cannot be used any more: "
+            f"{self._why_over}. Start the training again from its last checkpoint, as "
+            "torchrun --max-restarts does."
         )
 
     def _meet(
@@ -373,7 +388,8 @@ class ProcessGroup(Workers):
     ) -> list[bytes]:
         """What the workers tell each other, if all of them are at this exchange.
 
-        If this worker refuses the exchange, `told` says why, and it learns only that the others have heard so.
+        If this worker refuses the exchange, `told` says why, and it learns only that
+        the others have heard so.
         """
         self.num_exchanges += 1
         compared, self._compared = self._compared, []
@@ -403,7 +419,9 @@ class ProcessGroup(Workers):
         else:
             of_all = self._send_to_all(told.ljust(max(sizes), b"\0"), where)
             told_by_all = [one[:size] for one, size in zip(of_all, sizes, strict=True)]
-        if refusing:  # a worker that refused its batch has not begun the run to which the others have come with theirs
+        # A worker that refused its batch has not begun the run to which the others have
+        # come with theirs.
+        if refusing:
             self._num_runs = max(int.from_bytes(one[_RUN], "big") for one in of_headers)
         if refusing and not refuses:
             raise self._refused_error(
@@ -412,13 +430,17 @@ class ProcessGroup(Workers):
         return told_by_all
 
     def _refused_error(self, worker: int, why: str, where: str) -> Exception:
-        """The error for an exchange that another worker has refused. Nothing was sent, and all can go on."""
+        """The error for an exchange that another worker has refused.
+
+        Nothing was sent, and all can go on.
+        """
         kind = {"TypeError": TypeError, "ValueError": ValueError}.get(
             why.partition(":")[0], RuntimeError
         )
         error = kind(
-            f"{self._names[worker]} refused what it was given, so no worker got a result: {why} This is {self._who}, "
-            f"which waited at {where}. Give all workers what fits; the strategy can be used as before."
+            f"{self._names[worker]} refused what it was given, so no worker got a "
+            f"result: {why} This is {self._who}, which waited at {where}. Give all "
+            "workers what fits; the strategy can be used as before."
         )
         self.note_of_all(error)
         return error
@@ -488,7 +510,7 @@ class ProcessGroup(Workers):
         raise self._lost_error(where, error) from cause
 
     def _finish_one(self, sent: Operation) -> None:
-        """Waits for the end of an operation, or until another worker is known to be lost."""
+        """Waits until an operation ends, or another worker is known to be lost."""
         assert sent.work is not None
         for tensor in sent.tensors:
             if not tensor.is_cpu:
@@ -497,17 +519,19 @@ class ProcessGroup(Workers):
         had_news, has_met = False, False
         while True:
             try:
-                sent.work.wait(
-                    _LOOK
-                )  # then Python handles signals: see Note [What happens on Ctrl-C]
+                # Then Python handles signals: see Note [What happens on Ctrl-C].
+                sent.work.wait(_LOOK)
                 return
             except RuntimeError:
                 if sent.work.is_completed():
-                    sent.work.wait()  # raises again if the operation failed, and not if it has just ended
+                    # Raises again if the operation failed, and not if it has just
+                    # ended.
+                    sent.work.wait()
                     return
                 if had_news:
                     raise
-            # A worker that has ended may have done its part before: the operation gets one more chance.
+            # A worker that has ended may have done its part before: the operation gets
+            # one more chance.
             self._lines.listen()
             had_news = self._lines.has_news
             if self._waits_elsewhere(sent.group) and not had_news:
@@ -516,12 +540,12 @@ class ProcessGroup(Workers):
                 has_met = True
 
     def _waits_elsewhere(self, group: int) -> bool:
-        """Whether another worker has waited in another group for long, as this one has."""
+        """Whether another worker, too, has waited in another group for long."""
         if not self._has_said_where and time.monotonic() - self._waits_since > _LONG_S:
             self._has_said_where = True
             self._lines.say("waits", self._waits_at, group=group)
-        # An operation may end in some workers while others wait for one that has stopped. They are apart only if that
-        # one waits as well, and has said where.
+        # An operation may end in some workers while others wait for one that has
+        # stopped. They are apart only if that one waits as well, and has said where.
         waiting = self._lines.waiting.values()
         return len(waiting) == self.count - 1 and any(
             word["group"] != group for word in waiting
@@ -538,7 +562,10 @@ class ProcessGroup(Workers):
     def _diverged_error(
         self, where: str, signature: object, compared: Sequence[tuple[str, object]]
     ) -> WorkerError:
-        """The error of workers that are at different exchanges. All of them have found so, and say where they are."""
+        """The error of workers that are at different exchanges.
+
+        All of them have found so, and say where they are.
+        """
         place = f"{where} with {signature}" if signature else where
         told = json.dumps(
             [place, [[what, comparisons.by_name(value)] for what, value in compared]]
@@ -559,7 +586,10 @@ class ProcessGroup(Workers):
         return WorkerError(text)
 
     def _lost_error(self, where: str, error: RuntimeError) -> WorkerError:
-        """The error that says which worker is lost and why, as far as that can be known within seconds."""
+        """The error that says which worker is lost and why.
+
+        It says what can be known within seconds.
+        """
         self._lines.say("lost", where)
         self._close("another worker was lost")
         deadline = time.monotonic() + _PATIENCE_S
@@ -587,7 +617,10 @@ class ProcessGroup(Workers):
         end_groups(self._groups, self._under_way)
 
     def _forget(self) -> None:
-        """In a forked process: nothing of this is its own. It closes nothing, since it has not the threads to do so."""
+        """In a forked process: nothing of this is its own.
+
+        It closes nothing, since it has not the threads to do so.
+        """
         self._finalizer.detach()
         for thing in (*self._groups, *self._under_way):
             joining.leak(thing)
@@ -600,6 +633,9 @@ class ProcessGroup(Workers):
         return tensor if tensor.device.type in self._devices else tensor.cpu()
 
     def _flatten(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The elements of tensors of one dtype and device in one new tensor, of a dtype that backends add up."""
+        """The elements of tensors of one dtype and device in one new tensor.
+
+        Its dtype is one that backends add up.
+        """
         flat = flatten(map(torch.Tensor.detach, tensors))
         return self._sendable(as_addable(flat))

@@ -1,4 +1,7 @@
-"""How workers meet that are threads of one process. Whether they are, `_base/worker_threads` says."""
+"""How workers meet that are threads of one process.
+
+Whether they are, `_base/worker_threads` says.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,9 @@ _T = TypeVar("_T")
 
 @final
 class MeetingOfThreads:
-    """What `Meeting` is, for threads. Whoever runs them sees when one of them ends, so they have no lifelines.
+    """What `Meeting` is, for threads.
+
+    Whoever runs them sees when one of them ends, so they have no lifelines.
 
     Args:
         count: How many workers there are.
@@ -32,5 +37,8 @@ class MeetingOfThreads:
         ]
 
     def call_watched(self, call: Callable[[], _T]) -> _T:
-        """What a call returns in which all workers take part. It has to be made on the thread of the worker."""
+        """What a call returns in which all workers take part.
+
+        It has to be made on the thread of the worker.
+        """
         return call()

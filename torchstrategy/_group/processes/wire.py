@@ -1,14 +1,18 @@
 """Values as bytes that hold no code, as workers send them to each other.
 
-What comes from a socket may be anybody's. To unpickle it means to do what it says; so do `marshal` and `torch.load`.
-Here the bytes say only which numbers and texts there are, and in which of Python's own containers:
+What comes from a socket may be anybody's. To unpickle it means to do what it says; so
+do `marshal` and `torch.load`. Here the bytes say only which numbers and texts there
+are, and in which of Python's own containers:
 
     8 bytes      the length of the structure
-    structure    JSON: None, booleans, numbers and texts as they are; anything else as a list of its kind and its parts
-    the rest     the bytes of tensors, arrays and `bytes`, one after the other, in the order of the structure
+    structure    JSON: None, booleans, numbers and texts as they are; anything else as a
+                 list of its kind and its parts
+    the rest     the bytes of tensors, arrays and `bytes`, one after the other, in the
+                 order of the structure
 
-A class of the user's is refused by its name: to make one of its objects, a worker would have to run what the class
-says. Whoever has such a value takes it apart, and the other worker puts it together by a structure of its own.
+A class of the user's is refused by its name: to make one of its objects, a worker would
+have to run what the class says. Whoever has such a value takes it apart, and the other
+worker puts it together by a structure of its own.
 """
 
 from __future__ import annotations
@@ -34,18 +38,19 @@ from torchstrategy._base.memory import bits
 from torchstrategy._base.torch_internals import sparse_indices, sparse_values
 
 _LENGTH = 8  # bytes of the length of the structure
-_WIDE = (
-    2**63
-)  # from which on numbers are written in hexadecimal, which Python reads whatever their length is
+# From which on numbers are written in hexadecimal, which Python reads whatever their
+# length is.
+_WIDE = 2**63
 
 
 def encode(value: object) -> bytes:
     """A value as bytes, of which `decode` makes an equal one.
 
     Args:
-        value: None, a number, a text, `bytes`, a tensor, an array, a thing of the standard library that says what it is
-            by such, or a list, tuple, set, dict, `OrderedDict` or deque of these. A tensor arrives on the CPU, without
-            its history.
+        value: None, a number, a text, `bytes`, a tensor, an array, a thing of the
+            standard library that says what it is by such, or a list, tuple, set, dict,
+            `OrderedDict` or deque of these. A tensor arrives on the CPU, without its
+            history.
 
     Raises:
         TypeError: If there is something else in it, which is named.
@@ -58,8 +63,8 @@ def encode(value: object) -> bytes:
         ).encode()
     except RecursionError:
         raise ValueError(
-            f"{an(type(value).__name__).capitalize()} holds itself, or is nested too deeply, and cannot be sent to "
-            "other workers."
+            f"{an(type(value).__name__).capitalize()} holds itself, or is nested too "
+            "deeply, and cannot be sent to other workers."
         ) from None
     return b"".join([len(structure).to_bytes(_LENGTH, "big"), structure, *blobs])
 
@@ -68,7 +73,8 @@ def decode(data: bytes) -> Any:
     """The value of which `encode` made these bytes.
 
     Raises:
-        ValueError: If they are no such bytes. Nothing larger than they are is made of them.
+        ValueError: If they are no such bytes. Nothing larger than they are is made of
+            them.
     """
     try:
         size = int.from_bytes(data[:_LENGTH], "big")
@@ -92,7 +98,10 @@ def decode(data: bytes) -> Any:
 
 
 def _node(value: Any, blobs: list[bytes]) -> Any:
-    """What stands for a value in the structure. The bytes of tensors and the like are appended to `blobs`."""
+    """What stands for a value in the structure.
+
+    The bytes of tensors and the like are appended to `blobs`.
+    """
     kind = type(value)
     if value is None or kind is bool:
         return value
@@ -164,8 +173,9 @@ class _Rest:
 
 def _refuse(what: str) -> NoReturn:
     raise TypeError(
-        f"{what[0].upper()}{what[1:]} cannot be sent to other workers: these take None, numbers, texts, bytes, tensors "
-        "and arrays, and lists, tuples, sets and dicts of them. Make such of it first."
+        f"{what[0].upper()}{what[1:]} cannot be sent to other workers: these take "
+        "None, numbers, texts, bytes, tensors and arrays, and lists, tuples, sets and "
+        "dicts of them. Make such of it first."
     )
 
 
@@ -269,7 +279,8 @@ def _nested_of(parts: Sequence[Any], rest: _Rest) -> torch.Tensor:
     )
     if not is_inside or bool((ends > values.shape[dimension - 1]).any()):
         raise ValueError(
-            f"the rows {offsets.tolist()} are not in a tensor of shape {tuple(values.shape)}"
+            f"the rows {offsets.tolist()} are not in a tensor of shape "
+            f"{tuple(values.shape)}"
         )
     return torch.nested.nested_tensor_from_jagged(values, offsets, lengths, dimension)
 
@@ -334,7 +345,8 @@ def _objects_of(parts: Sequence[Any], rest: _Rest) -> np.ndarray[Any, Any]:
     return made.reshape(shape)
 
 
-# Containers, and things of the standard library and of torch that say what they are by a few parts
+# Containers, and things of the standard library and of torch that say what they are by
+# a few parts
 
 _CONTAINERS: dict[type, str] = {
     list: "list",
@@ -374,9 +386,8 @@ def _packed_of(
 ) -> PackedSequence:
     steps = sizes.tolist()
     is_whole = sum(steps) == len(data) and all(step > 0 for step in steps[:-1])
-    if not is_whole or steps != sorted(
-        steps, reverse=True
-    ):  # torch does not look at them, and reads by them
+    # torch does not look at them, and reads by them.
+    if not is_whole or steps != sorted(steps, reverse=True):
         raise ValueError(
             f"{len(data)} rows are no sequences that have {steps} in each step"
         )
@@ -384,9 +395,8 @@ def _packed_of(
 
 
 def _fraction_of(over: int, under: int) -> Fraction:
-    if (
-        type(over) is not int or type(under) is not int
-    ):  # the text "1e999999999" would be a number of that length
+    # The text "1e999999999" would be a number of that length.
+    if type(over) is not int or type(under) is not int:
         raise TypeError("a fraction is made of two integers")
     return Fraction(over, under)
 

@@ -1,17 +1,21 @@
-"""What the graph of a loss tells of its nodes. Nothing else reads private attributes of nodes.
+"""What the graph of a loss tells of its nodes.
 
-A node is an operation that autograd has recorded. Public are its `name()`, and `next_functions`: for each operand, the
-node that made it and which output of this node it is, or None for an operand that needs no gradient. Private are:
+Nothing else reads private attributes of nodes.
 
-- `_input_metadata`: the shape and the dtype of each output. Else nobody could tell a number from a tensor of one row,
-  without keeping all tensors of the program.
-- `_saved_...`: what the operation keeps for its backward, such as the number that it divided by. Nothing else in the
-  program knows that this number belongs to the loss. Which fields there are, and the names of the nodes, are no stable
-  API of torch: tests/unit/run/test_loss_terms.py has a test for each, and where one is missing, a loss is not
-  read.
+A node is an operation that autograd has recorded. Public are its `name()`, and
+`next_functions`: for each operand, the node that made it and which output of this node
+it is, or None for an operand that needs no gradient. Private are:
 
-To read what was saved calls the hooks that the program has for saved tensors. It raises an error if the memory is
-freed, or was written since: `backward` raises the same.
+- `_input_metadata`: the shape and the dtype of each output. Else nobody could tell a
+  number from a tensor of one row, without keeping all tensors of the program.
+- `_saved_...`: what the operation keeps for its backward, such as the number that it
+  divided by. Nothing else in the program knows that this number belongs to the loss.
+  Which fields there are, and the names of the nodes, are no stable API of torch:
+  tests/unit/run/test_loss_terms.py has a test for each, and where one is missing, a
+  loss is not read.
+
+To read what was saved calls the hooks that the program has for saved tensors. It raises
+an error if the memory is freed, or was written since: `backward` raises the same.
 """
 
 from __future__ import annotations
@@ -28,7 +32,8 @@ from torchstrategy._base.context import without_autograd
 from torchstrategy._base.torch_internals import unseen_by_function_modes
 
 Node: TypeAlias = Any  # `torch.autograd.graph.Node` declares only what is public
-Edge: TypeAlias = "tuple[Node | None, int]"  # a node, and which of its outputs; None: it needs no gradient
+# A node, and which of its outputs; None: it needs no gradient.
+Edge: TypeAlias = "tuple[Node | None, int]"
 
 # Names of operations.
 VIEWS = (
@@ -76,7 +81,8 @@ _UNARY = {
 }
 _SELECTING = {"IndexBackward0", "MaskedSelectBackward0", "IndexSelectBackward0"}
 
-# A number that stands beside a tensor becomes a tensor, too, but has no say in which dtype the result gets.
+# A number that stands beside a tensor becomes a tensor, too, but has no say in which
+# dtype the result gets.
 _FLOAT, _INTEGER = (
     torch.empty((), dtype=torch.float32, device="cpu"),
     torch.empty((), dtype=torch.int32, device="cpu"),
@@ -107,7 +113,8 @@ _this_thread = _ThisThread()
 def without_unpacking() -> Iterator[None]:
     """A block in which nothing is read for which a hook would have to be called.
 
-    The hook of a checkpoint runs the forward again: statistics would be updated once more, and counters would count.
+    The hook of a checkpoint runs the forward again: statistics would be updated once
+    more, and counters would count.
     """
     before, _this_thread.may_unpack = _this_thread.may_unpack, False
     try:
@@ -126,12 +133,18 @@ def saved(node: Node, name: str) -> Any:
 
 
 def reduction_of(node: Node) -> int | None:
-    """How a loss function reduces its elements, as torch codes it: 0 not at all, 1 their mean, 2 their sum."""
+    """How a loss function reduces its elements, as torch codes it.
+
+    0 is not at all, 1 their mean, 2 their sum.
+    """
     return getattr(node, "_saved_reduction", None)
 
 
 def python_number(value: Any) -> float | None:
-    """The number that the program wrote or computed in Python, of an operand; None for a tensor."""
+    """The number that an operand is in Python; None for a tensor.
+
+    The program wrote or computed it.
+    """
     if not isinstance(value, torch.Tensor):
         return float(value)
     with unseen_by_function_modes():
@@ -155,9 +168,12 @@ def is_scalar(tensor: torch.Tensor) -> bool:
 
 
 def total_weight(node: Node) -> torch.Tensor:
-    """What a mean of `nll_loss` was divided by: the number of targets that count, or the sum of their class weights.
+    """What a mean of `nll_loss` was divided by.
 
-    Eight bits of bfloat16 cannot hold 3,001. There it is counted again, without that the host waits for a device.
+    That is the number of targets that count, or the sum of their class weights.
+
+    Eight bits of bfloat16 cannot hold 3,001. There it is counted again, without that
+    the host waits for a device.
     """
     total: torch.Tensor = saved(node, "total_weight")
     with unseen_by_function_modes():
@@ -177,13 +193,19 @@ def total_weight(node: Node) -> torch.Tensor:
 
 
 def target_of(node: Node) -> tuple[int, ...]:
-    """Tells the targets of a loss of classes from others: losses of other rows have targets elsewhere in memory."""
+    """Tells the targets of a loss of classes from others.
+
+    Losses of other rows have targets elsewhere in memory.
+    """
     target = saved(node, "target")
     return (target.data_ptr(), *target.shape, *target.stride())
 
 
 def averaged(node: Node) -> tuple[Node, int]:
-    """The operand whose elements are averaged or added up: the node that made it, and which of its outputs it is."""
+    """The operand whose elements are averaged or added up.
+
+    It is the node that made it, and which of its outputs it is.
+    """
     inner, index = next(edge for edge in node.next_functions if edge[0] is not None)
     return inner, index
 
@@ -195,7 +217,9 @@ def length_of(node: Node) -> int:
 
 
 def is_selection(node: Node) -> bool:
-    """Whether the elements that were averaged had been chosen by a mask or by indices, and not been mixed since.
+    """Whether a mask or indices had chosen the elements that were averaged.
+
+    They must not have been mixed since.
 
     All that lies between has an element, or a row, for each that was chosen.
     """
@@ -214,21 +238,24 @@ def is_selection(node: Node) -> bool:
 
 
 def depends_only_on_parameters(node: Node | None) -> bool:
-    """Whether a factor is a parameter, or computed of nothing but parameters: so it is the same in all replicas."""
+    """Whether a factor is a parameter, or computed of nothing but parameters.
+
+    So it is the same in all replicas.
+    """
     waiting, left = [node], MAX_OF_PARAMETERS
     while waiting:
         one = waiting.pop()
         left -= 1
         if one is None or left < 0:
             return False
-        variable = getattr(
-            one, "variable", None
-        )  # of the node that adds to the gradient of a leaf
+        # Of the node that adds to the gradient of a leaf.
+        variable = getattr(one, "variable", None)
         if variable is not None:
             if not isinstance(variable, nn.Parameter):
                 return False
             continue
-        # What is added to it, or what it is multiplied by, may be a number of the replica.
+        # What is added to it, or what it is multiplied by, may be a number of the
+        # replica.
         is_of_two = one.name() in ("AddBackward0", "MulBackward0", "SubBackward0")
         if not (is_of_two or one.name() in _UNARY) or (
             is_of_two and None in _operands(one)

@@ -1,30 +1,38 @@
 """What a loss was divided by: read from its graph, when `backward` begins.
 
-A loss is a sum of terms. Each is a sum over elements, times some factor, divided by how many elements there are, or by
-how much they weigh. Of a mean over tokens, this *count* is the number of tokens that the replica has. One device would
-divide the sum of the replicas' sums by the sum of their counts. So where the counts are known, the gradient of each
-replica's term has the weight `count / sum of the counts`, and not the replica's fraction of the rows.
+A loss is a sum of terms. Each is a sum over elements, times some factor, divided by how
+many elements there are, or by how much they weigh. Of a mean over tokens, this *count*
+is the number of tokens that the replica has. One device would divide the sum of the
+replicas' sums by the sum of their counts. So where the counts are known, the gradient
+of each replica's term has the weight `count / sum of the counts`, and not the replica's
+fraction of the rows.
 
 The rule, as far as one replica's graph goes:
 
-1. Begin at the loss, and go back through operations on numbers, as long as a term stays what it is, or gets a factor:
-   views, casts, a minus, times and divided by numbers, sums and differences, module hooks, and a factor that
-   parameters alone make. A number here is a value without dimensions. A value of shape `[1]` may be one row of a batch,
+1. Begin at the loss, and go back through operations on numbers, as long as a term stays
+   what it is, or gets a factor: views, casts, a minus, times and divided by numbers,
+   sums and differences, module hooks, and a factor that parameters alone make. A number
+   here is a value without dimensions. A value of shape `[1]` may be one row of a batch,
    and is where a term ends; only the loss itself may have this shape.
 2. Where this does not go on, a term has been found. It has a count if it is
-   - a mean of `nll_loss` or `cross_entropy`: they leave out ignored targets, and weigh by classes (`TARGETS`);
-   - a full sum that was divided by a tensor without dimensions that needs no gradient (`DIVISOR`);
+   - a mean of `nll_loss` or `cross_entropy`: they leave out ignored targets, and weigh
+     by classes (`TARGETS`);
+   - a full sum that was divided by a tensor without dimensions that needs no gradient
+     (`DIVISOR`);
    - a mean over elements that a mask or indices have selected (`SELECTION`);
-   - a full sum that was divided, or multiplied, by Python numbers (`NUMBER`). It is a constant in most programs: only
-     if it differs between replicas, and not as their rows do, does it count something.
-3. Everything else has no count, and its rows count: plain means, which are means over rows as a rule (`MEAN`), plain
-   sums (`SUM`), and whatever cannot be read (`UNREADABLE`), such as a compiled loss or a square of a loss.
-4. A loss of more than 16 terms, or of more than 64 operations, is not read. Nor is one whose saved tensors are freed
-   or were written: `backward` will say so.
+   - a full sum that was divided, or multiplied, by Python numbers (`NUMBER`). It is a
+     constant in most programs: only if it differs between replicas, and not as their
+     rows do, does it count something.
+3. Everything else has no count, and its rows count: plain means, which are means over
+   rows as a rule (`MEAN`), plain sums (`SUM`), and whatever cannot be read
+   (`UNREADABLE`), such as a compiled loss or a square of a loss.
+4. A loss of more than 16 terms, or of more than 64 operations, is not read. Nor is one
+   whose saved tensors are freed or were written: `backward` will say so.
 
-Nothing here waits for a device: a count stays the tensor that it is. What compares replicas also needs to know by what
-else a term is multiplied and divided, see `Term`: a program that multiplies by its own tokens, or divides by its own
-rows, has corrected the weights by hand.
+Nothing here waits for a device: a count stays the tensor that it is. What compares
+replicas also needs to know by what else a term is multiplied and divided, see `Term`: a
+program that multiplies by its own tokens, or divides by its own rows, has corrected the
+weights by hand.
 """
 
 from __future__ import annotations
@@ -79,7 +87,7 @@ class Scale(NamedTuple):
 @final
 @dataclass(slots=True, eq=False)
 class Entry:
-    """Where the gradient of a term enters the graph: at an output of a node, multiplied by these."""
+    """Where the gradient of a term enters: at a node's output, times these."""
 
     node: Node
     index: int
@@ -89,10 +97,12 @@ class Entry:
     def gradient(
         self, like: torch.Tensor, weight: float | torch.Tensor = 1.0
     ) -> torch.Tensor:
-        """What backward is to begin with there, if `like` is the loss, and the term counts `weight`."""
-        dtype = torch.promote_types(
-            like.dtype, torch.float32
-        )  # a half weight would be off by a thousandth
+        """What backward begins with there, if `like` is the loss.
+
+        The term counts `weight`.
+        """
+        # A half weight would be off by a thousandth.
+        dtype = torch.promote_types(like.dtype, torch.float32)
         gradient = (
             like.new_full(shape_of(self.node, self.index), self.factor, dtype=dtype)
             * weight
@@ -108,20 +118,26 @@ class Term:
     """One term of a loss: `factor * sum / count`, times and divided by `scales`.
 
     Attributes:
-        source: Where the count comes from, or why there is none: one of the words above.
-        count: A tensor without dimensions on the device of the loss, or a number; None: it has no count of its own.
+        source: Where the count comes from, or why there is none: one of the words
+            above.
+        count: A tensor without dimensions on the device of the loss, or a number; None:
+            it has no count of its own.
         factor: The Python numbers by which it is multiplied, and which are no count.
         entry: Where its gradient enters the graph.
         name: The name of the node at which it was found.
-        divisors: The Python numbers by which it was divided, also those that are its count, and one over those by which
-            it was multiplied: a program may have divided by its rows, or by the number of its terms.
-        scales: The tensors by which it was multiplied and divided, beside its count: a program may have multiplied by
-            its own count. A GradScaler multiplies by one, too.
+        divisors: The Python numbers by which it was divided, also those that are its
+            count, and one over those by which it was multiplied: a program may have
+            divided by its rows, or by the number of its terms.
+        scales: The tensors by which it was multiplied and divided, beside its count: a
+            program may have multiplied by its own count. A GradScaler multiplies by
+            one, too.
         is_learned: Whether it is multiplied by something that parameters make.
-        is_added: Whether something that needs no gradient was added to it, as in `sum([loss])`.
-        node: The node at which it was found; its `targets` tell whether terms are of other rows.
-        is_hooked: Whether it passes through the backward hooks of a module, which would not be called if backward began
-            at the term.
+        is_added: Whether something that needs no gradient was added to it, as in
+            `sum([loss])`.
+        node: The node at which it was found; its `targets` tell whether terms are of
+            other rows.
+        is_hooked: Whether it passes through the backward hooks of a module, which would
+            not be called if backward began at the term.
     """
 
     source: str
@@ -138,7 +154,10 @@ class Term:
 
     @property
     def targets(self) -> tuple[int, ...]:
-        """Differs between the terms of a loop over rows. To read it may copy what was offloaded."""
+        """Differs between the terms of a loop over rows.
+
+        To read it may copy what was offloaded.
+        """
         return target_of(self.node) if self.source == TARGETS else (id(self.node),)
 
 
@@ -148,12 +167,10 @@ class _Path(NamedTuple):
     factor: float = 1.0
     divisors: tuple[float, ...] = ()
     scales: tuple[Scale, ...] = ()
-    divisor: torch.Tensor | None = (
-        None  # a tensor that it was divided by, which may be its count
-    )
-    entry: Entry | None = (
-        None  # where it is multiplied by something that parameters make
-    )
+    # A tensor that it was divided by, which may be its count.
+    divisor: torch.Tensor | None = None
+    # Where it is multiplied by something that parameters make.
+    entry: Entry | None = None
     is_added: bool = False
     is_hooked: bool = False
 
@@ -165,7 +182,10 @@ class _Path(NamedTuple):
         )
 
     def over(self, number: float) -> _Path:
-        """Divided by a Python number. If that is zero, Python raises an error, and the loss is not read."""
+        """Divided by a Python number.
+
+        If that is zero, Python raises an error, and the loss is not read.
+        """
         return self._replace(
             factor=self.factor / number, divisors=(*self.divisors, number)
         )
@@ -204,9 +224,9 @@ def read_terms(loss: torch.Tensor) -> list[Term]:
         root, index, size = loss.grad_fn, loss.output_nr, loss.numel()
     terms = None
     if root is not None and size == 1:
-        with suppress(
-            Exception
-        ):  # freed or written memory, a field that this torch does not have, a hook that fails
+        # Freed or written memory, a field that this torch does not have, a hook that
+        # fails.
+        with suppress(Exception):
             terms = _walk(root, index)
     if terms is None:
         terms = [
@@ -266,7 +286,8 @@ def _merged(terms: Sequence[Term]) -> list[Term]:
     return list(together.values())
 
 
-# Steps: from the output of a node to the operands of which it is made; None: a term ends here.
+# Steps: from the output of a node to the operands of which it is made; None: a term
+# ends here.
 
 
 def _through(node: Node, index: int, path: _Path) -> _Steps | None:
@@ -317,7 +338,8 @@ def _through_sum(node: Node, index: int, path: _Path) -> _Steps | None:
     if len(steps) == 1:
         ((inner, position, own),) = steps
         return [(inner, position, own._replace(is_added=True))]
-    # What parameters multiply enters the graph at the product, which is one place for the whole sum.
+    # What parameters multiply enters the graph at the product, which is one place for
+    # the whole sum.
     return steps if path.entry is None else None
 
 
@@ -341,7 +363,10 @@ def _through_product(node: Node, index: int, path: _Path) -> _Steps | None:
 
 
 def _through_learned_product(node: Node, index: int, path: _Path) -> _Steps | None:
-    """The gradient of the factor is multiplied by the weight of the term, too: both enter at the product."""
+    """The gradient of the factor is multiplied by the weight of the term, too.
+
+    Both enter at the product.
+    """
     first, second = node.next_functions
     if depends_only_on_parameters(second[0]):
         inner = first
@@ -413,7 +438,10 @@ _BY_MEAN, _BY_SUM = 1, 2
 
 
 def _kind(node: Node, index: int) -> str:
-    """What the node at which a term was found does: `TARGETS`, `SELECTION`, `MEAN`, `SUM` or `UNREADABLE`."""
+    """What the node at which a term was found does.
+
+    It is `TARGETS`, `SELECTION`, `MEAN`, `SUM` or `UNREADABLE`.
+    """
     name = node.name()
     if shape_of(node, index):
         return UNREADABLE

@@ -1,12 +1,16 @@
-"""What happens where the backward of a replica begins: its loss is read, and its gradient is weighted by that.
+"""What happens where the backward of a replica begins.
 
-The gradients of a replica are multiplied by its part of the rows when they are reduced, see `gradient_reducer`. A loss
-that was divided by something else gets another weight here, before backward runs: `LossWeigher` multiplies the gradient
-with which it begins by the quotient of the two weights. Where the terms of a loss have unlike weights, backward begins
-at the terms, each with a gradient of its own.
+Its loss is read, and its gradient is weighted by that.
 
-`LossNotes` only looks on: where a strategy weighs by rows and nobody has said that it should, a run warns. Of several
-workers with several replicas each, each worker compares its own ones, and sends nothing.
+The gradients of a replica are multiplied by its part of the rows when they are reduced,
+see `gradient_reducer`. A loss that was divided by something else gets another weight
+here, before backward runs: `LossWeigher` multiplies the gradient with which it begins
+by the quotient of the two weights. Where the terms of a loss have unlike weights,
+backward begins at the terms, each with a gradient of its own.
+
+`LossNotes` only looks on: where a strategy weighs by rows and nobody has said that it
+should, a run warns. Of several workers with several replicas each, each worker compares
+its own ones, and sends nothing.
 """
 
 from __future__ import annotations
@@ -44,7 +48,8 @@ class GradientsOfReplica(Protocol):
     """The gradients of one replica, as far as its losses have to do with them.
 
     Attributes:
-        loss_factor: How much more than its rows the loss of the newest backward counts. None: its terms are not alike.
+        loss_factor: How much more than its rows the loss of the newest backward counts.
+            None: its terms are not alike.
     """
 
     loss_factor: float | None
@@ -85,7 +90,10 @@ class _Watcher:
 
 @final
 class LossNotes(_Watcher):
-    """Notes, in each replica, what its losses were divided by. They are compared when the run has ended."""
+    """Notes, in each replica, what its losses were divided by.
+
+    They are compared when the run has ended.
+    """
 
     def __init__(
         self, weights: Participants, rows: Sequence[float] | None, first: int = 0
@@ -112,10 +120,11 @@ class LossNotes(_Watcher):
         """Called when the run has ended, on the thread that called it."""
         numbers = set(map(len, self._notes.values()))
         if len(numbers) > 1:
-            return  # replicas ran unlike numbers of backwards: it is not known which belong together
-        own = (
-            sum(self._weights.parts) or 1.0
-        )  # other workers have the rest, and nobody asks them
+            # Replicas ran unlike numbers of backwards: it is not known which belong
+            # together.
+            return
+        # Other workers have the rest, and nobody asks them.
+        own = sum(self._weights.parts) or 1.0
         parts = [0.0] * self._first + [part / own for part in self._weights.parts]
         for k in range(numbers.pop()):
             readings = {self._first + r: notes[k] for r, notes in self._notes.items()}
@@ -124,7 +133,9 @@ class LossNotes(_Watcher):
 
 @final
 class LossWeigher(_Watcher):
-    """Weighs each backward of the replicas by what its loss was divided by. All replicas meet where one begins.
+    """Weighs each backward of the replicas by what its loss was divided by.
+
+    All replicas meet where one begins.
 
     Args:
         weights: How much each replica counts.
@@ -167,14 +178,18 @@ class LossWeigher(_Watcher):
         factors = replica.synchronize(BY_LOSS, self._combined, reading)
         gradients.loss_factor = common_factor(factors)
         if factors is not None and not any(factors):
-            # Nothing of its loss counts. The loss may be 0 / 0, and zero times its gradient is NaN. But the replica has
-            # run a backward, and its hooks are called.
+            # Nothing of its loss counts. The loss may be 0 / 0, and zero times its
+            # gradient is NaN. But the replica has run a backward, and its hooks are
+            # called.
             with gradients.dropping():
                 return run(outputs, grads)
         return run(*weighted_roots(outputs, grads, terms, factors))
 
     def _combined(self, readings: Sequence[Any]) -> list[list[float] | None]:
-        """The factors of the terms of each replica. It runs once for all, on the thread that called `run`."""
+        """The factors of the terms of each replica.
+
+        It runs once for all, on the thread that called `run`.
+        """
         present = self._weights.present
         own = dict(zip(present, readings, strict=True))
         parts = self._weights.parts_of_all
@@ -215,7 +230,10 @@ def reading_of(
 
 
 def common_factor(factors: Sequence[float] | None) -> float | None:
-    """What all terms of a loss are multiplied by; None if some are multiplied by another number than others."""
+    """What all terms of a loss are multiplied by.
+
+    It is None if some are multiplied by another number than others.
+    """
     if factors is None:
         return 1.0
     return factors[0] if len(set(factors)) == 1 else None
@@ -227,13 +245,16 @@ def weighted_roots(
     terms: Sequence[Term],
     factors: Sequence[float] | None,
 ) -> tuple[Sequence[Any], Sequence[Any]]:
-    """Where backward begins, and with which gradients, if terms are to be multiplied by these factors.
+    """Where backward begins, and with which gradients, for these factors of terms.
+
+    The terms are to be multiplied by them.
 
     Args:
         outputs: Where it would begin.
         grads: With which gradients.
         terms: Those of the loss.
-        factors: One for each term, of which some are not zero. None: nothing is multiplied.
+        factors: One for each term, of which some are not zero. None: nothing is
+            multiplied.
     """
     if factors is None:
         return outputs, grads
@@ -251,7 +272,8 @@ def _roots(
     factors: Sequence[float],
 ) -> tuple[list[GradientEdge], list[torch.Tensor]]:
     """Where backward begins if terms have unlike weights, and the gradients there."""
-    # Backward does not come through the loss itself: what it would call there is called here.
+    # Backward does not come through the loss itself: what it would call there is called
+    # here.
     for hook in list((loss._backward_hooks or {}).values()):
         changed = hook(grad)
         grad = grad if changed is None else changed
@@ -264,14 +286,15 @@ def _roots(
     return edges, gradients
 
 
-BY_LOSS = (
-    "backward, by gradient_reduction='loss'"  # the name of the synchronization point
-)
+# The name of the synchronization point.
+BY_LOSS = "backward, by gradient_reduction='loss'"
 
 CLOSURE_OF_TERMS = (
-    "optimizer.step(closure) with gradient_reduction='loss': the terms of the loss were divided by unlike numbers, and "
-    "count differently in each replica, so the loss that the closure returns is not known for the whole batch. Let the "
-    "closure make each mean by torchstrategy.nn.compute_average_loss, and say gradient_reduction='mean'."
+    "optimizer.step(closure) with gradient_reduction='loss': the terms of the loss "
+    "were divided by unlike numbers, and count differently in each replica, so the "
+    "loss that the closure returns is not known for the whole batch. Let the closure "
+    "make each mean by torchstrategy.nn.compute_average_loss, and say "
+    "gradient_reduction='mean'."
 )
 
 hide_from_compiler(LossNotes._note)

@@ -1,19 +1,25 @@
 """How much each replica's loss counts, by what all replicas have read of theirs.
 
-A term of the loss that was divided by a count, see `loss_terms`, has the weight `count / sum of the counts` in each
-replica: then the gradient is that of the whole batch. It keeps the weight of the replica's rows
+A term of the loss that was divided by a count, see `loss_terms`, has the weight `count
+/ sum of the counts` in each replica: then the gradient is that of the whole batch. It
+keeps the weight of the replica's rows
 
-- if it has no count, or counts like the rows: a mean over rows, a constant, a number that all replicas have;
-- if it was divided or multiplied by Python numbers that are no whole numbers, which count nothing as a rule;
-- if there is a term for each row, as a loop over rows makes it, or one that was summed up of a single row;
-- if the program has corrected the weights: it also multiplied or divided the term by numbers that differ between
-  replicas, by the rows of the replica, or by how many such terms there are;
+- if it has no count, or counts like the rows: a mean over rows, a constant, a number
+  that all replicas have;
+- if it was divided or multiplied by Python numbers that are no whole numbers, which
+  count nothing as a rule;
+- if there is a term for each row, as a loop over rows makes it, or one that was summed
+  up of a single row;
+- if the program has corrected the weights: it also multiplied or divided the term by
+  numbers that differ between replicas, by the rows of the replica, or by how many such
+  terms there are;
 - if replicas have other terms, or no replica counts anything.
 
-A replica whose loss was multiplied by zero, as that of one without anything to learn, has no say. The mean over an
-empty mask, `total / mask.sum().clamp(min=1)`, counts 0.
+A replica whose loss was multiplied by zero, as that of one without anything to learn,
+has no say. The mean over an empty mask, `total / mask.sum().clamp(min=1)`, counts 0.
 
-Numbers are compared here, on the thread that called `run`, so that those on an accelerator are waited for.
+Numbers are compared here, on the thread that called `run`, so that those on an
+accelerator are waited for.
 """
 
 from __future__ import annotations
@@ -39,15 +45,14 @@ from torchstrategy._run.losses.loss_terms import (
     Term,
 )
 
-_CLOSE, _CLOSE_OF_FLOATS = (
-    1e-9,
-    1e-6,
-)  # how much equal numbers may differ: float32 has seven digits
+# How much equal numbers may differ: float32 has seven digits.
+_CLOSE, _CLOSE_OF_FLOATS = 1e-9, 1e-6
 
 COUNTED = "counted"
 LIKE_ROWS = "it counts like the rows"
 
-# Why a term keeps the weight of its rows although it has a count. A reader of the warning sees these words.
+# Why a term keeps the weight of its rows although it has a count. A reader of the
+# warning sees these words.
 OTHER_TERMS = "is made of other terms in other replicas"
 OTHER_FACTORS = "is also multiplied by numbers that differ between replicas"
 DIVIDED_BY_ROWS = "is also divided by the rows of each replica"
@@ -57,11 +62,14 @@ BEHIND_HOOKS = "has several terms and passes through backward hooks of a module"
 
 
 class Fact(NamedTuple):
-    """What is known of one term in one replica, without the graph, which is not to be kept alive. See `Term`.
+    """What is known of one term in one replica, without the graph. See `Term`.
 
-    `is_rounded` tells that the count was no number of 64 bits, and `likes` how many terms of its source the loss has,
-    each of other targets. `is_awaited` tells that the count is in the memory of an accelerator, for which the host
-    would have to wait, and `has_awaited` that a scale is.
+    The graph is not to be kept alive.
+
+    `is_rounded` tells that the count was no number of 64 bits, and `likes` how many
+    terms of its source the loss has, each of other targets. `is_awaited` tells that the
+    count is in the memory of an accelerator, for which the host would have to wait, and
+    `has_awaited` that a scale is.
     """
 
     source: str
@@ -147,11 +155,11 @@ class Column(NamedTuple):
 
     source: str
     name: str
-    reason: str  # `COUNTED`, `LIKE_ROWS`, `UNREADABLE`, or why it keeps the weight of its rows
+    # `COUNTED`, `LIKE_ROWS`, `UNREADABLE`, or why it keeps the weight of its rows.
+    reason: str
     counts: tuple[float, ...]  # of the replicas that have a say
-    weights: tuple[
-        float, ...
-    ]  # what their gradients of this term are to be multiplied by
+    # What their gradients of this term are to be multiplied by.
+    weights: tuple[float, ...]
     differs: float  # how much these differ from the weights of the rows, at most
 
 
@@ -161,10 +169,14 @@ class LossWeights(NamedTuple):
 
     replicas: tuple[int, ...]  # those that have a say
     columns: tuple[Column, ...]
-    is_alike: bool  # whether all replicas have the same terms, so that there is a column for each
+    # Whether all replicas have the same terms, so that there is a column for each.
+    is_alike: bool
 
     def factors(self, replica: int, part: float) -> list[float] | None:
-        """What the gradient of each term of a replica is multiplied by, beside its part of the rows; None: by 1."""
+        """What the gradient of each term of a replica is multiplied by.
+
+        Its part of the rows comes beside that. None: by 1.
+        """
         if not self.is_alike or replica not in self.replicas:
             return None
         position = self.replicas.index(replica)
@@ -185,9 +197,11 @@ def weigh(
 
     Args:
         readings: What was read in each replica that takes part.
-        parts: For each replica, its part of the batch: the weight that it has if nothing is read.
+        parts: For each replica, its part of the batch: the weight that it has if
+            nothing is read.
         rows: For each replica, how many rows it has. None: nobody knows.
-        can_split: Whether terms may get unlike weights where module hooks are in the way.
+        can_split: Whether terms may get unlike weights where module hooks are in the
+            way.
     """
     replicas = tuple(
         r for r, reading in readings.items() if parts[r] and not reading.is_zero
@@ -252,10 +266,8 @@ def _column(
         else _CLOSE
     )
     if reason == COUNTED and differs <= near * max(parts):
-        reason, weights = (
-            LIKE_ROWS,
-            list(parts),
-        )  # so that nothing changes, not even by rounding
+        # So that nothing changes, not even by rounding.
+        reason, weights = LIKE_ROWS, list(parts)
     return Column(
         facts[0].source, facts[0].name, reason, tuple(counts), tuple(weights), differs
     )
@@ -266,7 +278,7 @@ def _unlike(
     parts: Sequence[float],
     rows: Sequence[float] | None,
 ) -> Column:
-    """For replicas that have other terms: they may have looped over unlike numbers of rows."""
+    """For replicas with other terms: their loops may depend on the number of rows."""
     first = of_replicas[0][0]
     for facts in of_replicas:
         unread = next((fact for fact in facts if fact.source == UNREADABLE), None)
@@ -391,7 +403,10 @@ def _is_by_rows(
 def _is_no_count(
     facts: Sequence[Fact], likes: Sequence[int], rows: Sequence[float] | None
 ) -> bool:
-    """Whether Python numbers by which a sum was divided, or multiplied, count nothing: counts are whole numbers."""
+    """Whether Python numbers by which a sum was divided, or multiplied, count nothing.
+
+    Counts are whole numbers.
+    """
     if facts[0].source != NUMBER:
         return False
     if len({len(fact.divisors) for fact in facts}) > 1:
@@ -414,7 +429,10 @@ def _is_by_terms(
 
 
 def counts_alone(fact: Fact, rows: float | None) -> bool:
-    """Whether the only term of a loss counts whenever counts differ, if all replicas have the same and as many rows."""
+    """Whether the only term of a loss counts whenever counts differ.
+
+    It does if all replicas have the same and as many rows.
+    """
     return fact.source in (TARGETS, DIVISOR, SELECTION) and not (
         rows == 1 and fact.is_added
     )

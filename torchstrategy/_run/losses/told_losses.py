@@ -1,8 +1,9 @@
 """What workers tell one another of their losses where a backward begins.
 
-A message has eight bytes that stand for what is the same in each step as a rule: of which terms the loss is made. The
-numbers of the step follow: counts, factors, and the loss itself. Where some worker does not know what the bytes of
-another one stand for, all tell it in one more message.
+A message has eight bytes that stand for what is the same in each step as a rule: of
+which terms the loss is made. The numbers of the step follow: counts, factors, and the
+loss itself. Where some worker does not know what the bytes of another one stand for,
+all tell it in one more message.
 """
 
 from __future__ import annotations
@@ -33,9 +34,8 @@ from torchstrategy._run.losses.loss_weights import (
 )
 
 _MOST_KNOWN = 256  # are kept: a step may make another loss each time
-_HEAD = struct.Struct(
-    "<HH8s"
-)  # which replica, how many numbers, and the digest of what the loss is made of
+# Which replica, how many numbers, and the digest of what the loss is made of.
+_HEAD = struct.Struct("<HH8s")
 
 # When the workers compare what their losses were divided by.
 BEFORE: Final = "before"  # before backward begins
@@ -62,11 +62,13 @@ class ToldLosses:
         """What all replicas have read.
 
         Args:
-            own: By the number in its worker, what each replica of this worker has read that takes part in the run.
+            own: By the number in its worker, what each replica of this worker has read
+                that takes part in the run.
             name: The name of the exchange.
 
         Returns:
-            The readings by the number of the replica among all, with numbers in the place of tensors.
+            The readings by the number of the replica among all, with numbers in the
+            place of tensors.
         """
         made_of = {r: _made_of(reading) for r, reading in own.items()}
         digests = {r: digest(json.dumps(one).encode()) for r, one in made_of.items()}
@@ -95,9 +97,12 @@ class ToldLosses:
 
 
 def when_to_compare(reading: LossReading, is_even: bool, rows: float | None) -> str:
-    """When workers have to compare their losses, if all have read the same as this one, but for counts.
+    """When workers have to compare their losses, if all but counts is the same.
 
-    It does not depend on the counts. Those that travel with the gradients have to be numbers from 0 on.
+    All have read the same as this one then.
+
+    It does not depend on the counts. Those that travel with the gradients have to be
+    numbers from 0 on.
 
     Args:
         reading: What was read.
@@ -111,12 +116,16 @@ def when_to_compare(reading: LossReading, is_even: bool, rows: float | None) -> 
     if others or not is_even:
         return BEFORE
     if first.source == NUMBER:
-        return NEVER  # it is compared beside the gradients: where all have it, it counts nothing
+        # It is compared beside the gradients: where all have it, it counts nothing.
+        return NEVER
     return BEFORE if first.has_awaited or not counts_alone(first, rows) else WITH
 
 
 def mark_of(reading: LossReading) -> int:
-    """32 bits of all that was read, but for what is compared in another way: the counts that are no Python numbers."""
+    """32 bits of all that was read, but for what is compared in another way.
+
+    That is the counts that are no Python numbers.
+    """
     if all(fact.source not in _COUNTED for fact in reading.facts):
         return 0  # rows count, whatever it is
     told = []
@@ -133,7 +142,7 @@ def mark_of(reading: LossReading) -> int:
 
 
 def count_on_device(reading: LossReading) -> torch.Tensor:
-    """What the only term was divided by, in float64, where it is: nobody waits for it."""
+    """What the only term was divided by, in float64, where it is, without a wait."""
     (fact,) = reading.facts
     count = fact.counted
     assert isinstance(count, torch.Tensor)
@@ -144,7 +153,7 @@ def count_on_device(reading: LossReading) -> torch.Tensor:
 
 
 def are_alike(readings: Sequence[LossReading]) -> bool:
-    """Whether replicas have read the same, but for the counts that travel with the gradients."""
+    """Whether replicas read the same, but for counts that travel with gradients."""
     return len(set(map(mark_of, readings))) == 1
 
 
@@ -166,7 +175,10 @@ def _made_of(reading: LossReading) -> list[Any]:
 
 
 def _numbers(reading: LossReading) -> list[float]:
-    """What is another one in each step. To read it from an accelerator, the host waits for it."""
+    """What is another one in each step.
+
+    To read it from an accelerator, the host waits for it.
+    """
     numbers = [number_of(reading.value)]
     for fact in reading.facts:
         if fact.counted is not None:

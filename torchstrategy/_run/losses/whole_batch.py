@@ -1,18 +1,24 @@
-"""Losses that no weight of a replica makes right: the gradient needs numbers of the whole batch.
+"""Losses that no replica's weight makes right: they need numbers of the batch.
 
-A replica computes with its own rows. Where a loss is a sum over rows, times something, the gradients of the replicas
-are weighted and added up, and the sum is that of the whole batch. Three kinds of losses are no such sums, and are seen
-in the graph, on the way from the loss to where it is reduced over rows:
+Their gradient needs numbers of the whole batch.
 
-- something is done to a mean over rows that is no factor: `torch.sqrt(mse)`, `(1 - p) * loss`, a variance;
-- a mean over rows is multiplied by another number of the batch, as the balance of a mixture of experts is. A tensor
-  that needs no gradient may as well be a constant, so it is one of the batch only where it changes: `WholeBatchLook`
-  compares those of the replicas, and of the first runs;
-- rows are multiplied by rows, as contrastive losses do: a product of two matrices that the model has made.
+A replica computes with its own rows. Where a loss is a sum over rows, times something,
+the gradients of the replicas are weighted and added up, and the sum is that of the
+whole batch. Three kinds of losses are no such sums, and are seen in the graph, on the
+way from the loss to where it is reduced over rows:
 
-Most losses are not of these kinds, and what is not known is not told: a person is warned of what is certainly off. So
-operations that are not in the tables below end the way, and a reduction counts only if its first dimension can be that
-of the rows.
+- something is done to a mean over rows that is no factor: `torch.sqrt(mse)`, `(1 - p) *
+  loss`, a variance;
+- a mean over rows is multiplied by another number of the batch, as the balance of a
+  mixture of experts is. A tensor that needs no gradient may as well be a constant, so
+  it is one of the batch only where it changes: `WholeBatchLook` compares those of the
+  replicas, and of the first runs;
+- rows are multiplied by rows, as contrastive losses do: a product of two matrices that
+  the model has made.
+
+Most losses are not of these kinds, and what is not known is not told: a person is
+warned of what is certainly off. So operations that are not in the tables below end the
+way, and a reduction counts only if its first dimension can be that of the rows.
 """
 
 from __future__ import annotations
@@ -106,12 +112,14 @@ _MIXING = {
     "LinalgVectorNormBackward0": "takes the norm of",
 }
 _PRODUCTS = {"MmBackward0", "BmmBackward0"}
-# The operations of layers, by which rows come into the graph: an operand that needs no gradient is data.
+# The operations of layers, by which rows come into the graph: an operand that needs no
+# gradient is data.
 _LAYERS = (
     *("Addmm", "Mm", "Bmm", "Baddbmm", "Addbmm"),
     *("Convolution", "Embedding", "NativeBatchNorm", "Bilinear"),
 )
-_COLLECTED = "_BackwardBackward"  # what `ReplicaContext.all_reduce` and `all_gather` have put together
+# What `ReplicaContext.all_reduce` and `all_gather` have put together.
+_COLLECTED = "_BackwardBackward"
 
 
 class Finding(NamedTuple):
@@ -123,18 +131,18 @@ class Finding(NamedTuple):
 
 class _Place(NamedTuple):
     node: Node
-    curve: (
-        Finding | None
-    )  # what was done to what the node makes, on the way to the loss
-    factors: tuple[
-        torch.Tensor, ...
-    ]  # tensors without gradients by which it was multiplied
+    # What was done to what the node makes, on the way to the loss.
+    curve: Finding | None
+    # Tensors without gradients by which it was multiplied.
+    factors: tuple[torch.Tensor, ...]
     is_reduced: bool
 
 
 @final
 class WholeBatchLook:
-    """Looks at the losses of the first runs of one step. Replicas may call it at once, each on its thread.
+    """Looks at the losses of the first runs of one step.
+
+    Replicas may call it at once, each on its thread.
 
     Attributes:
         found: What the loss does that needs the whole batch. None: nothing is known.
@@ -162,11 +170,8 @@ class WholeBatchLook:
             or num_terms >= rows
         ):
             return
-        with (
-            suppress(Exception),
-            without_autograd(),
-            unseen_by_function_modes(),
-        ):  # what cannot be read is not told
+        # What cannot be read is not told.
+        with suppress(Exception), without_autograd(), unseen_by_function_modes():
             found, factors = _search(loss.grad_fn, int(rows))
             with self._lock:
                 self.found = self.found or found or self._compare(factors)
@@ -184,11 +189,13 @@ class WholeBatchLook:
 
 
 def _search(root: Node, rows: int) -> tuple[Finding | None, list[torch.Tensor]]:
-    """What the loss does, and the tensors without gradients by which it multiplies means over rows."""
+    """What the loss does, and the tensors by which it multiplies means over rows.
+
+    These tensors have no gradients.
+    """
     factors: list[torch.Tensor] = []
-    seen: dict[
-        tuple[int, bool], Node
-    ] = {}  # which keeps the nodes, so that no other one gets the id of one
+    # Which keeps the nodes, so that no other one gets the id of one.
+    seen: dict[tuple[int, bool], Node] = {}
     waiting = [_Place(root, None, (), False)]
     for _ in range(_MAX_STEPS):
         if not waiting:
@@ -230,9 +237,8 @@ def _step(place: _Place, name: str, is_reduced: bool) -> list[_Place]:
         curve = Finding(f"{_CURVED[name]} a mean over the rows", name)
     elif name in _OF_TWO:
         operands = [inner for inner, _ in node.next_functions]
-        if (
-            is_reduced
-        ):  # what lies below does not matter any more, and to look for rows takes long
+        # What lies below does not matter any more, and to look for rows takes long.
+        if is_reduced:
             pass
         elif None not in operands and all(map(_has_rows, operands)):
             curve = Finding(f"{_OF_TWO[name]} means over the rows", name)
@@ -248,7 +254,10 @@ def _step(place: _Place, name: str, is_reduced: bool) -> list[_Place]:
 
 
 def _other_factor(node: Node) -> Iterator[torch.Tensor]:
-    """The tensor of several numbers by which something is multiplied, if it needs no gradient."""
+    """The tensor of several numbers that multiplies something without a gradient.
+
+    It needs no gradient itself.
+    """
     first, second = node.next_functions
     if first[0] is None or second[0] is None:
         by = saved(node, "other" if second[0] is None else "self")
@@ -257,7 +266,10 @@ def _other_factor(node: Node) -> Iterator[torch.Tensor]:
 
 
 def _reduces_rows(node: Node, rows: int) -> bool:
-    """Whether an operation adds up what is of several rows: its first dimension, which can be that of the rows."""
+    """Whether an operation adds up what is of several rows.
+
+    Its first dimension, which can be that of the rows.
+    """
     if reduction_of(node) == 0:
         return False
     inner, index = averaged(node)
@@ -276,11 +288,13 @@ def _reduced_dimensions(node: Node, count: int) -> list[int]:
 
 
 def _multiplies_rows(node: Node, rows: int) -> bool:
-    """Whether a product of matrices has a number for each two rows, both computed of the batch."""
+    """Whether a product of matrices has a number for each two rows of the batch.
+
+    Both factors are computed of the batch.
+    """
     shape = shape_of(node)
-    if (
-        len(shape) == 3 and shape[0] != 1
-    ):  # as in attention: each row has a product of its own
+    # As in attention: each row has a product of its own.
+    if len(shape) == 3 and shape[0] != 1:
         return False
     first, second = (inner for inner, _ in node.next_functions)
     if first is None or second is None or shape[-1] % rows or shape[-2] % rows:
@@ -289,7 +303,10 @@ def _multiplies_rows(node: Node, rows: int) -> bool:
 
 
 def _has_rows(node: Node) -> bool:
-    """Whether a layer has brought data of the replica's own into what the node makes, and it was not collected."""
+    """Whether a layer has brought the replica's own data into what the node makes.
+
+    That data was not collected.
+    """
     has_rows, waiting = False, [node]
     seen = {id(node): node}
     while waiting:

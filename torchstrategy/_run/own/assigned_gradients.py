@@ -17,22 +17,27 @@ from torchstrategy._group.workers import Workers
 from torchstrategy._run.own.trained_tensors import TrainedTensors
 
 
-# Note [Gradients that a step assigns]
-# `parameter.grad = torch.autograd.grad(loss, parameter)[0]` makes a gradient of this worker's rows, and nobody is told.
-# So the library knows the objects that are gradients of the whole batch: those that an exchange has made, and those
-# that were there when the run began. Before anything is done with `.grad` that cannot be taken back, which is another
-# backward, an update, or the end of the run, each other object is compared by the sum of its bits. If all workers have
-# the same numbers there, they are left as they are. Else they are weighed and added up.
-# What a step assigns may have the earlier gradient of the batch in it: `parameter.grad = parameter.grad + new`. The
-# weights of all workers add up to 1, so that the earlier one is in the weighted sum once, as it should be. They do not
-# where gradients are added up and not averaged, and nobody knows whether it is in there: then it is refused.
-# Clipping reads all of a gradient: `clip_grad_norm_` on gradients of this worker's rows takes their norm, and what the
-# workers add up is not what one device would have clipped. So an assigned gradient that was written in place and is
-# not alike in all workers is refused. (What was computed out of place before it was assigned, nobody can see.)
-# A step may also write on a gradient in place. After a backward of the run, that is what clipping does, alike in all
-# workers; numbers of this worker's rows would make parameters differ, which `ValuesOfParameters` finds. Where no
-# backward made the gradients, nobody would look: so a gradient that was written in such a run counts as assigned.
-# To assign means a message, so all workers must do it alike. A step that assigns nothing sends none.
+# Note [Gradients that a step assigns] `parameter.grad = torch.autograd.grad(loss,
+# parameter)[0]` makes a gradient of this worker's rows, and nobody is told. So the
+# library knows the objects that are gradients of the whole batch: those that an
+# exchange has made, and those that were there when the run began. Before anything is
+# done with `.grad` that cannot be taken back, which is another backward, an update, or
+# the end of the run, each other object is compared by the sum of its bits. If all
+# workers have the same numbers there, they are left as they are. Else they are weighed
+# and added up. What a step assigns may have the earlier gradient of the batch in it:
+# `parameter.grad = parameter.grad + new`. The weights of all workers add up to 1, so
+# that the earlier one is in the weighted sum once, as it should be. They do not where
+# gradients are added up and not averaged, and nobody knows whether it is in there: then
+# it is refused. Clipping reads all of a gradient: `clip_grad_norm_` on gradients of
+# this worker's rows takes their norm, and what the workers add up is not what one
+# device would have clipped. So an assigned gradient that was written in place and is
+# not alike in all workers is refused. (What was computed out of place before it was
+# assigned, nobody can see.) A step may also write on a gradient in place. After a
+# backward of the run, that is what clipping does, alike in all workers; numbers of this
+# worker's rows would make parameters differ, which `ValuesOfParameters` finds. Where no
+# backward made the gradients, nobody would look: so a gradient that was written in such
+# a run counts as assigned. To assign means a message, so all workers must do it alike.
+# A step that assigns nothing sends none.
 @final
 class AssignedGradients:
     """Which gradients are of the whole batch, and what becomes of the others.
@@ -46,7 +51,10 @@ class AssignedGradients:
         self.train(TrainedTensors([], [], averages_buffers=True))
 
     def train(self, tensors: TrainedTensors) -> None:
-        """Takes other parameters. The gradients that they have count as those of the whole batch."""
+        """Takes other parameters.
+
+        The gradients that they have count as those of the whole batch.
+        """
         self._tensors = tensors
         # The versions of the gradients that were there when the run began.
         self._versions = [-1] * len(tensors.parameters)
@@ -68,14 +76,20 @@ class AssignedGradients:
             ]
 
     def begin_run(self) -> None:
-        """What the program has put into `.grad` between runs counts as gradients of the whole batch."""
+        """What was put into `.grad` between runs counts as the whole batch's.
+
+        The program has put it there.
+        """
         gradients: Sequence[Any] = raw_grads(self._tensors.parameters)
         if not all(map(is_, gradients, map(_target, self._known))) and self.find():
             self.note(gradients)
         self._versions = versions_of(gradients)
 
     def find_written(self, indices: Sequence[int] | None = None) -> list[int]:
-        """The positions of parameters that have another gradient, or one that was written since the run began."""
+        """The positions of parameters whose gradient is another one or was written.
+
+        It was since the run began.
+        """
         found = self.find(indices)
         looked_at = range(len(self._known)) if indices is None else indices
         gradients = raw_grads([self._tensors.parameters[i] for i in looked_at])
@@ -128,7 +142,8 @@ class AssignedGradients:
             point: Where the step is, as the user would write it.
 
         Raises:
-            RuntimeError: If only some workers have put a gradient there, or if it may count several times.
+            RuntimeError: If only some workers have put a gradient there, or if it may
+                count several times.
         """
         parameters = [self._tensors.parameters[i] for i in indices]
         found = [gradient for gradient in raw_grads(parameters) if gradient is not None]
@@ -171,9 +186,13 @@ class AssignedGradients:
             self._known[i], self._versions[i] = weakref.ref(total), version_of(total)
 
     def _find_changed(self, indices: Sequence[int]) -> set[int]:
-        """The positions of gradients that were written again after they were made those of this worker's rows."""
+        """The positions of gradients that were written again after they were set.
+
+        They were set to those of this worker's rows.
+        """
         gradients = raw_grads(self._tensors.parameters)
-        # Gradients that were sent together are parts of one tensor, and count their writes together.
+        # Gradients that were sent together are parts of one tensor, and count their
+        # writes together.
         num_together = Counter(
             memory_id(gradient) for gradient in gradients if gradient is not None
         )
@@ -201,7 +220,7 @@ class AssignedGradients:
         weight: float,
         point: str,
     ) -> list[torch.Tensor]:
-        """The gradients, of which those that differ between workers become their weighed sum."""
+        """The gradients; those that differ between workers become their weighed sum."""
         weighed = [_weigh(own[k], weight) for k in differ]
         sums = self._workers.all_reduce(weighed, point, agreed=True)
         totals = list(own)
@@ -212,7 +231,10 @@ class AssignedGradients:
     def _add_up_unread(
         self, own: Sequence[torch.Tensor], weight: float, point: str
     ) -> list[torch.Tensor]:
-        """The same for an accelerator, which decides itself which gradients differ: the host reads none of them."""
+        """The same for an accelerator, which decides itself which gradients differ.
+
+        The host reads none of them.
+        """
         mine = torch.stack(list(map(sum_of_bits, own)))
         of_all = torch.stack(self._workers.all_gather(mine, 0, point))
         are_alike = (of_all == of_all[0]).all(0)
@@ -233,12 +255,10 @@ class _Gone:
     """A class whose objects nobody keeps."""
 
 
-_NOTHING: weakref.ref[Any] = weakref.ref(
-    _Gone()
-)  # stands for a gradient that is not there
-_target: Callable[[weakref.ref[Any]], Any] = (
-    weakref.ref.__call__
-)  # what a reference refers to, or None
+# Stands for a gradient that is not there.
+_NOTHING: weakref.ref[Any] = weakref.ref(_Gone())
+# What a reference refers to, or None.
+_target: Callable[[weakref.ref[Any]], Any] = weakref.ref.__call__
 
 
 def _weigh(gradient: torch.Tensor, weight: float) -> torch.Tensor:
@@ -249,18 +269,21 @@ def _weigh(gradient: torch.Tensor, weight: float) -> torch.Tensor:
 
 
 _UNLIKE = (
-    "The workers disagree about the gradient of {}: of workers {} and {}, only one has put a gradient of its own there "
-    "before {}. Do it in all workers alike."
+    "The workers disagree about the gradient of {}: of workers {} and {}, only one has "
+    "put a gradient of its own there before {}. Do it in all workers alike."
 )
 
 _AMBIGUOUS = (
-    "The step has assigned the gradient of {}, which had one before, and gradient_reduction='sum' adds up what all "
-    "workers have there. The earlier gradient may be a part of it, and would count once for each worker. Call "
-    "optimizer.zero_grad() before strategy.run, or let loss.backward() make the gradient."
+    "The step has assigned the gradient of {}, which had one before, and "
+    "gradient_reduction='sum' adds up what all workers have there. The earlier "
+    "gradient may be a part of it, and would count once for each worker. Call "
+    "optimizer.zero_grad() before strategy.run, or let loss.backward() make the "
+    "gradient."
 )
 
 _CHANGED = (
-    "The step has put a gradient of its own rows into {}.grad, and then changed it in place, as clip_grad_norm_ does, "
-    "before {}: the gradient of the whole batch was not known yet. Call loss.backward(), which makes it at once. If "
-    "you only add or scale, do it out of place: parameter.grad = parameter.grad + new."
+    "The step has put a gradient of its own rows into {}.grad, and then changed it in "
+    "place, as clip_grad_norm_ does, before {}: the gradient of the whole batch was "
+    "not known yet. Call loss.backward(), which makes it at once. If you only add or "
+    "scale, do it out of place: parameter.grad = parameter.grad + new."
 )

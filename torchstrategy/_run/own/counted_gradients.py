@@ -1,7 +1,10 @@
-"""Gradients that count by a number which travels with them: the sums are divided by the sum of the numbers.
+"""Gradients that count by a number which travels with them.
 
-Each worker multiplies its gradients by its count, divided by the sum of the counts of all workers in an earlier step.
-Where all counts are as they were, this is the weight that it has, and the sums are right as they are.
+The sums are divided by the sum of the numbers.
+
+Each worker multiplies its gradients by its count, divided by the sum of the counts of
+all workers in an earlier step. Where all counts are as they were, this is the weight
+that it has, and the sums are right as they are.
 """
 
 from __future__ import annotations
@@ -11,11 +14,11 @@ from typing import Final, NamedTuple, final
 
 import torch
 
-_STEP: Final = 4096.0  # float32 has each multiple of it, up to 2 ** 36, as a whole number of its own
+# float32 has each multiple of it, up to 2 ** 36, as a whole number of its own.
+_STEP: Final = 4096.0
 
-_UNFORESEEN: Final = (
-    0x5A17  # in the place of the mark of what was read, which mostly differs from it
-)
+# In the place of the mark of what was read, which mostly differs from it.
+_UNFORESEEN: Final = 0x5A17
 
 NUM_NUMBERS: Final = 2  # so many numbers tell a count in the memory of the CPU
 
@@ -24,9 +27,8 @@ class Settled(NamedTuple):
     """What follows of the counts of all workers."""
 
     factor: float | torch.Tensor  # what the sums of gradients are multiplied by
-    weight: (
-        float | torch.Tensor | None
-    )  # how much this worker counts; None: as it has rows
+    # How much this worker counts; None: as it has rows.
+    weight: float | torch.Tensor | None
 
 
 @final
@@ -34,18 +36,21 @@ class CountedGradients:
     """How much the gradients of a worker count in one backward.
 
     Args:
-        mark: 32 bits of what was read of the loss. The counts matter only if all workers have the same.
+        mark: 32 bits of what was read of the loss. The counts matter only if all
+            workers have the same.
         count: What the loss was divided by. None: nothing, and gradients count by rows.
         unit: The sum of the counts of all workers in an earlier step.
-        is_zero: Whether the gradient is zero if no worker counts anything, as where a divisor is clamped. Else NaN. The
-            host asks the workers then, if it knows.
+        is_zero: Whether the gradient is zero if no worker counts anything, as where a
+            divisor is clamped. Else NaN. The host asks the workers then, if it knows.
 
     Attributes:
         mark: As given.
-        weight: What gradients are multiplied by before they are sent. None: they count by rows.
-        numbers: The count as numbers that are added up over all workers, exactly so far as float32 can.
-        total: The count in the memory of an accelerator, of which the host does not wait for the sum. None: `numbers`
-            tell it.
+        weight: What gradients are multiplied by before they are sent. None: they count
+            by rows.
+        numbers: The count as numbers that are added up over all workers, exactly so far
+            as float32 can.
+        total: The count in the memory of an accelerator, of which the host does not
+            wait for the sum. None: `numbers` tell it.
     """
 
     def __init__(
@@ -67,7 +72,10 @@ class CountedGradients:
 
     @classmethod
     def unforeseen(cls, device: torch.device | None) -> CountedGradients:
-        """Nothing that fits what the others have. `device`: where their counts travel, if not with the mark."""
+        """Nothing that fits what the others have.
+
+        `device`: where their counts travel, if not with the mark.
+        """
         count = (
             None
             if device is None
@@ -76,7 +84,10 @@ class CountedGradients:
         return cls(_UNFORESEEN, count)
 
     def settle(self, sums: Sequence[float]) -> Settled | None:
-        """What follows of the sums of `numbers`, or of `total`, which is the sum then. None: no worker counts."""
+        """What follows of the sums of `numbers`, or of `total`, which is the sum then.
+
+        None: no worker counts.
+        """
         if self._count is None:
             return Settled(1.0, None)
         if self.total is not None:

@@ -1,4 +1,4 @@
-"""What happens to the gradient of one parameter on its way to the other workers and back."""
+"""What happens to one parameter's gradient on its way to the workers and back."""
 
 from __future__ import annotations
 
@@ -28,10 +28,12 @@ _ONLY_NONE = frozenset({type(None)})
 
 
 def weigh(numbers: torch.Tensor, weight: float | torch.Tensor) -> None:
-    """Multiplies numbers in place by the weight of a replica. What does not count may be NaN, and 0 * NaN is NaN."""
-    if isinstance(
-        weight, torch.Tensor
-    ):  # on an accelerator, for which the host does not wait
+    """Multiplies numbers in place by the weight of a replica.
+
+    What does not count may be NaN, and 0 * NaN is NaN.
+    """
+    # On an accelerator, for which the host does not wait.
+    if isinstance(weight, torch.Tensor):
         weight = weight.to(numbers.device)
         numbers.mul_(weight).masked_fill_(weight == 0, 0)
     elif not weight:
@@ -65,7 +67,7 @@ def as_dense(gradient: torch.Tensor) -> torch.Tensor:
 
 
 def as_sent(gradient: torch.Tensor | None, parameter: torch.Tensor) -> torch.Tensor:
-    """What a worker sends of a parameter: zeros, if it has no gradient where another one has."""
+    """What a worker sends of a parameter: zeros if only another has a gradient."""
     if gradient is None:
         return torch.zeros_like(parameter, dtype=dtype_of_gradient(parameter))
     return as_dense(gradient)
@@ -74,7 +76,7 @@ def as_sent(gradient: torch.Tensor | None, parameter: torch.Tensor) -> torch.Ten
 def all_laid_out(
     totals: list[torch.Tensor | None], parameters: Sequence[torch.Tensor]
 ) -> list[torch.Tensor | None]:
-    """Gradients in the memory layouts of their parameters, which fused updates ask for."""
+    """Gradients in their parameters' memory layouts, as fused updates want them."""
     return (
         totals
         if all(are_contiguous(parameters))
@@ -91,7 +93,10 @@ def _laid_out(
 
 
 def add(old: torch.Tensor, new: torch.Tensor | None) -> torch.Tensor:
-    """The sum of a gradient from before a backward and that of the backward, in the memory in which autograd adds."""
+    """The sum of a gradient from before a backward and that of the backward.
+
+    It is in the memory in which autograd adds.
+    """
     if new is None:
         return old
     if old.is_sparse or new.is_sparse or old.requires_grad:
@@ -100,7 +105,10 @@ def add(old: torch.Tensor, new: torch.Tensor | None) -> torch.Tensor:
 
 
 class _WithoutGraph(torch.autograd.Function):
-    """The gradient of the whole batch, of which no gradient can be taken: its graph has parts in other workers."""
+    """The gradient of the whole batch, of which no gradient can be taken.
+
+    Its graph has parts in other workers.
+    """
 
     @staticmethod
     def forward(ctx: Any, gradient: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
@@ -109,9 +117,11 @@ class _WithoutGraph(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         raise RuntimeError(
-            "A loss was made of parameter.grad after backward(create_graph=True), and differentiated. This .grad is "
-            "the sum over all workers, and a worker has no graph of the others. Take the gradient of this worker's own "
-            "rows, torch.autograd.grad(loss, parameters, create_graph=True), and make the loss of it."
+            "A loss was made of parameter.grad after backward(create_graph=True), and "
+            "differentiated. This .grad is the sum over all workers, and a worker has "
+            "no graph of the others. Take the gradient of this worker's own rows, "
+            "torch.autograd.grad(loss, parameters, create_graph=True), and make the "
+            "loss of it."
         )
 
 

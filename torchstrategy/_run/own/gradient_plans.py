@@ -1,7 +1,10 @@
-"""Which gradients the workers send when a backward ends: the same, in the same order, in all of them.
+"""Which gradients the workers send when a backward ends, and in which order.
 
-Workers that send tensors of other sizes to one another would mix them up, or end: gloo aborts the process. So a plan
-follows from what all workers know, and from nothing that one of them knows alone.
+They are the same, in the same order, in all of them.
+
+Workers that send tensors of other sizes to one another would mix them up, or end: gloo
+aborts the process. So a plan follows from what all workers know, and from nothing that
+one of them knows alone.
 """
 
 from __future__ import annotations
@@ -14,14 +17,18 @@ import torch
 from torchstrategy._run.own.mark_format import SUMMED
 from torchstrategy._run.own.trained_tensors import BufferLayout, TrainedTensors
 
-# What some worker has as the gradient of a parameter. The gradient of the whole batch has the greatest of these.
+# What some worker has as the gradient of a parameter. The gradient of the whole batch
+# has the greatest of these.
 NONE, SPARSE, DENSE = 0, 1, 2
-SEVERAL = 3  # a dense gradient that one backward adds in several parts, as reentrant checkpoints do
+# A dense gradient that one backward adds in several parts, as reentrant checkpoints do.
+SEVERAL = 3
 
-LARGE = (
-    1 << 18
-)  # bytes of a gradient that is sent by itself: to pack it would take longer than to send it apart
-_FEW = 2  # so many large gradients are worth the hooks by which they are sent while backward goes on
+# Bytes of a gradient that is sent by itself: to pack it would take longer than to send
+# it apart.
+LARGE = 1 << 18
+# So many large gradients are worth the hooks by which they are sent while backward goes
+# on.
+_FEW = 2
 
 
 class Pack(NamedTuple):
@@ -32,9 +39,8 @@ class Pack(NamedTuple):
     gradients: list[int]  # the positions of parameters
     averaged: list[int]  # the positions of buffers that become the mean of the workers'
     taken: list[int]  # the positions of buffers that become those of the first worker
-    sizes: list[
-        int
-    ]  # how many numbers the gradients have, and the averaged and the taken buffers
+    # How many numbers the gradients have, and the averaged and the taken buffers.
+    sizes: list[int]
 
     @property
     def buffers(self) -> list[int]:
@@ -55,9 +61,12 @@ class GradientPlan:
         can_overlap: Whether gradients may be sent while backward goes on.
 
     Attributes:
-        large: The positions of gradients that are sent each by itself, in the order in which they are sent.
-        early: The first of these, which are sent while backward goes on, as soon as they are there.
-        packs: What is sent together when backward has ended. The first one has room for the numbers of a `Mark`.
+        large: The positions of gradients that are sent each by itself, in the order in
+            which they are sent.
+        early: The first of these, which are sent while backward goes on, as soon as
+            they are there.
+        packs: What is sent together when backward has ended. The first one has room for
+            the numbers of a `Mark`.
         sparse: The positions of sparse gradients.
     """
 
@@ -86,14 +95,17 @@ class GradientPlan:
 
 @final
 class KnownPlans:
-    """The plans of the exchanges that there were, and which of them comes next, as far as that can be predicted.
+    """The plans of the exchanges that there were, and which of them comes next.
+
+    That is known as far as it can be predicted.
 
     Args:
         tensors: The parameters and buffers.
         can_overlap: Whether gradients may be sent while backward goes on.
 
     Attributes:
-        predicted: That of the next exchange: what followed the newest one before. None: there was no exchange yet.
+        predicted: That of the next exchange: what followed the newest one before. None:
+            there was no exchange yet.
     """
 
     def __init__(self, tensors: TrainedTensors, can_overlap: bool) -> None:
@@ -108,9 +120,8 @@ class KnownPlans:
         """The plan of an exchange of such gradients and buffers; see `GradientPlan`."""
         key = kinds, buffers
         if key not in self._made:
-            if (
-                len(self._made) >= _MOST_PLANS
-            ):  # in all workers at once, which have made the same plans
+            # In all workers at once, which have made the same plans.
+            if len(self._made) >= _MOST_PLANS:
                 self._made.clear()
                 self._after.clear()
             of_buffers = (
@@ -129,13 +140,15 @@ class KnownPlans:
         self.predicted = self._after.get(plan, plan)
 
 
-_MOST_PLANS = (
-    100  # are kept: where each step uses other parameters, there would be more and more
-)
+# Are kept: where each step uses other parameters, there would be more and more.
+_MOST_PLANS = 100
 
 
 def dtype_of_gradient(parameter: torch.Tensor) -> torch.dtype:
-    """The dtype of a parameter's gradient, which may be another one than its own: see `torch.Tensor.grad_dtype`."""
+    """The dtype of a parameter's gradient, which may be another one than its own.
+
+    See `torch.Tensor.grad_dtype`.
+    """
     return parameter.grad_dtype or parameter.dtype
 
 
@@ -172,5 +185,6 @@ def _packs(
 
 
 def _holds_marks(pack: Pack) -> bool:
-    # To read a number of an accelerator, the host would have to wait for all that the accelerator has to do.
+    # To read a number of an accelerator, the host would have to wait for all that the
+    # accelerator has to do.
     return pack.dtype in SUMMED and pack.device.type == "cpu"

@@ -1,7 +1,10 @@
-"""What a lone replica's loss was divided by: it weighs the gradients of its worker, or a run warns.
+"""What a lone replica's loss was divided by.
 
-`LoneLossWeigher` is for `gradient_reduction="loss"`. See `Note [When workers compare their losses]`. `LoneLossNotes`
-only looks on: where gradients are weighed by rows and nobody has said that they should.
+It weighs the gradients of its worker, or a run warns.
+
+`LoneLossWeigher` is for `gradient_reduction="loss"`. See `Note [When workers compare
+their losses]`. `LoneLossNotes` only looks on: where gradients are weighed by rows and
+nobody has said that they should.
 """
 
 from __future__ import annotations
@@ -51,37 +54,39 @@ from torchstrategy._run.losses.whole_batch import WholeBatchLook
 from torchstrategy._run.own.counted_gradients import CountedGradients
 from torchstrategy._run.own.own_gradients import OwnGradients
 
-_MOST_KNOWN = (
-    256  # are kept, of backwards whose workers need not compare their losses before
-)
+# Are kept, of backwards whose workers need not compare their losses before.
+_MOST_KNOWN = 256
 
 _Run = Callable[[Sequence[Any], Sequence[Any]], Any]
-_Place = tuple[
-    str, int, bool
-]  # the step, which of its backwards it is, and whether all workers have as many rows
+# The step, which of its backwards it is, and whether all workers have as many rows.
+_Place = tuple[str, int, bool]
 
 
 class _Usual(NamedTuple):
-    """What the workers have found where a backward of a step began, and go by the next time."""
+    """What the workers found where a backward of a step began, for the next time."""
 
     when: str  # they have to compare their losses
     total: float = 0.0  # the sum of the counts of all workers
     is_awaited: bool = False  # whether these are in the memory of accelerators
 
 
-# Note [When workers compare their losses]
-# The first time that a backward of a step begins, the workers tell one another what they have read, in a message, and
-# weigh as the replicas of one process do. What they found says what they do the next time, and all of them know it:
+# Note [When workers compare their losses] The first time that a backward of a step
+# begins, the workers tell one another what they have read, in a message, and weigh as
+# the replicas of one process do. What they found says what they do the next time, and
+# all of them know it:
 # - A loss without counts: nothing. A mark of what was read travels with the gradients.
-# - One term that has a count, where all workers have as many rows: each multiplies its gradients by its count, which
-#   travels with them, as the mark does. The sums are divided by the sum of the counts.
-# - Anything else: a message before backward, as the first time. Terms have unlike weights then, or rows may have to be
-#   kept, and backward has to know it when it begins. So it is for sharded models, which send their gradients
-#   themselves, and for scales in the memory of an accelerator, which have to be the same in all workers.
-# A count in the memory of an accelerator travels by itself, from there: the host never waits for it.
-# A worker that has read something else than the last time has another mark. All workers see it when the gradients have
-# come, tell one another what they have read, and send the gradients once more by the right weights. That worker itself
-# knows it before. It begins backward when it knows the weights: meanwhile it sends zeros.
+# - One term that has a count, where all workers have as many rows: each multiplies its
+#   gradients by its count, which travels with them, as the mark does. The sums are
+#   divided by the sum of the counts.
+# - Anything else: a message before backward, as the first time. Terms have unlike
+#   weights then, or rows may have to be kept, and backward has to know it when it
+#   begins. So it is for sharded models, which send their gradients themselves, and for
+#   scales in the memory of an accelerator, which have to be the same in all workers.
+# A count in the memory of an accelerator travels by itself, from there: the host never
+# waits for it. A worker that has read something else than the last time has another
+# mark. All workers see it when the gradients have come, tell one another what they have
+# read, and send the gradients once more by the right weights. That worker itself knows
+# it before. It begins backward when it knows the weights: meanwhile it sends zeros.
 @final
 class LoneLosses:
     """What workers with one replica each know of the losses of their steps.
@@ -93,7 +98,8 @@ class LoneLosses:
     def __init__(self, workers: Workers) -> None:
         self.told = ToldLosses(workers, 1)
         self.usual: dict[_Place, _Usual] = {}  # the same in all workers
-        # By what was read, when workers compare it, and the mark of it. It takes long to find out.
+        # By what was read, when workers compare it, and the mark of it. It takes long
+        # to find out.
         self.kinds: dict[object, tuple[str, int]] = {}
 
 
@@ -126,9 +132,8 @@ class LoneLossWeigher:
         self._is_even = len(set(parts)) == 1 and all(parts)
         self._rows = None if weights.rows_of_all is None else weights.rows_of_all[index]
         self.found: list[LossWeights] = []
-        self.look: WholeBatchLook | None = (
-            None  # looks whether a loss needs the whole batch
-        )
+        # Looks whether a loss needs the whole batch.
+        self.look: WholeBatchLook | None = None
 
     def watching(self) -> losses_run_by:
         """A block in which the backwards of this thread are weighed."""
@@ -189,9 +194,8 @@ class LoneLossWeigher:
     def _kind_of(self, reading: LossReading) -> tuple[str, int]:
         """When the workers compare such a loss, and the mark of it."""
         fact = reading.facts[0]
-        if (
-            len(reading.facts) > 1 or fact.scales or fact.source == NUMBER
-        ):  # numbers of this step are a part of it
+        # Numbers of this step are a part of it.
+        if len(reading.facts) > 1 or fact.scales or fact.source == NUMBER:
             return when_to_compare(reading, self._is_even, self._rows), mark_of(reading)
         kinds, key = (
             self._of_all.kinds,
@@ -208,7 +212,10 @@ class LoneLossWeigher:
         return known
 
     def _ask(self, place: _Place, reading: LossReading) -> list[float] | None:
-        """Compares the losses of all workers; returns what the gradient of each term is multiplied by. None: by 1."""
+        """Compares the losses of all workers.
+
+        Returns what the gradient of each term is multiplied by. None: by 1.
+        """
         weights, of_all = self._weights, self._of_all
         with without_autograd(), unseen_by_function_modes():
             readings = of_all.told.of_all({0: reading}, BY_LOSS)
@@ -243,7 +250,8 @@ class LoneLossWeigher:
         """Runs a backward by weights that are known."""
         gradients = self._gradients
         if factors is not None and not any(factors):
-            # Nothing of its loss counts. The loss may be 0 / 0, and zero times its gradient is NaN.
+            # Nothing of its loss counts. The loss may be 0 / 0, and zero times its
+            # gradient is NaN.
             gradients.multiply_next(0.0)
             return run(outputs, grads)
         gradients.note_loss(common_factor(factors))
@@ -251,7 +259,10 @@ class LoneLossWeigher:
 
 
 def _only(factors: Sequence[float] | None) -> float:
-    """The factor of all terms, where backward has run already: so it is for a single term, or without counts."""
+    """The factor of all terms, where backward has run already.
+
+    So it is for a single term, or without counts.
+    """
     factor = common_factor(factors)
     assert factor is not None
     return factor
@@ -259,10 +270,13 @@ def _only(factors: Sequence[float] | None) -> float:
 
 @final
 class LoneLossNotes:
-    """Notes what the losses of a run were divided by. It is compared only where the workers' counts differ.
+    """Notes what the losses of a run were divided by.
 
-    A number that stands for the counts travels with the gradients, beside others. Where it differs, the workers tell
-    one another what these stand for, and what the notes say.
+    It is compared only where the workers' counts differ.
+
+    A number that stands for the counts travels with the gradients, beside others. Where
+    it differs, the workers tell one another what these stand for, and what the notes
+    say.
 
     Args:
         told: Exchanges readings with the other workers.
@@ -283,9 +297,8 @@ class LoneLossNotes:
         self._num_backwards = 0
         self._reading: LossReading | None = None
         self.found: list[LossWeights] = []
-        self.look: WholeBatchLook | None = (
-            None  # looks whether a loss needs the whole batch
-        )
+        # Looks whether a loss needs the whole batch.
+        self.look: WholeBatchLook | None = None
 
     def watching(self) -> losses_run_by:
         """A block in which the losses of this thread are noted."""
@@ -310,7 +323,10 @@ class LoneLossNotes:
         return self._reading is not None
 
     def settle(self, name: str) -> None:
-        """Called in all workers where the numbers that travel with the gradients differ, and all have a reading."""
+        """Called in all workers where the numbers that travel with gradients differ.
+
+        All of them have a reading.
+        """
         assert self._reading is not None
         with without_autograd(), unseen_by_function_modes():
             readings = self._told.of_all({0: self._reading}, name)
@@ -323,7 +339,7 @@ class LoneLossNotes:
 
 
 def _mark_of_counts(reading: LossReading, part: float) -> int:
-    """32 bits that are the same in all workers whose counts are to one another as their rows."""
+    """32 bits, equal in workers whose counts are to one another as their rows."""
     counted = [
         number_of(fact.counted) for fact in reading.facts if fact.counted is not None
     ]

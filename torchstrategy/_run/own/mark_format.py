@@ -1,10 +1,12 @@
-"""The numbers by which workers see, without a message of its own, whether they are alike.
+"""The numbers by which workers see, without a message, whether they are alike.
 
-Each worker adds a few numbers to what it sends with its gradients. The workers get the sums of these. From the sum of a
-number and the sum of its square a worker sees whether all workers had its own number x: so it is if and only if these
-sums are count * x and count * x * x. Else the numbers would have the mean x, and not the variance 0.
+Each worker adds a few numbers to what it sends with its gradients. The workers get the
+sums of these. From the sum of a number and the sum of its square a worker sees whether
+all workers had its own number x: so it is if and only if these sums are count * x and
+count * x * x. Else the numbers would have the mean x, and not the variance 0.
 
-A mark of 32 bits is sent in parts of a few bits, so small that float32 has the sum of their squares exactly.
+A mark of 32 bits is sent in parts of a few bits, so small that float32 has the sum of
+their squares exactly.
 """
 
 from __future__ import annotations
@@ -31,12 +33,14 @@ SUMMED = frozenset(_FORMATS)
 class Mark(NamedTuple):
     """What a worker tells the others, beside its gradients."""
 
-    place: int  # 32 bits of all that has to be alike: where it is, what it has computed, what it trains with
-    mentioned: int  # 32 bits of what need not be alike, but makes a message necessary if it is not
+    # 32 bits of all that has to be alike: where it is, what it has computed, what it
+    # trains with.
+    place: int
+    # 32 bits of what need not be alike, but makes a message necessary if it is not.
+    mentioned: int
     leaves: bool  # whether this process will be ended soon
-    counts: Sequence[float] = (
-        _NO_COUNTS  # numbers that are added up, and are compared with nothing
-    )
+    # Numbers that are added up, and are compared with nothing.
+    counts: Sequence[float] = _NO_COUNTS
 
     def parts(self) -> bytes:
         """What is compared."""
@@ -79,7 +83,8 @@ class MarkFormat:
         self.length = _HEAD + _NUM_BYTES * num_of_parts
         self._head = struct.Struct(f"{_HEAD}{_FORMATS[dtype]}")
         self.num_bytes = struct.calcsize(f"{self.length}{_FORMATS[dtype]}")
-        # Each backward writes and reads a mark, so what stands for a byte of it is made once.
+        # Each backward writes and reads a mark, so what stands for a byte of it is made
+        # once.
         pack_parts = struct.Struct(f"{num_of_parts}{_FORMATS[dtype]}").pack
         self._written = [pack_parts(*parts) for parts in parts_of_byte]
         self._if_alike = [
@@ -97,7 +102,10 @@ class MarkFormat:
         return head + b"".join(map(self._written.__getitem__, mark.parts()))
 
     def read(self, sums: bytes, own: Mark) -> Verdict:
-        """Reads the sums of the numbers of all workers, of which this one has brought `own`."""
+        """Reads the sums of all workers' numbers.
+
+        This worker has brought `own`.
+        """
         if_alike = b"".join(map(self._if_alike.__getitem__, own.parts()))
         if sums == self._head_of_most + if_alike:  # as mostly
             return _ALL_ALIKE
@@ -114,12 +122,18 @@ class MarkFormat:
 
 @functools.cache
 def mark_format(count: int, dtype: torch.dtype) -> MarkFormat:
-    """How so many workers write a mark as numbers of a dtype: it is the same for all groups of as many workers."""
+    """How so many workers write a mark as numbers of a dtype.
+
+    It is the same for all groups of as many workers.
+    """
     return MarkFormat(count, dtype)
 
 
 def _parts_of(byte: int, bits: int) -> list[float]:
-    """The parts of a byte that have so many bits, each followed by its square; the lowest first."""
+    """The parts of a byte with so many bits, each followed by its square.
+
+    The lowest comes first.
+    """
     parts: list[float] = []
     for shift in range(0, 8, bits):
         part = byte >> shift & (1 << bits) - 1

@@ -1,11 +1,17 @@
-"""What happens when a backward of the step begins and ends: the gradients become those of the whole batch.
+"""What happens when a backward of the step begins and ends.
 
-    begin    gradients that are there already are put aside, and so are the user's hooks on parameters
-    during   large gradients are taken out of `.grad` and sent, as soon as they are there
-    end      the others are sent in packs, the sums become `.grad`, hooks are called, and old gradients are added
+The gradients become those of the whole batch.
 
-So a gradient that was reduced once is never sent again, and after a backward the program may do with `.grad` whatever
-it may do in plain PyTorch. See Note [How workers agree without a message].
+    begin    gradients that are there already are put aside, and so are the user's hooks
+             on parameters
+    during   large gradients are taken out of `.grad` and sent, as soon as they are
+             there
+    end      the others are sent in packs, the sums become `.grad`, hooks are called,
+             and old gradients are added
+
+So a gradient that was reduced once is never sent again, and after a backward the
+program may do with `.grad` whatever it may do in plain PyTorch. See Note [How workers
+agree without a message].
 """
 
 from __future__ import annotations
@@ -56,33 +62,41 @@ from torchstrategy._run.own.user_hooks import UserHooks
 _AS_SENT = Settled(1.0, None)
 
 
-# Note [How workers agree without a message]
-# All workers run the same step, so an exchange is mostly like the one that followed the same exchange before. Every
-# worker sends what this *predicted* plan says, whatever it has: zeros where it has no gradient. A `Mark` rides along.
-# It shows whether all workers are at the same backward of the same step, and whether each has what was predicted.
+# Note [How workers agree without a message] All workers run the same step, so an
+# exchange is mostly like the one that followed the same exchange before. Every worker
+# sends what this *predicted* plan says, whatever it has: zeros where it has no
+# gradient. A `Mark` rides along. It shows whether all workers are at the same backward
+# of the same step, and whether each has what was predicted.
 # - If so, the sums are right, and nobody has waited for anything else.
-# - If all have the same, but something else, then each knows the right plan. The packs are sent once more, as it says.
-# - If they have different gradients, or are at different places, a message tells. It names what must not differ.
-#   Otherwise the right plan has a gradient for each parameter of which some worker has one.
-# A plan says which tensors are packed together, and the order in which gloo adds up the numbers of three workers
-# depends on it. So the sums of a wrong plan are dropped, also where they are right: a training that goes on from a
-# checkpoint predicts nothing at first, and has to come to the same bits. Large gradients are sent each by itself under
+# - If all have the same, but something else, then each knows the right plan. The packs
+#   are sent once more, as it says.
+# - If they have different gradients, or are at different places, a message tells. It
+#   names what must not differ. Otherwise the right plan has a gradient for each
+#   parameter of which some worker has one.
+# A plan says which tensors are packed together, and the order in which gloo adds up the
+# numbers of three workers depends on it. So the sums of a wrong plan are dropped, also
+# where they are right: a training that goes on from a checkpoint predicts nothing at
+# first, and has to come to the same bits. Large gradients are sent each by itself under
 # any plan, so their sums stay.
-# Where a model is sharded and others send all its gradients, the mark is all that there is to send. It goes when
-# backward begins, so that nobody waits for it at the end.
+# Where a model is sharded and others send all its gradients, the mark is all that there
+# is to send. It goes when backward begins, so that nobody waits for it at the end.
 #
 # Note [Lone replicas on accelerators]
-# - The host waits for no number of the accelerator. The mark is in the memory of the CPU, and travels by itself. The
-#   host waits for it when a backward ends, since a wrong prediction has to be repaired before the step can read
-#   `.grad`. Meanwhile the accelerator goes on with its queue.
-# - A group that has a backend for the accelerator gets its tensors as they are; else they are copied to the CPU. NCCL
-#   lets its stream wait for the one on which a tensor was made or weighed, and `Work.wait` lets the current stream wait
-#   for the sum. Until then `_under_way` holds the memory that is sent, so that nobody else can get it.
-# - What the host would have to read is told in another way: running statistics count as written, a setting is read
-#   when it was written, and values of parameters are compared where their versions moved apart, without checksums.
-# - Sparse gradients are an exception: how many rows they have is known only when the accelerator has put those together
-#   that have the same index. Optimizers for sparse gradients ask so, too. Others are states of a metric that a step
-#   updates, which travel as messages.
+# - The host waits for no number of the accelerator. The mark is in the memory of the
+#   CPU, and travels by itself. The host waits for it when a backward ends, since a
+#   wrong prediction has to be repaired before the step can read `.grad`. Meanwhile the
+#   accelerator goes on with its queue.
+# - A group that has a backend for the accelerator gets its tensors as they are; else
+#   they are copied to the CPU. NCCL lets its stream wait for the one on which a tensor
+#   was made or weighed, and `Work.wait` lets the current stream wait for the sum. Until
+#   then `_under_way` holds the memory that is sent, so that nobody else can get it.
+# - What the host would have to read is told in another way: running statistics count as
+#   written, a setting is read when it was written, and values of parameters are
+#   compared where their versions moved apart, without checksums.
+# - Sparse gradients are an exception: how many rows they have is known only when the
+#   accelerator has put those together that have the same index. Optimizers for sparse
+#   gradients ask so, too. Others are states of a metric that a step updates, which
+#   travel as messages.
 class Mentions(Protocol):
     """What the workers compare at each exchange, beside gradients."""
 
@@ -90,14 +104,17 @@ class Mentions(Protocol):
         """Notes, for the next exchange, what has to be alike in all workers."""
 
     def mark(self) -> int:
-        """32 bits of what need not be alike, but makes a message necessary if it is not."""
+        """32 bits of what need not be alike, but needs a message if it is not."""
 
     def settle_difference(self, name: str) -> None:
-        """Called in all workers when their marks differ: they tell one another what differs."""
+        """Called in all workers when their marks differ: they tell what differs."""
 
 
 class _SentAsPredicted(NamedTuple):
-    """What a worker has sent by a predicted plan, and what it would have sent if all had asked one another."""
+    """What a worker has sent by a predicted plan, and what it would have sent.
+
+    It would have sent that if all had asked one another.
+    """
 
     kinds: bytes  # what it has as the gradient of each parameter
     buffers: BufferLayout | None  # the buffers that it has, if it has written any
@@ -109,7 +126,8 @@ class _SentAsPredicted(NamedTuple):
 class OwnGradients(SentGradients):
     """The gradients of one worker's only replica.
 
-    The thread that called `run` uses it, and during backward the threads on which autograd calls hooks.
+    The thread that called `run` uses it, and during backward the threads on which
+    autograd calls hooks.
 
     Args:
         workers: The processes that train together.
@@ -119,7 +137,8 @@ class OwnGradients(SentGradients):
         super().__init__(workers)
         self._plans = KnownPlans(self.tensors, workers.can_overlap)
         self._assigned = AssignedGradients(workers)
-        # Autograd has a thread for each kind of device, and a model may have parameters on the CPU, too.
+        # Autograd has a thread for each kind of device, and a model may have parameters
+        # on the CPU, too.
         self._sending = threading.Lock()
 
     def train(self, tensors: TrainedTensors) -> None:
@@ -147,7 +166,8 @@ class OwnGradients(SentGradients):
         self._counts = not weights.is_understudy
         self._leads = weights.lead_worker == self._workers.index
         self._step, self._num_backwards = step, 0
-        self.has_exchanged = False  # whether the workers have told one another whether they leave, in this run
+        # Whether the workers have told one another whether they leave, in this run.
+        self.has_exchanged = False
         self._mentions = mentions
         self._assigned.begin_run()
 
@@ -158,14 +178,13 @@ class OwnGradients(SentGradients):
     # A backward
 
     def run_backward(self, backward: Callable[[], Any], makes_graph: bool) -> Any:
-        """Runs a backward of the step, after which the gradients are those of the whole batch."""
+        """Runs a backward of the step, which makes gradients the whole batch's."""
         self._begin(makes_graph)
         try:
             result = backward()
         except BaseException as error:
-            if (
-                self._under_way
-            ):  # by now, the other workers may have sent more, and could not be told
+            # By now, the other workers may have sent more, and could not be told.
+            if self._under_way:
                 self._workers.tell_failure(error)
             self._undo()
             raise
@@ -191,34 +210,40 @@ class OwnGradients(SentGradients):
             parameter.grad = None
         self._hooks: list[UserHooks] = []
         if have_gradient_hooks(parameters):
-            # Backward comes to the parameters of the last layer first, and so do their hooks.
+            # Backward comes to the parameters of the last layer first, and so do their
+            # hooks.
             self._hooks = [
                 UserHooks(p) for p in reversed(parameters) if have_gradient_hooks((p,))
             ]
-        # The plan by which this backward sends, which is only predicted. None: nothing is, and all workers ask.
+        # The plan by which this backward sends, which is only predicted. None: nothing
+        # is, and all workers ask.
         self._plan = None if self._is_unforeseen else self._plans.predicted
-        # Of large gradients, by the positions of their parameters: the sums, those that wait for their turn to be sent,
-        # and in how many parts backward has added them.
+        # Of large gradients, by the positions of their parameters: the sums, those that
+        # wait for their turn to be sent, and in how many parts backward has added them.
         self._sums = {}
         self._waiting = {}
         self._num_parts: dict[int, int] = {}
         self._under_way = []
         self._handles: list[Any] = []
-        # A gradient with a graph is not sent before backward has ended, since it must not be written.
+        # A gradient with a graph is not sent before backward has ended, since it must
+        # not be written.
         if not makes_graph and (self._plan is None or self._plan.early):
             self._handles = self._watch_large()
         self._verdict: Verdict | None = None
-        self._sent_at_begin: _SentAsPredicted | None = (
-            None  # what could be sent before backward runs
-        )
+        # What could be sent before backward runs.
+        self._sent_at_begin: _SentAsPredicted | None = None
         if not parameters and self._plan is not None:
-            # Others send all gradients, as `fully_shard` does. The mark is all that is left, and it travels meanwhile.
-            # Buffers that this backward writes go with the next one, or at the end of the run.
+            # Others send all gradients, as `fully_shard` does. The mark is all that is
+            # left, and it travels meanwhile. Buffers that this backward writes go with
+            # the next one, or at the end of the run.
             with without_autograd():
                 self._sent_at_begin = self._send_predicted(self._plan, [])
 
     def _watch_large(self) -> list[Any]:
-        """Hooks by which large gradients are sent early; before the first exchange, they count parts of gradients."""
+        """Hooks by which large gradients are sent early.
+
+        Before the first exchange, they count parts of gradients.
+        """
         parameters = self.tensors.parameters
         if self._plan is None:
             watched = [
@@ -240,7 +265,8 @@ class OwnGradients(SentGradients):
                 or parameter.grad is None
             ):
                 return
-            # It is taken out of `.grad`, so that backward does not add to what is being sent.
+            # It is taken out of `.grad`, so that backward does not add to what is being
+            # sent.
             self._waiting[i], parameter.grad = as_dense(parameter.grad.detach()), None
             with self._sending:
                 self._send_waiting(self._plan)
@@ -258,7 +284,8 @@ class OwnGradients(SentGradients):
                 for gradient in own
             ]
         sums = self._sum_over_workers(own)
-        # The sums of small gradients stand where the gradients of this worker stood, which autograd has laid out.
+        # The sums of small gradients stand where the gradients of this worker stood,
+        # which autograd has laid out.
         if makes_graph or sums is not own:
             sums = all_laid_out(sums, self.tensors.parameters)
             set_raw_grads(self.tensors.parameters, sums)
@@ -267,10 +294,12 @@ class OwnGradients(SentGradients):
     def _sum_over_workers(
         self, own: list[torch.Tensor | None]
     ) -> list[torch.Tensor | None]:
-        """Adds up the gradients of all workers. See Note [How workers agree without a message].
+        """Adds up the gradients of all workers.
 
-        The predicted plan is the plan that all would have agreed on, or else gradients are sent once more by the right
-        one. `right` is the plan that holds in the end.
+        See Note [How workers agree without a message].
+
+        The predicted plan is the plan that all would have agreed on, or else gradients
+        are sent once more by the right one. `right` is the plan that holds in the end.
         """
         plan = self._plan
         if plan is None:
@@ -314,7 +343,10 @@ class OwnGradients(SentGradients):
         return self._put_together(right, own, memories, sparse)
 
     def _weigh_as_asked(self) -> None:
-        """This worker was to count by a number that travels: all workers tell how much they count instead."""
+        """This worker was to count by a number that travels.
+
+        All workers tell how much they count instead.
+        """
         self._counted = None
         self.multiply_next(self._ask())
         self._compare()
@@ -342,7 +374,7 @@ class OwnGradients(SentGradients):
     def _send_predicted(
         self, plan: GradientPlan, own: list[torch.Tensor | None]
     ) -> _SentAsPredicted:
-        """Sends what the predicted plan says, and a mark that tells what this worker has."""
+        """Sends what the predicted plan says, and a mark of what this worker has."""
         kinds, buffers = self._kinds_of(own), self.tensors.layout_of_written()
         self._compare()
         if not self._counts:  # what the other workers have is what counts
@@ -429,7 +461,8 @@ class OwnGradients(SentGradients):
             if times > 1 and kinds[i] == DENSE:
                 kinds[i] = SEVERAL
         if self._plan is not None and kinds != self._plan.kinds:
-            # Where others have a dense gradient, a sparse one is made dense. What once came in parts is not sent early.
+            # Where others have a dense gradient, a sparse one is made dense. What once
+            # came in parts is not sent early.
             for i, kind in enumerate(self._plan.kinds):
                 if kinds[i] and kind >= DENSE:
                     kinds[i] = max(kinds[i], kind)
@@ -468,8 +501,9 @@ class OwnGradients(SentGradients):
         )
         *_, leave, mentioned, places = zip(*of_all, strict=True)
         if len(set(places)) > 1:
-            # An optimizer that the program has dropped is compared for as long as it is alive. In some workers,
-            # Python's collector of cycles may have come to it, and in others not.
+            # An optimizer that the program has dropped is compared for as long as it is
+            # alive. In some workers, Python's collector of cycles may have come to it,
+            # and in others not.
             gc.collect()
             for what, value in compared_before:
                 self._workers.compare(what, value)
@@ -515,7 +549,7 @@ class OwnGradients(SentGradients):
             hooks.call_on_accumulated()
 
     def send_buffers(self) -> None:
-        """Makes buffers those of all workers that the step has written since its last backward."""
+        """Gives all workers the buffers that the step wrote since its last backward."""
         buffers = self.tensors.layout_of_written()
         if buffers is None:
             return
@@ -533,7 +567,9 @@ class OwnGradients(SentGradients):
             self._write_buffers(self._send_and_await(plan, own))
 
     def begin_unforeseen(self, device: torch.device | None) -> None:
-        """The next backward is not what the others foresee: sends zeros, so that all ask and send once more.
+        """The next backward is not what the others foresee.
+
+        Sends zeros, so that all ask and send once more.
 
         Backward begins after that, since it has to know the weights.
 
@@ -582,7 +618,10 @@ class OwnGradients(SentGradients):
                 self._assigned.add_up(found, self.weight, self._total_weight, point)
 
     def has_others(self, indices: Sequence[int]) -> bool:
-        """Whether parameters at these positions have gradients that no backward of a run has made."""
+        """Whether parameters here have gradients that no backward of a run has made.
+
+        These positions are meant.
+        """
         return bool(self._assigned.find(indices))
 
     def _undo(self) -> None:

@@ -1,7 +1,10 @@
-"""The objects of a scope whose strategy has one replica in each of several workers, and one run with them.
+"""The objects of a scope whose strategy has one replica in each worker.
 
-The step uses the program's own objects. So a run prepares next to nothing, and nothing has to be brought back. What the
-workers have to keep alike is told in `Note [What lone replicas keep alike]`.
+There are several workers. One run is made with the objects.
+
+The step uses the program's own objects. So a run prepares next to nothing, and nothing
+has to be brought back. What the workers have to keep alike is told in `Note [What lone
+replicas keep alike]`.
 """
 
 from __future__ import annotations
@@ -59,16 +62,20 @@ from torchstrategy._variables.variable import Variable
 
 
 # Note [What lone replicas keep alike]
-# - Parameters and variables: worker 0's values at the first run; after it, all workers make the same updates, of the
-#   gradients of the whole batch.
-#   Of parameters that are sharded each worker has a part: see Note [Gradients that others send].
-# - Buffers that a step writes: the workers' mean for running statistics, else those of the first worker that has rows.
-#   They are sent with the gradients of the next backward, or when the run ends.
+# - Parameters and variables: worker 0's values at the first run; after it, all workers
+#   make the same updates, of the gradients of the whole batch. Of parameters that are
+#   sharded each worker has a part: see Note [Gradients that others send].
+# - Buffers that a step writes: the workers' mean for running statistics, else those of
+#   the first worker that has rows. They are sent with the gradients of the next
+#   backward, or when the run ends.
 # - Random generators: see Note [Random streams of lone replicas].
-# - Settings of optimizers, modes of modules, and which parameters are trained: compared at each backward.
-# - Values of parameters: compared where their versions have moved apart. A write that changes no version is found by a
-#   checksum of a part of the parameters, another part at each backward.
-# What else a step writes, such as an attribute of a module, stays in its worker, as with `DistributedDataParallel`.
+# - Settings of optimizers, modes of modules, and which parameters are trained: compared
+#   at each backward.
+# - Values of parameters: compared where their versions have moved apart. A write that
+#   changes no version is found by a checksum of a part of the parameters, another part
+#   at each backward.
+# What else a step writes, such as an attribute of a module, stays in its worker, as
+# with `DistributedDataParallel`.
 @final
 class OwnObjects(Storage):
     """The objects of a scope, which the only replica of each worker uses as they are.
@@ -85,7 +92,8 @@ class OwnObjects(Storage):
         self._on_read: weakref.WeakValueDictionary[int, SyncOnReadVariable] = (
             weakref.WeakValueDictionary()
         )
-        # Plain tables: each backward looks through them, and to look through a `WeakValueDictionary` takes longer.
+        # Plain tables: each backward looks through them, and to look through a
+        # `WeakValueDictionary` takes longer.
         self._optimizers: dict[int, weakref.ref[Optimizer]] = {}
         self._settings = SettingsOfOptimizers()
         self._steppers: dict[int, weakref.ref[Stepper]] = {}
@@ -99,16 +107,19 @@ class OwnObjects(Storage):
         self._wrapped = WrappedModels(self._workers)
         self._thread: int | None = None  # that of the run under way
         self._num_runs = 0
-        # Optimizers of parameters that no module of the scope has, each with the run in which it first took a step.
+        # Optimizers of parameters that no module of the scope has, each with the run in
+        # which it first took a step.
         self._strangers: weakref.WeakKeyDictionary[Optimizer, int] = (
             weakref.WeakKeyDictionary()
         )
-        self._follows_first = False  # whether the generators of the workers were found to differ in this run
+        # Whether the generators of the workers were found to differ in this run.
+        self._follows_first = False
         self._metrics: list[Metric] = []
         self.losses = LoneLosses(self._workers)
         self._loss_notes: LoneLossNotes | None = None
         self._mark_of_losses = 0
-        # The blocks of updates under way whose random numbers are the same in all workers.
+        # The blocks of updates under way whose random numbers are the same in all
+        # workers.
         self._updating: list[AbstractContextManager[None]] = []
         tell_of_steps(self)
 
@@ -124,9 +135,8 @@ class OwnObjects(Storage):
     def take_variable(self, variable: Variable) -> None:
         self.claim(variable)
         self._has_news = True
-        if isinstance(
-            variable, SyncOnReadVariable
-        ):  # each worker has a value of its own
+        # Each worker has a value of its own.
+        if isinstance(variable, SyncOnReadVariable):
             self._on_read[id(variable)] = variable
         else:
             self._variables[id(variable)] = weakref.ref(
@@ -170,7 +180,8 @@ class OwnObjects(Storage):
             self.random.begin_run()
             try:
                 self._workers.arrive("the step")
-                # See Note [Why a worker without rows runs the step] in `_group/participants`.
+                # See Note [Why a worker without rows runs the step] in
+                # `_group/participants`.
                 if weights.is_understudy:
                     call = self._restore_values_after(call)
                 result = run_by(self._run_backward, self._run_forward, call)
@@ -179,7 +190,8 @@ class OwnObjects(Storage):
             self._end(weights)
             return result
         except RuntimeError as error:
-            # A model that is sharded waits for other workers itself, and does not tell which of them is lost.
+            # A model that is sharded waits for other workers itself, and does not tell
+            # which of them is lost.
             lost = (
                 error
                 if self.gradients.tensors.sharded.is_empty
@@ -194,7 +206,10 @@ class OwnObjects(Storage):
             self.gradients.end_run()
 
     def _restore_values_after(self, call: Callable[[], Tree]) -> Callable[[], Tree]:
-        """A call after which variables that are put together when they are read have the values from before it."""
+        """A call after which some variables have the values from before it.
+
+        These variables are put together when they are read.
+        """
 
         def call_and_restore() -> Tree:
             with unwritten(list(self._on_read.values())):
@@ -206,8 +221,9 @@ class OwnObjects(Storage):
         if self._has_news or not self.gradients.tensors.is_current():
             parts = self._parts()
             if len(roots_of(parts)) + len(self._variables) + len(self._on_read) > 1:
-                # What the user has dropped must not be compared, so Python's collector of cycles runs first. It takes a
-                # tenth of a second, and one model alone is the one that the step uses.
+                # What the user has dropped must not be compared, so Python's collector
+                # of cycles runs first. It takes a tenth of a second, and one model
+                # alone is the one that the step uses.
                 del parts
                 gc.collect()
                 parts = self._parts()
@@ -236,7 +252,8 @@ class OwnObjects(Storage):
         self.gradients.settle_assigned("the end of strategy.run")
         self.gradients.send_buffers()
         if not self.gradients.has_exchanged and self._values.were_written():
-            # Where a step makes updates without a backward, no gradient would ever take the marks along.
+            # Where a step makes updates without a backward, no gradient would ever take
+            # the marks along.
             of_all = self._workers.all_gather_object(
                 self._values.mark(), "the parameters that the step has written"
             )
@@ -264,7 +281,10 @@ class OwnObjects(Storage):
         self._metrics = metrics_among(modules, self.devices, self._workers)
 
     def _take_sharded(self) -> None:
-        """Learns which workers compute together. Called in all workers, which have the same models."""
+        """Learns which workers compute together.
+
+        Called in all workers, which have the same models.
+        """
         sharded, peers = (
             self.gradients.tensors.sharded,
             RowPeers(self._workers, [self._workers.index]),
@@ -311,7 +331,8 @@ class OwnObjects(Storage):
         self._take_tensors()
         if self.gradients.tensors.sharded.names() != known:
             raise RuntimeError(_SHARDED_IN_STEP)
-        # The step may have made parameters, whose values each worker has drawn for itself.
+        # The step may have made parameters, whose values each worker has drawn for
+        # itself.
         self._values.refuse_other_parameters()
 
     def _run_backward(self, backward: Callable[[], Any], makes_graph: bool) -> Any:
@@ -330,7 +351,7 @@ class OwnObjects(Storage):
     # What has to be alike, and what is looked at if it is not
 
     def note_compared(self) -> None:
-        """See `Mentions`: settings, the states of steppers, which parameters are trained, and modes."""
+        """See `Mentions`: settings, steppers' states, trained parameters, and modes."""
         compared: list[tuple[str, object]] = []
         for reference in list(self._optimizers.values()):
             optimizer = reference()
@@ -355,7 +376,10 @@ class OwnObjects(Storage):
         self._workers.compare_all(compared)
 
     def mark(self) -> int:
-        """See `Mentions`: the random generators, what was read, the values of parameters, and counts of losses."""
+        """See `Mentions`: generators, what was read, parameters, and counts of losses.
+
+        The generators are the random ones.
+        """
         # Of plain tuples: what Python prints of a named one comes by several calls.
         self._mark_of_reads = (
             zlib.crc32(repr([*map(tuple, self._reads)]).encode()) if self._reads else 0
@@ -366,7 +390,9 @@ class OwnObjects(Storage):
         return mark ^ self._mark_of_losses
 
     def settle_difference(self, name: str) -> None:
-        """See `Mentions`: refuses other rows and other values, and takes the random states of worker 0.
+        """See `Mentions`: refuses other rows and values, and takes random states.
+
+        It takes those of worker 0.
 
         Losses that were noted are compared here, too.
         """
@@ -390,7 +416,8 @@ class OwnObjects(Storage):
         """Called before any optimizer in the process takes a step, on its thread.
 
         Returns:
-            The arguments of the step, with a closure whose loss is that of the whole batch; None: as they are.
+            The arguments of the step, with a closure whose loss is that of the whole
+            batch; None: as they are.
         """
         name, parameters, tensors = (
             type(optimizer).__name__,
@@ -399,9 +426,8 @@ class OwnObjects(Storage):
         )
         ours: Sequence[int] = tensors.positions
         strange: list[torch.Tensor] = []
-        if not are_same(
-            parameters, tensors.parameters
-        ):  # mostly, an optimizer has all parameters, in their order
+        # Mostly, an optimizer has all parameters, in their order.
+        if not are_same(parameters, tensors.parameters):
             positions = list(map(tensors.index.get, map(id, parameters)))
             ours = [i for i in positions if i is not None]
             others = [
@@ -416,8 +442,9 @@ class OwnObjects(Storage):
                 warnings.warn(_BETWEEN_RUNS.format(name), UserWarning, stacklevel=2)
             return None
         if len(strange) == len(parameters) and id(optimizer) not in self._optimizers:
-            # A step may make an optimizer for a copy of the model. One that has taken a step in an earlier run trains
-            # something that every worker has, and that each would train with its own rows.
+            # A step may make an optimizer for a copy of the model. One that has taken a
+            # step in an earlier run trains something that every worker has, and that
+            # each would train with its own rows.
             is_new = (
                 self._strangers.setdefault(optimizer, self._num_runs) == self._num_runs
             )
@@ -452,7 +479,10 @@ class OwnObjects(Storage):
             self._updating.pop().__exit__(None, None, None)
 
     def _changed_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The arguments of a step, with a closure whose loss is that of the whole batch; None: as they are."""
+        """The arguments of a step, with a closure whose loss is the whole batch's.
+
+        None: as they are.
+        """
         if len(args) > 1 and callable(args[1]):  # the first one is the optimizer
             return (args[0], self._closure_of_all_workers(args[1]), *args[2:]), kwargs
         if callable(kwargs.get("closure")):
@@ -463,7 +493,10 @@ class OwnObjects(Storage):
         return None
 
     def _closure_of_all_workers(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """A closure that returns the loss of the whole batch, where one returns that of this worker's rows."""
+        """A closure that returns the loss of the whole batch.
+
+        It takes the place of one that returns that of this worker's rows.
+        """
 
         def whole() -> Any:
             loss = closure()
@@ -487,7 +520,7 @@ class OwnObjects(Storage):
 
 
 def _may_draw(optimizer: Optimizer) -> bool:
-    """Whether an update may draw random numbers: those of torch's own optimizers do not."""
+    """Whether an update may draw random numbers: those of torch's optimizers do not."""
     return not is_torchs(optimizer) or bool(
         optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
     )
@@ -509,7 +542,8 @@ def _make_forget(table: dict[int, Any], key: int) -> Callable[[Any], None]:
     return forget
 
 
-# `_copies/replicated_storage` has the same function: each step of several replicas would pass from room to room for it.
+# `_copies/replicated_storage` has the same function: each step of several replicas
+# would pass from room to room for it.
 def _living(references: Iterable[weakref.ref[Any]]) -> list[Any]:
     """The objects that some references refer to, as far as they still live."""
     return [
@@ -554,43 +588,50 @@ def _refuse_untrained(roots: Sequence[nn.Module]) -> None:
 
 
 _LAZY = (
-    "{} has no shape yet: {} is lazy, and each worker would draw weights of its own. Run one batch through the module, "
-    "outside of strategy.run, before the first step."
+    "{} has no shape yet: {} is lazy, and each worker would draw weights of its own. "
+    "Run one batch through the module, outside of strategy.run, before the first step."
 )
 
 _SPARSE = (
-    "{} is a parameter of the layout {}. Workers send and compare parameters as numbers in one piece of memory. Make "
-    "it a dense parameter, by tensor.to_dense(); or, if it is not trained, register it as a buffer."
+    "{} is a parameter of the layout {}. Workers send and compare parameters as "
+    "numbers in one piece of memory. Make it a dense parameter, by tensor.to_dense(); "
+    "or, if it is not trained, register it as a buffer."
 )
 
 _NO_PARAMETER = (
-    "{} is a tensor that requires grad in a plain attribute, so its gradient would be that of each worker's rows. Make "
-    "it a torch.nn.Parameter(...) or torch.nn.ParameterList([...]) of the module, or detach it."
+    "{} is a tensor that requires grad in a plain attribute, so its gradient would be "
+    "that of each worker's rows. Make it a torch.nn.Parameter(...) or "
+    "torch.nn.ParameterList([...]) of the module, or detach it."
 )
 
 _ON_OTHER_THREAD = (
-    "{}.step() was called on the thread {!r} while strategy.run was at work with the same parameters. The other "
-    "workers cannot know when it happens. Call backward and optimizer.step() in the step itself."
+    "{}.step() was called on the thread {!r} while strategy.run was at work with the "
+    "same parameters. The other workers cannot know when it happens. Call backward and "
+    "optimizer.step() in the step itself."
 )
 
 _OUTSIDE = (
-    "{}.step() was called in a replica, and it updates a parameter of shape {} that no module of strategy.scope() has: "
-    "its gradient is that of this worker's rows, so each worker would make another update. Make its module in the "
-    "scope, or give it to strategy.distribute_module(model)."
+    "{}.step() was called in a replica, and it updates a parameter of shape {} that no "
+    "module of strategy.scope() has: its gradient is that of this worker's rows, so "
+    "each worker would make another update. Make its module in the scope, or give it "
+    "to strategy.distribute_module(model)."
 )
 
 _TRAINS_NOTHING = (
-    "{}.step() was called in a replica, and it trains nothing: no module of strategy.scope() has any of its "
-    "parameters, and none of them has a gradient. fully_shard(module) and module.weight = nn.Parameter(...) put new "
-    "parameters in the place of those that the optimizer has: make the optimizer after them."
+    "{}.step() was called in a replica, and it trains nothing: no module of "
+    "strategy.scope() has any of its parameters, and none of them has a gradient. "
+    "fully_shard(module) and module.weight = nn.Parameter(...) put new parameters in "
+    "the place of those that the optimizer has: make the optimizer after them."
 )
 
 _BETWEEN_RUNS = (
-    "{}.step() was called outside of strategy.run, with gradients that no run has made. If each worker has made "
-    "them of its own rows, the workers will have different models: call the step by strategy.run(step, args=(batch,))."
+    "{}.step() was called outside of strategy.run, with gradients that no run has "
+    "made. If each worker has made them of its own rows, the workers will have "
+    "different models: call the step by strategy.run(step, args=(batch,))."
 )
 
 _SHARDED_IN_STEP = (
-    "A model was sharded during strategy.run. The workers compare before a run how their models are sharded: call "
-    "fully_shard, or parallelize_module, before strategy.run."
+    "A model was sharded during strategy.run. The workers compare before a run how "
+    "their models are sharded: call fully_shard, or parallelize_module, before "
+    "strategy.run."
 )

@@ -20,21 +20,26 @@ from torchstrategy._group.random_streams import generators_of
 from torchstrategy._group.workers import Workers
 
 
-# Note [Random streams of lone replicas]
-# All workers have the caller's generators in the same state when a run begins. Worker 0 draws from them, and each other
-# worker from a stream whose seed is made of this state and of the number of the worker: so a dropout mask is drawn once
-# only. In the first run after a seed was set these are the streams of as many replicas in one process, see Note [Random
-# streams of replicas].
-# Workers that compute one model together, as with tensor parallelism, draw the numbers of the first of them.
-# What acts for all workers, as a merge function or an optimizer that adds noise does, draws the same numbers in all of
-# them: from one more stream that is made of the state.
-# When the run is over, all workers need the same state again, and none knows what another one has drawn. So a worker
-# that has drawn gives its generators a state that is made of the one from before the run. If only some workers have
-# drawn, or a loader has drawn other numbers between runs, the states differ. The next exchange shows it, and at the end
-# of its run all workers take the state of worker 0. Where only some steps have drawn, a warning says so.
+# Note [Random streams of lone replicas] All workers have the caller's generators in the
+# same state when a run begins. Worker 0 draws from them, and each other worker from a
+# stream whose seed is made of this state and of the number of the worker: so a dropout
+# mask is drawn once only. In the first run after a seed was set these are the streams
+# of as many replicas in one process, see Note [Random streams of replicas].
+# Workers that compute one model together, as with tensor parallelism, draw the numbers
+# of the first of them. What acts for all workers, as a merge function or an optimizer
+# that adds noise does, draws the same numbers in all of them: from one more stream that
+# is made of the state.
+# When the run is over, all workers need the same state again, and none knows what
+# another one has drawn. So a worker that has drawn gives its generators a state that is
+# made of the one from before the run. If only some workers have drawn, or a loader has
+# drawn other numbers between runs, the states differ. The next exchange shows it, and
+# at the end of its run all workers take the state of worker 0. Where only some steps
+# have drawn, a warning says so.
 @final
 class OwnRandom:
-    """The caller's random generators in one worker. Only the thread that called `run` uses it.
+    """The caller's random generators in one worker.
+
+    Only the thread that called `run` uses it.
 
     Args:
         workers: The processes that train together.
@@ -50,16 +55,17 @@ class OwnRandom:
         self._digest = b""  # of these states
         self._first = _States([])  # with which the replica's stream begins
         self._generators = self.generators()  # those of the newest run
-        self._shared: _States | None = (
-            None  # at which the stream for all workers was left
-        )
+        # At which the stream for all workers was left.
+        self._shared: _States | None = None
         self.mark = 0  # a number by which workers compare the states
-        self._num_drawn = (
-            0  # in so many runs the replica has drawn since the workers last compared
-        )
+        # In so many runs the replica has drawn since the workers last compared.
+        self._num_drawn = 0
 
     def draw_from(self, stream: int) -> None:
-        """From the next run on, the replica draws the random numbers of a worker, which computes the same."""
+        """From the next run on, the replica draws the random numbers of a worker.
+
+        That worker computes the same.
+        """
         self._stream, self._begun = stream, _States([])
 
     def follow_first(self) -> None:
@@ -67,7 +73,10 @@ class OwnRandom:
         self._workers.draw_as_first(self.generators(), "the random numbers of worker 0")
 
     def compare(self, name: str) -> bool:
-        """Whether the workers began this run in other states. Called in all workers, for the exchange of this name."""
+        """Whether the workers began this run in other states.
+
+        Called in all workers, for the exchange of this name.
+        """
         of_all = self._workers.all_gather_object((self.mark, self._num_drawn), name)
         self._num_drawn = 0
         marks, counts = zip(*of_all, strict=True)
@@ -104,7 +113,8 @@ class OwnRandom:
         self._shared = None
         if states.bits != self._begun.bits:
             self._begun, self._first = states, states
-            # As in Note [Random streams of replicas]: four bytes stand for the depth of nested runs.
+            # As in Note [Random streams of replicas]: four bytes stand for the depth of
+            # nested runs.
             self._digest = hashlib.blake2b(b"".join([bytes(4), *states.bits])).digest()
             self.mark = zlib.crc32(self._digest)
             if self._stream:
@@ -114,7 +124,7 @@ class OwnRandom:
             self._set(self._first)
 
     def end_run(self) -> None:
-        """The replica has drawn what it draws: the generators get the state for the next run."""
+        """The replica has drawn what it draws: generators get the next run's state."""
         has_drawn = (
             _States(self._generators).bits != self._first.bits
             or self._shared is not None
@@ -126,15 +136,14 @@ class OwnRandom:
             self._set(self._begun)
 
     def _seed(self, stream: int | str) -> None:
-        """Lets the generators begin a stream that is made of the states when the run began."""
+        """Lets generators begin a stream made of the states when the run began."""
         salt = (
             stream.to_bytes(8, "little") if isinstance(stream, int) else stream.encode()
         )
         digest = hashlib.blake2b(self._digest, digest_size=8, salt=salt).digest()
         for generator in self._generators:
-            generator.manual_seed(
-                int.from_bytes(digest, "little") >> 1
-            )  # a seed is a signed 64-bit number
+            # A seed is a signed 64-bit number.
+            generator.manual_seed(int.from_bytes(digest, "little") >> 1)
 
     def generators(self) -> Sequence[GeneratorLike]:
         """The random generators from which the replica draws."""
@@ -162,7 +171,8 @@ _GET_STATE: Callable[[GeneratorLike], torch.Tensor] = methodcaller("get_state")
 
 
 _DREW = (
-    "The step has not drawn random numbers in the same runs in all workers: since they last compared, {}. From the end "
-    "of this run on, all workers have the random state of worker 0. Let all of them draw, or none: a worker that needs "
-    "no numbers draws them all the same."
+    "The step has not drawn random numbers in the same runs in all workers: since they "
+    "last compared, {}. From the end of this run on, all workers have the random state "
+    "of worker 0. Let all of them draw, or none: a worker that needs no numbers draws "
+    "them all the same."
 )

@@ -1,4 +1,7 @@
-"""The memory in which the tensors of a pack travel together, and which is used again in the next step."""
+"""The memory in which the tensors of a pack travel together.
+
+It is used again in the next step.
+"""
 
 from __future__ import annotations
 
@@ -17,17 +20,21 @@ from torchstrategy._run.own.mark_format import Mark, Verdict, mark_format
 
 @final
 class PackMemory:
-    """The memory of one pack: small gradients, then buffers, then numbers of which all workers get the sums.
+    """The memory of one pack.
 
-    The gradients of a step are copied into it, and the sums out of it into the same gradients. That takes half of the
-    time in which `flatten` and `unflatten` make new memory and a view for each sum, and nobody has a view that the next
-    step writes.
+    Small gradients come first, then buffers, then numbers of which all workers get the
+    sums.
+
+    The gradients of a step are copied into it, and the sums out of it into the same
+    gradients. That takes half of the time in which `flatten` and `unflatten` make new
+    memory and a view for each sum, and nobody has a view that the next step writes.
 
     Args:
         pack: Which gradients and buffers it holds.
         parameters: All parameters.
         buffers: The buffers that are sent, by their positions.
-        num_workers: How many workers there are, of which each adds a mark. 0: none rides along.
+        num_workers: How many workers there are, of which each adds a mark. 0: none
+            rides along.
 
     Attributes:
         pack: As given.
@@ -70,7 +77,8 @@ class PackMemory:
         self._mark = memory_at(
             numbers.data_ptr(), 0 if self._marks is None else self._marks.num_bytes
         )
-        # Buffers that are taken from one worker may have any dtype: the bytes of the others are zeros.
+        # Buffers that are taken from one worker may have any dtype: the bytes of the
+        # others are zeros.
         self.sent = flat if can_be_added(flat.dtype) else flat.view(torch.uint8)
         self.num_sent = self.sent.numel()
 
@@ -85,7 +93,9 @@ class PackMemory:
     def put_buffers(
         self, own: dict[int, torch.Tensor], weight: float, leads: bool
     ) -> None:
-        """Copies the buffers of this worker into it, and weighs those of which all workers get the mean.
+        """Copies this worker's buffers into it, and weighs those that are averaged.
+
+        All workers get the mean of these.
 
         Args:
             own: The buffers by their positions.
@@ -100,24 +110,31 @@ class PackMemory:
             self._taken.zero_()
 
     def put_mark(self, mark: Mark | None) -> None:
-        """Writes the mark that rides along; None: zeros, of which the sums tell nothing."""
+        """Writes the mark that rides along; None: zeros, whose sums tell nothing."""
         assert self._marks is not None
         self._mark.raw = (
             bytes(self._marks.num_bytes) if mark is None else self._marks.write(mark)
         )
 
     def read_marks(self, own: Mark) -> Verdict:
-        """What the marks of all workers tell, once the sums are there. `own`: that of this worker."""
+        """What the marks of all workers tell, once the sums are there.
+
+        `own`: that of this worker.
+        """
         assert self._marks is not None
         return self._marks.read(self._mark.raw, own)
 
     def multiply_gradients(self, factor: float | torch.Tensor) -> None:
         """Multiplies the sums of gradients, once they are there."""
-        if self.gradients:  # a pack of nothing but a mark is on the CPU, where the host would wait for the factor
+        # A pack of nothing but a mark is on the CPU, where the host would wait for the
+        # factor.
+        if self.gradients:
             multiply(self._weighed, factor)
 
     def sums_of_gradients(self, own: list[Any], are_dense: bool) -> list[torch.Tensor]:
-        """The sums over all workers, once they are there: in the memory of this worker's gradients, if it has any.
+        """The sums over all workers, once they are there.
+
+        They are in the memory of this worker's gradients, if it has any.
 
         Args:
             own: The gradients of this worker.
@@ -138,10 +155,11 @@ class PackMemory:
 
 @final
 class PackMemories:
-    """The memories of the plans that are used by turns: only those of a few plans are kept.
+    """The memories of the plans that are used by turns: only a few are kept.
 
     Args:
-        num_workers: How many workers there are. Their marks ride along in the first pack of each plan.
+        num_workers: How many workers there are. Their marks ride along in the first
+            pack of each plan.
     """
 
     def __init__(self, num_workers: int) -> None:

@@ -1,4 +1,7 @@
-"""Whether the workers still have the same values of parameters, and the same parts of those that are sharded."""
+"""Whether the workers still have the same values of parameters.
+
+They also have the same parts of those that are sharded.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,8 @@ class ValuesOfParameters:
         """Takes other parameters, which the workers have alike now."""
         self._tensors = tensors
         self._sharded = tensors.sharded.parameters()
-        # As the workers last agreed about the values, and as they were when the run began.
+        # As the workers last agreed about the values, and as they were when the run
+        # began.
         self._agreed = Versions(tensors.parameters)
         self._agreed_of_sharded = Versions(self._sharded)
         self._begun = Versions(tensors.parameters)
@@ -58,9 +62,12 @@ class ValuesOfParameters:
         )
 
     def _checksum_of_next(self) -> int:
-        """The checksum of a piece of the next tensor: of its first elements in the first round, then of the next ones.
+        """The checksum of a piece of the next tensor.
 
-        What wrote all of a tensor is found once each tensor had its turn; what wrote one element, in a later round.
+        It is of the first elements in the first round, then of the next ones.
+
+        What wrote all of a tensor is found once each tensor had its turn; what wrote
+        one element, in a later round.
         """
         tensors = self._tensors.parameters
         if not tensors:
@@ -84,7 +91,8 @@ class ValuesOfParameters:
             [*tensors.parameters, *buffers.values()],
         )
         refuse_other_values(self._workers, names, values)
-        # Of a sharded parameter each worker has another part, so that only the number of writes can be compared.
+        # Of a sharded parameter each worker has another part, so that only the number
+        # of writes can be compared.
         if self._sharded:
             refuse_other_writes(
                 self._workers,

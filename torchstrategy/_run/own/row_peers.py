@@ -1,7 +1,8 @@
 """Workers that need the same rows, because they compute one model together.
 
-Tensor parallelism splits each layer over several workers, which pass activations to one another. So they have to have
-the same rows, and to draw the same random numbers. `fully_shard` averages gradients over the others.
+Tensor parallelism splits each layer over several workers, which pass activations to one
+another. So they have to have the same rows, and to draw the same random numbers.
+`fully_shard` averages gradients over the others.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ from torchstrategy._base.types import Tree
 from torchstrategy._group.workers import Workers
 from torchstrategy._run.own.sharded_models import ShardedModels
 
-_FIRST_RUNS = 3  # in which rows on an accelerator are compared: later the host would have to wait for it
+# In which rows on an accelerator are compared: later the host would have to wait for
+# it.
+_FIRST_RUNS = 3
 _LOOKED_AT = 1 << 16  # bytes of a tensor that are compared
 
 
@@ -31,7 +34,8 @@ class RowPeers:
 
     Args:
         workers: The processes that train together.
-        indices: The numbers of these workers, in order; this one alone if it has rows of its own.
+        indices: The numbers of these workers, in order; this one alone if it has rows
+            of its own.
     """
 
     def __init__(self, workers: Workers, indices: Sequence[int]) -> None:
@@ -46,7 +50,9 @@ class RowPeers:
 
     @classmethod
     def of(cls, workers: Workers, models: ShardedModels) -> RowPeers:
-        """Asks all workers over which of them each averages gradients. The others need the same rows.
+        """Asks all workers over which of them each averages gradients.
+
+        The others need the same rows.
 
         Raises:
             RuntimeError: If that does not tell, naming the parameters.
@@ -56,9 +62,8 @@ class RowPeers:
             (rank, models.averaged_over(rank)), "how the models are sharded"
         )
         ranks = [of_worker for of_worker, _ in of_all]
-        kinds: list[
-            tuple[int, ...]
-        ] = []  # for each worker, the processes with other rows; (): all have others
+        # For each worker, the processes with other rows; (): all have others.
+        kinds: list[tuple[int, ...]] = []
         for w, (_, averaged) in enumerate(of_all):
             for group, name in averaged.items():
                 if not set(group) <= set(ranks):
@@ -146,34 +151,41 @@ def _of_all(workers: Workers, text: str) -> RuntimeError:
 
 
 _STRANGERS = (
-    "{} is sharded, in worker {}, over the processes {}, and the workers of the strategy are the processes {}. Its "
-    "gradients would be averaged with those of processes that the strategy does not know. Make the mesh of these "
-    "processes, or give the strategy the others, too."
+    "{} is sharded, in worker {}, over the processes {}, and the workers of the "
+    "strategy are the processes {}. Its gradients would be averaged with those of "
+    "processes that the strategy does not know. Make the mesh of these processes, or "
+    "give the strategy the others, too."
 )
 
 _UNLIKE = (
-    "In worker {}, the gradients of {} become one over the processes {}, and those of {} over the processes {}. So it "
-    "is unclear which workers have the same rows. Shard all parameters over one mesh: with tensor parallelism, call "
+    "In worker {}, the gradients of {} become one over the processes {}, and those of "
+    "{} over the processes {}. So it is unclear which workers have the same rows. "
+    "Shard all parameters over one mesh: with tensor parallelism, call "
     "fully_shard(module, mesh=mesh['dp']) on every module whose parameters are split."
 )
 
 _UNEVEN = (
-    "The workers average gradients over the processes {}, one list for each worker. These lists have to be of one "
-    "length, and each process has to be in one of them: make the meshes of all workers of one `init_device_mesh`."
+    "The workers average gradients over the processes {}, one list for each worker. "
+    "These lists have to be of one length, and each process has to be in one of them: "
+    "make the meshes of all workers of one `init_device_mesh`."
 )
 
 _SPLIT = (
-    "The workers {} do not average their gradients with one another: tensor parallelism lets them compute one model "
-    "together, so they need the same rows. The dataset of this batch is split over all workers. Let each worker read "
-    "its rows itself: by strategy.distribute_datasets_from_function, or with the option "
-    "experimental_auto_shard_policy=AutoShardPolicy.OFF. Its loader takes a sampler that is the same in workers that "
-    "compute together, such as DistributedSampler(data, num_replicas=dp.size(), rank=dp.get_local_rank()) where "
-    "dp = mesh['dp']. If each worker is to have rows of its own, make the mesh of fully_shard of all workers."
+    "The workers {} do not average their gradients with one another: tensor "
+    "parallelism lets them compute one model together, so they need the same rows. The "
+    "dataset of this batch is split over all workers. Let each worker read its rows "
+    "itself: by strategy.distribute_datasets_from_function, or with the option "
+    "experimental_auto_shard_policy=AutoShardPolicy.OFF. Its loader takes a sampler "
+    "that is the same in workers that compute together, such as "
+    "DistributedSampler(data, num_replicas=dp.size(), rank=dp.get_local_rank()) where "
+    "dp = mesh['dp']. If each worker is to have rows of its own, make the mesh of "
+    "fully_shard of all workers."
 )
 
 _OTHER_ROWS = (
-    "The workers {} and {} do not average their gradients with one another: tensor parallelism lets them compute one "
-    "model together, so they need the same rows, and were given others. Give each of them the same loader, with the "
-    "same seed, and a sampler of the same rank in both. If each is to have rows of its own, make the mesh of "
-    "fully_shard of all workers."
+    "The workers {} and {} do not average their gradients with one another: tensor "
+    "parallelism lets them compute one model together, so they need the same rows, and "
+    "were given others. Give each of them the same loader, with the same seed, and a "
+    "sampler of the same rank in both. If each is to have rows of its own, make the "
+    "mesh of fully_shard of all workers."
 )

@@ -1,6 +1,7 @@
-"""How gradients are sent, each by itself or in packs, and how much those of this worker count.
+"""How gradients are sent, alone or in packs, and how much this worker's count.
 
-`own_gradients` decides when they are sent, and a plan of `gradient_plans` which of them and in which order.
+`own_gradients` decides when they are sent, and a plan of `gradient_plans` which of them
+and in which order.
 """
 
 from __future__ import annotations
@@ -24,14 +25,17 @@ Arrived = Callable[[], None]  # waits until a sum is there
 _ask_nobody: Callable[[], float] = float  # is not called, since nothing was counted
 
 
-# Note [Gradients that are weighed by a count]
-# `weight` is how much the replica counts by its rows, and `sent_weight` what the gradients of a backward are multiplied
-# by. They differ where the loss was divided by something else than rows, see Note [When workers compare their losses].
-# `CountedGradients` say so of the next backward: a count and a mark ride along. If all have the same mark, the sums are
-# multiplied by what follows of the sum of the counts. Else the workers ask, and send everything once more, also large
-# gradients: those of this worker are kept for that.
+# Note [Gradients that are weighed by a count] `weight` is how much the replica counts
+# by its rows, and `sent_weight` what the gradients of a backward are multiplied by.
+# They differ where the loss was divided by something else than rows, see Note [When
+# workers compare their losses]. `CountedGradients` say so of the next backward: a count
+# and a mark ride along. If all have the same mark, the sums are multiplied by what
+# follows of the sum of the counts. Else the workers ask, and send everything once more,
+# also large gradients: those of this worker are kept for that.
 class SentGradients:
-    """The part of `OwnGradients` that sends: large gradients each by itself, and packs of all others.
+    """The part of `OwnGradients` that sends.
+
+    It sends large gradients each by itself, and packs of all others.
 
     Args:
         workers: The processes that train together.
@@ -39,7 +43,8 @@ class SentGradients:
     Attributes:
         weight: How much the replica counts by its rows.
         sent_weight: What the gradients of a backward are multiplied by.
-        loss_factor: How much more than its rows the loss of the newest backward counts. None: its terms are not alike.
+        loss_factor: How much more than its rows the loss of the newest backward counts.
+            None: its terms are not alike.
     """
 
     weight: float
@@ -49,8 +54,9 @@ class SentGradients:
     _leads: bool
     _name: str
     _are_dense: bool
-    # Of large gradients, by the positions of their parameters: the sums, those that wait for their turn to be sent, and
-    # what this worker had before it weighed them by a count.
+    # Of large gradients, by the positions of their parameters: the sums, those that
+    # wait for their turn to be sent, and what this worker had before it weighed them by
+    # a count.
     _sums: dict[int, torch.Tensor]
     _waiting: dict[int, torch.Tensor]
     _unweighed: dict[int, torch.Tensor]
@@ -65,9 +71,8 @@ class SentGradients:
         self._ask: Callable[[], float] = _ask_nobody
         self._is_unforeseen = False
         self._unweighed = {}
-        self._staged: dict[
-            int, torch.Tensor
-        ] = {}  # by the position of a parameter, memory for a weighed gradient
+        # By the position of a parameter, memory for a weighed gradient.
+        self._staged: dict[int, torch.Tensor] = {}
 
     # How much they count
 
@@ -76,8 +81,8 @@ class SentGradients:
 
         Args:
             counted: How much.
-            ask: Called in all workers if that does not fit together. It returns what the weight of rows is to be
-                multiplied by.
+            ask: Called in all workers if that does not fit together. It returns what
+                the weight of rows is to be multiplied by.
         """
         self._counted, self._ask = counted, ask
         if counted.weight is not None:
@@ -89,17 +94,20 @@ class SentGradients:
         self.loss_factor = factor
 
     def note_loss(self, factor: float | None) -> None:
-        """Says how much more than its rows the loss of the next backward counts. None: its terms are not alike."""
+        """Says how much more than its rows the loss of the next backward counts.
+
+        None: its terms are not alike.
+        """
         self.loss_factor = factor
 
     def forget_counts(self) -> None:
-        """A backward is over that was weighed by a count, or by what all workers have said."""
+        """A backward is over that a count weighed, or what all workers have said."""
         self._counted, self._ask, self._is_unforeseen = None, _ask_nobody, False
         self._unweighed = {}
         self.sent_weight = self.weight
 
     def _settle_counts(self, counted: CountedGradients) -> Settled | None:
-        """What follows of the counts of all workers; None if they do not fit together."""
+        """What follows of all workers' counts; None if they do not fit together."""
         assert self._verdict is not None
         return (
             counted.settle(self._verdict.counts)
@@ -108,14 +116,16 @@ class SentGradients:
         )
 
     def _weigh_sums(self, settled: Settled, memories: Sequence[PackMemory]) -> None:
-        """Weighs sums of gradients that were multiplied by counts. What is sent from here on has the right weight."""
+        """Weighs sums of gradients that were multiplied by counts.
+
+        What is sent from here on has the right weight.
+        """
         factor, weight = settled
         if weight is not None:
             self.sent_weight, self.loss_factor = weight, weight / self.weight
         if not isinstance(factor, torch.Tensor) and factor == 1.0:
-            self._staged.update(
-                self._unweighed
-            )  # the sums stay where they are, and that is free for the next step
+            # The sums stay where they are, and that is free for the next step.
+            self._staged.update(self._unweighed)
             return
         for memory in memories:
             memory.multiply_gradients(factor)
@@ -128,7 +138,10 @@ class SentGradients:
     # What is sent
 
     def _send_waiting(self, plan: GradientPlan) -> None:
-        """Sends the large gradients that are there, in the order of the plan, which all workers keep."""
+        """Sends the large gradients that are there, in the order of the plan.
+
+        All workers keep this order.
+        """
         while (
             len(self._sums) < len(plan.early)
             and (i := plan.early[len(self._sums)]) in self._waiting
@@ -152,7 +165,10 @@ class SentGradients:
             )
 
     def _staged_memory(self, i: int, like: torch.Tensor) -> torch.Tensor:
-        """Memory from which a large gradient is sent while that itself has to stay: new memory is slow."""
+        """Memory from which a large gradient is sent while that has to stay.
+
+        New memory is slow.
+        """
         known = self._staged.get(i)
         if known is None or (known.shape, known.dtype, known.device) != (
             like.shape,
@@ -168,12 +184,15 @@ class SentGradients:
         own: list[torch.Tensor | None],
         rest: Sequence[int] = (),
     ) -> list[PackMemory]:
-        """Sends what was not sent yet, and waits for the sums. Those of large gradients are in `_sums` then.
+        """Sends what was not sent yet, and waits for the sums.
+
+        Those of large gradients are in `_sums` then.
 
         Args:
             plan: What to send.
             own: The gradients of this worker that it has not sent during backward.
-            rest: The positions of large gradients to which backward has added after the first part was sent.
+            rest: The positions of large gradients to which backward has added after the
+                first part was sent.
 
         Returns:
             The sums of the others, and of the buffers.
@@ -181,7 +200,8 @@ class SentGradients:
         first_parts = {i: self._sums.pop(i) for i in rest}
         for i in rest:
             self._staged.pop(i, None)  # the first part is there
-        # Zeros for the mark: the sums have the same bits only where what is sent has the same length.
+        # Zeros for the mark: the sums have the same bits only where what is sent has
+        # the same length.
         memories = self._send(plan, own, None)
         self._await_sums()
         for i, part in first_parts.items():
@@ -191,7 +211,10 @@ class SentGradients:
     def _send(
         self, plan: GradientPlan, own: list[torch.Tensor | None], mark: Mark | None
     ) -> list[PackMemory]:
-        """Begins to send what was not sent yet, and a mark with it. Returns the memory in which the sums will be."""
+        """Begins to send what was not sent yet, and a mark with it.
+
+        Returns the memory in which the sums will be.
+        """
         for i in plan.large:
             if i not in self._sums:
                 self._send_large(i, self._large_of(i, own))
@@ -203,7 +226,10 @@ class SentGradients:
         return memories
 
     def _send_total(self, counted: CountedGradients) -> None:
-        """Begins to add up a count that is in the memory of an accelerator. It is sent when all others are."""
+        """Begins to add up a count that is in the memory of an accelerator.
+
+        It is sent when all others are.
+        """
         if counted.total is not None:
             self._under_way.append(
                 self._workers.begin_all_reduce(counted.total.view(1), self._name)
@@ -218,7 +244,10 @@ class SentGradients:
     def _buffers_for(
         self, layout: BufferLayout, plan: GradientPlan
     ) -> dict[int, torch.Tensor]:
-        """The buffers that a plan sends. Zeros, if this worker has others by now: then it is not the right plan."""
+        """The buffers that a plan sends.
+
+        Zeros, if this worker has others by now: then it is not the right plan.
+        """
         if self.tensors.layout() == layout:
             return {
                 i: buffer

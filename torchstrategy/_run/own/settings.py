@@ -21,15 +21,15 @@ class _Known(NamedTuple):
 
 @final
 class SettingsOfOptimizers:
-    """Lists of settings, each of which stays the same object for as long as the settings are the same.
+    """Lists of settings, each of which stays the same object while they are the same.
 
-    So workers need not look into them again. For a learning rate in the memory of an accelerator, the host would have
-    to wait for all that the accelerator has to do.
+    So workers need not look into them again. For a learning rate in the memory of an
+    accelerator, the host would have to wait for all that the accelerator has to do.
     """
 
     def __init__(self) -> None:
-        # By the ids of optimizers, each with a reference to it. Each backward looks here, and to look into a
-        # `WeakKeyDictionary` takes longer.
+        # By the ids of optimizers, each with a reference to it. Each backward looks
+        # here, and to look into a `WeakKeyDictionary` takes longer.
         self._known: dict[int, _Known] = {}
 
     def of(self, optimizer: Optimizer) -> list[dict[str, Any]]:
@@ -70,7 +70,10 @@ def _holds_tensors(value: Any) -> bool:
 
 
 def _seen(value: Any) -> Any:
-    """What differs once a value was written or is another object; for a tensor on the CPU, what always differs."""
+    """What differs once a value was written or is another object.
+
+    For a tensor on the CPU it always differs.
+    """
     if isinstance(value, Mapping):
         return {key: _seen(one) for key, one in value.items()}
     if isinstance(value, (list, tuple)):

@@ -1,9 +1,12 @@
-"""Models that are sharded over the workers, which send the gradients of their parameters themselves.
+"""Models that are sharded over the workers.
 
-`fully_shard` gives each worker a part of each parameter, puts whole parameters together while they are used, and
-averages their gradients over the workers when backward has come to them. Tensor parallelism splits the computation
-itself. Both make a parameter a `DTensor`. The strategy leaves the sending to them, see
-`Note [Gradients that others send]`.
+They send the gradients of their parameters themselves.
+
+`fully_shard` gives each worker a part of each parameter, puts whole parameters together
+while they are used, and averages their gradients over the workers when backward has
+come to them. Tensor parallelism splits the computation itself. Both make a parameter a
+`DTensor`. The strategy leaves the sending to them, see `Note [Gradients that others
+send]`.
 """
 
 from __future__ import annotations
@@ -27,18 +30,24 @@ from torchstrategy._base.torch_internals import (
 _IS_ONE = 1e-12  # a factor that differs from 1 by less is 1, but for rounding
 
 
-# Note [Gradients that others send]
-# `fully_shard` computes the mean of the workers' gradients, in which each worker counts the same. The gradient of the
-# batch is a mean, too, in which a worker counts as it has rows. So the gradient of the whole parameter is multiplied
-# where backward has computed it, by `count * weight`: then the mean over the workers is the sum of `weight * gradient`.
-# All else is left to `fully_shard`, so that this holds for several mesh dimensions, for each precision, for gradients
-# that are added up in this worker first and sent by a later backward, and for whatever communication it was given.
-# Where all workers have the same number of rows, the factor is 1 and nothing is done.
-# - A worker without rows has the factor 0. What it has computed may be NaN, so its gradients become zeros.
-# - The sum over workers that `gradient_reduction="sum"` asks for is `count` times the mean: the weight is 1.
-# - Where several workers have the same rows, as with tensor parallelism, `fully_shard` averages over those that have
-#   others: over count / n workers. Their weights add up to 1 / n, so the mean is that of all rows again.
-# - A parameter that only tensor parallelism has split gets its gradient from the rows that all workers have.
+# Note [Gradients that others send] `fully_shard` computes the mean of the workers'
+# gradients, in which each worker counts the same. The gradient of the batch is a mean,
+# too, in which a worker counts as it has rows. So the gradient of the whole parameter
+# is multiplied where backward has computed it, by `count * weight`: then the mean over
+# the workers is the sum of `weight * gradient`. All else is left to `fully_shard`, so
+# that this holds for several mesh dimensions, for each precision, for gradients that
+# are added up in this worker first and sent by a later backward, and for whatever
+# communication it was given. Where all workers have the same number of rows, the factor
+# is 1 and nothing is done.
+# - A worker without rows has the factor 0. What it has computed may be NaN, so its
+#   gradients become zeros.
+# - The sum over workers that `gradient_reduction="sum"` asks for is `count` times the
+#   mean: the weight is 1.
+# - Where several workers have the same rows, as with tensor parallelism, `fully_shard`
+#   averages over those that have others: over count / n workers. Their weights add up
+#   to 1 / n, so the mean is that of all rows again.
+# - A parameter that only tensor parallelism has split gets its gradient from the rows
+#   that all workers have.
 @final
 class ShardedModels:
     """The parameters of some modules that are sharded.
@@ -58,7 +67,8 @@ class ShardedModels:
         self._of_fully_shard = [
             parameter for group in self._groups for parameter in group.fsdp_params
         ]
-        # By the id of a module: the names under which it has parameters that `fully_shard` has made.
+        # By the id of a module: the names under which it has parameters that
+        # `fully_shard` has made.
         self._places: dict[int, set[str]] = {}
         for parameter in self._of_fully_shard:
             for module, name in places_of_sharded(parameter):
@@ -110,21 +120,25 @@ class ShardedModels:
             for one in group.fsdp_params[:1]:
                 module, name = places_of_sharded(one)[0]
                 found.setdefault(ranks, f"{type(module).__name__}.{name}")
-        for module, name in self._split[
-            :1
-        ]:  # to these, each process has its gradient for itself
+        # To these, each process has its gradient for itself.
+        for module, name in self._split[:1]:
             found.setdefault((rank,), f"{type(module).__name__}.{name}")
         return found
 
     def take_from_first(self) -> None:
-        """Where several workers have the same part of a parameter, gives them the values of the first of these."""
+        """Gives workers with the same part of a parameter the values of the first.
+
+        Several workers may have it.
+        """
         with torch.no_grad():
             for parameter in self.parameters():
                 _take_from_first(parameter)
 
     @contextmanager
     def weighing(self, weight: float, count: int) -> Iterator[None]:
-        """A block in which backward computes gradients that count as much as this worker does.
+        """A block in which backward computes gradients that this worker's count weighs.
+
+        They count as much as this worker does.
 
         Args:
             weight: How much it counts.
@@ -168,7 +182,7 @@ def _weighing_by(factor: float) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 def _take_from_first(parameter: Any) -> None:
-    """Sends the part of the first of the processes that have the same part of a `DTensor`."""
+    """Sends the first process's part among those with the same part of a `DTensor`."""
     for dim, placement in enumerate(parameter.placements):
         mesh, own = parameter.device_mesh, parameter.to_local()
         if placement.is_replicate() and mesh.size(dim) > 1 and own.numel():
@@ -179,6 +193,7 @@ def _take_from_first(parameter: Any) -> None:
 
 
 _FLAT = (
-    "A FullyShardedDataParallel averages gradients as if all workers had the same number of rows, and hides the "
-    "parameters by which they could be weighed. Shard the model by torch.distributed.fsdp.fully_shard(module)."
+    "A FullyShardedDataParallel averages gradients as if all workers had the same "
+    "number of rows, and hides the parameters by which they could be weighed. Shard "
+    "the model by torch.distributed.fsdp.fully_shard(module)."
 )

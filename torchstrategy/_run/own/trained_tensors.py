@@ -1,4 +1,7 @@
-"""The parameters and buffers that all workers have alike, in an order that is the same in all workers."""
+"""The parameters and buffers that all workers have alike, in one order.
+
+It is the same order in all workers.
+"""
 
 from __future__ import annotations
 
@@ -26,11 +29,13 @@ from torchstrategy._run.own.sharded_models import ShardedModels
 
 
 class BufferLayout(NamedTuple):
-    """The buffers of some modules. Workers that have the same ones have equal layouts."""
+    """The buffers of some modules.
 
-    positions: tuple[
-        int, ...
-    ]  # among all names of buffers, of which some may stand for None
+    Workers that have the same ones have equal layouts.
+    """
+
+    # Among all names of buffers, of which some may stand for None.
+    positions: tuple[int, ...]
     names: tuple[tuple[int, str], ...]  # each with the position of the module
     shapes: tuple[torch.Size, ...]
     dtypes: tuple[torch.dtype, ...]
@@ -40,10 +45,12 @@ class BufferLayout(NamedTuple):
 class TrainedTensors:
     """The parameters and buffers of some modules, and some variables.
 
-    Parameters that are sharded are not among `parameters`: who has sharded them sends their gradients.
+    Parameters that are sharded are not among `parameters`: who has sharded them sends
+    their gradients.
 
     Args:
-        modules: The modules, in the order in which they were made, which is the same in all workers.
+        modules: The modules, in the order in which they were made, which is the same in
+            all workers.
         variables: The variables.
         averages_buffers: Whether running statistics become the mean of the workers'.
     """
@@ -62,8 +69,9 @@ class TrainedTensors:
             if not self.sharded.has_places(module)
         ]
         self._variables = list(variables)
-        # Between forward and backward, `fully_shard` has other tensors in the places of its parameters: of modules with
-        # such places, the names are looked at, and what they have under other names.
+        # Between forward and backward, `fully_shard` has other tensors in the places of
+        # its parameters: of modules with such places, the names are looked at, and what
+        # they have under other names.
         sharded = [module for module in modules if self.sharded.has_places(module)]
         self._tables_of_sharded = [module._parameters for module in sharded]
         self._names_of_sharded = self._list_names_of_sharded()
@@ -87,9 +95,8 @@ class TrainedTensors:
         self._forms = forms(self.parameters)
         self._tables_of_buffers = [module._buffers for module in modules]
         self._averages = averages_buffers
-        self.num_writes_between_runs = (
-            0  # before so many runs this process has written buffers
-        )
+        # Before so many runs this process has written buffers.
+        self.num_writes_between_runs = 0
         self.index = {id(parameter): i for i, parameter in enumerate(self.parameters)}
         self.positions = list(range(len(self.parameters)))
         self._known_flags: list[bool] = []
@@ -98,7 +105,10 @@ class TrainedTensors:
         self._take_buffers()
 
     def is_current(self) -> bool:
-        """Whether the modules still have the same parameters, of the same shapes, and hold the same modules."""
+        """Whether the modules still have the same parameters and hold the same modules.
+
+        The parameters have the same shapes.
+        """
         if (
             self._tables_of_sharded
             and self._list_names_of_sharded() != self._names_of_sharded
@@ -113,7 +123,7 @@ class TrainedTensors:
         return list(chain.from_iterable(self._tables_of_sharded))
 
     def _list_parts(self) -> list[Any]:
-        """The parameters and children of the modules, but for parameters of `fully_shard`."""
+        """The modules' parameters and children, but for `fully_shard`'s parameters."""
         held: list[Any] = list(chain.from_iterable(map(_VALUES, self._tables)))
         if self._places_beside:
             held += [table[name] for table, name in self._places_beside]
@@ -123,7 +133,8 @@ class TrainedTensors:
         """Those of some parameters that are none of the sharded ones of the modules."""
         if self.sharded.is_empty or not parameters:
             return list(parameters)
-        # They are listed anew, since some ways of loading a checkpoint replace parameters.
+        # They are listed anew, since some ways of loading a checkpoint replace
+        # parameters.
         ids = set(map(id, self.sharded.parameters()))
         if ids.issuperset(map(id, parameters)):  # as mostly
             return []
@@ -136,7 +147,8 @@ class TrainedTensors:
             for name, parameter in module.named_parameters(
                 prefix=type(module).__name__
             ):
-                # A module that holds others says more about the place of a parameter, and was made after them.
+                # A module that holds others says more about the place of a parameter,
+                # and was made after them.
                 named[id(parameter)] = name
         for variable in self._variables:
             named[id(variable)] = getattr(variable, "name", "Variable")
@@ -145,7 +157,10 @@ class TrainedTensors:
         ]
 
     def flags(self) -> str:
-        """A text that says which parameters are trained. It is the same object for as long as it says the same."""
+        """A text that says which parameters are trained.
+
+        It is the same object for as long as it says the same.
+        """
         sharded = self.sharded
         flags = requires_grad_of(
             self.parameters
@@ -158,7 +173,10 @@ class TrainedTensors:
         return self._text_of_flags
 
     def modes(self) -> str:
-        """A text that says which modules are in training mode. As for `flags`, it is mostly the same object."""
+        """A text that says which modules are in training mode.
+
+        As for `flags`, it is mostly the same object.
+        """
         modes = list(map(_MODE, self._modules))
         if modes != self._known_modes:
             self._known_modes = modes
@@ -169,9 +187,12 @@ class TrainedTensors:
     # Buffers
 
     def layout_of_written(self) -> BufferLayout | None:
-        """Which buffers there are, if any was written, made or replaced since the workers agreed about them.
+        """Which buffers there are, if one has changed since the workers agreed.
 
-        Statistics on an accelerator that change unseen count as written. To compare them, the host would wait for it.
+        It was written, made or replaced since then.
+
+        Statistics on an accelerator that change unseen count as written. To compare
+        them, the host would wait for it.
         """
         has_written = self._has_written()
         if has_written:
@@ -183,7 +204,10 @@ class TrainedTensors:
         )
 
     def _refuse_written_unsendable(self) -> None:
-        """Refuses a write of the step on a buffer that cannot be sent beside others: a sparse one has no fixed size."""
+        """Refuses a write of the step on a buffer that cannot be sent beside others.
+
+        A sparse one has no fixed size.
+        """
         for module in self._modules:
             for name, buffer in module._buffers.items():
                 if _is_unsendable(buffer) and not self._is_as_before(buffer):
@@ -194,7 +218,10 @@ class TrainedTensors:
                     )
 
     def _is_as_before(self, buffer: torch.Tensor) -> bool:
-        """Whether such a buffer was there when the workers last agreed about buffers, and was not written since."""
+        """Whether such a buffer was there when the workers last agreed about buffers.
+
+        It must not have been written since.
+        """
         return self._versions_of_unsendable.get(id(buffer)) == version_of(buffer)
 
     def layout(self) -> BufferLayout:
@@ -212,9 +239,8 @@ class TrainedTensors:
         """Notes which buffers there are now, and counts none of them as written."""
         self._look_at_buffers()
         self._take_values()
-        self._known: list[
-            _Copies
-        ] = []  # what all workers should have had when the newest run began
+        # What all workers should have had when the newest run began.
+        self._known: list[_Copies] = []
 
     def _look_at_buffers(self) -> None:
         self._slots = [
@@ -227,7 +253,8 @@ class TrainedTensors:
         ]
         self._held = [module._buffers[name] for module, name in self._slots]
         self._unsendable = list(filter(_is_unsendable, self._held))
-        # A buffer whose memory the program has taken away has no values until it gets memory again.
+        # A buffer whose memory the program has taken away has no values until it gets
+        # memory again.
         strided = [
             buffer
             for buffer in self._held
@@ -264,7 +291,10 @@ class TrainedTensors:
         return [buffer for buffer in self.buffers if buffer is not None]
 
     def known_buffers(self) -> dict[str, torch.Tensor]:
-        """By name, the values of buffers that all workers should have had when the run began."""
+        """By name, the buffers' values that all workers should have had at the start.
+
+        That is when the run began.
+        """
         known = {
             i: value for copies in self._known for i, value in copies.by_position()
         }
@@ -288,9 +318,8 @@ class TrainedTensors:
         found = {}
         for module in self._modules:
             for name, buffer in module.named_buffers(prefix=type(module).__name__):
-                found[id(buffer)] = (
-                    name  # as for parameters, the outermost module comes last
-                )
+                # As for parameters, the outermost module comes last.
+                found[id(buffer)] = name
         return found
 
     def begin_run(self) -> None:
@@ -320,7 +349,7 @@ class TrainedTensors:
         return bool(changed or unsure) or has_refused_writes or self._versions != before
 
     def averaged(self) -> dict[int, torch.Tensor]:
-        """By position, the running statistics, which become the mean of the workers'."""
+        """By position, the running statistics that become the mean of the workers'."""
         return {
             i: b
             for i, b in self._by_position()
@@ -338,7 +367,7 @@ class TrainedTensors:
         ]
 
     def write_buffers(self, values: dict[int, torch.Tensor]) -> None:
-        """Writes what has become of the buffers of all workers, and counts them as not written."""
+        """Writes what all workers' buffers became, and counts them as not written."""
         for i, value in values.items():
             buffer = self.buffers[i]
             assert buffer is not None
@@ -352,7 +381,7 @@ _MODE: Callable[[nn.Module], bool] = attrgetter("training")
 
 
 def _is_unsendable(buffer: torch.Tensor | None) -> TypeGuard[torch.Tensor]:
-    """Whether a buffer cannot be sent beside others, as numbers in one piece of memory."""
+    """Whether a buffer cannot be sent beside others, as numbers in one memory."""
     return buffer is not None and (
         buffer.layout is not torch.strided
         or buffer.is_quantized
@@ -369,8 +398,9 @@ def _kind_of(buffer: torch.Tensor) -> str:
 
 
 _UNSENDABLE = (
-    "{} is {}, and the step has written it. Workers send the buffers that a step has written, and such a one may have "
-    "another size in each worker. Write it between runs, alike in all workers, or keep it as a plain dense tensor."
+    "{} is {}, and the step has written it. Workers send the buffers that a step has "
+    "written, and such a one may have another size in each worker. Write it between "
+    "runs, alike in all workers, or keep it as a plain dense tensor."
 )
 
 

@@ -1,4 +1,4 @@
-"""The user's hooks on a parameter, which are called with the gradient of the whole batch.
+"""The user's hooks on a parameter, which get the gradient of the whole batch.
 
 torch would call them during backward, with the gradient of this worker's rows.
 """
@@ -21,7 +21,8 @@ class UserHooks:
 
     def __init__(self, parameter: torch.Tensor) -> None:
         self._parameter = parameter
-        # torch keeps these tables, so they are emptied and filled again, and not replaced.
+        # torch keeps these tables, so they are emptied and filled again, and not
+        # replaced.
         self._tables: list[dict[int, Any] | None] = [
             parameter._backward_hooks,
             parameter._post_accumulate_grad_hooks,
@@ -38,7 +39,7 @@ class UserHooks:
                 table.update(taken)
 
     def call_on_gradient(self) -> None:
-        """Calls what `register_hook` has registered, which may return another gradient."""
+        """Calls what `register_hook` registered, which may return another gradient."""
         for hook in self._registered(0):
             if self._parameter.grad is not None:
                 if _is_of_several(hook):
@@ -55,7 +56,10 @@ class UserHooks:
                 hook(self._parameter)
 
     def _registered(self, kind: int) -> Iterator[Any]:
-        """The hooks that were there when backward began, but for those that a hook has removed meanwhile."""
+        """The hooks that were there when backward began.
+
+        Those that a hook has removed meanwhile are left out.
+        """
         table = self._tables[kind]
         for key, hook in self._taken[kind].items():
             if table is not None and key in table:
@@ -63,13 +67,17 @@ class UserHooks:
 
 
 def _is_of_several(hook: Any) -> bool:
-    """Whether a hook is one of torch's own, by which `register_multi_grad_hook` looks at several tensors."""
+    """Whether a hook is one of torch's own.
+
+    `register_multi_grad_hook` looks at several tensors by such hooks.
+    """
     code = getattr(hook, "__code__", None)
     return code is not None and code.co_filename == torch.autograd.graph.__file__
 
 
 _MULTIPLE = (
-    "register_multi_grad_hook was given a parameter: torch calls its function during backward, when there are only "
-    "gradients of this worker's rows. Register a hook on each parameter, which sees the gradient of the whole batch: "
+    "register_multi_grad_hook was given a parameter: torch calls its function during "
+    "backward, when there are only gradients of this worker's rows. Register a hook on "
+    "each parameter, which sees the gradient of the whole batch: "
     "parameter.register_post_accumulate_grad_hook(function)."
 )

@@ -1,7 +1,8 @@
 """Models that the program has wrapped in a `DistributedDataParallel`.
 
-It would average the gradients of all workers as if each had the same number of rows, and then the strategy would add up
-what is the same already. So it does not reduce gradients in a run, as in its own `no_sync()`: the strategy does.
+It would average the gradients of all workers as if each had the same number of rows,
+and then the strategy would add up what is the same already. So it does not reduce
+gradients in a run, as in its own `no_sync()`: the strategy does.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ class WrappedModels:
             ours: The ids of the parameters whose gradients the strategy sends.
 
         Raises:
-            RuntimeError: If it does something with gradients that the strategy would leave out.
+            RuntimeError: If it does something with gradients that the strategy would
+                leave out.
         """
         if model not in self._ours:
             if not any(id(parameter) in ours for parameter in model.parameters()):
@@ -59,12 +61,16 @@ class WrappedModels:
             what = "has static_graph=True, which needs its own reduction of gradients"
         elif model.process_group.size() != self._workers.count:
             size = model.process_group.size()
-            what = f"averages over {size} processes, where the strategy has {self._workers.count} workers"
+            what = (
+                f"averages over {size} processes, where the strategy has "
+                f"{self._workers.count} workers"
+            )
         if what:
             raise RuntimeError(_REFUSED.format(type(model.module).__name__, what))
 
 
 _REFUSED = (
-    "The step calls a DistributedDataParallel of {} which {}: in strategy.run, the strategy sums the gradients of all "
-    "workers, by their rows. Call the module that it wraps, `.module`."
+    "The step calls a DistributedDataParallel of {} which {}: in strategy.run, the "
+    "strategy sums the gradients of all workers, by their rows. Call the module that "
+    "it wraps, `.module`."
 )

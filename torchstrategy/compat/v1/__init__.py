@@ -1,7 +1,9 @@
-"""The names of `tf.compat.v1.distribute`: what `torchstrategy` has, and strategies with the methods of version 1.
+"""The names of `tf.compat.v1.distribute`.
 
-A strategy of version 1 is the same as that of the same name in `torchstrategy`, but for what `compat.v1.Strategy` says;
-scopes, replicas, modules and datasets are the same.
+They are what `torchstrategy` has, and strategies with the methods of version 1.
+
+A strategy of version 1 is the same as that of the same name in `torchstrategy`, but for
+what `compat.v1.Strategy` says; scopes, replicas, modules and datasets are the same.
 """
 
 import sys
@@ -54,7 +56,8 @@ __all__ = [
     "in_cross_replica_context",
 ]
 
-# `tf.compat.v1.distribute.Strategy` is `torchstrategy.compat.v1.distribute.Strategy`, too.
+# `tf.compat.v1.distribute.Strategy` is `torchstrategy.compat.v1.distribute.Strategy`,
+# too.
 distribute = sys.modules[__name__]
 
 for _only_here in (

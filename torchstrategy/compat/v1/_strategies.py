@@ -14,22 +14,32 @@ from torchstrategy.strategy import StrategyBase
 
 
 class Strategy(StrategyBase):
-    """What `torchstrategy.Strategy` is, with the methods of version 1. It is no instance of that one.
+    """What `torchstrategy.Strategy` is, with the methods of version 1.
 
-    `reduce` has a default for `axis`. Where version 2 iterates over a dataset, version 1 asks an iterator of
-    `make_dataset_iterator` or `make_input_fn_iterator` for one batch after the other, as `experimental_run` does.
-    There is no `gather`, no `experimental_distribute_values_from_function`, and there are no logical devices.
+    It is no instance of that one.
+
+    `reduce` has a default for `axis`. Where version 2 iterates over a dataset, version
+    1 asks an iterator of `make_dataset_iterator` or `make_input_fn_iterator` for one
+    batch after the other, as `experimental_run` does. There is no `gather`, no
+    `experimental_distribute_values_from_function`, and there are no logical devices.
 
     Args:
         extended: How this strategy does it.
 
     Example:
-        >>> strategy = torchstrategy.compat.v1.experimental.CentralStorageStrategy(["cpu", "cpu"])
-        >>> isinstance(strategy, torchstrategy.compat.v1.Strategy), isinstance(strategy, torchstrategy.Strategy)
+        >>> strategy = torchstrategy.compat.v1.experimental.CentralStorageStrategy(
+        ...     ["cpu", "cpu"]
+        ... )
+        >>> (
+        ...     isinstance(strategy, torchstrategy.compat.v1.Strategy),
+        ...     isinstance(strategy, torchstrategy.Strategy),
+        ... )
         (True, False)
         >>> iterator = strategy.make_dataset_iterator([torch.ones(4)])
         >>> iterator.initialize()
-        >>> strategy.reduce("sum", strategy.experimental_run(lambda batch: batch.sum(), iterator))
+        >>> strategy.reduce(
+        ...     "sum", strategy.experimental_run(lambda batch: batch.sum(), iterator)
+        ... )
         tensor(4.)
 
     Source: https://www.tensorflow.org/versions/r2.2/api_docs/python/tf/compat/v1/distribute/Strategy
@@ -42,7 +52,9 @@ class Strategy(StrategyBase):
         axis: int | tuple[int, ...] | None = None,
         weights: Tree = None,
     ) -> Tree:
-        """What `torchstrategy.Strategy.reduce` is; over the replicas only, unless `axis` is given.
+        """What `torchstrategy.Strategy.reduce` is.
+
+        It reduces over the replicas only, unless `axis` is given.
 
         Source: https://www.tensorflow.org/versions/r2.2/api_docs/python/tf/compat/v1/distribute/Strategy#reduce
         """
@@ -58,7 +70,9 @@ class Strategy(StrategyBase):
     def experimental_make_numpy_dataset(
         self, numpy_input: Tree, session: None = None
     ) -> Dataset[Tree]:
-        """What `torchstrategy.Strategy.experimental_make_numpy_dataset` is; there are no sessions.
+        """What `torchstrategy.Strategy.experimental_make_numpy_dataset` is.
+
+        There are no sessions.
 
         Source: https://www.tensorflow.org/versions/r2.2/api_docs/python/tf/compat/v1/distribute/Strategy#experimental_make_numpy_dataset
         """
@@ -94,7 +108,9 @@ class CentralStorageStrategy(CentralStorageBase, Strategy):
         examples: As there.
 
     Example:
-        >>> strategy = torchstrategy.compat.v1.experimental.CentralStorageStrategy(["cpu", "cpu"])
+        >>> strategy = torchstrategy.compat.v1.experimental.CentralStorageStrategy(
+        ...     ["cpu", "cpu"]
+        ... )
         >>> strategy.reduce("sum", strategy.experimental_run(lambda: torch.ones(1) * 2))
         tensor([4.])
 
@@ -124,7 +140,7 @@ class MirroredStrategy(MirroredBase, Strategy):
 
 @final
 class MultiWorkerMirroredStrategy(MultiWorkerMirroredBase, Strategy):
-    """What `torchstrategy.MultiWorkerMirroredStrategy` is, with the methods of version 1.
+    """`torchstrategy.MultiWorkerMirroredStrategy`, with the methods of version 1.
 
     Args:
         cluster_resolver: As there.
@@ -137,7 +153,9 @@ class MultiWorkerMirroredStrategy(MultiWorkerMirroredBase, Strategy):
         examples: As there.
 
     Example:
-        >>> strategy = torchstrategy.compat.v1.experimental.MultiWorkerMirroredStrategy(devices=["cpu", "cpu"])
+        >>> strategy = torchstrategy.compat.v1.experimental.MultiWorkerMirroredStrategy(
+        ...     devices=["cpu", "cpu"]
+        ... )
         >>> strategy.reduce("sum", strategy.experimental_run(lambda: torch.ones(1) * 2))
         tensor([4.])
 
@@ -146,7 +164,9 @@ class MultiWorkerMirroredStrategy(MultiWorkerMirroredBase, Strategy):
 
 
 def get_loss_reduction() -> ReduceOp:
-    """`ReduceOp.SUM`, as outside of Estimator: the optimizer need not divide by the number of replicas.
+    """`ReduceOp.SUM`, as outside of Estimator.
+
+    The optimizer need not divide by the number of replicas.
 
     How the gradients of a run become one, `RunOptions(gradient_reduction=...)` says.
 

@@ -18,8 +18,10 @@ def of_failed(lint: type[Lint] | None, error: Exception) -> Finding | None:
     place = here()
     return finding(
         "lint-failed",
-        f"At {place}, {which} has ended with {type(error).__name__}: {error} ({at}). Your program went on without it, "
-        "so the report lacks what it would have found.",
-        "This is a mistake of torchstrategy, and not of your program: please report it with these lines.",
+        f"At {place}, {which} has ended with {type(error).__name__}: {error} ({at}). "
+        "Your program went on without it, so the report lacks what it would have "
+        "found.",
+        "This is a mistake of torchstrategy, and not of your program: please report it "
+        "with these lines.",
         [place],
     )

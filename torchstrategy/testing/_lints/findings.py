@@ -22,7 +22,10 @@ class Finding:
     """
 
     name: str
-    """What a comment silences it with: `# torchstrategy: ignore[name]`, on one of its lines."""
+    """What silences it, as a comment on one of its lines.
+
+    Write `# torchstrategy: ignore[name]`.
+    """
     says: str
     """What was seen, with numbers and lines."""
     write: str

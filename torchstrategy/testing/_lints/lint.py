@@ -1,8 +1,9 @@
 """What every lint is told.
 
-A lint is a class of its own file, such as `FewStatistics` in `layers/batch_norm`. `make_lints` of its room makes one
-for each run, and `Session` tells it what happens. The name of a finding is what a comment silences; docs/testing.md has
-the table of names.
+A lint is a class of its own file, such as `FewStatistics` in `layers/batch_norm`.
+`make_lints` of its room makes one for each run, and `Session` tells it what happens.
+The name of a finding is what a comment silences; docs/testing.md has the table of
+names.
 """
 
 from __future__ import annotations
@@ -24,7 +25,10 @@ Seen = Callable[[Facts, Sequence[Any], dict[str, Any], Any], None]
 
 
 class Lint:
-    """Looks for a kind of mistake in a program that runs. A lint overrides what it wants to be told."""
+    """Looks for a kind of mistake in a program that runs.
+
+    A lint overrides what it wants to be told.
+    """
 
     def operators(self) -> dict[Any, Seen]:
         """The operators that it sees."""
@@ -40,7 +44,10 @@ class Lint:
         """A rank comes to a collective."""
 
     def begins(self, facts: Facts, under_way: UnderWay) -> None:
-        """The program of a rank has called what it has to wait for: a collective, or to send or receive a message."""
+        """The program of a rank has called what it has to wait for.
+
+        That is a collective, or to send or receive a message.
+        """
 
     def awaited(self, facts: Facts, part: Any) -> None:
         """The program has waited for its part of a collective or message."""
@@ -49,10 +56,10 @@ class Lint:
         """The program has waited for its device, and so for all that was under way."""
 
     def uses_file(self, facts: Facts, happened: Happened, what: str, file: Any) -> None:
-        """The program `"reads"`, `"writes"` or `"looks"` for a file, or `"locks"` one."""
+        """The program `"reads"`, `"writes"`, `"looks"` for or `"locks"` a file."""
 
     def groups(self, facts: Facts, ranks: Sequence[int] | None) -> None:
-        """`dist.new_group` is called, and all ranks have to call it; None: with all ranks."""
+        """`dist.new_group` is called, as all these ranks must; None: with all ranks."""
 
     def has_optimizer(self, facts: Facts, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer was made."""
@@ -63,7 +70,10 @@ class Lint:
     def continues(
         self, facts: Facts, outputs: Sequence[torch.Tensor], gradients: Sequence[Any]
     ) -> None:
-        """`backward` gets gradients from its caller, one for each output; None for one that needs none."""
+        """`backward` gets gradients from its caller, one for each output.
+
+        It gets None for one that needs none.
+        """
 
     def went_back(self, facts: Facts) -> None:
         """`backward` is over."""
@@ -71,7 +81,7 @@ class Lint:
     def differentiated(
         self, facts: Facts, outputs: Sequence[Any], gradients: Sequence[Any]
     ) -> None:
-        """`torch.autograd.grad` has returned gradients for a loss, with a graph of their own."""
+        """`torch.autograd.grad` returned gradients for a loss, with their own graph."""
 
     def zeroed(self, facts: Facts) -> None:
         """`zero_grad` is called, of an optimizer or of a module."""
@@ -79,10 +89,10 @@ class Lint:
     def changes_mode(
         self, facts: Facts, module: torch.nn.Module, is_training: bool
     ) -> None:
-        """`train()` or `eval()` is going to be called, of a module and not of a larger one."""
+        """`train()` or `eval()` will be called, of a module and not of a larger one."""
 
     def scheduled(self, facts: Facts, scheduler: Any) -> None:
-        """A scheduler of learning rates was made, which steps it once, or was stepped."""
+        """A scheduler of learning rates was made, which is a first step, or stepped."""
 
     def measured(self, facts: Facts, scheduler: Any, metric: Any) -> None:
         """A scheduler that lowers learning rates by a metric has got one."""
@@ -94,7 +104,10 @@ class Lint:
         parameter: torch.Tensor,
         before: Fingerprint | None,
     ) -> None:
-        """`fully_shard` has divided a whole parameter, of which something is known from before."""
+        """`fully_shard` has divided a whole parameter.
+
+        Something is known of it from before.
+        """
 
     def shown(self, facts: Facts, tensor: torch.Tensor) -> None:
         """The text of a tensor is asked for, as by `print`."""
@@ -129,7 +142,7 @@ class Lint:
     def restored(
         self, facts: Facts, module: torch.nn.Module, state: dict[str, Any], misfits: Any
     ) -> None:
-        """A module has loaded its `state_dict`, and has returned which names did not fit."""
+        """A module loaded its `state_dict`, and returned which names did not fit."""
 
     def gave_state(
         self, facts: Facts, module: torch.nn.Module, state: dict[str, Any]
@@ -139,7 +152,10 @@ class Lint:
     def moved(
         self, facts: Facts, module: torch.nn.Module, ties: list[tuple[str, str]]
     ) -> None:
-        """A module was moved, as by `.to()`, and some of its parameters, two each, have had the same memory before."""
+        """A module was moved, as by `.to()`.
+
+        Some of its parameters, two each, have had the same memory before.
+        """
 
     def restored_optimizer(
         self, facts: Facts, optimizer: torch.optim.Optimizer, state: Any
@@ -152,7 +168,10 @@ class Lint:
         """An optimizer has given its `state_dict`."""
 
     def sets_epoch(self, facts: Facts, sampler: Any) -> None:
-        """`set_epoch` of a sampler was called: of a `DistributedSampler`, or of one of the program's own."""
+        """`set_epoch` of a sampler was called.
+
+        It is a `DistributedSampler`, or one of the program's own.
+        """
 
     def ran_replicas(
         self,
@@ -160,12 +179,15 @@ class Lint:
         replicas: Sequence[torch.nn.Module],
         before: dict[tuple[str, str], Any],
     ) -> None:
-        """`nn.DataParallel` has run replicas, and what the first of them held before."""
+        """`nn.DataParallel` has run replicas; what the first of them held before."""
 
     def hooked(
         self, facts: Facts, model: Any, place: Place, given: torch.Tensor, future: Any
     ) -> None:
-        """A hook of gradients, registered at a place, got some numbers, and has returned a future of what to write."""
+        """A hook of gradients, registered at a place, got some numbers.
+
+        It has returned a future of what to write.
+        """
 
     def findings(self) -> list[Finding | None]:
         """What it has found, at the end; None of what is silenced."""
@@ -173,7 +195,10 @@ class Lint:
 
 
 class Follower(Lint):
-    """A lint that keeps pieces of memory, and has to see all operators of a rank while it keeps some of it."""
+    """A lint that keeps pieces of memory.
+
+    It has to see all operators of a rank while it keeps some of it.
+    """
 
     _pieces: dict[int, Any]  # by rank
 

@@ -36,15 +36,17 @@ class TrainingRecord:
 
 @contextmanager
 def lint_training(check: bool = True) -> Iterator[TrainingRecord]:
-    """Watches a training, and finds mistakes that raise no error and give wrong numbers.
+    """Watches a training for mistakes that raise no error and give wrong numbers.
 
-    It watches the thread of the block, and the ranks of each `run_ranks` in it: weights that differ between ranks,
-    gradients that were not reduced, rows that several ranks get, losses that are divided twice or not at all, and
-    others. `docs/testing.md` has the table of names. A comment on a line that a finding names silences it there:
+    It watches the thread of the block, and the ranks of each `run_ranks` in it: weights
+    that differ between ranks, gradients that were not reduced, rows that several ranks
+    get, losses that are divided twice or not at all, and others. `docs/testing.md` has
+    the table of names. A comment on a line that a finding names silences it there:
     `# torchstrategy: ignore[same-order]`.
 
     Args:
-        check: Whether findings are an error when the block ends; if not, they are only in the record.
+        check: Whether findings are an error when the block ends; if not, they are only
+            in the record.
 
     Yields:
         A record, whose `findings` are there after the block.
@@ -65,7 +67,8 @@ def lint_training(check: bool = True) -> Iterator[TrainingRecord]:
     """
     if witnesses:
         raise RuntimeError(
-            "lint_training() is at work already, and watches all ranks: leave that block first."
+            "lint_training() is at work already, and watches all ranks: leave that "
+            "block first."
         )
     watch, record = Watch(), TrainingRecord()
     mode = _Operators(watch)
@@ -96,7 +99,8 @@ class _Operators(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # else torch wraps the method below, which costs each operator two microseconds
+        # Else torch wraps the method below, which costs each operator two microseconds.
+        return False
 
     @override
     def __torch_dispatch__(

@@ -84,9 +84,8 @@ class Session:
                 self._seen.setdefault(func, []).append((lint, seen))
         self._own: dict[int, OwnStep] = {}  # of ranks that have no optimizer of torch
         self._failures: list[Finding | None] = []
-        self._open: dict[int, list[int]] = defaultdict(
-            list
-        )  # the optimizers of a rank that are making a step
+        # The optimizers of a rank that are making a step.
+        self._open: dict[int, list[int]] = defaultdict(list)
         self._gradients_before: dict[int, dict[int, tuple[int, int]]] = {}
 
     def facts(self, rank: int) -> Facts:
@@ -102,7 +101,10 @@ class Session:
         return [one for one in [*found, *self._failures] if one is not None]
 
     def loses(self, lint: Lint | None, error: Exception) -> None:
-        """A lint has failed: the program goes on without it. None: what lints share has failed, and none goes on."""
+        """A lint has failed: the program goes on without it.
+
+        None: what lints share has failed, and none goes on.
+        """
         lost = {lint} if lint is not None else {None, *self._lints}
         if lint in self._lints or (lint is None and self._lints):
             self._failures.append(
@@ -118,7 +120,7 @@ class Session:
 
     @property
     def follows(self) -> bool:
-        """Whether it has to be told of all operators now, and not only of `operators`."""
+        """Whether it has to be told of all operators now, not only of `operators`."""
         return any(lint.is_following for lint in self._followers)
 
     def operators(self) -> frozenset[Any]:
@@ -201,7 +203,10 @@ class Session:
         self._each(lambda lint: lint.told(facts, told, is_of_torch))
 
     def saw(self, rank: int, what: str, *args: Any) -> None:
-        """Something has happened that no other lint asks for: `what` is the method of a lint that is told."""
+        """Something has happened that no other lint asks for.
+
+        `what` is the method of a lint that is told.
+        """
         self._each(lambda lint: getattr(lint, what)(self.facts(rank), *args))
 
     def has_optimizer(self, rank: int, optimizer: torch.optim.Optimizer) -> None:
@@ -274,7 +279,10 @@ class Session:
         self.facts(rank).backwards.clear()
 
     def steps(self, rank: int, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer is going to make a step. Those within a step of another one are parts of it."""
+        """An optimizer is going to make a step.
+
+        Those within a step of another one are parts of it.
+        """
         running = self._open[rank]
         self.facts(rank).has_had_optimizers = True
         if id(optimizer) in running:  # its last step has ended with an error
@@ -283,9 +291,8 @@ class Session:
         if self.facts(rank).optimizers:  # it may have been made before lints watched
             self.facts(rank).optimizers[optimizer] = None
         if len(running) == 1:
-            if number_of(
-                attribute(optimizer, "found_inf")
-            ):  # a fused optimizer, which skips the step itself
+            # A fused optimizer, which skips the step itself.
+            if number_of(attribute(optimizer, "found_inf")):
                 self.facts(rank).skips += 1
             self.facts(rank).stepping = optimizer
             self._each(lambda lint: lint.steps(self.facts(rank), optimizer))
@@ -337,7 +344,7 @@ class Session:
 def _puts_together(
     facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], result: Any
 ) -> None:
-    """Tensors are put together in a new one, or one of them is written into a larger one."""
+    """Tensors are joined in a new one, or one is written into a larger one."""
     if facts.addresses:
         facts.puts_together(
             result, args[0] if isinstance(args[0], (list, tuple)) else args[1:2]

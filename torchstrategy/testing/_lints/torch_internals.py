@@ -13,10 +13,12 @@ from torch.nn.modules import batchnorm, dropout
 from torch.utils import _python_dispatch
 from torch.utils.data import dataloader
 
-# The class of what `iter(loader)` returns. Its `_next_index` draws the rows of a batch, in the program's own thread.
+# The class of what `iter(loader)` returns. Its `_next_index` draws the rows of a batch,
+# in the program's own thread.
 LoaderIterator: Any = dataloader._BaseDataLoaderIter
 
-# The classes under all norms that have statistics of several rows, and under those of a batch.
+# The classes under all norms that have statistics of several rows, and under those of a
+# batch.
 NormBase: Any = batchnorm._NormBase
 BatchNorm: Any = batchnorm._BatchNorm
 
@@ -26,39 +28,50 @@ Dropout: Any = dropout._DropoutNd
 # What `GradScaler.unscale_` does to gradients, whatever their number.
 UNSCALE: Any = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
 
-# What all of `Module.to`, `cuda`, `half` and their kin call, for the module and for each in it.
+# What all of `Module.to`, `cuda`, `half` and their kin call, for the module and for
+# each in it.
 APPLY = "_apply"
 
-# Nobody else says whether a tensor is one of `vmap` and its kin, whose class is `torch.Tensor`.
+# Nobody else says whether a tensor is one of `vmap` and its kin, whose class is
+# `torch.Tensor`.
 _functorch: Any = torch._C._functorch
 
-# A block without dispatch modes. A number that autograd has saved is a tensor which, in a mode, turns into a number.
+# A block without dispatch modes. A number that autograd has saved is a tensor which, in
+# a mode, turns into a number.
 without_modes: Callable[[], AbstractContextManager[Any]] = (
     _python_dispatch._disable_current_modes
 )
 
 
 def has_hook_of_gradients(model: Any) -> bool:
-    """Whether the program has given a `DistributedDataParallel` a hook that reduces the gradients in its place."""
+    """Whether the program has given a `DistributedDataParallel` a hook.
+
+    The hook reduces the gradients in its place.
+    """
     return bool(getattr(model, "_comm_hooks", ()))
 
 
 def ignored_names(model: Any) -> set[str]:
-    """The parameters and buffers that a `DistributedDataParallel` was told to leave alone."""
+    """The parameters and buffers that a `DistributedDataParallel` leaves alone."""
     return set(getattr(model, "parameters_to_ignore", ()))
 
 
 def scale_of(scaler: Any) -> torch.Tensor | None:
-    """The tensor by which a `GradScaler` multiplies losses; `get_scale` would wait for the device."""
+    """The tensor by which a `GradScaler` multiplies losses.
+
+    `get_scale` would wait for the device.
+    """
     found: torch.Tensor | None = getattr(scaler, "_scale", None)
     return found
 
 
 def part_of(gradient: Any) -> torch.Tensor | None:
-    """The part of a sharded gradient that this rank has, without an operator; None of one that is not sharded."""
-    tensors = sys.modules.get(
-        "torch.distributed.tensor"
-    )  # who has not imported it has none
+    """The part of a sharded gradient that this rank has, without an operator.
+
+    It is None of one that is not sharded.
+    """
+    # Who has not imported it has none.
+    tensors = sys.modules.get("torch.distributed.tensor")
     if gradient is None or tensors is None or not isinstance(gradient, tensors.DTensor):
         return None
     return (
@@ -69,15 +82,18 @@ def part_of(gradient: Any) -> torch.Tensor | None:
 
 
 def held_here(gradient: torch.Tensor | None) -> torch.Tensor | None:
-    """What this rank has of a gradient: its part of one that is sharded, and else all of it."""
+    """What this rank has of a gradient: its part if it is sharded, else all of it."""
     part = part_of(gradient)
     return gradient if part is None else part
 
 
 def sharded_parameter_class() -> Any:
-    """The class of what `fully_shard` makes of each parameter; None while the program has not imported it.
+    """The class of what `fully_shard` makes of each parameter, or None.
 
-    Its first argument is the whole parameter, and its `sharded_param` the part of this rank.
+    It is None while the program has not imported it.
+
+    Its first argument is the whole parameter, and its `sharded_param` the part of this
+    rank.
     """
     module: Any = sys.modules.get("torch.distributed.fsdp._fully_shard._fsdp_param")
     return None if module is None else module.FSDPParam
@@ -89,7 +105,7 @@ def ranks_of_mesh(parameter: Any) -> tuple[int, ...]:
 
 
 def has_hooks_of_gradients(parameter: torch.Tensor) -> bool:
-    """Whether the program has given a parameter hooks, which may change its gradient."""
+    """Whether the program gave a parameter hooks, which may change its gradient."""
     return bool(parameter._backward_hooks) or bool(
         getattr(parameter, "_post_accumulate_grad_hooks", None)
     )
@@ -101,16 +117,22 @@ def is_subset(dataset: Any) -> bool:
 
 
 def held_by(module: torch.nn.Module, kind: str) -> list[tuple[str, Any]]:
-    """The `parameters`, `buffers` or `modules` of a module itself, by name; nothing if its `__init__` was not called.
+    """The `parameters`, `buffers` or `modules` of a module itself, by name.
 
-    It asks no method, which the program may have overridden. A scripted module has other mappings there.
+    It is nothing if its `__init__` was not called.
+
+    It asks no method, which the program may have overridden. A scripted module has
+    other mappings there.
     """
     held = vars(module).get(f"_{kind}")
     return [] if held is None else list(held.items())
 
 
 def stands_for_others(tensor: torch.Tensor) -> bool:
-    """Whether a tensor of torch's own class has no memory, and stands for others, or for zeros, as in `vmap`, `jvp`."""
+    """Whether a tensor of torch's own class has no memory, and stands for others.
+
+    It may stand for zeros, as in `vmap` and `jvp`.
+    """
     if tensor._is_zerotensor() or torch._is_functional_tensor(tensor):
         return True
     return bool(_functorch.is_functorch_wrapped_tensor(tensor))
@@ -122,9 +144,12 @@ def is_persistent(module: torch.nn.Module, name: str) -> bool:
 
 
 def replaced_functions() -> list[tuple[Any, str, Any]]:
-    """The attributes that are replaced so that a function with a backward of its own has a frame where it is applied.
+    """The attributes to replace so that a function with its own backward has a frame.
 
-    Since torch 2.15 `Function.apply` is written in C++, and no frame would say that an operator comes from one.
+    It has the frame where it is applied.
+
+    Since torch 2.15 `Function.apply` is written in C++, and no frame would say that an
+    operator comes from one.
     """
     function: Any = torch.autograd.Function
     apply_in_cpp = vars(function)["apply"]
@@ -138,9 +163,12 @@ def replaced_functions() -> list[tuple[Any, str, Any]]:
 
 
 def known_to_script(stand_in: Any, original: Any) -> Any:
-    """Returns what stands for a function of torch, which `torch.jit.script` takes for that function from now on.
+    """Returns what stands for a function of torch.
 
-    The compiler of TorchScript knows its own functions by their addresses, and compiles the source of all others.
+    `torch.jit.script` takes it for that function from now on.
+
+    The compiler of TorchScript knows its own functions by their addresses, and compiles
+    the source of all others.
     """
     operator = torch.jit._builtins._find_builtin(original)
     if operator is not None:

@@ -1,4 +1,4 @@
-"""A program without ranks that calls `init_process_group` all the same: it is the only rank."""
+"""A program that calls `init_process_group` without ranks: it is the only rank."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ _MODULES = (
 
 @contextmanager
 def world_of_one(record: RankRecord, began: Callable[[], None]) -> Iterator[None]:
-    """A block in which `init_process_group`, called where there are no ranks, makes a group of one rank.
+    """A block in which `init_process_group` without ranks makes a group of one.
+
+    It is called where there are no ranks.
 
     Args:
         record: Gets the collectives.
@@ -101,6 +103,7 @@ def _refuse_several(args: Any, options: dict[str, Any]) -> None:
     size = options.get("world_size", args[3] if len(args) > 3 else -1)
     if size not in (-1, 1, None):
         raise RuntimeError(
-            f"init_process_group(world_size={size}) was called on thread {threading.current_thread().name!r}, and this "
-            f"program has no ranks. Run it with --ranks {size}, which starts it {size} times, as torchrun does."
+            f"init_process_group(world_size={size}) was called on thread "
+            f"{threading.current_thread().name!r}, and this program has no ranks. Run "
+            f"it with --ranks {size}, which starts it {size} times, as torchrun does."
         )

@@ -1,4 +1,7 @@
-"""What a process has for itself, and ranks on threads would share: each rank puts on its own when its turn begins."""
+"""What a process has for itself, and ranks on threads would share.
+
+Each rank puts on its own when its turn begins.
+"""
 
 from __future__ import annotations
 
@@ -49,9 +52,8 @@ def _put_random_numbers(states: Sequence[torch.Tensor]) -> None:
 
 
 def _take_random_numbers_of_numpy() -> bytes:
-    return pickle.dumps(
-        np.random.get_state(legacy=False)
-    )  # as bytes, since arrays are not compared as a whole
+    # As bytes, since arrays are not compared as a whole.
+    return pickle.dumps(np.random.get_state(legacy=False))
 
 
 def _put_random_numbers_of_numpy(state: bytes) -> None:
@@ -59,9 +61,8 @@ def _put_random_numbers_of_numpy(state: bytes) -> None:
 
 
 def _put_script(module: Any) -> None:
-    sys.modules["__main__"] = (
-        module  # a script is a module of its own in each rank, and pickle looks there
-    )
+    # A script is a module of its own in each rank, and pickle looks there.
+    sys.modules["__main__"] = module
 
 
 _PARTS = [
@@ -92,7 +93,9 @@ _ENVIRONMENT = _PARTS.index(process.ENVIRONMENT)
 
 @final
 class Belongings:
-    """What Python and torch have for one process: environment, random numbers, script, hooks, groups, settings, folder.
+    """What Python and torch have for one process.
+
+    Environment, random numbers, script, hooks, groups, settings, folder.
 
     Args:
         imports: What modules say while they are imported in the run.
@@ -121,7 +124,8 @@ class Belongings:
         """Makes them those of this process.
 
         Args:
-            over: What this process has now, if that is known: what is the same there is left as it is.
+            over: What this process has now, if that is known: what is the same there is
+                left as it is.
 
         Raises:
             FileNotFoundError: If the working folder is no longer there.

@@ -1,4 +1,7 @@
-"""What ranks bring to a collective, what they get from it, and what is wrong if they do not fit together."""
+"""What ranks bring to a collective, what they get, and whether they fit together.
+
+It says what is wrong if they do not.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,10 @@ Settle = Callable[[list[Values]], list[Values]]
 
 @contextmanager
 def _not_the_programs() -> Iterator[None]:
-    """A block whose operators are not the program's: its `TorchDispatchMode` does not see them, nor who listens."""
+    """A block whose operators are not the program's.
+
+    Its `TorchDispatchMode` does not see them, nor who listens.
+    """
     with torch.no_grad(), unwatched(), without_dispatch_modes():
         yield
 
@@ -101,8 +107,10 @@ class Exchange:
     """The calls of all ranks that belong together.
 
     Args:
-        ranks: Who has to come, as ranks of the whole run. The sender of a message is as `place_of_sender` says.
-        name: How messages name it after its kind: `#3`, or `#3 in group 1 (ranks 0, 2)`.
+        ranks: Who has to come, as ranks of the whole run. The sender of a message is as
+            `place_of_sender` says.
+        name: How messages name it after its kind: `#3`, or `#3 in group 1 (ranks 0,
+            2)`.
     """
 
     def __init__(self, ranks: Sequence[int], name: str) -> None:
@@ -110,13 +118,11 @@ class Exchange:
         self.calls: dict[int, Call] = {}
         self.lines: dict[int, str] = {}
         self.moments: dict[int, Moments] = {}
-        self.ends: dict[
-            Listener, Any
-        ] = {}  # when it is over, as each who listens notes it
+        # When it is over, as each who listens notes it.
+        self.ends: dict[Listener, Any] = {}
         self.results: dict[int, Values] | None = None
-        self.clocks: dict[
-            int, tuple[int, ...]
-        ] = {}  # what each rank knew when it called
+        # What each rank knew when it called.
+        self.clocks: dict[int, tuple[int, ...]] = {}
         self.heard: dict[int, Moment] = {}  # when each rank has waited for it
 
     def join(self, rank: int, call: Call, line: str) -> None:
@@ -150,11 +156,14 @@ class Exchange:
         return [rank_at(rank) for rank in self.ranks if rank not in self.calls]
 
     def at(self, rank: int) -> str:
-        """What a rank has called, and where: `all_reduce #3 of 4 float32, sum (train.py:31)`."""
+        """What a rank called, and where.
+
+        For example: `all_reduce #3 of 4 float32, sum (train.py:31)`.
+        """
         return _at(self, self.calls[rank], self.lines[rank])
 
     def said(self) -> list[Said]:
-        """What each rank has called, if it is to be compared with what the others have."""
+        """What each rank has called, if it is to be compared with the others' calls."""
         calls = [(rank, self.calls[rank]) for rank in self.ranks]
         return [
             Said(rank, call.names, self.lines[rank], self.at(rank))
@@ -169,14 +178,16 @@ class Exchange:
                 results = calls[0].settle([call.given for call in calls])
         except (RuntimeError, TypeError) as error:  # torch's own: no rank gets anything
             raise UnlikeCalls(
-                f"{self.at(self.ranks[0])} cannot be computed: {described(error)}\n{self._all_calls()}"
+                f"{self.at(self.ranks[0])} cannot be computed: "
+                f"{described(error)}\n{self._all_calls()}"
             ) from error
         for rank, call, values in zip(self.ranks, calls, results, strict=True):
             for tensor, value in zip(call.gets, values, strict=bool(call.gets)):
                 if tensor.numel() != value.numel() or tensor.dtype != value.dtype:
                     raise UnlikeCalls(
-                        f"Rank {rank_at(rank)} has room for {in_words([tensor])} in {self.at(rank)}, and "
-                        f"{in_words([value])} are sent to it:\n{self._all_calls()}"
+                        f"Rank {rank_at(rank)} has room for {in_words([tensor])} in "
+                        f"{self.at(rank)}, and {in_words([value])} are sent to "
+                        f"it:\n{self._all_calls()}"
                     )
             call.given = []
         self.results = dict(zip(self.ranks, results, strict=True))
@@ -191,7 +202,9 @@ class Exchange:
 
 
 def place_of_sender(rank: int, target: int) -> int:
-    """What an exchange calls the sender of a message: the rank, or `~rank` if it sends to itself, as it is there twice.
+    """What an exchange calls the sender of a message: the rank, or `~rank`.
+
+    It is `~rank` if it sends to itself, as it is there twice.
 
     The receiver is `rank` then.
     """
@@ -220,17 +233,22 @@ def _compare(
         return
     term = differing[0]
     raise UnlikeCalls(
-        f"Ranks {rank_at(other)} and {rank_at(rank)} have called what does not fit together; their {term} differ"
-        f"{'' if term.endswith('s') else 's'}:\n"
+        f"Ranks {rank_at(other)} and {rank_at(rank)} have called what does not fit "
+        f"together; their {term} differ{'' if term.endswith('s') else 's'}:\n"
         f"  rank {rank_at(other)}: {_at(exchange, their_call, their_line)}\n"
         f"  rank {rank_at(rank)}: {_at(exchange, call, line)}\n{_ADVICE[term]}"
     )
 
 
 _ADVICE = {
-    "collective": "All ranks of a group have to call the same collectives in the same order.",
+    "collective": (
+        "All ranks of a group have to call the same collectives in the same order."
+    ),
     "root or operation": "Give all ranks of the group the same `src`, `dst` or `op`.",
-    "sizes": "Give all ranks tensors of the same sizes: pad them, or exchange the sizes first.",
+    "sizes": (
+        "Give all ranks tensors of the same sizes: pad them, or exchange the sizes "
+        "first."
+    ),
     "dtypes": "Give all ranks tensors of the same dtype.",
 }
 
@@ -264,18 +282,16 @@ class Part(Wait):
         )
         self.is_delivered = False
         self._is_received = False
-        self.idle_questions = (
-            0  # how often the rank has asked for it, and nobody else could go on
-        )
+        # How often the rank has asked for it, and nobody else could go on.
+        self.idle_questions = 0
 
     def is_over(self) -> bool:
         return self._exchange.results is not None
 
     def describe(self) -> str:
         missing = self._exchange.missing()
-        if (
-            not missing
-        ):  # all have come, and one of them with something that does not fit
+        # All have come, and one of them with something that does not fit.
+        if not missing:
             return f"waits in {self}"
         for_whom = " and ".join(
             [", ".join(map(str, missing[:-1])), str(missing[-1])]
@@ -294,14 +310,14 @@ class Part(Wait):
         """Writes what the rank gets on its tensors, once, and returns them.
 
         Raises:
-            RuntimeError: If the program has written on them since it called the collective.
+            RuntimeError: If the program has written on them since it called the
+                collective.
         """
         if not self.is_delivered and self._exchange.results is not None:
             self.is_delivered = True
             self._check_untouched()
-            self._exchange.calls[
-                self._place
-            ].gets = []  # another rank may keep the exchange, and not these tensors
+            # Another rank may keep the exchange, and not these tensors.
+            self._exchange.calls[self._place].gets = []
             with _not_the_programs():
                 for tensor, value in zip(
                     self._gets, self._exchange.results.pop(self._place), strict=False
@@ -310,14 +326,17 @@ class Part(Wait):
         return self._gets
 
     def hear(self, happened: Happened) -> None:
-        """The rank has waited: from here on it knows what the others did before they called."""
+        """The rank has waited: now it knows what the others did before they called."""
         if self._place not in self._exchange.heard:
             for clock in self._exchange.clocks.values():
                 happened.hears(self._rank, clock)
             self._exchange.heard[self._place] = happened.now(self._rank)
 
     def is_known_to_be_read(self, happened: Happened) -> bool:
-        """Whether the rank knows, from what came later, that all others have what it gave."""
+        """Whether the rank knows from later events that others have what it gave.
+
+        They are all others.
+        """
         heard = self._exchange.heard
         others = [rank for rank in self._exchange.ranks if rank != self._place]
         return all(
@@ -326,13 +345,19 @@ class Part(Wait):
 
     @property
     def queue(self) -> Hashable:
-        """The same for what is done one after the other, as the collectives of a group are, and messages of a pair."""
+        """The same for what is done one after the other.
+
+        The collectives of a group are, and messages of a pair.
+        """
         group = self._exchange.calls[self._place].group
         return group, None if self.message is None else frozenset(self._exchange.ranks)
 
     @property
     def message(self) -> object | None:
-        """An object that is the same for the sender and the receiver of a message; None of a collective."""
+        """An object that is the same for the sender and the receiver of a message.
+
+        It is None of a collective.
+        """
         return (
             self._exchange
             if self._exchange.calls[self._place].kind in ("send", "recv")
@@ -354,9 +379,10 @@ class Part(Wait):
             is_untouched = all(is_spoiled(tensor) for tensor in self._gets)
         if not is_untouched:
             raise RuntimeError(
-                f"rank {self._rank} has written on a tensor of {self} before it waited for it. The collective writes "
-                "there, too: on a cluster one of the two is lost, or they are mixed. Call `wait()` on what the "
-                "asynchronous collective returned first, or write on a clone."
+                f"rank {self._rank} has written on a tensor of {self} before it waited "
+                "for it. The collective writes there, too: on a cluster one of the two "
+                "is lost, or they are mixed. Call `wait()` on what the asynchronous "
+                "collective returned first, or write on a clone."
             )
 
     def sender(self) -> int:

@@ -25,15 +25,17 @@ def fail_in_rank(
 ) -> Iterator[None]:
     """A block in which one rank of `run_ranks` fails, as one process of a cluster does.
 
-    Use it to see what the others do: that a checkpoint is whole, that the error has the name of the rank.
+    Use it to see what the others do: that a checkpoint is whole, that the error has the
+    name of the rank.
 
     Args:
         rank: Which rank.
-        at: Where it fails: `"start"`; `"end"`; when it comes to a collective of a kind, such as `"all_reduce"`,
-            `"broadcast"`, `"barrier"`, `"send"` or `"recv"` (see `Collective.kind`); or in place of a torch function
-            that the program calls, such as `"linear"` or `"backward"`.
-        error: What it raises: an exception, or a class of exceptions that is called without arguments. None: a
-            `RuntimeError` that says where it comes from.
+        at: Where it fails: `"start"`; `"end"`; when it comes to a collective of a kind,
+            such as `"all_reduce"`, `"broadcast"`, `"barrier"`, `"send"` or `"recv"`
+            (see `Collective.kind`); or in place of a torch function that the program
+            calls, such as `"linear"` or `"backward"`.
+        error: What it raises: an exception, or a class of exceptions that is called
+            without arguments. None: a `RuntimeError` that says where it comes from.
         times: How often it fails.
         skip: How often it first gets away: with `skip=2` the third `all_reduce` fails.
 
@@ -49,7 +51,8 @@ def fail_in_rank(
         rank 1 is out of memory
 
     Raises:
-        AssertionError: If the block ends and the rank has not failed so often. It lists what it did come to.
+        AssertionError: If the block ends and the rank has not failed so often. It lists
+            what it did come to.
         TypeError: If an argument is of the wrong kind.
         ValueError: If a number is too low; from `run_ranks`, if there is no such rank.
     """
@@ -79,8 +82,9 @@ class Visits:
         for injection in self._planned:
             if injection.index >= n:
                 raise ValueError(
-                    f"{injection!r} names rank {injection.index}, and run_ranks was called with {plural(n, 'rank')} in "
-                    f"its block: they end at {n - 1}."
+                    f"{injection!r} names rank {injection.index}, and run_ranks was "
+                    f"called with {plural(n, 'rank')} in its block: they end at "
+                    f"{n - 1}."
                 )
 
     def came_to(self, rank: int, where: str) -> None:
@@ -116,7 +120,8 @@ class _Calls(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-# Functions of `torch.distributed` that ask for function modes, and have the names of kinds of collectives.
+# Functions of `torch.distributed` that ask for function modes, and have the names of
+# kinds of collectives.
 _COLLECTIVES = frozenset(
     (
         *(

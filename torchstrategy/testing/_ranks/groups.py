@@ -1,4 +1,7 @@
-"""The process group that ranks on threads have. torch's own C++ and Python work on it: reducer, FSDP, DTensor."""
+"""The process group that ranks on threads have.
+
+Torch's own C++ and Python work on it: reducer, FSDP, DTensor.
+"""
 
 from __future__ import annotations
 
@@ -33,12 +36,17 @@ _ProcessGroup: Any = dist.ProcessGroup
 
 @final
 class RankWork(_Work):  # type: ignore[misc]
-    """What an asynchronous collective returns. Until it is waited for, the tensors that it writes are spoiled."""
+    """What an asynchronous collective returns.
+
+    Until it is waited for, the tensors that it writes are spoiled.
+    """
 
     def __init__(self, world: World, rank: int, part: Part) -> None:
         super().__init__()
         self._world, self._rank, self._part = world, rank, part
-        self.is_stacked = False  # whether its result is one tensor, in which those that the rank gets are the rows
+        # Whether its result is one tensor, in which those that the rank gets are the
+        # rows.
+        self.is_stacked = False
 
     def wait(self, timeout: Any = None) -> bool:
         self._world.finish(self._rank, self._part)
@@ -64,8 +72,9 @@ class RankWork(_Work):  # type: ignore[misc]
         return self._values()
 
     def get_future(self) -> Any:
-        # C++ that waits for a future cannot hand over to another rank: so this waits, and the future is complete.
-        # The C++ that asks in a backward pass, for gradients, waits at its end.
+        # C++ that waits for a future cannot hand over to another rank: so this waits,
+        # and the future is complete. The C++ that asks in a backward pass, for
+        # gradients, waits at its end.
         self._world.finish(
             self._rank, self._part, is_early=after_backward(self._part.receive)
         )
@@ -85,7 +94,8 @@ class RankWork(_Work):  # type: ignore[misc]
 class RankGroup(_ProcessGroup):  # type: ignore[misc]
     """A process group, as one of its ranks has it.
 
-    Its methods are those that torch calls, by torch's names, with torch's arguments; ranks in them count in the group.
+    Its methods are those that torch calls, by torch's names, with torch's arguments;
+    ranks in them count in the group.
 
     Args:
         world: The run.
@@ -117,7 +127,8 @@ class RankGroup(_ProcessGroup):  # type: ignore[misc]
 
         Args:
             backend: What the program named.
-            backends: The backend for each type of device. Empty: there is no accelerator, and it takes any tensors.
+            backends: The backend for each type of device. Empty: there is no
+                accelerator, and it takes any tensors.
             bound: The device that the program gave as `device_id`.
         """
         self._named, self._backends, self._bound = backend, backends, bound
@@ -156,14 +167,20 @@ class RankGroup(_ProcessGroup):  # type: ignore[misc]
         return None if is_read_by_torch() else self._bound
 
     def _get_backend(self, device: Any) -> RankGroup:
-        """What has the group's collectives on a device: since torch 2.14, `batch_isend_irecv` asks any group for it."""
+        """What has the group's collectives on a device.
+
+        Since torch 2.14, `batch_isend_irecv` asks any group for it.
+        """
         kind = torch.device(device).type
         if self._backends and kind not in self._backends:
             raise RuntimeError(f"No backend type associated with device type {kind}")
         return self
 
     def _start_coalescing(self, device: Any) -> None:
-        """Collectives in a coalescing block are held one by one: each is checked, and each is in the record."""
+        """Collectives in a coalescing block are held one by one.
+
+        Each is checked, and each is in the record.
+        """
 
     def _end_coalescing(self, device: Any) -> None:
         """They have been held; what they return is waited for one by one."""
@@ -272,7 +289,8 @@ class RankGroup(_ProcessGroup):  # type: ignore[misc]
     ) -> RankWork:
         pieces = [piece for pieces in inputs for piece in pieces]
         self._check("reduce_scatter", outputs, pieces, _operation(opts))
-        # NCCL takes lists whose pieces differ in size: then the ranks' outputs do, and the lists have to be alike.
+        # NCCL takes lists whose pieces differ in size: then the ranks' outputs do, and
+        # the lists have to be alike.
         is_even = len({piece.shape for piece in pieces}) == 1
         return self._reduce_scatter(
             outputs, pieces, opts, shown=outputs if is_even else pieces
@@ -500,11 +518,14 @@ class RankGroup(_ProcessGroup):  # type: ignore[misc]
         operation: Any = None,
         is_coalesced: bool = False,
     ) -> None:
-        """Refuses what this rank alone can see to be wrong. Nothing is exchanged yet, so the group goes on to work."""
+        """Refuses what this rank alone can see to be wrong.
+
+        Nothing is exchanged yet, so the group goes on to work.
+        """
         check_backend(self._backends, kind, tensors, others, operation, is_coalesced)
 
     def _check_own(self, what: str, tensors: Values, other: int) -> None:
-        """Refuses a message of this rank to itself, where the backend does not take it."""
+        """Refuses a message of this rank to itself, if the backend does not take it."""
         if other == self.rank():
             backend = self._backends.get(tensors[0].device.type, self.name())
             check_own_message(f"rank {self._me} {what}", backend)
@@ -520,12 +541,11 @@ class RankGroup(_ProcessGroup):  # type: ignore[misc]
         return RankWork(self._world, self._me, part)
 
     def _pieces(self, tensor: torch.Tensor, rows: Sequence[int] = ()) -> Values:
-        """The piece of a tensor that belongs to each rank: equal ones, or `rows` of each."""
+        """The piece of a tensor for each rank: equal ones, or `rows` of each."""
         tensor = tensor.detach()
         if len(rows):
-            return list(
-                tensor.split([int(count) for count in rows])
-            )  # the counts may be a tensor
+            # The counts may be a tensor.
+            return list(tensor.split([int(count) for count in rows]))
         return list(tensor.reshape(len(self._ranks), -1).unbind())
 
 

@@ -1,4 +1,7 @@
-"""What each rank knows of what the others have done, from the collectives, messages and notes that it got."""
+"""What each rank knows of what the others have done.
+
+It knows it from the collectives, messages and notes that it got.
+"""
 
 from __future__ import annotations
 
@@ -16,15 +19,15 @@ class Moment(NamedTuple):
 class Happened:
     """For each rank, until when it knows of every other one: a vector clock.
 
-    A rank that waits for a collective knows what the others did before they called it. What two ranks do without
-    knowing of each other may happen in either order, whatever the order was in this run.
+    A rank that waits for a collective knows what the others did before they called it.
+    What two ranks do without knowing of each other may happen in either order, whatever
+    the order was in this run.
     """
 
     def __init__(self, size: int) -> None:
         self._clocks = [[0] * size for _ in range(size)]
-        self._notes = [
-            0
-        ] * size  # what is known to who reads the store of `torch.distributed`
+        # What is known to who reads the store of `torch.distributed`.
+        self._notes = [0] * size
 
     def now(self, rank: int) -> Moment:
         """This moment in the program of a rank."""
@@ -54,5 +57,8 @@ class Happened:
         self._notes = list(map(max, self._notes, self._clocks[rank]))
 
     def reads_note(self, rank: int) -> None:
-        """A rank reads one. Of whom it is does not matter: the store has no order that a program could miss."""
+        """A rank reads one.
+
+        Of whom it is does not matter: the store has no order that a program could miss.
+        """
         self.hears(rank, self._notes)

@@ -1,4 +1,7 @@
-"""Ranks share modules: what a module says of loggers, warnings and files while it is imported holds for all ranks."""
+"""Ranks share modules: what a module sets up on import holds for all ranks.
+
+It says something of loggers, warnings and files.
+"""
 
 from __future__ import annotations
 
@@ -18,15 +21,19 @@ from torchstrategy.testing._ranks.turns import Turns, Wait
 from torchstrategy.testing._simulation.replacing import replacing
 
 _ModuleLock: Any = importlib._bootstrap._ModuleLock  # type: ignore[attr-defined]
-_IMPORTING = "<frozen importlib._bootstrap>"  # the file of the frames in which a module is imported
+# The file of the frames in which a module is imported.
+_IMPORTING = "<frozen importlib._bootstrap>"
 
 
 @final
 class Imports:
-    """The calls of modules that were imported in a run. A rank that comes later repeats them on what it has itself.
+    """The calls of modules that were imported in a run.
+
+    A rank that comes later repeats them on what it has itself.
 
     Args:
-        turns: Of the ranks. One that waits while it imports a module keeps Python's lock of this module.
+        turns: Of the ranks. One that waits while it imports a module keeps Python's
+            lock of this module.
     """
 
     def __init__(self, turns: Turns) -> None:
@@ -42,7 +49,10 @@ class Imports:
             call()
 
     def noted(self) -> AbstractContextManager[None]:
-        """A block in which such calls are noted, and no rank waits for a module that another one is importing."""
+        """A block in which such calls are noted.
+
+        No rank waits for a module that another one is importing.
+        """
         places: list[tuple[Any, str]] = [
             (logging.Logger, "addHandler"),
             (logging.Logger, "setLevel"),
@@ -54,10 +64,8 @@ class Imports:
             ],
             (torch.serialization, "add_safe_globals"),
             (torch.serialization, "register_package"),
-            (
-                warnings,
-                "_add_filter",
-            ),  # through which all functions of `warnings` add a filter
+            # Through which all functions of `warnings` add a filter.
+            (warnings, "_add_filter"),
         ]
         there = [(owner, name) for owner, name in places if hasattr(owner, name)]
         noting = [
@@ -97,8 +105,9 @@ class _Import(Wait):
 
     def describe(self) -> str:
         return (
-            f"imports {self._module}, which another rank has begun to import. Ranks share modules, so call collectives "
-            "in functions, and not while a module is imported"
+            f"imports {self._module}, which another rank has begun to import. Ranks "
+            "share modules, so call collectives in functions, and not while a module "
+            "is imported"
         )
 
 

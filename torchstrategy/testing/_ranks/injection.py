@@ -13,7 +13,9 @@ Error = BaseException | type[BaseException] | None
 
 @final
 class Injection:
-    """A planned failure, and how often it still has to happen. Used on the thread of the one who fails.
+    """A planned failure, and how often it still has to happen.
+
+    Used on the thread of the one who fails.
 
     Args:
         tool: The public function that plans it, for messages.
@@ -68,8 +70,9 @@ class Injection:
                 for where, n in self._passed.items()
             )
             raise AssertionError(
-                f"The block of {self!r} has ended, and the {self._who} has failed {plural(self._failures, 'time')} "
-                f"instead of {self._times}. {self._who.capitalize()} {self.index} came to: "
+                f"The block of {self!r} has ended, and the {self._who} has failed "
+                f"{plural(self._failures, 'time')} instead of {self._times}. "
+                f"{self._who.capitalize()} {self.index} came to: "
                 f"{came_to or 'nothing: it was in no run'}."
             )
 
@@ -84,18 +87,24 @@ class Injection:
             raise self._make_error()
 
     def __repr__(self) -> str:
-        return f"{self._tool}({self.index!r}, at={self.at!r}, times={self._times!r}, skip={self._skip!r})"
+        return (
+            f"{self._tool}({self.index!r}, at={self.at!r}, times={self._times!r}, "
+            f"skip={self._skip!r})"
+        )
 
     def _maker_of(self, error: Error) -> Callable[[], BaseException]:
         if error is None:
             return lambda: RuntimeError(
-                f"This failure was injected: {self!r}, and {self._who} {self.index} has come to {self.at!r}."
+                f"This failure was injected: {self!r}, and {self._who} {self.index} "
+                f"has come to {self.at!r}."
             )
         if isinstance(error, BaseException):
             return lambda: error
         if isinstance(error, type) and issubclass(error, BaseException):
-            error()  # one that needs arguments is refused here, and not where it is raised
+            # One that needs arguments is refused here, and not where it is raised.
+            error()
             return error
         raise TypeError(
-            f"{self!r}: `error` is an exception or a class of exceptions; got {error!r}."
+            f"{self!r}: `error` is an exception or a class of exceptions; got "
+            f"{error!r}."
         )

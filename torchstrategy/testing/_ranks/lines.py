@@ -20,7 +20,10 @@ _NOT_THE_USERS = (
 
 
 def is_called_by_torch() -> bool:
-    """Whether it was torch's own code that called a collective, as `DistributedDataParallel` does."""
+    """Whether torch's own code called a collective.
+
+    `DistributedDataParallel` does.
+    """
     frame: FrameType | None = inspect.currentframe()
     while frame is not None:
         module = str(frame.f_globals.get("__name__"))
@@ -50,7 +53,9 @@ def is_called_by_a_library() -> bool:
 
 
 def places_of_the_user() -> list[tuple[str, int]]:
-    """The files and numbers of the lines that are neither torch's nor this library's, the innermost first.
+    """The files and numbers of the program's lines, the innermost first.
+
+    They are neither torch's nor this library's.
 
     Lines of installed packages come last: a program cannot change them.
     """

@@ -1,4 +1,7 @@
-"""A test that runs in ranks: plain ones, `async` ones, examples of hypothesis and methods of `unittest.TestCase`."""
+"""A test that runs in ranks: plain ones, `async` ones, and others.
+
+Examples of hypothesis and methods of `unittest.TestCase` do, too.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +21,15 @@ from torchstrategy.testing._ranks.run_ranks import run_ranks
 def in_ranks(
     test: Callable[..., Any], n: int, order: Any = None
 ) -> Callable[..., None]:
-    """A function that calls a test in `n` ranks. Of its arguments, `rank` and `capsys` are each rank's own."""
+    """A function that calls a test in `n` ranks.
+
+    Of its arguments, `rank` and `capsys` are each rank's own.
+    """
     before = getattr(test, "__wrapped__", None)
     if inspect.iscoroutinefunction(before) and not inspect.iscoroutinefunction(test):
-        test = before  # plugins for `async` tests wrap them, to run them in a loop of the caller's thread
+        # Plugins for `async` tests wrap them, to run them in a loop of the caller's
+        # thread.
+        test = before
 
     @functools.wraps(test)
     def in_each(*args: Any, **arguments: Any) -> None:
@@ -47,10 +55,13 @@ def _call(test: Callable[..., Any], args: Any, arguments: dict[str, Any]) -> Non
 def run_test_case(
     found: unittest.TestCase, method: str, n: int, order: Any = None
 ) -> None:
-    """Runs a method of a test case in `n` ranks: each makes one for itself, with its `setUp` and its `tearDown`.
+    """Runs a method of a test case in `n` ranks.
+
+    Each makes one for itself, with its `setUp` and its `tearDown`.
 
     Args:
-        found: The test case that the caller has. Each rank's has the attributes which fixtures have set on it.
+        found: The test case that the caller has. Each rank's has the attributes which
+            fixtures have set on it.
         method: The name of the method.
         n: How many ranks there are.
         order: The order in which they go on, as `run_ranks` takes it.
@@ -101,7 +112,10 @@ class Captured(NamedTuple):
 
 @final
 class OwnOutput:
-    """What the fixture `capsys` is in a rank: it has what this rank prints, and nothing of the others."""
+    """What the fixture `capsys` is in a rank.
+
+    It has what this rank prints, and nothing of the others.
+    """
 
     def __init__(self) -> None:
         self._outside = sys.stdout, sys.stderr

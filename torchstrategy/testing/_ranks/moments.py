@@ -1,4 +1,7 @@
-"""When ranks come to a collective, and when they have what they get, as those note it who listen."""
+"""When ranks come to a collective, and when they have what they get.
+
+Those who listen note it.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +43,10 @@ def ranks_end() -> None:
 
 
 def device_of(tensors: Sequence[torch.Tensor]) -> int | None:
-    """The index of the device that some tensors are on, None for the CPU; of no tensors, the current device."""
+    """The index of the device that some tensors are on, None for the CPU.
+
+    Of no tensors, it is the current device.
+    """
     if tensors:
         return index_of(tensors[0])
     return current_device() if device_count() else None
@@ -81,7 +87,10 @@ class Moments:
 
 
 def met(kind: str, size: int, ranks: Sequence[Moments]) -> dict[Listener, Any]:
-    """Says that all ranks have come; returns the moment at which it is over, as each who listens notes it."""
+    """Says that all ranks have come.
+
+    Returns the moment at which it is over, as each who listens notes it.
+    """
     ends = {}
     for listener in listeners():
         arrivals = [

@@ -17,7 +17,10 @@ _MOST_ENTRIES = 64  # of a dict or a module, which is searched at each collectiv
 
 
 def names_of(tensor: torch.Tensor) -> frozenset[str]:
-    """The names under which the functions of the user that run now, and their modules, have a tensor."""
+    """The names under which the user's functions that run now have a tensor.
+
+    Their modules may have it, too.
+    """
     names: set[str] = set()
     frame, left = inspect.currentframe(), _MOST_FRAMES
     with unseen_by_function_modes():
@@ -45,9 +48,8 @@ def _names_in(scope: Mapping[str, Any], tensor: torch.Tensor) -> Iterator[str]:
                 for key, entry in value.items()
                 if entry is tensor and type(key) is str
             )
-        elif issubclass(
-            type(value), torch.nn.Module
-        ):  # a stand-in for one may say that it is one
+        # A stand-in for one may say that it is one.
+        elif issubclass(type(value), torch.nn.Module):
             yield from _names_in_module(name, value, tensor)
 
 

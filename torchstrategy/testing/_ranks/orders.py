@@ -1,4 +1,7 @@
-"""The order in which ranks, or replicas, go on: as listed, reversed, or drawn from a seed."""
+"""The order in which ranks or replicas go on: as listed, reversed, or seeded.
+
+A seed draws the order.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +60,9 @@ class Drawn(Order):
 
 
 def with_a_seed(name: str) -> str:
-    """The name of an order that is the same each time: `random` gets a seed, and `random:7` and `reversed` stay.
+    """The name of an order that is the same each time.
+
+    `random` gets a seed, and `random:7` and `reversed` stay.
 
     Raises:
         ValueError: If there is no such order.
@@ -68,7 +73,8 @@ def with_a_seed(name: str) -> str:
     if kind == "random" and not colon:
         return f"random:{random.SystemRandom().randrange(10_000)}"
     raise ValueError(
-        f"{name!r} is no order: write 'reversed', 'random', or 'random:7' for what the seed 7 draws."
+        f"{name!r} is no order: write 'reversed', 'random', or 'random:7' for what the "
+        "seed 7 draws."
     )
 
 
@@ -87,7 +93,8 @@ def order_of_ranks(order: Sequence[int] | str | None, n: int) -> Order:
         )
     if sorted(order) != list(range(n)):
         raise ValueError(
-            f"run_ranks: `order` lists each of the {plural(n, 'rank')}, 0 to {n - 1}, once; got {order!r}."
+            f"run_ranks: `order` lists each of the {plural(n, 'rank')}, 0 to {n - 1}, "
+            f"once; got {order!r}."
         )
     return Listed(order)
 

@@ -12,9 +12,11 @@ class Part(NamedTuple):
     """A part of what a process has.
 
     Attributes:
-        take: Returns what it is now. What it returns must not change when the process changes.
+        take: Returns what it is now. What it returns must not change when the process
+            changes.
         put: Makes it what `take` returned.
-        is_same: Whether two that `take` returned are so alike that neither has to be put in place of the other.
+        is_same: Whether two that `take` returned are so alike that neither has to be
+            put in place of the other.
         begin: Returns what a new process has, of what the process has that begins it.
     """
 
@@ -33,7 +35,8 @@ def part_of_names(names: Sequence[tuple[Any, str]]) -> Part:
     """The part that is in attributes of modules and classes.
 
     Args:
-        names: Each with its owner. A list, dict or set may be written into: a new process has a copy of it.
+        names: Each with its owner. A list, dict or set may be written into: a new
+            process has a copy of it.
     """
 
     def take() -> list[Any]:
@@ -53,5 +56,8 @@ def part_of_names(names: Sequence[tuple[Any, str]]) -> Part:
 
 
 def never_same(one: object, other: object) -> bool:
-    """Says of a part that it is put in place each time: to compare would take longer, or ask the program's objects."""
+    """Says of a part that it is put in place each time.
+
+    To compare would take longer, or ask the program's objects.
+    """
     return False

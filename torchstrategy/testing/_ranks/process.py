@@ -1,4 +1,7 @@
-"""What Python has once for a process: built-in names, streams, hooks, warnings, loggers, settings, Hydra, folder."""
+"""What Python has once for a process.
+
+Built-in names, streams, hooks, warnings, loggers, settings, Hydra, folder.
+"""
 
 from __future__ import annotations
 
@@ -59,10 +62,8 @@ _NAMES: list[tuple[Any, str]] = [
     ],
     *[(logging.root.manager, name) for name in ("loggerClass", "logRecordFactory")],
     (tempfile, "tempdir"),
-    (
-        multiprocessing.context._default_context,
-        "_actual_context",
-    ),  # what `set_start_method` sets
+    # What `set_start_method` sets.
+    (multiprocessing.context._default_context, "_actual_context"),
     (asyncio.events, "_event_loop_policy"),
 ]
 _NAMES = [(owner, name) for owner, name in _NAMES if hasattr(owner, name)]
@@ -87,7 +88,8 @@ def _have_the_same_objects(some: dict[str, Any], others: dict[str, Any]) -> bool
     )
 
 
-# What programs set on a logger: level, `propagate`, `disabled`, handlers, filters. A process has hundreds of loggers.
+# What programs set on a logger: level, `propagate`, `disabled`, handlers, filters. A
+# process has hundreds of loggers.
 _Logger = tuple[int, bool, bool, tuple[logging.Handler, ...], tuple[Any, ...]]
 _NEW: _Logger = (logging.NOTSET, True, False, (), ())
 
@@ -112,9 +114,8 @@ def _take_loggers() -> dict[logging.Logger, _Logger]:
 
 def _put_loggers(loggers: dict[logging.Logger, _Logger]) -> None:
     for logger, now in _take_loggers().items():
-        wanted = loggers.get(
-            logger, _NEW
-        )  # a logger that another rank has made is new here
+        # A logger that another rank has made is new here.
+        wanted = loggers.get(logger, _NEW)
         if now == wanted:
             continue
         level, logger.propagate, logger.disabled, handlers, filters = wanted
@@ -124,7 +125,8 @@ def _put_loggers(loggers: dict[logging.Logger, _Logger]) -> None:
 
 
 _logging: Any = logging
-# What programs set on a handler: level, form, filters. Ranks share those that were there before.
+# What programs set on a handler: level, form, filters. Ranks share those that were
+# there before.
 _Handler = tuple[int, logging.Formatter | None, tuple[Any, ...]]
 
 
@@ -196,8 +198,10 @@ class _Environment(NamedTuple):
     """The environment of a process.
 
     Attributes:
-        place: What `os.environ` is. A program may set it to a dict, which does not change the true environment.
-        content: The true environment, in the form in which Python keeps it, which need not be decoded to be compared.
+        place: What `os.environ` is. A program may set it to a dict, which does not
+            change the true environment.
+        content: The true environment, in the form in which Python keeps it, which need
+            not be decoded to be compared.
     """
 
     place: Any
@@ -212,7 +216,8 @@ def _take_environment() -> _Environment:
 
 
 def _put_environment(wanted: _Environment) -> None:
-    setattr(os, "environ", wanted.place)  # noqa: B010  # as a name: this is not meant to change the variables
+    # As a name: this is not meant to change the variables.
+    setattr(os, "environ", wanted.place)  # noqa: B010
     now = dict(_environment._data)
     for name in now.keys() - wanted.content.keys():
         del _environment[_environment.decodekey(name)]
@@ -226,7 +231,10 @@ def _is_same_environment(one: _Environment, other: _Environment) -> bool:
 
 
 def _begin_environment(environment: _Environment) -> _Environment:
-    """What a process has that this one begins: what is in `os.environ` is its true environment, and not a dict."""
+    """What a process has that this one begins.
+
+    What is in `os.environ` is its true environment, and not a dict.
+    """
     if environment.place is _environment:
         return environment
     return add_to_environment(_Environment(_environment, {}), environment.place)
@@ -244,7 +252,10 @@ def add_to_environment(
 
 
 def _take_running_hydra() -> Any:
-    """The run of Hydra that `hydra.main` has begun, of which it lets a process have one; None if there is none."""
+    """The run of Hydra that `hydra.main` has begun; None if there is none.
+
+    Hydra lets a process have one.
+    """
     # The class is not there yet while the module is imported.
     kind = getattr(sys.modules.get("hydra.core.global_hydra"), "GlobalHydra", None)
     return None if kind is None else kind.instance().hydra

@@ -24,7 +24,10 @@ class _Open(NamedTuple):
 
 @final
 class OneProfiler:
-    """Says whose the profiler is. torch has one for a process, and a second one, on another thread, ends Python."""
+    """Says whose the profiler is.
+
+    Torch has one for a process, and a second one, on another thread, ends Python.
+    """
 
     def __init__(self) -> None:
         self._open: _Open | None = None
@@ -40,11 +43,10 @@ class OneProfiler:
         )
 
     def close(self, rank: int) -> None:
-        """Ends the profiler of a rank that has ended and left it open; on that rank's thread."""
+        """Ends, on its thread, the profiler that a rank has left open when it ended."""
         if self._open is not None and self._open.rank == rank:
-            with suppress(
-                RuntimeError
-            ):  # torch's, if it was prepared, and has not begun
+            # Torch's, if it was prepared, and has not begun.
+            with suppress(RuntimeError):
                 self._open.profiler.__exit__(None, None, None)
             self._open = None
 
@@ -81,7 +83,8 @@ class OneProfiler:
 
 def _refusal(rank: int, why: str) -> str:
     return (
-        f"rank {rank} begins a profiler of torch ({line_of_the_user()}), and {why}. torch has one profiler for a "
-        "process, and these ranks are threads of one: two at a time would end Python. Let one rank profile: "
-        "`with torch.profiler.profile(...) if rank == 0 else contextlib.nullcontext():`."
+        f"rank {rank} begins a profiler of torch ({line_of_the_user()}), and {why}. "
+        "torch has one profiler for a process, and these ranks are threads of one: two "
+        "at a time would end Python. Let one rank profile: `with "
+        "torch.profiler.profile(...) if rank == 0 else contextlib.nullcontext():`."
     )

@@ -1,7 +1,10 @@
-"""What a backend refuses of one rank's tensors, before it exchanges anything: torch's own errors, in its words.
+"""What a backend refuses of one rank's tensors, before it exchanges anything.
 
-A group of ranks would take most of it, since it copies tensors of the CPU. A program that passed here would then fail
-on a cluster. The errors are those that torch 2.11 raised on an H100, but for those of a rank's messages to itself.
+These are torch's own errors, in its words.
+
+A group of ranks would take most of it, since it copies tensors of the CPU. A program
+that passed here would then fail on a cluster. The errors are those that torch 2.11
+raised on an H100, but for those of a rank's messages to itself.
 """
 
 from __future__ import annotations
@@ -52,24 +55,27 @@ def check_backend(
     """Refuses what the backend does not take.
 
     Args:
-        backends: The backend for each type of device. Empty: there is no accelerator, and any name is served.
+        backends: The backend for each type of device. Empty: there is no accelerator,
+            and any name is served.
         kind: Which collective.
         tensors: The tensors that the backend looks at.
         others: More tensors of the collective, which may be anywhere.
         operation: How it reduces, if it does.
-        is_coalesced: Whether the backend takes tensors together, and then in any order of memory.
+        is_coalesced: Whether the backend takes tensors together, and then in any order
+            of memory.
 
     Raises:
-        RuntimeError: If there is no backend for their device, or NCCL is to reduce sparse tensors.
-        ValueError: If NCCL does not take tensors of their layout, or does not know the reduction.
+        RuntimeError: If there is no backend for their device, or NCCL is to reduce
+            sparse tensors.
+        ValueError: If NCCL does not take tensors of their layout, or does not know the
+            reduction.
         TypeError: If NCCL does not know their dtype.
     """
     if not backends or not tensors:
         return
     types = [tensor.device.type for tensor in (*tensors, *others)]
-    chosen = next(
-        (one for one in types if one != "cpu"), "cpu"
-    )  # torch chooses the backend of an accelerator first
+    # torch chooses the backend of an accelerator first.
+    chosen = next((one for one in types if one != "cpu"), "cpu")
     if chosen not in backends:
         if chosen == "cpu" and _is_called_by("object"):
             return  # they are not moved to the device here, as torch does
@@ -85,7 +91,8 @@ def check_backend(
 def _check_layout(kind: str, tensor: torch.Tensor, is_coalesced: bool) -> None:
     if tensor.is_sparse and kind == "all_reduce":
         raise RuntimeError(
-            "NCCL does not support all_reduce with sparse tensors. Please use dense tensors instead."
+            "NCCL does not support all_reduce with sparse tensors. Please use dense "
+            "tensors instead."
         )
     if tensor.is_sparse or tensor.device.type == "cpu":
         raise ValueError("Tensors must be CUDA and dense")
@@ -103,7 +110,8 @@ def _is_contiguous(tensor: torch.Tensor) -> bool:
 def _check_dtype(dtype: torch.dtype, operation: Any) -> None:
     if dtype not in _DTYPES_OF_NCCL:
         raise TypeError(
-            f"Input tensor data type is not supported for NCCL process group: {name_in_cpp(dtype)}"
+            "Input tensor data type is not supported for NCCL process group: "
+            f"{name_in_cpp(dtype)}"
         )
     reduction = "" if operation is None else name_of(operation)
     if reduction == "avg" and dtype is torch.bool:
@@ -113,7 +121,10 @@ def _check_dtype(dtype: torch.dtype, operation: Any) -> None:
 
 
 def _is_called_by(part_of_name: str) -> bool:
-    """Whether a function of `torch.distributed` called the collective: one such as `all_gather_object`."""
+    """Whether a function of `torch.distributed` called the collective.
+
+    It is one such as `all_gather_object`.
+    """
     frame: FrameType | None = inspect.currentframe()
     while frame is not None:
         if (
@@ -126,7 +137,9 @@ def _is_called_by(part_of_name: str) -> bool:
 
 
 def check_own_message(what: str, backend: str) -> None:
-    """Refuses a message of a rank to itself. gloo has no connection for it; NCCL takes its two ends only together.
+    """Refuses a message of a rank to itself.
+
+    Gloo has no connection for it; NCCL takes its two ends only together.
 
     Args:
         what: Who does what, for the error.
@@ -141,13 +154,13 @@ def check_own_message(what: str, backend: str) -> None:
         )
     if backend == _NCCL and not _is_called_by("batch_isend_irecv"):
         raise RuntimeError(
-            f"{what}, and NCCL takes both ends of such a message only together. Copy the tensor, or give "
-            "`batch_isend_irecv` the `isend` and the `irecv`."
+            f"{what}, and NCCL takes both ends of such a message only together. Copy "
+            "the tensor, or give `batch_isend_irecv` the `isend` and the `irecv`."
         )
 
 
 def check_gathered(output: torch.Tensor, given: torch.Tensor, count: int) -> None:
-    """Refuses an output of `all_gather_into_tensor` that has not the room for what all ranks give.
+    """Refuses an output of `all_gather_into_tensor` without room for all ranks' input.
 
     Raises:
         TypeError: If its dtype is another one.
@@ -177,7 +190,7 @@ def check_scattered(output: torch.Tensor, given: torch.Tensor, count: int) -> No
 
 
 def check_split(tensor: torch.Tensor, rows: Sequence[int], count: int) -> None:
-    """Refuses a tensor of `all_to_all_single` whose rows cannot be divided among the ranks.
+    """Refuses a tensor of `all_to_all_single` whose rows ranks cannot divide.
 
     Raises:
         RuntimeError: If they cannot.

@@ -58,44 +58,55 @@ def run_ranks(
     args: Sequence[Any] = (),
     order: Sequence[int] | str | None = None,
 ) -> tuple[list[T], RankRecord]:
-    """Runs a distributed program in this process: calls `main(rank, *args)` on a thread for each of `n` ranks.
+    """Runs a distributed program in this process, on a thread for each of `n` ranks.
 
-    `main` is written as for `torchrun` or `torch.multiprocessing.spawn`: it calls `init_process_group`, with any
-    backend, and uses `torch.distributed`, `DistributedDataParallel`, FSDP2, DTensor, pipelines, distributed
-    checkpoints. These are torch's own; only the process group below them is another one.
+    It calls `main(rank, *args)` there.
 
-    One rank runs at a time, until it has to wait for another. So a run is the same each time, nothing waits for a
-    timeout, and what would hang on a cluster raises an error at once. The error says which rank waits in which
-    collective, at which line, for whom: if sizes, dtypes, roots, operations or the order of collectives differ, or if a
-    rank ends early or fails.
+    `main` is written as for `torchrun` or `torch.multiprocessing.spawn`: it calls
+    `init_process_group`, with any backend, and uses `torch.distributed`,
+    `DistributedDataParallel`, FSDP2, DTensor, pipelines, distributed checkpoints. These
+    are torch's own; only the process group below them is another one.
 
-    Each rank has what a process has: `RANK`, `LOCAL_RANK`, `WORLD_SIZE`, `LOCAL_WORLD_SIZE`, `MASTER_ADDR` and
-    `MASTER_PORT` in `os.environ`, random numbers (seeded as this process is now), a default dtype, process groups;
-    built-in names (a rank may replace `print`), `sys.argv`, `sys.stdout`, hooks of Python and those for every
-    `nn.Module`, warnings, loggers, a working folder. If devices are simulated, rank r begins with device r as its
-    current one, and starts again at the first where there are fewer. Ranks do share modules and their global variables,
-    and one at a time may have torch's profiler.
+    One rank runs at a time, until it has to wait for another. So a run is the same each
+    time, nothing waits for a timeout, and what would hang on a cluster raises an error
+    at once. The error says which rank waits in which collective, at which line, for
+    whom: if sizes, dtypes, roots, operations or the order of collectives differ, or if
+    a rank ends early or fails.
 
-    What a collective writes holds NaN, or the lowest integer, until it is waited for. Messages are received before
-    `send` returns, as large ones are on GPUs.
+    Each rank has what a process has: `RANK`, `LOCAL_RANK`, `WORLD_SIZE`,
+    `LOCAL_WORLD_SIZE`, `MASTER_ADDR` and `MASTER_PORT` in `os.environ`, random numbers
+    (seeded as this process is now), a default dtype, process groups; built-in names (a
+    rank may replace `print`), `sys.argv`, `sys.stdout`, hooks of Python and those for
+    every `nn.Module`, warnings, loggers, a working folder. If devices are simulated,
+    rank r begins with device r as its current one, and starts again at the first where
+    there are fewer. Ranks do share modules and their global variables, and one at a
+    time may have torch's profiler.
+
+    What a collective writes holds NaN, or the lowest integer, until it is waited for.
+    Messages are received before `send` returns, as large ones are on GPUs.
 
     Args:
         main: The program. It is called with the rank, an int from 0.
         n: How many ranks there are.
         args: What else it is called with.
-        order: Which rank goes on, of those that can. A list of all ranks: the first in it; None: the lowest;
-            `"reversed"`: the highest. `"random:7"`: one that is drawn from the seed 7, and then ranks hand over at each
-            collective, also where they need not wait; so missing barriers and races through files show. `"random"`:
-            the same with a new seed, which is in the record and in a note of what is raised.
+        order: Which rank goes on, of those that can. A list of all ranks: the first in
+            it; None: the lowest; `"reversed"`: the highest. `"random:7"`: one that is
+            drawn from the seed 7, and then ranks hand over at each collective, also
+            where they need not wait; so missing barriers and races through files show.
+            `"random"`: the same with a new seed, which is in the record and in a note
+            of what is raised.
 
     Returns:
         What `main` returned in each rank, in order, and the record of the collectives.
 
     Raises:
-        RanksStopped: A `RuntimeError`, if no rank can go on, or if ranks call collectives that do not fit together.
-        RuntimeError: If a rank does not wait for what a collective writes, or writes there before it has waited; if two
-            ranks profile at a time; or if this is called in a rank.
-        BaseException: What a rank raised first, as the same object. A note says which rank it was.
+        RanksStopped: A `RuntimeError`, if no rank can go on, or if ranks call
+            collectives that do not fit together.
+        RuntimeError: If a rank does not wait for what a collective writes, or writes
+            there before it has waited; if two ranks profile at a time; or if this is
+            called in a rank.
+        BaseException: What a rank raised first, as the same object. A note says which
+            rank it was.
         TypeError: If an argument is of the wrong kind.
         ValueError: If `n` is below 1, or `order` does not list each rank once.
 
@@ -121,13 +132,17 @@ def run_recorded(
     args: Sequence[Any] = (),
     order: Sequence[int] | str | None = None,
 ) -> list[T]:
-    """`run_ranks`, with a record that the caller has: it is of use, too, if the run ends with an error."""
+    """`run_ranks`, with a record that the caller has.
+
+    The record is of use, too, if the run ends with an error.
+    """
     _check_number(n)
     chosen = order_of_ranks(order, n)
     record.order = "" if order is None else str(chosen)
     if current_world() is not None:
         raise RuntimeError(
-            f"run_ranks was called in rank {current_rank()} of another run_ranks. Call it around the program, once."
+            f"run_ranks was called in rank {current_rank()} of another run_ranks. Call "
+            "it around the program, once."
         )
     run = _Run(main, n, args, chosen, record)
     run.go()
@@ -164,17 +179,14 @@ class _Run:
         self._belongings = [
             self._mine.begin_process(_environment(rank, n)) for rank in range(n)
         ]
-        self._taken_off: Belongings | None = (
-            None  # what the process still has, between the turns of two ranks
-        )
-        self._marks = [
-            next(_marks) for _ in range(n)
-        ]  # of the device meshes of each rank
+        # What the process still has, between the turns of two ranks.
+        self._taken_off: Belongings | None = None
+        # Of the device meshes of each rank.
+        self._marks = [next(_marks) for _ in range(n)]
         self._gone: set[int] = set()
         self._one_gone = threading.Semaphore(0)
-        self._errors: dict[
-            int, BaseException
-        ] = {}  # in the order in which ranks failed
+        # In the order in which ranks failed.
+        self._errors: dict[int, BaseException] = {}
         self.results: list[Any] = [None] * n
 
     def go(self) -> None:
@@ -184,7 +196,8 @@ class _Run:
             for rank in range(self._n)
         ]
         isolate_threads(True)
-        # A rank's thread may be the first one that traces; at its end it would free what torch needs for others.
+        # A rank's thread may be the first one that traces; at its end it would free
+        # what torch needs for others.
         keep_what_stands_in_for_gpus()
         try:
             with (
@@ -228,9 +241,8 @@ class _Run:
 
     def _run_here(self, rank: int) -> None:
         settle_here(self.world, rank)
-        torch.autograd.set_multithreading_enabled(
-            False
-        )  # backward, with its collectives, belongs to this thread
+        # Backward, with its collectives, belongs to this thread.
+        torch.autograd.set_multithreading_enabled(False)
         how = "has ended"
         try:
             self._turns.begin(rank)
@@ -249,12 +261,19 @@ class _Run:
             self._turns.end(rank, how)
 
     def _wait(self) -> None:
-        """Waits for all ranks. After a Ctrl-C, `Thread.join` of Python 3.11 takes threads that run for ended ones."""
+        """Waits for all ranks.
+
+        After a Ctrl-C, `Thread.join` of Python 3.11 takes threads that run for ended
+        ones.
+        """
         while len(self._gone) < self._n:
             self._one_gone.acquire()
 
     def _end(self, threads: Sequence[threading.Thread]) -> None:
-        """Raises an error in the rank whose turn it is, which may never come to a collective, until all have ended."""
+        """Raises an error in the rank whose turn it is, until all have ended.
+
+        This rank may never come to a collective.
+        """
         while len(self._gone) < self._n:
             rank = self._turns.running
             if rank in self._gone:
@@ -265,13 +284,13 @@ class _Run:
             self._one_gone.acquire(timeout=0.1)
 
     def _check_waits(self, rank: int) -> None:
-        self._turns.check(
-            rank
-        )  # the program may have caught the error by which it was told
+        # The program may have caught the error by which it was told.
+        self._turns.check(rank)
         if forgotten := self.world.never_waited_for(rank):
             raise RuntimeError(
-                f"rank {rank} has ended, and never waited for {forgotten[0]}: its tensors hold nothing of use. Call "
-                "`wait()` on what the asynchronous collective returned."
+                f"rank {rank} has ended, and never waited for {forgotten[0]}: its "
+                "tensors hold nothing of use. Call `wait()` on what the asynchronous "
+                "collective returned."
             )
 
     def _raise(self) -> None:
@@ -332,15 +351,19 @@ class _Run:
         mine = current_rank()
         if rank not in (-1, mine) or size not in (-1, self._n):
             raise ValueError(
-                f"init_process_group(rank={rank}, world_size={size}) was called in rank {mine} of {self._n}. "
-                "Leave both away, or give it the rank with which run_ranks calls the program, and the number of ranks."
+                f"init_process_group(rank={rank}, world_size={size}) was called in "
+                f"rank {mine} of {self._n}. Leave both away, or give it the rank with "
+                "which run_ranks calls the program, and the number of ranks."
             )
         return mine, self._n
 
 
 @contextmanager
 def _outside_of_the_program() -> Iterator[None]:
-    """A block whose operators neither the modes nor the transforms see in which the rank of this thread is."""
+    """A block whose operators neither modes nor transforms see.
+
+    They are those in which the rank of this thread is.
+    """
     with (
         unwatched(),
         unseen_by_function_modes(),

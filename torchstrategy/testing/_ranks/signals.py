@@ -1,7 +1,8 @@
-"""Handlers of signals: each rank has its own, and they answer what the rank sends to itself.
+"""Handlers of signals: each rank has its own, for what the rank sends to itself.
 
-Python calls handlers on its main thread, and allows no other thread to set one. A signal from outside goes to the
-process that runs the ranks, and ends them all, as Ctrl-C does.
+Python calls handlers on its main thread, and allows no other thread to set one. A
+signal from outside goes to the process that runs the ranks, and ends them all, as
+Ctrl-C does.
 """
 
 from __future__ import annotations
@@ -42,7 +43,10 @@ class OwnSignals:
     def _in_ranks(
         self, function: Callable[..., Any], own: Callable[..., Any] | None
     ) -> Callable[..., Any]:
-        """A function for all threads: ranks call `own`, with the original before its arguments, or are refused."""
+        """A function for all threads, in which ranks call `own` or are refused.
+
+        `own` gets the original before its arguments.
+        """
 
         def called(*args: Any, **kwargs: Any) -> Any:
             if current_world() is None:
@@ -50,8 +54,9 @@ class OwnSignals:
             if own is not None:
                 return own(function, *args, **kwargs)
             raise RuntimeError(
-                f"rank {current_rank()} called signal.{function.__name__}(), which a process has once, and the ranks "
-                "of run_ranks are threads of one process. Leave it away in tests, or run this program with torchrun."
+                f"rank {current_rank()} called signal.{function.__name__}(), which a "
+                "process has once, and the ranks of run_ranks are threads of one "
+                "process. Leave it away in tests, or run this program with torchrun."
             )
 
         return called
@@ -61,7 +66,8 @@ class OwnSignals:
     ) -> Any:
         if not callable(handler) and handler not in (signal.SIG_DFL, signal.SIG_IGN):
             raise TypeError(
-                "signal handler must be signal.SIG_IGN, signal.SIG_DFL, or a callable object"
+                "signal handler must be signal.SIG_IGN, signal.SIG_DFL, or a callable "
+                "object"
             )
         before = signal.getsignal(signalnum)
         self._handlers[current_rank(), int(signalnum)] = handler

@@ -1,4 +1,7 @@
-"""`torch.distributed`'s stores, in which processes leave notes for each other. A rank that waits for one hands over."""
+"""`torch.distributed`'s stores, in which processes leave notes for each other.
+
+A rank that waits for one hands over.
+"""
 
 from __future__ import annotations
 
@@ -15,19 +18,21 @@ from torchstrategy.testing._ranks.torch_internals import Store
 from torchstrategy.testing._ranks.turns import Wait
 from torchstrategy.testing._ranks.world import Notes, World, current_rank, current_world
 
-_FOR_EVER = timedelta(
-    minutes=5
-)  # torch's timeout of a store. If no less is said, a wait that cannot end is a fault
+# Torch's timeout of a store. If no less is said, a wait that cannot end is a fault.
+_FOR_EVER = timedelta(minutes=5)
 _drawn_ports = count(49152)
 
 
 class RankStore(Store):  # type: ignore[misc]
-    """A store of all ranks, as one rank uses it. torch's C++ calls its methods with bytes.
+    """A store of all ranks, as one rank uses it.
+
+    Torch's C++ calls its methods with bytes.
 
     Args:
         world: The ranks.
         rank: The rank that uses it.
-        name: What tells it from the other stores of these ranks. Empty: it is the one by which they have met.
+        name: What tells it from the other stores of these ranks. Empty: it is the one
+            by which they have met.
     """
 
     def __init__(self, world: World, rank: int, name: str = "") -> None:
@@ -180,17 +185,16 @@ class FileStore(RankStore):
         return self._path
 
 
-STORES: dict[str, type[RankStore]] = {
-    "TCPStore": TCPStore,
-    "FileStore": FileStore,
-}  # by torch's names
+# By torch's names.
+STORES: dict[str, type[RankStore]] = {"TCPStore": TCPStore, "FileStore": FileStore}
 
 
 def _world_here() -> World:
     world = current_world()
     if world is None:
         raise RuntimeError(
-            "A store was made on a thread that is no rank: make it where the ranks of the program run."
+            "A store was made on a thread that is no rank: make it where the ranks of "
+            "the program run."
         )
     return world
 
@@ -219,7 +223,10 @@ class _Pushed(Wait):
         return bool(self._notes.queues.get(self.keys[0]))
 
     def describe(self) -> str:
-        return f"waits for what is pushed to {self.keys[0]!r} in the store of torch.distributed"
+        return (
+            f"waits for what is pushed to {self.keys[0]!r} in the store of "
+            "torch.distributed"
+        )
 
 
 def _as_bytes(value: Any) -> bytes:

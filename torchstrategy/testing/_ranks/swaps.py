@@ -1,12 +1,14 @@
 """Collectives that ranks call in another order, and that fit together all the same.
 
-Two ranks add up `a` and `b`, one the other way round. The sizes are the same, so nothing stops, and each tensor holds
-a sum of both.
+Two ranks add up `a` and `b`, one the other way round. The sizes are the same, so
+nothing stops, and each tensor holds a sum of both.
 
-Note [What is a swap]: Once, rank 0 had `a` where rank 1 had `b`; and once, rank 0 had `b` where rank 1 had `a`. Or rank
-1 had `c` there, and `a` where rank 0 had `c`: a ring of any length, as where two ranks go through the same names in
-other orders. A part of a ring is no fault: each rank may have names, and lines, of its own. Where a collective has a
-root, ranks change roles, and call `tensor` and `buffer` by turns; so only those without a root are compared.
+Note [What is a swap]: Once, rank 0 had `a` where rank 1 had `b`; and once, rank 0 had
+`b` where rank 1 had `a`. Or rank 1 had `c` there, and `a` where rank 0 had `c`: a ring
+of any length, as where two ranks go through the same names in other orders. A part of a
+ring is no fault: each rank may have names, and lines, of its own. Where a collective
+has a root, ranks change roles, and call `tensor` and `buffer` by turns; so only those
+without a root are compared.
 """
 
 from __future__ import annotations
@@ -48,7 +50,10 @@ class Swaps:
         self._seen: dict[Hashable, dict[tuple[_Names, _Names], tuple[Said, Said]]] = {}
 
     def find(self, group: Hashable, first: Said, other: Said) -> str | None:
-        """A message, if two ranks have called two collectives of a group the other way round."""
+        """A message, if two ranks called two collectives the other way round.
+
+        They are collectives of one group.
+        """
         here, there = _apart(first, other)
         if not here or not there:
             return None
@@ -64,7 +69,9 @@ class Swaps:
 def _ring(
     seen: dict[tuple[_Names, _Names], tuple[Said, Said]], here: _Names, there: _Names
 ) -> list[tuple[Said, Said]] | None:
-    """What was called before, so that the second rank has come round to what the first one calls now; None: nothing.
+    """What came before, so that the second rank has what the first one calls now.
+
+    It has come round to it. None: nothing did.
 
     Of several ways it is the shortest one.
     """
@@ -99,7 +106,8 @@ def _message(called: list[tuple[Said, Said]]) -> str:
             rows.append(f"{start} {pair[place].words} of `{min(names)}`")
     first, other = called[0]
     return (
-        f"Ranks {first.rank} and {other.rank} have called collectives of the same size in another order:\n"
+        f"Ranks {first.rank} and {other.rank} have called collectives of the same size "
+        "in another order:\n"
         + "\n".join(rows)
         + "\nEach tensor has numbers of both. Call them in the same order on all ranks."
     )

@@ -1,4 +1,7 @@
-"""The numbers of tensors that ranks exchange: taken when a collective is called, and brought when it is waited for."""
+"""The numbers of tensors that ranks exchange.
+
+They are taken when a collective is called, and brought when it is waited for.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +17,12 @@ from torchstrategy.testing._simulation.shapes import is_large, shapes_only
 
 
 def _seen_here(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor on the CPU that has the memory of `tensor`. `data` keeps writes out of autograd's count of versions.
+    """A tensor on the CPU that has the memory of `tensor`.
 
-    A tensor whose class handles its operators may have no memory of its own: then it is `tensor` itself.
+    `data` keeps writes out of autograd's count of versions.
+
+    A tensor whose class handles its operators may have no memory of its own: then it is
+    `tensor` itself.
     """
     return (
         on_cpu(tensor.detach())
@@ -31,9 +37,12 @@ def _handles_operators(tensor: torch.Tensor) -> bool:
 
 
 def taken(tensor: torch.Tensor) -> torch.Tensor:
-    """The numbers that a tensor has now. They are no tensor of its device, whose memory a network does not take.
+    """The numbers that a tensor has now.
 
-    Where only shapes are computed, large tensors have no numbers, and what is taken has none either.
+    They are no tensor of its device, whose memory a network does not take.
+
+    Where only shapes are computed, large tensors have no numbers, and what is taken has
+    none either.
     """
     if _has_no_numbers(tensor):
         return torch.empty_like(tensor, device="meta")
@@ -63,9 +72,8 @@ def bring(values: torch.Tensor, tensor: torch.Tensor) -> None:
     if values.is_meta or _has_no_numbers(tensor):
         return
     if values.is_sparse:
-        with (
-            torch.no_grad()
-        ):  # `data` of a sparse tensor gets indices and values of its own
+        # `data` of a sparse tensor gets indices and values of its own.
+        with torch.no_grad():
             tensor.copy_(values)
         return
     here = _seen_here(tensor)
@@ -124,7 +132,10 @@ _SHOWN = 4
 
 
 def _in_words(tensor: torch.Tensor) -> str:
-    return f"{'x'.join(map(str, tensor.shape)) or '1'} {str(tensor.dtype).removeprefix('torch.')}"
+    return (
+        f"{'x'.join(map(str, tensor.shape)) or '1'} "
+        f"{str(tensor.dtype).removeprefix('torch.')}"
+    )
 
 
 def name_of(operation: Any) -> str:

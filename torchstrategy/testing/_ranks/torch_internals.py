@@ -1,7 +1,8 @@
 """The private names of torch that only ranks in one process need, each with its reason.
 
-When torch moves one of them, this file changes and no other does. `tests/unit/testing/test_ranks_and_torch.py` has a
-test for each. Settings of torch are in `torch_settings.py`.
+When torch moves one of them, this file changes and no other does.
+`tests/unit/testing/test_ranks_and_torch.py` has a test for each. Settings of torch are
+in `torch_settings.py`.
 """
 
 from __future__ import annotations
@@ -31,11 +32,13 @@ from torchstrategy.testing._simulation.replacing import replacing
 T = TypeVar("T")
 
 _c10d: Any = torch._C._distributed_c10d
-# C++ keeps a table of process groups by name. With isolation, each thread has a table of its own.
+# C++ keeps a table of process groups by name. With isolation, each thread has a table
+# of its own.
 isolate_threads: Callable[[bool], None] = _c10d._set_thread_isolation_mode
 _dist: Any = dist
 Store: Any = _dist.Store  # type checkers do not know it
-# A block outside of the transforms of `torch.func` in which this thread is: tensors there are not their wrappers.
+# A block outside of the transforms of `torch.func` in which this thread is: tensors
+# there are not their wrappers.
 outside_of_transforms: Callable[[], AbstractContextManager[Any]] = (
     pyfunctorch.temporarily_clear_interpreter_stack
 )
@@ -51,8 +54,8 @@ class _Variable:
         module: The module that has it. It may be imported in the middle of a run.
         path: Where it is there: `name`, or `Class.name`.
         make: What it holds in a process that has just imported the module.
-        is_inherited: Whether it is set by libraries that are imported, or by who starts the ranks. Then a rank begins
-            with a copy of it.
+        is_inherited: Whether it is set by libraries that are imported, or by who starts
+            the ranks. Then a rank begins with a copy of it.
     """
 
     module: str
@@ -61,7 +64,10 @@ class _Variable:
     is_inherited: bool = False
 
     def find_owner(self) -> Any:
-        """The module, class or object that has it; None if there is none yet, or this version of torch has none."""
+        """The module, class or object that has it; None if there is none yet.
+
+        It is also None if this version of torch has none.
+        """
         owner: Any = sys.modules.get(self.module)
         if owner is None:
             return None
@@ -76,7 +82,10 @@ class _Variable:
 
 @final
 class _Variables:
-    """Those of the variables of a process that there are. It looks for each until it is there: ranks often ask."""
+    """Those of the variables of a process that there are.
+
+    It looks for each until it is there: ranks often ask.
+    """
 
     def __init__(self, variables: Sequence[_Variable]) -> None:
         self._missing = list(variables)
@@ -108,7 +117,8 @@ def _make_stance() -> Any:
     return sys.modules["torch._dynamo.eval_frame"].DynamoStance()
 
 
-# `tests/unit/testing/test_ranks_and_torch.py` looks for others: for caches and variables in all of `torch.distributed`.
+# `tests/unit/testing/test_ranks_and_torch.py` looks for others: for caches and
+# variables in all of `torch.distributed`.
 _OF_A_PROCESS = [
     # The process groups.
     _Variable(c10d.__name__, "_pg_map", dict),
@@ -137,7 +147,8 @@ _OF_A_PROCESS = [
         _make_handlers,
         True,
     ),
-    # How DTensors change their places: plans by mesh, each with the place of its rank; and what blocks switch.
+    # How DTensors change their places: plans by mesh, each with the place of its rank;
+    # and what blocks switch.
     _Variable("torch.distributed.tensor._redistribute", "_planner_cache", dict),
     _Variable(
         "torch.distributed.tensor._redistribute",
@@ -196,7 +207,7 @@ _REDISTRIBUTE, _COLLECTIVES = (
 
 
 def variables_of_a_new_process() -> dict[str, Any]:
-    """What `put_variables` gives `torch.distributed` for a rank that has not run yet."""
+    """What `put_variables` gives `torch.distributed` for a rank yet to run."""
     new: dict[str, Any] = {}
     for owner, name, variable in _variables.present():
         new[variable.path] = (
@@ -218,7 +229,8 @@ def take_variables() -> dict[str, Any]:
 def put_variables(values: dict[str, Any]) -> None:
     """Sets the variables of `torch.distributed` to what `take_variables` returned.
 
-    A variable whose module another rank has imported since then gets what a new process has.
+    A variable whose module another rank has imported since then gets what a new process
+    has.
     """
     for owner, name, variable in _variables.present():
         setattr(
@@ -228,11 +240,13 @@ def put_variables(values: dict[str, Any]) -> None:
         )
 
 
-# The tables of hooks that torch calls for every module, for each part that a module gets, and for every optimizer.
-# Others hold them, so ranks take turns with what is in them.
+# The tables of hooks that torch calls for every module, for each part that a module
+# gets, and for every optimizer. Others hold them, so ranks take turns with what is in
+# them.
 _MODULES: Any = torch.nn.modules.module
 _OPTIMIZERS: Any = sys.modules["torch.optim.optimizer"]
-# Over some of them torch loops as they are. The loops over the others go through a copy.
+# Over some of them torch loops as they are. The loops over the others go through a
+# copy.
 _LOOPED: list[tuple[Any, str]] = [
     (_MODULES, "_global_module_registration_hooks"),
     (_MODULES, "_global_parameter_registration_hooks"),
@@ -253,12 +267,15 @@ _Hooks = tuple[list[dict[int, Any]], bool | None]
 
 
 def take_hooks() -> _Hooks:
-    """The hooks for all modules and optimizers that there are now, and of which kind those of backward are."""
+    """The hooks for all modules and optimizers that there are now.
+
+    It also says of which kind those of backward are.
+    """
     return [dict(table) for table in _HOOKS], _MODULES._global_is_full_backward_hook
 
 
 def put_hooks(hooks: _Hooks) -> None:
-    """Makes the hooks for all modules and optimizers those that `take_hooks` returned."""
+    """Makes the hooks for modules and optimizers those that `take_hooks` returned."""
     tables, _MODULES._global_is_full_backward_hook = hooks
     for table, content in zip(_HOOKS, tables, strict=True):
         if table or content:
@@ -268,9 +285,12 @@ def put_hooks(hooks: _Hooks) -> None:
 
 @final
 class _Table(MutableMapping[int, Any]):
-    """One of torch's tables of hooks, of which a loop over the values does not see that another rank's are put there.
+    """One of torch's tables of hooks, whose values a loop sees unchanged.
 
-    A hook may hold a collective, and then other ranks run in the middle of torch's loop.
+    The loop does not see that another rank's are put there.
+
+    A hook may hold a collective, and then other ranks run in the middle of torch's
+    loop.
     """
 
     def __init__(self, table: dict[int, Any]) -> None:
@@ -296,7 +316,10 @@ class _Table(MutableMapping[int, Any]):
 
 
 def hooks_that_change() -> AbstractContextManager[None]:
-    """A block in which a hook may let other ranks run, and `put_hooks` be called, while torch loops over the hooks."""
+    """A block in which a hook may let other ranks run while torch loops over hooks.
+
+    `put_hooks` may be called meanwhile.
+    """
     return replacing(
         [(owner, name, _Table(getattr(owner, name))) for owner, name in _LOOPED]
     )
@@ -304,12 +327,15 @@ def hooks_that_change() -> AbstractContextManager[None]:
 
 @contextmanager
 def meshes_marked_by(mark: Callable[[], int]) -> Iterator[None]:
-    """A block in which a `DeviceMesh` gets a mark when it is made, and equals only meshes with the same mark.
+    """A block in which a `DeviceMesh` gets a mark when it is made.
 
-    torch keeps results by mesh, and many depend on the rank: how large its shard is, what it sends to whom. Meshes of
-    two ranks are equal otherwise, as they never meet in processes. torch marks meshes in this way for threads, too,
-    with `_thread_id`, but only for a backend of its own. A thread's number would not do here: one of a later run may
-    have it again.
+    It equals only meshes with the same mark.
+
+    torch keeps results by mesh, and many depend on the rank: how large its shard is,
+    what it sends to whom. Meshes of two ranks are equal otherwise, as they never meet
+    in processes. torch marks meshes in this way for threads, too, with `_thread_id`,
+    but only for a backend of its own. A thread's number would not do here: one of a
+    later run may have it again.
     """
     names: Any = DeviceMesh
     real_init, real_setstate = names.__init__, vars(names).get("__setstate__")
@@ -319,10 +345,8 @@ def meshes_marked_by(mark: Callable[[], int]) -> Iterator[None]:
         mesh._thread_id = mark()
 
     def setstate(mesh: Any, state: dict[str, Any]) -> None:
-        state = state | {
-            "_thread_id": mark(),
-            "_hash": None,
-        }  # it may come from another rank
+        # It may come from another rank.
+        state = state | {"_thread_id": mark(), "_hash": None}
         if real_setstate is not None:
             real_setstate(mesh, state)
         else:  # torch before 2.11: all of its state are attributes
@@ -338,7 +362,10 @@ def meshes_marked_by(mark: Callable[[], int]) -> Iterator[None]:
 
 
 def forget_meshes() -> None:
-    """Empties torch's caches by mesh: no mesh of a later run is in them, and the old ones hold all of their run."""
+    """Empties torch's caches by mesh.
+
+    No mesh of a later run is in them, and the old ones hold all of their run.
+    """
     redistribute: Any = sys.modules.get(_REDISTRIBUTE)
     if redistribute is not None:
         redistribute._gen_transform_infos.cache_clear()
@@ -348,7 +375,10 @@ def forget_meshes() -> None:
 
 
 def forget_fake_results() -> None:
-    """Empties the cache of fake tensors, which takes the current device of one rank for that of all."""
+    """Empties the cache of fake tensors.
+
+    It takes the current device of one rank for that of all.
+    """
     fake_tensors: Any = sys.modules.get(_FAKE_TENSORS)
     if fake_tensors is not None and fake_tensors.FakeTensorMode.cache:
         fake_tensors.FakeTensorMode.cache_clear()
@@ -360,8 +390,8 @@ _DEBUG_MODE = "torch.distributed.tensor.debug._comm_mode"
 def counted_as(name: str) -> Callable[[Callable[..., T]], Callable[..., T]]:
     """Makes a method of a process group one whose calls `CommDebugMode` counts.
 
-    torch calls the methods of a group of its own through operators, which this mode sees, and those of a group that is
-    written in Python directly.
+    torch calls the methods of a group of its own through operators, which this mode
+    sees, and those of a group that is written in Python directly.
 
     Args:
         name: Of the operator in `torch.ops.c10d`.
@@ -385,7 +415,7 @@ def counted_as(name: str) -> Callable[[Callable[..., T]], Callable[..., T]]:
 
 @final
 class _Counted:
-    """An operator that is counted, and does nothing: the method of the group does it."""
+    """An operator that only counts: the method of the group does its work."""
 
     def __init__(self, operator: Any) -> None:
         self._operator, self._overloadpacket = operator, operator._overloadpacket
@@ -404,15 +434,19 @@ def groups_made_by(
     stores: Mapping[str, type[Any]],
     ranks: Callable[[int, int], tuple[int, int]],
 ) -> Iterator[None]:
-    """A block in which `torch.distributed` asks `make` for every process group, whatever backend a program names.
+    """A block in which `torch.distributed` asks `make` for every process group.
 
-    torch's backend "fake" stays what it is: it exchanges nothing, and each process may take any rank in it.
+    It does whatever backend a program names.
+
+    torch's backend "fake" stays what it is: it exchanges nothing, and each process may
+    take any rank in it.
 
     Args:
         make: Gets the name of a group and the ranks in it, none for the group of all.
         store_of: What a program that gives no store finds in its place.
         stores: The classes that it makes stores of, by torch's names.
-        ranks: Gets the rank and the number of ranks that a program names, -1 for what it does not; returns true ones.
+        ranks: Gets the rank and the number of ranks that a program names, -1 for what
+            it does not; returns true ones.
     """
     dist.Backend.register_backend(
         _BACKEND,
@@ -434,7 +468,8 @@ def groups_made_by(
     ) -> Any:
         if str(backend) == _FAKE:
             return real(size, rank, members, backend, store, name, *args, **options)
-        # What is for one backend alone: a device that is bound eagerly, options of NCCL.
+        # What is for one backend alone: a device that is bound eagerly, options of
+        # NCCL.
         bound = options.pop("device_id", None)
         for unused in ("backend_options", "pg_options"):
             options.pop(unused, None)
@@ -445,10 +480,8 @@ def groups_made_by(
             size, rank, members, dist.Backend(_BACKEND), store, name, **options
         )
         if group in c10d._world.pg_map:
-            c10d._world.pg_map[group] = (
-                dist.Backend(str(backend)),
-                kept,
-            )  # what `dist.get_backend` says
+            # What `dist.get_backend` says.
+            c10d._world.pg_map[group] = (dist.Backend(str(backend)), kept)
             config = c10d._world.pg_backend_config[group] = _config_of(str(backend))
             backends = dict(part.split(":") for part in config.split(","))
             group.serve(
@@ -488,7 +521,10 @@ def groups_made_by(
 
 
 def _replaced_for_ranks() -> list[tuple[Any, str, Any]]:
-    """What else of torch would wait, ask for gloo or NCCL, or be one for all ranks: its owner, name and replacement."""
+    """What else of torch would wait, ask for a backend, or be one for all ranks.
+
+    That is gloo or NCCL. Each has its owner, name and replacement.
+    """
     in_place: list[tuple[Any, str, Any]] = [
         (c10d, "_store_based_barrier", lambda *args, **options: None),
         (
@@ -496,11 +532,8 @@ def _replaced_for_ranks() -> list[tuple[Any, str, Any]]:
             "_get_object_coll_device",
             _keep_objects_here(c10d._get_object_coll_device),
         ),
-        (
-            c10d,
-            "_get_default_timeout",
-            lambda backend: _TIMEOUT,
-        ),  # torch's warns where it has no NCCL
+        # Torch's warns where it has no NCCL.
+        (c10d, "_get_default_timeout", lambda backend: _TIMEOUT),
         (torch.cuda.nccl, "version", lambda: _NCCL),
         (_DDP, "_get_ddp_logging_data", _name_the_backend(_DDP._get_ddp_logging_data)),
         (
@@ -518,14 +551,18 @@ def _replaced_for_ranks() -> list[tuple[Any, str, Any]]:
 def _refuse_in_ranks(
     init_rpc: Callable[..., Any], size: Callable[[], int]
 ) -> Callable[..., Any]:
-    """Makes a replacement for `init_rpc`. A rank that is alone has the agent of its process for itself."""
+    """Makes a replacement for `init_rpc`.
+
+    A rank that is alone has the agent of its process for itself.
+    """
 
     @functools.wraps(init_rpc)
     def init(*args: Any, **options: Any) -> Any:
         if size() > 1:
             raise RuntimeError(
-                "init_rpc was called in a rank. torch.distributed.rpc has one agent for a process, and ranks share "
-                "one: start this program with torchrun, in processes."
+                "init_rpc was called in a rank. torch.distributed.rpc has one agent "
+                "for a process, and ranks share one: start this program with torchrun, "
+                "in processes."
             )
         return init_rpc(*args, **options)
 
@@ -540,7 +577,10 @@ _DDP: Any = torch.nn.parallel.DistributedDataParallel
 def _name_the_backend(
     read: Callable[[Any], dict[str, Any]],
 ) -> Callable[[Any], dict[str, Any]]:
-    """Makes a replacement for what reads the log of a `DistributedDataParallel`: C++ writes another backend there."""
+    """Makes a replacement for what reads the log of a `DistributedDataParallel`.
+
+    C++ writes another backend there.
+    """
 
     def read_log(model: Any) -> dict[str, Any]:
         return {**read(model), "backend_name": dist.get_backend(model.process_group)}
@@ -549,10 +589,13 @@ def _name_the_backend(
 
 
 def _keep_works(notify: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Makes a replacement for what tells the ranks in a `Join` that one goes on; it keeps the last collective of each.
+    """Makes a replacement for what tells the ranks in a `Join` that one goes on.
 
-    `DistributedDataParallel` gives it to C++, which waits for it in the backward pass, and does not keep the object of
-    Python. Without that, C++ knows no way to wait for it, and stands still.
+    It keeps the last collective of each.
+
+    `DistributedDataParallel` gives it to C++, which waits for it in the backward pass,
+    and does not keep the object of Python. Without that, C++ knows no way to wait for
+    it, and stands still.
     """
     works: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 
@@ -563,26 +606,25 @@ def _keep_works(notify: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return notify_and_keep
 
 
-_GROUPS: Any = (
-    c10d._WorldMeta
-)  # the class of `group`, whose `WORLD` is the default group
+# The class of `group`, whose `WORLD` is the default group.
+_GROUPS: Any = c10d._WorldMeta
 
 
 def _read_default_group(_: Any) -> Any:
     """What `torch.distributed.group.WORLD` is.
 
-    Some functions of torch have it as the default of an argument. A module that a rank imports after
-    `init_process_group` would keep the group of this rank for all others. None means the same to these functions, and
-    is what they have where the module is imported before.
+    Some functions of torch have it as the default of an argument. A module that a rank
+    imports after `init_process_group` would keep the group of this rank for all others.
+    None means the same to these functions, and is what they have where the module is
+    imported before.
     """
     here = inspect.currentframe()
     reader = None if here is None else here.f_back
     if reader is not None and str(reader.f_globals.get("__name__")).startswith(
         "torch."
     ):
-        is_in_function = (
-            reader.f_code.co_flags & inspect.CO_OPTIMIZED
-        )  # and not in the body of a module or a class
+        # And not in the body of a module or a class.
+        is_in_function = reader.f_code.co_flags & inspect.CO_OPTIMIZED
         if not is_in_function:
             return None
     return c10d._world.default_pg
@@ -601,9 +643,12 @@ OBJECTS_OF = c10d.__name__  # the module with `all_gather_object` and its like
 
 
 def _keep_objects_here(find: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes a replacement for what finds the device to which `all_gather_object` and its like move bytes.
+    """Makes a replacement for what finds the device to which bytes are moved.
 
-    They stay on the CPU: their bytes on a device are no part of the program. Others ask for tensors of their own.
+    `all_gather_object` and its like move them.
+
+    They stay on the CPU: their bytes on a device are no part of the program. Others ask
+    for tensors of their own.
     """
 
     def find_device(*args: Any, **options: Any) -> Any:
@@ -616,35 +661,38 @@ def _keep_objects_here(find: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _find_accelerator() -> torch.device | None:
-    """The kind of accelerator that is here: one that is simulated, mostly. A build for CUDA alone is none."""
+    """The kind of accelerator that is here: one that is simulated, mostly.
+
+    A build for CUDA alone is none.
+    """
     return torch.accelerator.current_accelerator(check_available=True)
 
 
 def _config_of(backend: str) -> str:
-    """What `dist.get_backend_config` says: the devices whose tensors a group takes, each with its backend."""
+    """What `dist.get_backend_config` says.
+
+    That is the devices whose tensors a group takes, each with its backend.
+    """
     accelerator = _find_accelerator()
     kind = "cpu" if accelerator is None else accelerator.type
     if backend == dist.Backend.UNDEFINED:
         return "cpu:gloo" if kind == "cpu" else f"{kind}:nccl"
     config = str(c10d.BackendConfig(dist.Backend(backend)))
-    return (
-        config if kind == "cpu" else config.replace("cuda:", f"{kind}:")
-    )  # a simulated device stands for a GPU
+    # A simulated device stands for a GPU.
+    return config if kind == "cpu" else config.replace("cuda:", f"{kind}:")
 
 
 _BACKEND, _FAKE = "torchstrategy_ranks", "fake"
-# Of torch 2.15: what records the last collectives of a group. It asks C++ for the name of the group, which only a group
-# with a backend of C++ has there.
+# Of torch 2.15: what records the last collectives of a group. It asks C++ for the name
+# of the group, which only a group with a backend of C++ has there.
 _RECORDER = "_maybe_attach_flight_recorder"
-_NCCL = (
-    2,
-    27,
-    5,
-)  # torch logs it with an error of a collective, and cannot find it where it has no NCCL
+# torch logs it with an error of a collective, and cannot find it where it has no NCCL.
+_NCCL = (2, 27, 5)
 
 
-# The files through which every call of a collective passes. The last three are between a program and the collective
-# where a function mode is at work, a default device is set, or the call is wrapped in a context such as `no_grad`.
+# The files through which every call of a collective passes. The last three are between
+# a program and the collective where a function mode is at work, a default device is
+# set, or the call is wrapped in a context such as `no_grad`.
 ENTRANCES = (
     c10d.__name__,
     "torch.distributed.c10d_logger",
@@ -658,12 +706,18 @@ PROFILER: Any = torch.autograd.profiler.profile
 
 
 def factor_of(operation: Any) -> float:
-    """The factor of a `PREMUL_SUM`, by which NCCL multiplies each rank's numbers before it adds them."""
+    """The factor of a `PREMUL_SUM`.
+
+    NCCL multiplies each rank's numbers by it before it adds them.
+    """
     return float(operation.__getstate__()[1])
 
 
 def after_backward(call: Callable[[], None]) -> bool:
-    """Has a function called at the end of the backward pass that runs on this thread; False if none runs."""
+    """Has a function called at the end of the backward pass on this thread.
+
+    Returns False if none runs.
+    """
     engine: Any = torch.autograd.Variable._execution_engine
     try:
         engine.queue_callback(call)

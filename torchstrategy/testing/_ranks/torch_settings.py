@@ -1,4 +1,6 @@
-"""The settings that torch has once for a process, by its private names: what asks for each, and what sets it.
+"""The settings that torch has once for a process, by its private names.
+
+It has what asks for each, and what sets it.
 
 When torch moves one of them, this file changes and no other does. The tests are in
 `tests/unit/testing/test_ranks_and_the_process.py`.
@@ -21,16 +23,15 @@ _Setting = tuple[Callable[[], Any], Callable[[Any], Any]]
 
 
 def _precision_of(backend: str, operator: str) -> _Setting:
-    """What asks for the precision of float32 numbers in an operator, and what sets it."""
+    """What asks for an operator's float32 precision, and what sets it."""
 
     def ask() -> str:
         precision: str = _C._get_fp32_precision_getter(backend, operator)
         return precision
 
     def put(precision: str) -> None:
-        _C._set_fp32_precision_setter(
-            backend, operator, "none"
-        )  # then it has the one of all operators
+        # Then it has the one of all operators.
+        _C._set_fp32_precision_setter(backend, operator, "none")
         if ask() != precision:
             _C._set_fp32_precision_setter(backend, operator, precision)
 
@@ -40,7 +41,10 @@ def _precision_of(backend: str, operator: str) -> _Setting:
 def _older(
     ask: Callable[[], Any], put: Callable[[Any], Any], parts: list[tuple[str, str]]
 ) -> _Setting:
-    """A setting that torch tells only where it fits to those of its parts, which a program can set apart."""
+    """A setting that torch tells only where it fits to those of its parts.
+
+    A program can set the parts apart.
+    """
 
     def ask_in_any_case() -> Any:
         try:
@@ -66,7 +70,8 @@ _print_options: Any = torch._tensor_str.PRINT_OPTS
 
 _flags_frozen: Any = torch.backends.flags_frozen
 _EINSUM: Any = sys.modules["torch.backends.opt_einsum"]
-# What programs set on modules that stand for others, where torch has no property: it is an attribute then.
+# What programs set on modules that stand for others, where torch has no property: it is
+# an attribute then.
 _PLAIN: list[tuple[dict[str, Any], str]] = [
     *[
         (vars(module), name)
@@ -110,7 +115,8 @@ _SETTINGS: list[_Setting] = [
         lambda: (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
         lambda both: torch.set_anomaly_enabled(*both),
     ),
-    # By these names and not by those of `torch.backends`, whose setters a program can lock.
+    # By these names and not by those of `torch.backends`, whose setters a program can
+    # lock.
     (_C._get_cudnn_enabled, _C._set_cudnn_enabled),
     (_C._get_cudnn_benchmark, _C._set_cudnn_benchmark),
     (_C._get_cudnn_deterministic, _C._set_cudnn_deterministic),
@@ -188,7 +194,8 @@ def take_settings() -> list[Any]:
 def put_settings(settings: list[Any]) -> None:
     """Makes the settings of torch those that `take_settings` returned.
 
-    torch refuses some, such as MAGMA where it was built without, after it has set them. It has told the program so.
+    torch refuses some, such as MAGMA where it was built without, after it has set them.
+    It has told the program so.
     """
     for (ask, put), setting in zip(_SETTINGS, settings, strict=True):
         if ask() != setting:
@@ -199,7 +206,8 @@ def put_settings(settings: list[Any]) -> None:
 _future: Any = torch.__future__
 # Settings that torch has in attributes.
 NAMES: list[tuple[Any, str]] = [
-    # The parameters that `parametrize.cached` keeps, and how many of its blocks have begun.
+    # The parameters that `parametrize.cached` keeps, and how many of its blocks have
+    # begun.
     *[(torch.nn.utils.parametrize, name) for name in ("_cache", "_cache_enabled")],
     *[
         (torch.utils.checkpoint, name)

@@ -1,4 +1,7 @@
-"""One rank runs at a time, and hands over only where it has to wait: a run is the same each time."""
+"""One rank runs at a time, and hands over only where it has to wait.
+
+A run is the same each time.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +17,10 @@ class Wait(ABC):
     """What a rank waits for.
 
     Attributes:
-        timeout: The seconds after which the program goes on without it. None: it never does.
-        is_late: Whether they have passed. Nothing here waits for a clock: they pass where no rank can go on.
+        timeout: The seconds after which the program goes on without it. None: it never
+            does.
+        is_late: Whether they have passed. Nothing here waits for a clock: they pass
+            where no rank can go on.
     """
 
     timeout: float | None = None
@@ -32,10 +37,10 @@ class Wait(ABC):
 
 @final
 class RanksStopped(RuntimeError):
-    """The ranks of `run_ranks` cannot go on: the message says which rank waits where, and for whom.
+    """The ranks of `run_ranks` cannot go on; the message says who waits where for whom.
 
-    All ranks that wait raise it, so that their `finally` blocks run. `run_ranks` raises it if no rank raised an error
-    of its own.
+    All ranks that wait raise it, so that their `finally` blocks run. `run_ranks` raises
+    it if no rank raised an error of its own.
 
     Example:
         >>> def main(rank):
@@ -137,7 +142,7 @@ class Turns:
             self.check(rank)
 
     def pause(self, rank: int) -> None:
-        """Lets another rank go on, where the order is drawn, for one that need not wait.
+        """Lets another rank go on for one that need not wait, if the order is drawn.
 
         Raises:
             RanksStopped: If the run was stopped.
@@ -148,7 +153,10 @@ class Turns:
             self.check(rank)
 
     def poll(self, rank: int) -> None:
-        """Lets others run as far as they can, for a rank that asks again and again whether something is there."""
+        """Lets others run as far as they can, for a rank that asks again and again.
+
+        It asks whether something is there.
+        """
         self.check(rank)
         self._ranks[rank].is_polling = True
         self._hand_over(rank)
@@ -164,15 +172,18 @@ class Turns:
         """
         if self._ranks[rank].thread != threading.get_ident():
             raise RuntimeError(
-                f"rank {rank} called a collective on thread {threading.current_thread().name!r}, which it started. In "
-                "run_ranks each rank is one thread, and collectives belong there: nobody could say in which order "
-                "those of two threads come."
+                f"rank {rank} called a collective on thread "
+                f"{threading.current_thread().name!r}, which it started. In run_ranks "
+                "each rank is one thread, and collectives belong there: nobody could "
+                "say in which order those of two threads come."
             )
         if self._why_stopped is not None:
             raise RanksStopped(self._why_stopped)
 
     def refuse_to_wait_for_thread(self, thread: int, wait: Wait) -> None:
-        """Stops the run if the rank whose turn it is would wait for another rank outside of `wait`.
+        """Stops the run if the rank whose turn it is would wait outside of `wait`.
+
+        It would wait for another rank.
 
         That rank could not go on before this one hands over, which it never would.
 
@@ -197,7 +208,10 @@ class Turns:
         self.check(mine)
 
     def stop(self, why: str) -> None:
-        """Lets all ranks that wait raise an error when their turn comes, and all others when they next wait."""
+        """Lets all ranks that wait raise an error when their turn comes.
+
+        All others raise it when they next wait.
+        """
         if self._why_stopped is None:
             self._why_stopped = why
             waits = {

@@ -31,7 +31,7 @@ class Told(NamedTuple):
 
 
 class UnderWay(NamedTuple):
-    """A collective or a message that a program has called, from the call until it has waited for it.
+    """A collective or message of a program, from its call until it has waited for it.
 
     Attributes:
         rank: Who has called it.
@@ -47,7 +47,7 @@ class UnderWay(NamedTuple):
 
 
 class WorkWitness(NamedTuple):
-    """Who is told when the program of a rank calls something, and when it has waited for it."""
+    """Who hears when a rank's program calls something, and when it has waited."""
 
     begins: Callable[[UnderWay], None]
     over: Callable[[int, Any], None]
@@ -58,6 +58,6 @@ work_witnesses: list[WorkWitness] = []
 
 
 def tell(told: Told) -> None:
-    """Says to all witnesses that a rank has come to a collective, before anything is written."""
+    """Says to all witnesses that a rank came to a collective, before any write."""
     for witness in witnesses:
         witness(told)

@@ -46,7 +46,8 @@ class World:
     Args:
         size: How many ranks it has.
         turns: Whose turn it is.
-        came_to: Called with a rank and the kind of collective that it comes to, for faults.
+        came_to: Called with a rank and the kind of collective that it comes to, for
+            faults.
         record: Gets the collectives.
     """
 
@@ -60,13 +61,11 @@ class World:
         self.size, self.turns, self.came_to = size, turns, came_to
         self.record = record
         self.happened = Happened(size)
-        self.stores: dict[
-            str, Notes
-        ] = {}  # of `torch.distributed`, by what each is called
+        # Of `torch.distributed`, by what each is called.
+        self.stores: dict[str, Notes] = {}
         self._open: dict[Hashable, Exchange] = {}
-        self._posted: dict[
-            Hashable, deque[Exchange]
-        ] = {}  # messages without a receiver, by its address
+        # Messages without a receiver, by its address.
+        self._posted: dict[Hashable, deque[Exchange]] = {}
         self._swaps = Swaps()
         self._parts: dict[int, list[Part]] = {rank: [] for rank in range(size)}
 
@@ -86,7 +85,10 @@ class World:
         return part
 
     def _check_order(self, exchange: Exchange, key: Hashable) -> None:
-        """Refuses collectives that ranks have called in another order; see Note [What is a swap]."""
+        """Refuses collectives called in another order; see Note [What is a swap].
+
+        Ranks have called them.
+        """
         said = exchange.said()
         group = key[0] if isinstance(key, tuple) else key
         for other in said[1:]:
@@ -137,7 +139,8 @@ class World:
         Args:
             rank: The rank.
             part: Its part in a collective.
-            is_early: Whether the program has not asked for it yet, and calls `part.receive` when it does.
+            is_early: Whether the program has not asked for it yet, and calls
+                `part.receive` when it does.
 
         Raises:
             RanksStopped: If it cannot get it any more.
@@ -155,7 +158,9 @@ class World:
     def finish_before(
         self, rank: int, group: Hashable, tensors: Sequence[torch.Tensor]
     ) -> None:
-        """Brings what collectives of a group write on some tensors, which a later one of this group uses.
+        """Brings what collectives of a group write on some tensors.
+
+        A later collective of this group uses these.
 
         Raises:
             RanksStopped: If a rank cannot get it any more.

@@ -46,19 +46,18 @@ from torchstrategy.testing._virtual_time import DeviceProfile, virtual_time
 DEVICE = "cuda"  # what the report calls devices: the program's word
 _FIRST_SEED = 1_234_567  # of a rank whose program sets none; any number does
 _NOT_SHARED = (
-    "A process of its own has no simulated devices, so it cannot share a tensor on {device}. Let "
-    "torch.multiprocessing.spawn start the function: it then runs in ranks, which share this process. Or take the "
-    "process out of the program while you test it."
+    "A process of its own has no simulated devices, so it cannot share a tensor on "
+    "{device}. Let torch.multiprocessing.spawn start the function: it then runs in "
+    "ranks, which share this process. Or take the process out of the program while you "
+    "test it."
 )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a program as the command line says; returns its exit status."""
     options, output = _parsed(arguments), Output()
-    names, folder = (
-        take_builtins(),
-        Path.cwd(),
-    )  # which the program may replace, and leave
+    # Which the program may replace, and leave.
+    names, folder = take_builtins(), Path.cwd()
     try:
         before = (
             None if options.compare is None else earlier_report(Path(options.compare))
@@ -120,8 +119,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m torchstrategy.testing.run",
-        description="Run a program for GPUs on simulated devices of the CPU, and report what it did. In the program, "
-        '"cuda" means these devices.',
+        description=(
+            "Run a program for GPUs on simulated devices of the CPU, and report what "
+            "it did. In the program, "
+            '"cuda" means these devices.'
+        ),
     )
     parser.add_argument(
         "--devices",
@@ -132,7 +134,10 @@ def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--as-cuda",
         action="store_true",
-        help='devices and tensors also say that they are CUDA\'s: device.type == "cuda", tensor.is_cuda',
+        help=(
+            "devices and tensors also say that they are CUDA's: device.type == "
+            '"cuda", tensor.is_cuda'
+        ),
     )
     parser.add_argument(
         "--ranks",
@@ -144,18 +149,27 @@ def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--order",
         type=_order,
         metavar="reversed|random[:SEED]",
-        help="which rank goes on, of those that can: so missing barriers and races through files show",
+        help=(
+            "which rank goes on, of those that can: so missing barriers and races "
+            "through files show"
+        ),
     )
     parser.add_argument(
         "--profile",
         type=_profile,
         metavar="GPU",
-        help="predict the times on such GPUs, A100 or another one, which the program finds on its own clock, too",
+        help=(
+            "predict the times on such GPUs, A100 or another one, which the program "
+            "finds on its own clock, too"
+        ),
     )
     parser.add_argument(
         "--shapes-only",
         action="store_true",
-        help="with --profile: do not compute operators on tensors of more than 64 KiB, so that large models run",
+        help=(
+            "with --profile: do not compute operators on tensors of more than 64 KiB, "
+            "so that large models run"
+        ),
     )
     parser.add_argument(
         "--trace",
@@ -166,7 +180,10 @@ def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--compile",
         choices=("eager", "aot_eager", "refuse"),
         default="aot_eager",
-        help="what torch.compile does in place of inductor, which writes kernels for a GPU; default: aot_eager",
+        help=(
+            "what torch.compile does in place of inductor, which writes kernels for a "
+            "GPU; default: aot_eager"
+        ),
     )
     parser.add_argument(
         "--stop-after",
@@ -179,7 +196,8 @@ def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     for option in ("shapes_only", "trace"):
         if getattr(options, option) and options.profile is None:
             parser.error(
-                f"--{option.replace('_', '-')} needs --profile, the GPU whose times are predicted"
+                f"--{option.replace('_', '-')} needs --profile, the GPU whose times "
+                "are predicted"
             )
     return options
 
@@ -243,9 +261,8 @@ class _Run:
         self.races: list[str] = []
         self.findings: list[Finding] = []
         self.prediction: Prediction | None = None
-        self.spelling: str | None = (
-            None  # of the argument that each rank is given besides
-        )
+        # Of the argument that each rank is given besides.
+        self.spelling: str | None = None
 
     def go(self) -> int:
         """Runs the program; returns its exit status."""
@@ -317,10 +334,14 @@ class _Run:
         if Compiling.count:
             times = plural(Compiling.count, "time")
             notes.append(
-                f"torch.compile was called {times} for inductor, and ran {Compiling.backend} (--compile)"
+                f"torch.compile was called {times} for inductor, and ran "
+                f"{Compiling.backend} (--compile)"
             )
         if self.spelling is not None:
-            given = f"each rank was given {self.spelling}=RANK, as torch.distributed.launch does"
+            given = (
+                f"each rank was given {self.spelling}=RANK, as "
+                "torch.distributed.launch does"
+            )
             notes.append(f"{given}; torchrun sets LOCAL_RANK instead")
         return notes
 
@@ -346,7 +367,10 @@ class _Run:
 
 
 def _with_seeds_of_its_own(main: Callable[..., Any], rank: int, *args: Any) -> None:
-    """Runs a rank with random numbers that no other rank has, as processes have them. Two runs have the same."""
+    """Runs a rank with random numbers that no other rank has, as processes have them.
+
+    Two runs have the same.
+    """
     seed = _FIRST_SEED + rank
     random.seed(seed)
     np.random.seed(seed)
@@ -361,7 +385,10 @@ def _progress(steps: int) -> None:
 
 @contextmanager
 def _spawning(spawn: Callable[..., None]) -> Iterator[None]:
-    """A block in which `torch.multiprocessing.spawn` runs ranks: processes would not share simulated devices."""
+    """A block in which `torch.multiprocessing.spawn` runs ranks.
+
+    Processes would not share simulated devices.
+    """
     processes: Any = mp
     before = processes.spawn, processes.start_processes
     processes.spawn = processes.start_processes = spawn
@@ -373,7 +400,10 @@ def _spawning(spawn: Callable[..., None]) -> Iterator[None]:
 
 @contextmanager
 def _starting_nothing() -> Iterator[None]:
-    """A block in which no process is started with tensors of devices: it would fail, and the program go on."""
+    """A block in which no process is started with tensors of devices.
+
+    It would fail, and the program go on.
+    """
     Starting.refused = _NOT_SHARED
     try:
         yield

@@ -28,7 +28,8 @@ def earlier_report(file: Path) -> dict[str, Any]:
         found
     ):
         raise ValueError(
-            f"--compare {file}: this is not a report. Name a file that --json has written."
+            f"--compare {file}: this is not a report. Name a file that --json has "
+            "written."
         )
     return found
 
@@ -36,7 +37,9 @@ def earlier_report(file: Path) -> dict[str, Any]:
 def differences(
     before: Mapping[str, Any], after: Mapping[str, Any], name: str
 ) -> list[str]:
-    """A line for each number that is different, and for each finding and each race that is new or gone.
+    """A line for each number that is different, and each finding that is new or gone.
+
+    Races count as findings here.
 
     Args:
         before: The numbers of the earlier report.
@@ -50,7 +53,8 @@ def differences(
             abs(value), abs(others[what][0])
         ):
             lines.append(
-                f"  {what}: {said(value)} -> {said(others[what][0])}{_percent(value, others[what][0])}"
+                f"  {what}: {said(value)} -> "
+                f"{said(others[what][0])}{_percent(value, others[what][0])}"
             )
     for kind, was, now in (
         ("finding", _findings(before), _findings(after)),

@@ -1,11 +1,15 @@
-"""A block in which simulated devices also say that they are CUDA's: `device.type`, `str(device)`, `tensor.is_cuda`.
+"""A block in which simulated devices also say that they are CUDA's.
 
-`cuda_alias` changes what a program says to torch; this changes what torch says to the program. `torch.device` is a
-type of C that cannot be subclassed, so this writes into the type itself: its dict, and the slots of `repr` and `str`.
-CPython allows neither, and so only the runner does it, for a whole process. The modules of this library see the truth:
-they are told apart by the name of the module that asks.
+`device.type`, `str(device)` and `tensor.is_cuda` say so.
 
-Note [Who asks]: C calls the functions below, so the frame that calls them is that of the Python code that asked.
+`cuda_alias` changes what a program says to torch; this changes what torch says to the
+program. `torch.device` is a type of C that cannot be subclassed, so this writes into
+the type itself: its dict, and the slots of `repr` and `str`. CPython allows neither,
+and so only the runner does it, for a whole process. The modules of this library see the
+truth: they are told apart by the name of the module that asks.
+
+Note [Who asks]: C calls the functions below, so the frame that calls them is that of
+the Python code that asked.
 """
 
 from __future__ import annotations
@@ -29,7 +33,8 @@ _Tensor: Any = torch.Tensor
 _Base: Any = torch.Tensor.__mro__[1]  # the class of C below torch.Tensor
 _is_on_cuda: Callable[[torch.Tensor], bool] = _Base.is_cuda.__get__
 
-# Where the C struct of a type has its functions for `repr` and `str`: the same in CPython 3.10 to 3.14.
+# Where the C struct of a type has its functions for `repr` and `str`: the same in
+# CPython 3.10 to 3.14.
 _REPR, _STR = 88, 136
 _Text = ctypes.CFUNCTYPE(ctypes.py_object, ctypes.py_object)
 
@@ -43,7 +48,8 @@ def deep_alias() -> Iterator[None]:
     """
     if sys.implementation.name != "cpython":
         raise RuntimeError(
-            f"--as-cuda writes into types of CPython, and this is {sys.implementation.name}: leave it away."
+            "--as-cuda writes into types of CPython, and this is "
+            f"{sys.implementation.name}: leave it away."
         )
     kept = [_Text(_repr), _Text(_str)]  # C calls them for as long as the block is open
     attributes = _dict_of(_Device)
@@ -119,7 +125,7 @@ def _tensor_is_cuda(tensor: torch.Tensor) -> bool:
 
 
 class _Kind(type):
-    """The type of the stand-in for `torch.device`, whose instances are the real ones."""
+    """The type of the stand-in for `torch.device`, with the real instances."""
 
     def __instancecheck__(cls, value: object) -> bool:
         return isinstance(value, _Device)
@@ -144,7 +150,10 @@ class _Kind(type):
 
 
 def _repr_of_stream(stream: Any) -> str:
-    return f"<torch.cuda.Stream device=cuda:{stream.device_index} cuda_stream={stream.cuda_stream:#x}>"
+    return (
+        f"<torch.cuda.Stream device=cuda:{stream.device_index} "
+        f"cuda_stream={stream.cuda_stream:#x}>"
+    )
 
 
 def _translated(text: str) -> str:
@@ -153,13 +162,12 @@ def _translated(text: str) -> str:
 
 
 def _exchange() -> list[tuple[Any, str, bool, Any]]:
-    """Replaces what programs, and torch for them, ask about CUDA; returns what was there before."""
+    """Replaces what programs and torch ask about CUDA; returns what was there."""
     module = torch.get_device_module(NAME)
     get_module: Any = torch.get_device_module
 
-    @functools.wraps(
-        get_module.__wrapped__
-    )  # torch's compiler looks for what is wrapped here
+    # Torch's compiler looks for what is wrapped here.
+    @functools.wraps(get_module.__wrapped__)
     def get_device_module(device: Any = None) -> Any:
         if device is None or (
             isinstance(device, str) and device.partition(":")[0] in ("cuda", NAME)
@@ -179,18 +187,12 @@ def _exchange() -> list[tuple[Any, str, bool, Any]]:
         (torch.UntypedStorage, "is_cuda", property(_is_cuda)),
         (torch, "get_device_module", get_device_module),
         (torch.backends.cuda, "is_built", lambda: True),
-        (
-            torch.version,
-            "cuda",
-            torch.version.cuda or "12.8",
-        ),  # torchvision compares it with what it was built for
+        # Torchvision compares it with what it was built for.
+        (torch.version, "cuda", torch.version.cuda or "12.8"),
         (torch.backends.cudnn, "is_available", lambda: True),
         (torch.backends.cudnn, "version", lambda: 91002),
-        (
-            torch.backends.cudnn,
-            "is_acceptable",
-            lambda tensor: False,
-        ),  # torch itself asks: no kernel of cuDNN runs
+        # torch itself asks: no kernel of cuDNN runs.
+        (torch.backends.cudnn, "is_acceptable", lambda tensor: False),
         (module.Stream, "__repr__", _repr_of_stream),
         # What torch itself asks, with names of its own.
         (torch.cuda, "_initialized", True),

@@ -1,4 +1,7 @@
-"""The argument `--local_rank`, which `torch.distributed.launch` gave each rank, and `torchrun` does not."""
+"""The argument `--local_rank`, which `torch.distributed.launch` gave each rank.
+
+`torchrun` does not give it.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,10 @@ _SPELLINGS = ("--local_rank", "--local-rank")
 
 
 def wanted_spelling(file: str, arguments: Sequence[str]) -> str | None:
-    """How a script spells the argument that it takes; None if it takes none, or if the caller gives it."""
+    """How a script spells the argument that it takes.
+
+    It is None if it takes none, or if the caller gives it.
+    """
     if any(argument.partition("=")[0] in _SPELLINGS for argument in arguments):
         return None
     try:

@@ -1,4 +1,7 @@
-"""How an error that ended the program is printed: without frames of this library, and in the program's words."""
+"""How an error that ended the program is printed.
+
+It has no frames of this library, and is in the program's words.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,10 @@ _OF_TORCHRUN = frozenset(
 
 
 def printed(error: BaseException) -> str:
-    """What Python would print, with the program's own lines, and the lines of torch and others below them."""
+    """What Python would print, with the program's own lines.
+
+    The lines of torch and others are below them.
+    """
     found = traceback.TracebackException.from_exception(error)
     if os.environ.get("TORCHSTRATEGY_FULL_TRACEBACK", "0") in ("", "0"):
         _leave_out_our_frames(found)
@@ -45,12 +51,18 @@ def _leave_out_our_frames(found: traceback.TracebackException | None) -> None:
 
 
 def advice(error: BaseException, has_ranks: bool) -> str:
-    """What to write, where an error means that the program was started in another way than it expects."""
+    """What to write, where an error means that the program was started wrongly.
+
+    It expects to be started in another way.
+    """
     if (
         isinstance(error, KeyError)
         and error.args
         and error.args[0] in _OF_TORCHRUN
         and not has_ranks
     ):
-        return f"The program asks for {error.args[0]}, which torchrun sets: run it with --ranks 2.\n"
+        return (
+            f"The program asks for {error.args[0]}, which torchrun sets: run it with "
+            "--ranks 2.\n"
+        )
     return ""

@@ -51,19 +51,17 @@ class _Stopped(SystemExit):
 
 @final
 class Observer(TorchDispatchMode):
-    """Sees the operators of a thread that is in it, and of the threads which that thread starts."""
+    """Sees the operators of a thread that is in it, and of threads it starts."""
 
     supports_higher_order_operators = True  # such as `flex_attention`
 
     def __init__(self, most_steps: int | None, progress: Callable[[int], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.seen = Observations()
-        self.before: Callable[..., None] | None = (
-            None  # called with each operator and its arguments before it runs
-        )
-        self.also: Callable[..., None] | None = (
-            None  # called with each operator, its arguments and its result
-        )
+        # Called with each operator and its arguments before it runs.
+        self.before: Callable[..., None] | None = None
+        # Called with each operator, its arguments and its result.
+        self.also: Callable[..., None] | None = None
         self._most_steps, self._progress = most_steps, progress
 
     def __torch_dispatch__(
@@ -97,7 +95,10 @@ class Observer(TorchDispatchMode):
         self.seen.synchronizations[why, line_of_the_user()] += 1
 
     def stepped(self, rank: int, steps: int) -> None:
-        """Counts the steps of the thread that made most, and ends the thread's program after enough of them."""
+        """Counts the steps of the thread that made most.
+
+        Ends the thread's program after enough of them.
+        """
         if steps > self.seen.steps:
             self.seen.steps = steps
             self._progress(steps)
@@ -105,7 +106,8 @@ class Observer(TorchDispatchMode):
             raise _Stopped(0)
 
     def _copied(self, source: Any, target: torch.Tensor, waits: bool) -> None:
-        # In `vmap`, torch copies the 2 of `x * 2` to its dtype as a tensor, which is a number again where it is seen.
+        # In `vmap`, torch copies the 2 of `x * 2` to its dtype as a tensor, which is a
+        # number again where it is seen.
         if not isinstance(source, torch.Tensor) or source.device == target.device:
             return
         route = str(source.device), str(target.device)
@@ -115,9 +117,8 @@ class Observer(TorchDispatchMode):
         if on_cpu:
             line, is_pageable = line_of_the_user(), not on_cpu[0].is_pinned()
             self.seen.pageable_copies[line] += is_pageable
-            if (
-                waits or is_pageable
-            ):  # a copy that is not to block does, without pinned memory
+            # A copy that is not to block does, without pinned memory.
+            if waits or is_pageable:
                 self.seen.blocking_copies[line] += 1
 
 
@@ -130,7 +131,10 @@ def _bytes_of(tensor: torch.Tensor) -> int:
 
 @contextmanager
 def observing(observer: Observer) -> Iterator[None]:
-    """A block in which threads that are started are observed, and waits and steps of the whole process are counted."""
+    """A block in which threads that are started are observed.
+
+    Waits and steps of the whole process are counted.
+    """
     module = torch.get_device_module(NAME)
     accelerator: Any = torch.accelerator
     places: list[tuple[Any, str, str]] = [

@@ -1,4 +1,7 @@
-"""Where the report goes, whatever the program has replaced, and what would end Python before there is one."""
+"""Where the report goes, whatever the program has replaced.
+
+It also knows what would end Python before there is a report.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,10 @@ from torchstrategy.testing._ranks.world import current_world
 
 @final
 class Output:
-    """The standard error of this process as it is now. A program may replace `print` and `sys.stderr`, or close it."""
+    """The standard error of this process as it is now.
+
+    A program may replace `print` and `sys.stderr`, or close it.
+    """
 
     def __init__(self) -> None:
         self._stream: Any = sys.stderr
@@ -42,7 +48,10 @@ class Output:
 
 @contextmanager
 def ends_with_a_report(output: Output) -> Iterator[None]:
-    """A block in which `os._exit` ends the program, and not Python, and `os.exec...` is refused."""
+    """A block in which `os._exit` ends the program, not Python, and `exec` is refused.
+
+    That is `os.exec...`.
+    """
     mine, exit_now, replace = os.getpid(), os._exit, (os.execv, os.execve)
 
     def leave(status: int) -> NoReturn:
@@ -53,7 +62,8 @@ def ends_with_a_report(output: Output) -> Iterator[None]:
             ):
                 raise SystemExit(status)
             output.write(
-                f"os._exit({status}) was called on thread {threading.current_thread().name!r}: no report.\n"
+                f"os._exit({status}) was called on thread "
+                f"{threading.current_thread().name!r}: no report.\n"
             )
             exit_now(status or 1)
         exit_now(status)
@@ -63,8 +73,10 @@ def ends_with_a_report(output: Output) -> Iterator[None]:
             if os.getpid() != mine:
                 return execute(path, *args)
             raise RuntimeError(
-                f"The program puts {path!r} in the place of this process (os.{execute.__name__}), and there would be "
-                "no report, and no simulated devices. Start what it starts with torchstrategy.testing.run."
+                f"The program puts {path!r} in the place of this process "
+                f"(os.{execute.__name__}), and there would be no report, and no "
+                "simulated devices. Start what it starts with "
+                "torchstrategy.testing.run."
             )
 
         return refuse

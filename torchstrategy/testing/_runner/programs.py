@@ -38,7 +38,10 @@ class Program(NamedTuple):
 
     @contextmanager
     def at_home(self) -> Iterator[None]:
-        """A block in which `sys.argv`, `sys.path` and the module `__main__` are as the program expects them."""
+        """A block in which `sys.argv`, `sys.path` and `__main__` suit the program.
+
+        They are as the program expects them. `__main__` is the module.
+        """
         before = sys.argv, list(sys.path), sys.modules["__main__"]
         sys.argv = [self.file, *self.arguments]
         sys.path.insert(0, self.folder)

@@ -90,8 +90,8 @@ class Report:
     def __str__(self) -> str:
         seen = self.seen
         head = (
-            f"{self.program}: {plural(seen.steps, 'step')} on {plural(len(self.peaks), 'simulated device')}, "
-            f"exit status {self.status}"
+            f"{self.program}: {plural(seen.steps, 'step')} on "
+            f"{plural(len(self.peaks), 'simulated device')}, exit status {self.status}"
         )
         return "\n".join(
             [
@@ -150,7 +150,7 @@ class Report:
         return [*self._stopped(self.collectives), "Collectives of all ranks", *rows]
 
     def _stopped(self, record: RankRecord) -> list[str]:
-        """In which order ranks went on, and where they were when they could not any more."""
+        """In which order ranks went on, and where they were when they got stuck."""
         order = [f"Order of the ranks: {record.order}"] if record.order else []
         rows = [
             f"  rank {rank} failed: {_first_line(error)}"
@@ -196,7 +196,10 @@ def _places(what: str, lines: Counter[str]) -> str:
         f"{line} ({times})" for line, times in lines.most_common(_LINES_SHOWN)
     )
     more = _more(len(lines))
-    return f"{sum(lines.values())} {what}{f': {places}' if places else ''}{f',{more[0]}' if more else ''}"
+    return (
+        f"{sum(lines.values())} "
+        f"{what}{f': {places}' if places else ''}{f',{more[0]}' if more else ''}"
+    )
 
 
 def _more(count: int) -> list[str]:

@@ -1,8 +1,8 @@
-"""Compares the same step in plain PyTorch and in replicas, and finds out why the two differ.
+"""Compares the same step in plain PyTorch and in replicas, and says why they differ.
 
 device_errors    torch's errors about tensors and generators of another device
-held             what a function holds besides its arguments: closure variables, globals, attributes
-kept_state       what the step keeps in globals, closure variables, containers and attributes
+held             what a function holds besides its arguments
+kept_state       what the step keeps in globals, closures and attributes
 loss_counts      what the losses of the replicas were divided by
 record           what one step of a training leaves behind, as numbers on the CPU
 difference       what differs between two records of the same step

@@ -1,8 +1,10 @@
-"""Why a step in replicas differs from the step in plain PyTorch: found by evidence, mostly by training again.
+"""Why a step in replicas differs from the step in plain PyTorch.
 
-Each possible cause is looked for in turn. If a cause can be removed (dropout, batch statistics, how gradients are
-reduced), it is removed and the trainings are compared again. If they agree then, it was the cause. If not, the search
-goes on without it.
+It is found by evidence, mostly by training again.
+
+Each possible cause is looked for in turn. If a cause can be removed (dropout, batch
+statistics, how gradients are reduced), it is removed and the trainings are compared
+again. If they agree then, it was the cause. If not, the search goes on without it.
 """
 
 from __future__ import annotations
@@ -42,16 +44,16 @@ from torchstrategy.testing._same_as_plain.training import Problem
 
 _SHOWN = 3  # names in a list
 _CLOSE = 1e-3  # to a ratio
-_ONLY_UPDATE = frozenset({*SECTIONS, "order"}) - {
-    "gradients",
-    "parameters",
-}  # what is ignored then
+# What is ignored then.
+_ONLY_UPDATE = frozenset({*SECTIONS, "order"}) - {"gradients", "parameters"}
 
 
 KEEP_STATE = (
-    "Keep such state in a buffer of the model, or make it in the step. If it is made from rows, as a mean, a standard "
-    "deviation or a moving average is, a buffer alone is not enough: then add up the numbers of all replicas first, "
-    "with get_replica_context().all_reduce('sum', ...), so that every replica keeps the same."
+    "Keep such state in a buffer of the model, or make it in the step. If it is made "
+    "from rows, as a mean, a standard deviation or a moving average is, a buffer alone "
+    "is not enough: then add up the numbers of all replicas first, with "
+    "get_replica_context().all_reduce('sum', ...), so that every replica keeps the "
+    "same."
 )
 
 
@@ -60,8 +62,10 @@ class Cause(NamedTuple):
 
     Args:
         text: What the cause is, and what to do.
-        rest: The problem without this cause, in which to look for others; None: this cause explains everything.
-        is_proved: Whether another training has shown that the two agree, or differ, because of this cause.
+        rest: The problem without this cause, in which to look for others; None: this
+            cause explains everything.
+        is_proved: Whether another training has shown that the two agree, or differ,
+            because of this cause.
     """
 
     text: str
@@ -70,7 +74,10 @@ class Cause(NamedTuple):
 
 
 def causes(problem: Problem, mismatch: Mismatch) -> list[str]:
-    """The causes of a difference, those first that are proved; empty if it is none of the usual causes."""
+    """The causes of a difference, those first that are proved.
+
+    There are none if it is none of the usual causes.
+    """
     problem = dataclasses.replace(problem, batches=problem.batches[: mismatch.step + 1])
     found: list[str] = []
     for look in _LOOKS:
@@ -84,7 +91,10 @@ def causes(problem: Problem, mismatch: Mismatch) -> list[str]:
         if agrees(problem):
             return [
                 *found[:-1],
-                f"{found[-1]} Without {'it' if len(found) == 1 else 'all of this'} the two agree.",
+                (
+                    f"{found[-1]} Without {'it' if len(found) == 1 else 'all of this'} "
+                    "the two agree."
+                ),
             ]
         mismatch = mismatch_of(problem) or mismatch
     return found or list(_coupled_rows(problem, mismatch))
@@ -94,9 +104,11 @@ def _without_replicas(problem: Problem, mismatch: Mismatch) -> Cause | None:
     if not differs(in_plain(problem)):
         return None
     return Cause(
-        f"Two trainings in plain PyTorch differ as well: {problem.step_name} keeps state outside of the model and the "
-        "optimizer that this check cannot put back before each training (an iterator, a file, an object of a library), "
-        f"or uses a generator of random numbers that it cannot seed. All replicas share such state. {KEEP_STATE}",
+        f"Two trainings in plain PyTorch differ as well: {problem.step_name} keeps "
+        "state outside of the model and the optimizer that this check cannot put back "
+        "before each training (an iterator, a file, an object of a library), or uses a "
+        "generator of random numbers that it cannot seed. All replicas share such "
+        f"state. {KEEP_STATE}",
         is_proved=True,
     )
 
@@ -107,9 +119,11 @@ def _rounding(problem: Problem, mismatch: Mismatch) -> Cause | None:
     ):
         return None
     return Cause(
-        "Rounding: in float64 the two agree. Replicas add the same numbers in another order, and a model can make more "
-        "of that than is usual, most of all with ReLU and batch norm and after some steps. Compare in float64: "
-        "model.double() in model_fn, and batches of that dtype. Or say how much to allow, as in rtol=1e-3.",
+        "Rounding: in float64 the two agree. Replicas add the same numbers in another "
+        "order, and a model can make more of that than is usual, most of all with ReLU "
+        "and batch norm and after some steps. Compare in float64: model.double() in "
+        "model_fn, and batches of that dtype. Or say how much to allow, as in "
+        "rtol=1e-3.",
         is_proved=True,
     )
 
@@ -119,9 +133,11 @@ def _shared_generator(problem: Problem, mismatch: Mismatch) -> Cause | None:
     if not shared or len(mismatch.replicas.seen) == 1:
         return None
     return Cause(
-        f"{' and '.join(shared)}, is a generator that all replicas share: what a replica draws depends on who drew "
-        "before it, and a generator of one device cannot be used on another. Draw from torch's default generator, "
-        "which gives each replica a stream of its own, or draw before the batch is distributed and put it into it."
+        f"{' and '.join(shared)}, is a generator that all replicas share: what a "
+        "replica draws depends on who drew before it, and a generator of one device "
+        "cannot be used on another. Draw from torch's default generator, which gives "
+        "each replica a stream of its own, or draw before the batch is distributed and "
+        "put it into it."
     )
 
 
@@ -130,9 +146,11 @@ def _shared_writes(problem: Problem, mismatch: Mismatch) -> Cause | None:
     if not names or len(mismatch.replicas.seen) == 1:
         return None
     return Cause(
-        f"All replicas share {_listed(names)} and each of them writes there. That makes a count of the whole batch, "
-        "and no mean, moving average or decay. Return the value from the step and write after strategy.run; or keep it "
-        "in a torchstrategy.Variable; or write in a merge function: get_replica_context().merge_call(...)."
+        f"All replicas share {_listed(names)} and each of them writes there. That "
+        "makes a count of the whole batch, and no mean, moving average or decay. "
+        "Return the value from the step and write after strategy.run; or keep it in a "
+        "torchstrategy.Variable; or write in a merge function: "
+        "get_replica_context().merge_call(...)."
     )
 
 
@@ -150,9 +168,10 @@ def _order(problem: Problem, mismatch: Mismatch) -> Cause | None:
         else ""
     )
     return Cause(
-        f"With the replicas in another order, {problem.step_name} gives another result: replicas share something that "
-        f"it writes and reads (a list, a counter, a cache, a generator).{shared} {KEEP_STATE} "
-        "On several accelerators replicas run at the same time, in no order at all.",
+        f"With the replicas in another order, {problem.step_name} gives another "
+        "result: replicas share something that it writes and reads (a list, a counter, "
+        f"a cache, a generator).{shared} {KEEP_STATE} On several accelerators replicas "
+        "run at the same time, in no order at all.",
         is_proved=True,
     )
 
@@ -167,9 +186,10 @@ def _random_numbers(problem: Problem, mismatch: Mismatch) -> Cause | None:
         else " and ".join(source.name for source in mismatch.drawn)
     )
     return Cause(
-        f"Random numbers ({who}): each replica draws its own, so they are not those that one device draws. That is as "
-        "it should be, and cannot be compared. For this test switch dropout off (p=0, model.eval()), or draw before "
-        "the batch is distributed and put the numbers into the batch.",
+        f"Random numbers ({who}): each replica draws its own, so they are not those "
+        "that one device draws. That is as it should be, and cannot be compared. For "
+        "this test switch dropout off (p=0, model.eval()), or draw before the batch is "
+        "distributed and put the numbers into the batch.",
         edited(problem, drop_nothing),
     )
 
@@ -179,16 +199,21 @@ def _batch_statistics(problem: Problem, mismatch: Mismatch) -> Cause | None:
     if not names or len(mismatch.replicas.seen) == 1:
         return None
     return Cause(
-        f"Batch statistics ({_listed(names)} in training mode): each replica normalises by the mean and variance of "
-        "its own rows, one device by those of the whole batch. For those of the whole batch, convert the model: "
-        "torchstrategy.nn.SyncBatchNorm.convert_sync_batchnorm(model). Or use GroupNorm or LayerNorm, put the layers "
-        "into eval mode, or leave such a model out of this comparison.",
+        f"Batch statistics ({_listed(names)} in training mode): each replica "
+        "normalises by the mean and variance of its own rows, one device by those of "
+        "the whole batch. For those of the whole batch, convert the model: "
+        "torchstrategy.nn.SyncBatchNorm.convert_sync_batchnorm(model). Or use "
+        "GroupNorm or LayerNorm, put the layers into eval mode, or leave such a model "
+        "out of this comparison.",
         edited(problem, pass_through),
     )
 
 
 def _own_count(problem: Problem, mismatch: Mismatch) -> Cause | None:
-    """The losses tell themselves by what they were divided; to weigh by that proves that nothing else is wrong."""
+    """The losses tell themselves by what they were divided.
+
+    To weigh by that proves that nothing else is wrong.
+    """
     told = mismatch.replicas.losses.told()
     if told is None or problem.reduction is not ReduceOp.MEAN or problem.weighs_losses:
         return None
@@ -202,24 +227,31 @@ def _own_count(problem: Problem, mismatch: Mismatch) -> Cause | None:
     shares = mismatch.replicas.shares
     by = "rows" if shares.parts == shares.fractions else "what examples= says"
     return Cause(
-        "The loss is a mean over tokens, or over what a mask or class weights leave of the rows: "
-        f"{told}. But gradients are weighted by {by}. With RunOptions(gradient_reduction='loss') gradients and "
-        "parameters agree: run the step with that option, or make the strategy with it. Or say how much each replica "
-        "counts, RunOptions(examples=lambda batch: ...), with what the loss is divided by.",
+        "The loss is a mean over tokens, or over what a mask or class weights leave of "
+        f"the rows: {told}. But gradients are weighted by {by}. With "
+        "RunOptions(gradient_reduction='loss') gradients and parameters agree: run the "
+        "step with that option, or make the strategy with it. Or say how much each "
+        "replica counts, RunOptions(examples=lambda batch: ...), with what the loss is "
+        "divided by.",
         is_proved=True,
     )
 
 
 def _returned_mean(problem: Problem, mismatch: Mismatch) -> Cause | None:
-    """Nothing but the losses that the step returns differs, and gradients are not weighted by rows."""
+    """Only the losses that the step returns differ.
+
+    Gradients are not weighted by rows.
+    """
     if not problem.weighs_losses or {d.pair.section for d in mismatch.differences} != {
         "losses"
     }:
         return None
     return Cause(
-        "The gradients agree. What the step returns is averaged here by rows, or as all terms of its loss are if these "
-        "have one count; it is a mean over something else. Leave it out of the comparison: ignore=['losses']. A "
-        "training logs such a number by strategy.reduce('mean', loss, axis=None, weights=counts)."
+        "The gradients agree. What the step returns is averaged here by rows, or as "
+        "all terms of its loss are if these have one count; it is a mean over "
+        "something else. Leave it out of the comparison: ignore=['losses']. A training "
+        "logs such a number by strategy.reduce('mean', loss, axis=None, "
+        "weights=counts)."
     )
 
 
@@ -236,24 +268,30 @@ def _reduction(problem: Problem, mismatch: Mismatch) -> Cause | None:
     ):
         return None
     times = _times(mismatch)
-    proof = f"With RunOptions(gradient_reduction={other.value.lower()!r}) gradients and parameters agree."
+    proof = (
+        f"With RunOptions(gradient_reduction={other.value.lower()!r}) gradients and "
+        "parameters agree."
+    )
     if other is ReduceOp.MEAN:
         return Cause(
-            f"The loss is a mean over the rows of each replica, and the replicas' gradients are added{times}. {proof} "
-            "Leave the gradients to be averaged, or divide the loss by the rows of the whole batch.",
+            "The loss is a mean over the rows of each replica, and the replicas' "
+            f"gradients are added{times}. {proof} Leave the gradients to be averaged, "
+            "or divide the loss by the rows of the whole batch.",
             is_proved=True,
         )
     if grows_with_rows(problem):
         return Cause(
-            f"The loss is a sum over rows, and the replicas' gradients are averaged{times}. {proof} Make the loss a "
-            "mean over the rows that it is given (losses.mean()), or run the step with that option. How this is known: "
-            "on a batch that has each row two times, plain PyTorch's gradient is twice as large, as only that of a sum "
-            "is.",
+            "The loss is a sum over rows, and the replicas' gradients are "
+            f"averaged{times}. {proof} Make the loss a mean over the rows that it is "
+            "given (losses.mean()), or run the step with that option. How this is "
+            "known: on a batch that has each row two times, plain PyTorch's gradient "
+            "is twice as large, as only that of a sum is.",
             is_proved=True,
         )
     return Cause(
-        f"The loss depends on the number of replicas{_reads_count(problem)}: it is divided by it, and the replicas' "
-        f"gradients are averaged as well{times}. {proof} Make the loss a mean over the rows that the replica has "
+        f"The loss depends on the number of replicas{_reads_count(problem)}: it is "
+        f"divided by it, and the replicas' gradients are averaged as well{times}. "
+        f"{proof} Make the loss a mean over the rows that the replica has "
         "(losses.mean()) and divide by nothing else, or run the step with that option.",
         is_proved=True,
     )
@@ -273,13 +311,15 @@ def _scale(problem: Problem, mismatch: Mismatch) -> Cause | None:
         else "number of rows, or on the replica"
     )
     return Cause(
-        f"The loss depends on the {what}{reads}{times}. Make it a mean over the rows that the replica has "
-        "(losses.mean()): gradients are averaged by rows, so nothing else is to be multiplied or divided."
+        f"The loss depends on the {what}{reads}{times}. Make it a mean over the rows "
+        "that the replica has (losses.mean()): gradients are averaged by rows, so "
+        "nothing else is to be multiplied or divided."
     )
 
 
 def _written_state(problem: Problem, mismatch: Mismatch) -> Cause | None:
-    # A layer that normalises by all rows keeps what it was given. If that is wrong, its statistics are a consequence.
+    # A layer that normalises by all rows keeps what it was given. If that is wrong, its
+    # statistics are a consequence.
     passive = [
         f"the buffer `{name}`" for name in synchronized_statistics(mismatch.models)
     ]
@@ -292,9 +332,10 @@ def _written_state(problem: Problem, mismatch: Mismatch) -> Cause | None:
     if not names:
         return None
     return Cause(
-        f"State is written in the step: {_listed(names)}. Each replica writes on its own copy, from its own rows; "
-        "after the step the first replica's value is kept (of running statistics the mean). Write such state outside "
-        "of strategy.run, or bring it together in the step with get_replica_context().all_reduce(...)."
+        f"State is written in the step: {_listed(names)}. Each replica writes on its "
+        "own copy, from its own rows; after the step the first replica's value is kept "
+        "(of running statistics the mean). Write such state outside of strategy.run, "
+        "or bring it together in the step with get_replica_context().all_reduce(...)."
     )
 
 
@@ -305,10 +346,12 @@ def _row_statistics(problem: Problem, mismatch: Mismatch) -> Cause | None:
     if not places:
         return None
     return Cause(
-        f"A statistic of the batch in the step: {' and '.join(map(str, places))}. Each replica computes it from its "
-        "own rows, one device from those of the whole batch. With the numbers of the whole batch there the two agree. "
-        "Add up in all replicas what it is made of, such as the sum and the count of a mean, with "
-        "get_replica_context().all_reduce('sum', ...). Or compute it before the batch is distributed.",
+        f"A statistic of the batch in the step: {' and '.join(map(str, places))}. Each "
+        "replica computes it from its own rows, one device from those of the whole "
+        "batch. With the numbers of the whole batch there the two agree. Add up in all "
+        "replicas what it is made of, such as the sum and the count of a mean, with "
+        "get_replica_context().all_reduce('sum', ...). Or compute it before the batch "
+        "is distributed.",
         is_proved=True,
     )
 
@@ -321,8 +364,9 @@ def _missing_gradients(problem: Problem, mismatch: Mismatch) -> Cause | None:
     if not names:
         return None
     return Cause(
-        f"Backward reaches other parameters in replicas than in plain PyTorch: {_listed(names)}. Let no layer be used "
-        "depending on the replica, on its number of rows, or on its data."
+        "Backward reaches other parameters in replicas than in plain PyTorch: "
+        f"{_listed(names)}. Let no layer be used depending on the replica, on its "
+        "number of rows, or on its data."
     )
 
 
@@ -340,8 +384,9 @@ def _not_finite(problem: Problem, mismatch: Mismatch) -> Cause | None:
     if _finite(tables) or not _finite(usual):
         return None
     return Cause(
-        "Replicas made numbers that are NaN or infinite. A replica has few rows: a mean over none of them, as of rows "
-        "that a mask leaves, and a variance of one row are NaN. Divide by max(count, 1)."
+        "Replicas made numbers that are NaN or infinite. A replica has few rows: a "
+        "mean over none of them, as of rows that a mask leaves, and a variance of one "
+        "row are NaN. Divide by max(count, 1)."
     )
 
 
@@ -352,14 +397,18 @@ def _update(problem: Problem, mismatch: Mismatch) -> Cause | None:
     }:
         return None
     return Cause(
-        "The gradients agree and the update does not: the step sets a learning rate or other settings of the optimizer "
-        f"by something that replicas share, count or see otherwise than one device{_reads_count(problem)}. Set them "
-        "outside of strategy.run."
+        "The gradients agree and the update does not: the step sets a learning rate or "
+        "other settings of the optimizer by something that replicas share, count or "
+        f"see otherwise than one device{_reads_count(problem)}. Set them outside of "
+        "strategy.run."
     )
 
 
 def _coupled_rows(problem: Problem, mismatch: Mismatch) -> Iterator[str]:
-    """The last cause to look for: if replicas that all have the same rows agree, rows depend on each other."""
+    """The last cause to look for: rows depend on each other.
+
+    They do if replicas that all have the same rows agree.
+    """
     batches = tuple(repeated(batch, problem.num_replicas) for batch in problem.batches)
     alike = dataclasses.replace(
         problem, batches=batches, ignore=problem.ignore | {"order"}
@@ -372,12 +421,15 @@ def _coupled_rows(problem: Problem, mismatch: Mismatch) -> Iterator[str]:
             else f" What it is divided by cannot be read from its graph (`{unread}`)."
         )
         yield (
-            "With the same rows in every replica the two agree: so the loss is not a mean in which each row counts the "
-            "same. It leaves rows out or weighs them (ignored targets, masks, class weights), or compares rows with "
-            "each other (contrastive losses, a mean or standard deviation over rows, which in a replica is that of its "
-            f"own rows).{count} Say how much each replica counts, if it is a mean over what can be counted: "
+            "With the same rows in every replica the two agree: so the loss is not a "
+            "mean in which each row counts the same. It leaves rows out or weighs them "
+            "(ignored targets, masks, class weights), or compares rows with each other "
+            "(contrastive losses, a mean or standard deviation over rows, which in a "
+            f"replica is that of its own rows).{count} Say how much each replica "
+            "counts, if it is a mean over what can be counted: "
             "RunOptions(examples=lambda batch: ...). Or divide by the count of the "
-            "whole batch, brought together with get_replica_context().all_reduce('sum', count), and run with "
+            "whole batch, brought together with "
+            "get_replica_context().all_reduce('sum', count), and run with "
             "RunOptions(gradient_reduction='sum')."
         )
 

@@ -38,7 +38,8 @@ class Mismatch:
         differences: What differs after it.
         replicas: The record of the replicas.
         plain: The record of plain PyTorch.
-        is_order: Whether the replicas agree with plain PyTorch, and differ from the same replicas in another order.
+        is_order: Whether the replicas agree with plain PyTorch, and differ from the
+            same replicas in another order.
         depends_on_order: Whether the replicas make other numbers in another order.
         models: The models of plain PyTorch.
         drawn: The generators from which the step drew random numbers.
@@ -55,13 +56,16 @@ class Mismatch:
 
 
 class StepFailed(Exception):
-    """The step raised in replicas: only there, only in one order of them, or because of another device.
+    """The step raised in replicas only.
+
+    It raised only there, only in one order of them, or because of another device.
 
     Args:
         step: The step, from 0.
         error: The exception.
         order: The order in which the replicas ran, if it was not their usual one.
-        is_everywhere: Whether plain PyTorch fails for the same reason, on the device of replica 0.
+        is_everywhere: Whether plain PyTorch fails for the same reason, on the device of
+            replica 0.
     """
 
     def __init__(
@@ -80,10 +84,13 @@ class StepFailed(Exception):
 
 
 def first_mismatch(problem: Problem) -> Mismatch | None:
-    """Trains both ways until something differs; None if nothing does. Generators get their earlier states back.
+    """Trains both ways until something differs; None if nothing does.
+
+    Generators get their earlier states back.
 
     Raises:
-        StepFailed: If the step raises in replicas only, or is not fit for another device than one.
+        StepFailed: If the step raises in replicas only, or is not fit for another
+            device than one.
         ValueError: If `model_fn` makes another model each time.
         Exception: What the step raises in plain PyTorch.
     """
@@ -113,7 +120,10 @@ def first_plain_record(problem: Problem) -> Record:
 
 @final
 class _Comparison:
-    """The trainings of one problem. At each step the replicas go first, and the others update from their gradients."""
+    """The trainings of one problem.
+
+    At each step the replicas go first, and the others update from their gradients.
+    """
 
     def __init__(self, problem: Problem, sources: Sources) -> None:
         self._problem = problem
@@ -166,7 +176,8 @@ class _Comparison:
         except Exception as error:
             add_note(
                 error,
-                f"raised in plain PyTorch, at step {step + 1}: the step fails without a strategy.",
+                f"raised in plain PyTorch, at step {step + 1}: the step fails without "
+                "a strategy.",
             )
             raise
 
@@ -198,7 +209,8 @@ class _Comparison:
         ]
         if len(set(modules)) < len(modules):
             raise ValueError(
-                "model_fn returned the same module twice. It has to make a new one at each call."
+                "model_fn returned the same module twice. It has to make a new one at "
+                "each call."
             )
         for training in trainings[1:]:
             found = self._differences(
@@ -206,6 +218,7 @@ class _Comparison:
             )
             if found:
                 raise ValueError(
-                    f"model_fn and optimizer_fn do not make the same from the same seed: {found[0]}. Draw what they "
-                    "draw from torch's default generator, Python's `random` or numpy's `np.random`."
+                    "model_fn and optimizer_fn do not make the same from the same "
+                    f"seed: {found[0]}. Draw what they draw from torch's default "
+                    "generator, Python's `random` or numpy's `np.random`."
                 )

@@ -1,12 +1,17 @@
-"""What an error of a step is about: tensors and generators of another device, or synchronization; and who raised it."""
+"""What an error of a step is about, and who raised it.
+
+It is about tensors and generators of another device, or synchronization.
+"""
 
 from __future__ import annotations
 
 import re
 
-# The words of torch's check of operands, of its check of generators, and of kernels that check by themselves.
+# The words of torch's check of operands, of its check of generators, and of kernels
+# that check by themselves.
 _WORDS = re.compile(
-    r"same device|different devices|at least two devices|device type for generator|to (have|be on) .*device",
+    r"same device|different devices|at least two devices|device type for generator|to "
+    r"(have|be on) .*device",
     re.IGNORECASE,
 )
 _NOT_TOGETHER = "replicas synchronized a different number of times"
@@ -14,7 +19,7 @@ _REPLICA = re.compile(r"raised by replica (\d+) of ")
 
 
 def is_about_devices(error: BaseException) -> bool:
-    """Whether torch refused to work on tensors, or with a generator, of another device."""
+    """Whether torch refused work on tensors, or a generator, of another device."""
     return (
         isinstance(error, (RuntimeError, ValueError))
         and _WORDS.search(str(error)) is not None
@@ -27,6 +32,9 @@ def is_about_synchronization(error: BaseException) -> bool:
 
 
 def replica_of(error: BaseException) -> int | None:
-    """The replica that raised an error, from the note that a run adds to it. None: it was raised for all replicas."""
+    """The replica that raised an error, from the note that a run adds to it.
+
+    None: it was raised for all replicas.
+    """
     matches = (_REPLICA.search(note) for note in getattr(error, "__notes__", ()))
     return next((int(match[1]) for match in matches if match), None)

@@ -1,4 +1,7 @@
-"""What differs between two records of the same step, by how much, and whether that is more than rounding."""
+"""What differs between two records of the same step, and by how much.
+
+It says whether that is more than rounding.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +29,9 @@ _RETURNED = "{} that the step returns"
 _ATTRIBUTE = "the attribute `{}`"
 _GRADIENT = "the gradient of `{}`"
 
-# By dtype: relative to the norm of a tensor, and absolute. To add the same numbers in another order costs some tens of
-# the unit of rounding, and more where they cancel. A mistake in a program, such as a mean of means, costs a thousandth
-# and more.
+# By dtype: relative to the norm of a tensor, and absolute. To add the same numbers in
+# another order costs some tens of the unit of rounding, and more where they cancel. A
+# mistake in a program, such as a mean of means, costs a thousandth and more.
 _TOLERANCES = {
     torch.float64: (1e-10, 1e-13),
     torch.float32: (1e-5, 1e-6),
@@ -46,7 +49,10 @@ class Tolerance:
     atol: float | None = None
 
     def of(self, dtype: torch.dtype) -> tuple[float, float]:
-        """The relative and the absolute tolerance for tensors of a dtype. Integers have to be equal."""
+        """The relative and the absolute tolerance for tensors of a dtype.
+
+        Integers have to be equal.
+        """
         if dtype.is_complex:
             dtype = dtype.to_real()
         if not dtype.is_floating_point:
@@ -88,7 +94,7 @@ class Difference:
 def differences(
     pairs: Sequence[Pair], tolerance: Tolerance, reference: str = "in plain PyTorch"
 ) -> list[Difference]:
-    """The pairs that differ by more than rounding, each name once, in the order of the sections.
+    """The pairs that differ by more than rounding, each name once, by section.
 
     Args:
         pairs: The numbers to compare.
@@ -101,8 +107,8 @@ def differences(
     )
     found: dict[str, Difference] = {}
     for pair in sorted(pairs, key=lambda pair: SECTIONS.index(pair.section)):
-        # Where the gradients of many rows cancel, their rounding error is as large as that of other gradients in the
-        # model.
+        # Where the gradients of many rows cancel, their rounding error is as large as
+        # that of other gradients in the model.
         difference = _difference(
             pair, tolerance, reference, largest if pair.section == "gradients" else 0.0
         )
@@ -112,7 +118,10 @@ def differences(
 
 
 def against_plain(replicas: Record, plain: Record) -> list[Pair]:
-    """Pairs the numbers that replicas made with the numbers that plain PyTorch made of the whole batch."""
+    """Pairs the numbers that replicas made with those that plain PyTorch made.
+
+    Plain PyTorch made them of the whole batch.
+    """
     (alone,) = plain.seen
     pairs: list[Pair] = []
     for name in _names(*(seen.returned for seen in replicas.seen), alone.returned):
@@ -204,7 +213,10 @@ def _as_one(
     expected: torch.Tensor | None,
     replicas: Record,
 ) -> torch.Tensor | None:
-    """The value for the whole batch, as plain PyTorch would return it, made of the values that replicas returned."""
+    """The value for the whole batch, as plain PyTorch would return it.
+
+    It is made of the values that replicas returned.
+    """
     shares = replicas.shares
     tensors = [part for part in parts if part is not None]
     if expected is None or len(tensors) < len(parts) or not tensors:
@@ -225,7 +237,8 @@ def _as_one(
         return first
     if shares.reduction is ReduceOp.MEAN and _is_inexact(first):
         together = _weighted(*zip(*weighed, strict=True))
-        # A loss is a mean over what it was divided by, and what else the step returns may be one over rows.
+        # A loss is a mean over what it was divided by, and what else the step returns
+        # may be one over rows.
         if replicas.loss_parts is not None:
             by_loss = [
                 replicas.loss_parts[r] for r in shares.present if shares.weights[r]
@@ -237,7 +250,8 @@ def _as_one(
             0
         )
         together = together.to(first.dtype) if _is_inexact(first) else together
-    # A step may have reduced the value itself, with `all_reduce` say: then it is the same in every replica.
+    # A step may have reduced the value itself, with `all_reduce` say: then it is the
+    # same in every replica.
     is_together = all(torch.equal(tensor, first) for tensor, _ in weighed)
     if is_together and _error(first, expected) <= _error(together, expected):
         return first
@@ -258,7 +272,10 @@ def _weighted(tensors: Sequence[torch.Tensor], parts: Sequence[float]) -> torch.
 def _gathered(
     parts: Sequence[torch.Tensor | None], expected: torch.Tensor | None
 ) -> torch.Tensor | None:
-    """The rows of all replicas in one tensor, if the parts have as many rows together as is expected; else None."""
+    """The rows of all replicas in one tensor, if there are as many as expected.
+
+    The parts have them together; else it is None.
+    """
     tensors = [part for part in parts if part is not None]
     if expected is None or expected.dim() == 0 or len(tensors) < len(parts):
         return None
@@ -296,13 +313,15 @@ def _difference(
     if got.dim() == 0:
         return Difference(
             pair,
-            f"is {_shown(got)}, {reference} {_shown(expected)} (off by {error:.3g}; {limit})",
+            f"is {_shown(got)}, {reference} {_shown(expected)} (off by {error:.3g}; "
+            f"{limit})",
         )
     if error == float("inf"):
         counts = [int((~torch.isfinite(tensor)).sum()) for tensor in (got, expected)]
         return Difference(
             pair,
-            f"has {counts[0]} numbers that are NaN or infinite, {reference} {counts[1]}",
+            f"has {counts[0]} numbers that are NaN or infinite, {reference} "
+            f"{counts[1]}",
         )
     relative = f"{error / norm:.2g} times" if norm else "and not zero as"
     return Difference(

@@ -1,4 +1,7 @@
-"""The problem with one thing changed, trained again to see whether that thing made the difference."""
+"""The problem with one thing changed, trained again.
+
+So one sees whether that thing made the difference.
+"""
 
 from __future__ import annotations
 
@@ -23,19 +26,23 @@ from torchstrategy.testing._same_as_plain.record import Numbers, Record, joined
 from torchstrategy.testing._same_as_plain.row_statistics import Place, RowStatistics
 from torchstrategy.testing._same_as_plain.training import Problem
 
-_DROPOUT = nn.Dropout.__mro__[
-    1
-]  # the base classes of such layers, whose own names are private
+# The base classes of such layers, whose own names are private.
+_DROPOUT = nn.Dropout.__mro__[1]
 _BATCH_NORMALISATION = nn.BatchNorm1d.__mro__[1]
 _CLOSE = 1e-3  # of one ratio for all gradients
 _MOST_PLACES = 6  # lines that are tried
-_MANY_ROUNDINGS = 4096  # units of rounding in which two results may differ after one step, relative to the largest
+# Units of rounding in which two results may differ after one step, relative to the
+# largest.
+_MANY_ROUNDINGS = 4096
 _MOST_ROUNDED = 0.1  # for a dtype with few digits
 _ROUNDED_IN_MIXED = 0.06  # eight units of bfloat16
 
 
 def agrees(problem: Problem) -> bool:
-    """Whether the trainings of a problem agree. If they raise, the answer is no: a failure proves nothing."""
+    """Whether the trainings of a problem agree.
+
+    If they raise, the answer is no: a failure proves nothing.
+    """
     try:
         return first_mismatch(problem) is None
     except Exception:
@@ -48,7 +55,7 @@ def differs(problem: Problem) -> bool:
 
 
 def mismatch_of(problem: Problem) -> Mismatch | None:
-    """Where the trainings of a problem differ; None if they agree, and if they raise."""
+    """Where a problem's trainings differ; None if they agree, and if they raise."""
     try:
         return first_mismatch(problem)
     except Exception:
@@ -104,7 +111,8 @@ def drop_nothing(module: nn.Module) -> None:
 
 def uses_batch_statistics(module: nn.Module) -> bool:
     """Whether a module normalises each row by statistics of the rows of the replica."""
-    # A layer of `torchstrategy.nn.SyncBatchNorm` takes them over the rows of all replicas, as one device does.
+    # A layer of `torchstrategy.nn.SyncBatchNorm` takes them over the rows of all
+    # replicas, as one device does.
     is_of_own_rows = isinstance(module, _BATCH_NORMALISATION) and not isinstance(
         module, SyncBatchNorm
     )
@@ -134,7 +142,7 @@ def repeated(batch: Tree, times: int) -> Tree:
 
 
 def grows_with_rows(problem: Problem) -> bool:
-    """Whether plain PyTorch's gradient is twice as large when every row is there twice."""
+    """Whether plain PyTorch's gradient doubles when every row is there twice."""
     twice = dataclasses.replace(problem, batches=(repeated(problem.batches[0], 2),))
     try:
         ratio = ratio_of(
@@ -146,7 +154,7 @@ def grows_with_rows(problem: Problem) -> bool:
 
 
 def first_gradients(record: Record) -> Numbers:
-    """The gradients of the first update, or those after the step if it makes no update."""
+    """The gradients of the first update, or after the step if there is no update."""
     return record.updates[0] if record.updates else record.gradients
 
 
@@ -176,7 +184,10 @@ def ratio_of(ours: Numbers, theirs: Numbers) -> float | None:
 
 
 def synchronized_statistics(models: Sequence[nn.Module]) -> set[str]:
-    """The names of the running statistics of layers that take them over the rows of all replicas."""
+    """The names of the running statistics of layers over the rows of all replicas.
+
+    These layers take them so.
+    """
     return {
         joined(name, buffer)
         for model in models
@@ -191,7 +202,8 @@ def is_like_rounding(mismatch: Mismatch, words: set[str]) -> bool:
 
     Args:
         mismatch: What differs.
-        words: The names that the step uses. With autocast a step rounds to fewer digits than its tensors have.
+        words: The names that the step uses. With autocast a step rounds to fewer digits
+            than its tensors have.
     """
     is_mixed = "autocast" in words or torch.get_float32_matmul_precision() != "highest"
     largest: dict[str, float] = {}
@@ -225,10 +237,11 @@ def is_like_rounding(mismatch: Mismatch, words: set[str]) -> bool:
 
 
 def places_that_matter(problem: Problem, mismatch: Mismatch) -> list[Place]:
-    """The lines where replicas make a number of their rows, and which make the difference.
+    """The lines where replicas reduce rows to a number, and which make the difference.
 
-    Replicas are given the numbers of plain PyTorch there. Where gradients flow through such a number, it is not enough
-    to exchange the number, so the losses that the step returns have to tell.
+    Replicas are given the numbers of plain PyTorch there. Where gradients flow through
+    such a number, it is not enough to exchange the number, so the losses that the step
+    returns have to tell.
     """
     noted = RowStatistics()
     mismatch_of(_with_only(problem, noted, problem.ignore))
@@ -252,8 +265,9 @@ def places_that_matter(problem: Problem, mismatch: Mismatch) -> list[Place]:
         for place in with_gradient:
             if helps([place], frozenset(SECTIONS) - {"losses"}):
                 return [place]
-    # Two lines may matter together, as those of a mean and a standard deviation. What is returned is left out: a number
-    # that the step returns for its rows only is not to be that of the batch.
+    # Two lines may matter together, as those of a mean and a standard deviation. What
+    # is returned is left out: a number that the step returns for its rows only is not
+    # to be that of the batch.
     ignore = problem.ignore | {"losses"}
     if (
         len(without_gradient) < 2

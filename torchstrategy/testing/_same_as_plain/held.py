@@ -1,6 +1,9 @@
-"""What a function holds besides its arguments: closure variables, globals, attributes, and what these contain.
+"""What a function holds besides its arguments.
 
-With it a message can name the tensor that was left on another device, or the generator that all replicas share.
+Closure variables, globals, attributes, and what these contain.
+
+With it a message can name the tensor that was left on another device, or the generator
+that all replicas share.
 """
 
 from __future__ import annotations
@@ -21,17 +24,18 @@ from torchstrategy._base.objects.module_traversal import held_plainly
 from torchstrategy._base.tree import leaves_with_names
 
 _DEPTH = 3  # how many calls deep functions are looked into
-_LONG = (
-    100  # a list of more items is data, and not a place where a step keeps its tensors
-)
+# A list of more items is data, and not a place where a step keeps its tensors.
+_LONG = 100
 NOT_LOOKED_INTO = ("torch", "torchstrategy", "numpy", "builtins")
 
 
 def held_by(fn: object) -> Iterator[tuple[str, Any]]:
-    """The objects that `fn` and the functions that it names hold, each with a name that a person would use.
+    """The objects that `fn` and the functions that it names hold.
 
-    `("`weights['a']`, a closure variable of `step`", tensor)`. Modules are looked into, and so are the attributes of
-    objects, one level deep.
+    Each has a name that a person would use.
+
+    `("`weights['a']`, a closure variable of `step`", tensor)`. Modules are looked into,
+    and so are the attributes of objects, one level deep.
     """
     seen: set[int] = set()
     for function in _functions(fn, _DEPTH, set()):
@@ -43,20 +47,23 @@ def held_by(fn: object) -> Iterator[tuple[str, Any]]:
 
 
 def words_in(fn: object) -> set[str]:
-    """The names that `fn` and the functions that it names use, and their string constants."""
+    """The names and string constants of `fn` and the functions that it names."""
     functions = filter(inspect.isfunction, _functions(fn, _DEPTH, set()))
     return set().union(*(_words_of(function.__code__) for function in functions))
 
 
 def words_on_the_way(error: BaseException) -> Iterator[tuple[str, set[str]]]:
-    """The names and strings in each of the user's functions that `error` came through, such as a module's `forward`."""
+    """The names and strings in each of the user's functions that `error` came through.
+
+    A module's `forward` is such a function.
+    """
     for frame, _ in traceback.walk_tb(error.__traceback__):
         if frame.f_globals.get("__name__", "").split(".")[0] not in NOT_LOOKED_INTO:
             yield f"`{frame.f_code.co_name}`", _words_of(frame.f_code)
 
 
 def places_on_the_way(error: BaseException) -> Iterator[str]:
-    """The lines of the user's functions that `error` came through, the outermost first."""
+    """The lines of the user's functions that `error` came through, outermost first."""
     for frame, line in traceback.walk_tb(error.__traceback__):
         if frame.f_globals.get("__name__", "").split(".")[0] not in NOT_LOOKED_INTO:
             code = frame.f_code
@@ -79,7 +86,10 @@ def _words_of(code: types.CodeType) -> set[str]:
 
 
 def _functions(fn: object, depth: int, seen: set[int]) -> Iterator[Any]:
-    """`fn`, the functions inside of it if it is a partial or a method, and the user's functions that it names."""
+    """`fn`, the functions inside of it, and the user's functions that it names.
+
+    It has some inside if it is a partial or a method.
+    """
     if (
         id(fn) in seen
         or not callable(fn)
@@ -101,7 +111,10 @@ def _functions(fn: object, depth: int, seen: set[int]) -> Iterator[Any]:
 
 
 def _named(fn: Any) -> Iterator[tuple[str, str, Any]]:
-    """The objects that a function, method, partial or callable object holds: the name, the kind of name, the value."""
+    """The objects that a function, method, partial or callable object holds.
+
+    Each is the name, the kind of name, the value.
+    """
     if isinstance(fn, functools.partial):
         arguments = {
             **{str(i): value for i, value in enumerate(fn.args)},

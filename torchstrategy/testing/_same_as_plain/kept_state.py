@@ -1,8 +1,11 @@
-"""What a step keeps outside of the model and the optimizer: in globals, closure variables, attributes and containers.
+"""What a step keeps outside of the model and the optimizer.
 
-Every training begins with what the step found there, and goes on with what it has left there itself. If trainings
-shared it, the second one would find what the first one has written: a scale that is computed once, from the first
-batch, would be the same in both, and the check would pass for a step that fails in a real run.
+In globals, closure variables, attributes and containers.
+
+Every training begins with what the step found there, and goes on with what it has left
+there itself. If trainings shared it, the second one would find what the first one has
+written: a scale that is computed once, from the first batch, would be the same in both,
+and the check would pass for a step that fails in a real run.
 """
 
 from __future__ import annotations
@@ -29,12 +32,16 @@ from torchstrategy._base.plain import PLAIN
 from torchstrategy.testing._same_as_plain.held import NOT_LOOKED_INTO, is_a_stranger
 
 _DEPTH = 3  # how many calls deep functions are looked into
-_LONG = 10_000  # a container of more items is data, and not a place where a step keeps its state
+# A container of more items is data, and not a place where a step keeps its state.
+_LONG = 10_000
 _MUCH = 2**26  # bytes of an array; a larger one is data, too
 
 
 class _Global(NamedTuple):
-    """A global variable of a module that a function uses, or an attribute that it reads of a class."""
+    """A global variable of a module that a function uses, or an attribute it reads.
+
+    It is an attribute of a class.
+    """
 
     owner: Any
     name: str
@@ -77,8 +84,9 @@ class KeptState:
 
     Args:
         step: The step.
-        makers: The functions that make models and optimizers. What they keep themselves is theirs, for they are not
-            trained with; but the classes of modules that they name have methods that the step calls.
+        makers: The functions that make models and optimizers. What they keep themselves
+            is theirs, for they are not trained with; but the classes of modules that
+            they name have methods that the step calls.
     """
 
     def __init__(self, step: Any, makers: Iterable[Any]) -> None:
@@ -130,7 +138,10 @@ class KeptState:
                 array[...] = numbers
 
     def _find(self, fn: Any, depth: int, seen: set[int]) -> None:
-        """Notes where a function keeps state, and the functions and classes of the user's that it names."""
+        """Notes where a function keeps state.
+
+        Notes the functions and classes of the user's that it names, too.
+        """
         if id(fn) in seen or depth < 0:
             return
         seen.add(id(fn))
@@ -189,7 +200,10 @@ def _values_used_by(fn: types.FunctionType) -> Iterator[Any]:
 
 
 def _is_open(value: Any) -> bool:
-    """Whether a value is a container or an object whose contents can be exchanged, and not a part of a model."""
+    """Whether a value is a container or an object with exchangeable contents.
+
+    It is not a part of a model.
+    """
     if isinstance(value, types.CellType):
         return True
     if value is MISSING or isinstance(value, (*PLAIN, torch.Tensor, nn.Module, type)):

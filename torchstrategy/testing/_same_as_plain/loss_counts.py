@@ -1,4 +1,4 @@
-"""What the losses of the replicas were divided by in one step, as their graphs tell it."""
+"""What the replicas' losses were divided by in one step, by their graphs."""
 
 from __future__ import annotations
 
@@ -55,9 +55,8 @@ class LossNotes:
             or len(numbers) > 1
             or self._notes.keys() != set(shares.present)
         ):
-            return LossCounts(
-                (), rows
-            )  # it is not known which backwards belong together
+            # It is not known which backwards belong together.
+            return LossCounts((), rows)
         found = []
         for k in range(numbers.pop()):
             found.append(
@@ -96,7 +95,10 @@ class LossCounts(NamedTuple):
 
     @property
     def unread(self) -> str | None:
-        """The name of a node at which the graph of a loss could not be read further; None if there is none."""
+        """The name of a node at which the graph of a loss could not be read further.
+
+        It is None if there is none.
+        """
         names = [
             column.name
             for one in self.found
@@ -106,7 +108,10 @@ class LossCounts(NamedTuple):
         return names[0] if names else None
 
     def parts(self, num_replicas: int) -> tuple[float, ...] | None:
-        """How much the loss of each replica is of that of the batch; None: its terms do not agree on it."""
+        """How much the loss of each replica is of that of the batch.
+
+        None: its terms do not agree on it.
+        """
         for_all = set()
         for one in self.found:
             for column in one.columns:
@@ -116,7 +121,10 @@ class LossCounts(NamedTuple):
         return for_all.pop() if len(for_all) == 1 else None
 
     def told(self) -> str | None:
-        """By how much two replicas have divided their losses, in words; None if no term has a count of its own."""
+        """By how much two replicas have divided their losses, in words.
+
+        It is None if no term has a count of its own.
+        """
         for one in self.found:
             for column in one.columns:
                 if column.reason == COUNTED:
@@ -134,7 +142,10 @@ class LossCounts(NamedTuple):
         )
         rows = " and ".join(f"{self._of_rows(one)[p]:g}" for p in two)
         which = f", which have {rows} rows" if self.rows else ""
-        return f"it was divided {counts}{which} ({HOW_COUNTED.get(column.source, HOW_SELECTED)})"
+        return (
+            f"it was divided {counts}{which} "
+            f"({HOW_COUNTED.get(column.source, HOW_SELECTED)})"
+        )
 
     def _of_rows(self, one: LossWeights) -> list[float]:
         return [self.rows[r] if self.rows else 1.0 for r in one.replicas]

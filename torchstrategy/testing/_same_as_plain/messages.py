@@ -1,4 +1,7 @@
-"""The message of a failed comparison: at which step, what differs, by how much, and why."""
+"""The message of a failed comparison: at which step, what differs, and why.
+
+It says by how much, too.
+"""
 
 from __future__ import annotations
 
@@ -31,9 +34,10 @@ _WIDTH = 100
 _DEVICE = re.compile(r"(cpu|cuda|xpu|mps|mtia|hpu|sim)(?::(\d+))?")
 
 _MOVE_TENSOR = (
-    "Bring a tensor to its rows, in the step: `weight.to(inputs.device)`. Or make it a buffer of the model, "
-    "`register_buffer(...)`, of which each replica has its own. If it is a moving average of the weights, update it "
-    "after strategy.run, from your own model: in the step, each replica would update it."
+    "Bring a tensor to its rows, in the step: `weight.to(inputs.device)`. Or make it a "
+    "buffer of the model, `register_buffer(...)`, of which each replica has its own. "
+    "If it is a moving average of the weights, update it after strategy.run, from your "
+    "own model: in the step, each replica would update it."
 )
 _DRAW_ELSEWHERE = (
     "Draw from torch's default generator, which gives each replica a stream of its own."
@@ -51,7 +55,10 @@ def mismatch_text(problem: Problem, mismatch: Mismatch) -> str:
     first, *others = mismatch.differences
     what = "replicas and plain PyTorch disagree"
     if mismatch.is_order:
-        what = "the result depends on the order in which the replicas run. In the opposite order"
+        what = (
+            "the result depends on the order in which the replicas run. In the "
+            "opposite order"
+        )
     lines = [f"{which(problem, mismatch.step)}, {what}:", f"  {first}"]
     if others:
         by_section = {
@@ -65,16 +72,22 @@ def mismatch_text(problem: Problem, mismatch: Mismatch) -> str:
     shares = mismatch.replicas.shares
     counts = ", ".join(f"{fraction:.3g}" for fraction in shares.parts)
     lines.append(
-        f"  {plural(problem.num_replicas, 'replica')}; the share of each in the batch: {counts}"
+        f"  {plural(problem.num_replicas, 'replica')}; the share of each in the batch: "
+        f"{counts}"
     )
     found = causes(problem, mismatch) or [
-        "not found. Ruled out: random numbers, layers with batch statistics, sum instead of mean, mutated state. Does "
-        "the step or the model take a mean or a standard deviation over rows? In a replica it is that of its own rows: "
-        "add up sums and counts with get_replica_context().all_reduce('sum', ...). Does the loss "
-        "compare rows with each other, as contrastive losses with negatives from the batch and ranking losses do? "
-        "A replica has its own rows only: bring those of all together with "
-        "get_replica_context().all_gather(rows, axis=0), and count labels from this replica's first row on. If not, "
-        f"look at what the step does with the number of rows.{_in_double(problem)}"
+        (
+            "not found. Ruled out: random numbers, layers with batch statistics, sum "
+            "instead of mean, mutated state. Does the step or the model take a mean or "
+            "a standard deviation over rows? In a replica it is that of its own rows: "
+            "add up sums and counts with get_replica_context().all_reduce('sum', ...). "
+            "Does the loss compare rows with each other, as contrastive losses with "
+            "negatives from the batch and ranking losses do? A replica has its own "
+            "rows only: bring those of all together with "
+            "get_replica_context().all_gather(rows, axis=0), and count labels from "
+            "this replica's first row on. If not, look at what the step does with the "
+            f"number of rows.{_in_double(problem)}"
+        )
     ]
     return "\n".join([*lines, *(_filled(f"Cause: {text}") for text in found)])
 
@@ -84,20 +97,25 @@ def _in_double(problem: Problem) -> str:
     if not agrees(in_double(problem)):
         return ""
     return (
-        " In float64 the two agree, but the difference is too large for rounding in float32: look also for what "
-        "depends on the dtype, and for steps in a function, as of a comparison, round or argmax."
+        " In float64 the two agree, but the difference is too large for rounding in "
+        "float32: look also for what depends on the dtype, and for steps in a "
+        "function, as of a comparison, round or argmax."
     )
 
 
 def failure_text(problem: Problem, failure: StepFailed) -> str | None:
-    """The message for a step that raises in replicas only; None if the step's own error says it all."""
+    """The message for a step that raises in replicas only.
+
+    It is None if the step's own error says it all.
+    """
     where = which(problem, failure.step)
     if failure.order is not None:
         return (
-            f"{where}, {problem.step_name} raised when the replicas ran in the order {failure.order}, and not in their "
-            f"own: {described(failure.error)}\n"
+            f"{where}, {problem.step_name} raised when the replicas ran in the order "
+            f"{failure.order}, and not in their own: {described(failure.error)}\n"
         ) + _filled(
-            f"Cause: replicas share something that it writes and reads (a list, a counter, a cache). {KEEP_STATE}"
+            "Cause: replicas share something that it writes and reads (a list, a "
+            f"counter, a cache). {KEEP_STATE}"
         )
     if is_about_synchronization(failure.error):
         return _synchronization_text(problem, where, failure)
@@ -110,10 +128,12 @@ def failure_text(problem: Problem, failure: StepFailed) -> str | None:
 
 def _synchronization_text(problem: Problem, where: str, failure: StepFailed) -> str:
     cause = (
-        f"Cause: {problem.step_name} decides by something that is not the same in all replicas whether, or how often, "
-        "it comes to a synchronization point: such as the loss of a replica's own rows, in `if loss < limit: "
-        "optimizer.step()`, or the number of its rows. Let all replicas decide by one value: "
-        "get_replica_context().all_reduce('mean', loss), or a sum and a count that are added up so."
+        f"Cause: {problem.step_name} decides by something that is not the same in all "
+        "replicas whether, or how often, it comes to a synchronization point: such as "
+        "the loss of a replica's own rows, in `if loss < limit: optimizer.step()`, or "
+        "the number of its rows. Let all replicas decide by one value: "
+        "get_replica_context().all_reduce('mean', loss), or a sum and a count that are "
+        "added up so."
     )
     return "\n".join(
         [
@@ -125,7 +145,7 @@ def _synchronization_text(problem: Problem, where: str, failure: StepFailed) -> 
 
 
 def _raised(failure: StepFailed) -> Iterator[str]:
-    """The error in one line, and the lines of the user's own code that it came through."""
+    """The error in one line, and the lines of the user's code that it came through."""
     yield _filled(f"  {described(failure.error).splitlines()[0]}")
     for place in places_on_the_way(failure.error):
         yield f"    {place}"
@@ -142,14 +162,19 @@ def _devices_text(problem: Problem, where: str, failure: StepFailed) -> str:
         if replica is None
         else f"replica {replica} of {problem.num_replicas} on {device}"
     )
-    plain = f"plain PyTorch on {first_device} {'did as well' if failure.is_everywhere else 'did not'}"
+    plain = (
+        f"plain PyTorch on {first_device} "
+        f"{'did as well' if failure.is_everywhere else 'did not'}"
+    )
     found = (
         dict(_held_elsewhere(problem, device))
         or dict(_named_elsewhere(words_on_the_way(failure.error), device))
         or dict(_named_elsewhere([(problem.step_name, words_in(problem.step))], device))
         or {
-            f"a tensor was left on another device. {problem.step_name} itself holds none: look at what its modules and "
-            "objects keep": _MOVE_TENSOR
+            (
+                f"a tensor was left on another device. {problem.step_name} itself "
+                "holds none: look at what its modules and objects keep"
+            ): _MOVE_TENSOR
         }
     )
     return "\n".join(
@@ -164,7 +189,10 @@ def _devices_text(problem: Problem, where: str, failure: StepFailed) -> str:
 
 
 def _held_elsewhere(problem: Problem, device: Device) -> Iterator[tuple[str, str]]:
-    """The tensors and generators that the step holds and that are not on `device`, each with what to do about it."""
+    """The tensors and generators of the step that are not on `device`.
+
+    The step holds them. Each comes with what to do about it.
+    """
     for fn in (problem.step, problem.model_fn):
         for name, value in held_by(fn):
             if (
@@ -182,7 +210,7 @@ def _held_elsewhere(problem: Problem, device: Device) -> Iterator[tuple[str, str
 def _named_elsewhere(
     functions: Iterable[tuple[str, set[str]]], device: Device
 ) -> Iterator[tuple[str, str]]:
-    """The devices other than `device` that functions name, each with what to do about it."""
+    """The devices but `device` that functions name, each with what to do about it."""
     for function, words in functions:
         for match in filter(None, map(_DEVICE.fullmatch, sorted(words))):
             kind, index = match.groups()

@@ -1,8 +1,10 @@
-"""The random numbers and tensors that several trainings share, kept apart for each of them.
+"""The random numbers and tensors that trainings share, kept apart for each of them.
 
-A step draws random numbers from torch's default generators, Python's and numpy's, and from generators that the step
-itself holds. It may also write on tensors that it holds, and keep other values in globals, containers and attributes.
-The state of all of these is exchanged between trainings, so that each training goes on as if it were the only one.
+A step draws random numbers from torch's default generators, Python's and numpy's, and
+from generators that the step itself holds. It may also write on tensors that it holds,
+and keep other values in globals, containers and attributes. The state of all of these
+is exchanged between trainings, so that each training goes on as if it were the only
+one.
 """
 
 from __future__ import annotations
@@ -48,10 +50,13 @@ class Source:
 
 @final
 class Sources:
-    """All generators from which a step may draw, and all tensors outside of models on which it may write.
+    """All generators from which a step may draw.
+
+    All tensors outside of models on which it may write, too.
 
     Args:
-        functions: The functions that may hold some: first the step, then those that make models and optimizers.
+        functions: The functions that may hold some: first the step, then those that
+            make models and optimizers.
         devices: The devices in use.
     """
 
@@ -102,7 +107,10 @@ class Sources:
         self.kept_state = KeptState(functions[0] if functions else None, functions[1:])
 
     def seed(self, seed: int) -> None:
-        """Seeds the generators that belong to the process. Those that the step holds keep the user's state."""
+        """Seeds the generators that belong to the process.
+
+        Those that the step holds keep the user's state.
+        """
         torch.manual_seed(seed)
         random.seed(seed)
         np.random.seed(seed % 2**32)
@@ -118,7 +126,10 @@ class Sources:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """A block after which all sources, and what the functions keep, are as they were before it."""
+        """A block after which all sources and kept things are as they were before.
+
+        The functions keep these things.
+        """
         states, kept = self.states(), self.kept_state.read()
         try:
             yield
@@ -129,7 +140,9 @@ class Sources:
 
 @final
 class Stream:
-    """The random numbers of one of several trainings, and the numbers of the tensors that its step holds.
+    """The random numbers of one of several trainings, and of the step's tensors.
+
+    The step holds these; their numbers are kept.
 
     Args:
         sources: The generators and tensors.
@@ -206,14 +219,15 @@ def _of_tensor(name: str, tensor: torch.Tensor) -> Source:
 
     def write(state: bytes) -> None:
         if read() != state:
-            # Through `.data`, which counts no version: for autograd, nothing has happened.
+            # Through `.data`, which counts no version: for autograd, nothing has
+            # happened.
             tensor.data.copy_(number(state))
 
     return Source(name, read, write, is_shared=True, number=number)
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """Whether the numbers of a tensor are its whole state, and not so many that they are data."""
+    """Whether a tensor's numbers are its whole state, and not so many as data has."""
     is_ordinary = (
         tensor.layout is torch.strided
         and not tensor.is_inference()

@@ -1,4 +1,7 @@
-"""What one step of a training leaves behind, as numbers on the CPU that no later step writes on."""
+"""What one step of a training leaves behind, as numbers on the CPU.
+
+No later step writes on them.
+"""
 
 from __future__ import annotations
 
@@ -32,14 +35,17 @@ class Sighting:
         attributes: The numbers that are plain attributes of its modules.
     """
 
-    # The class is no container that torch's pytree knows, so a run returns one sighting for each replica and does not
-    # regroup what is inside.
+    # The class is no container that torch's pytree knows, so a run returns one sighting
+    # for each replica and does not regroup what is inside.
     returned: Numbers
     attributes: Numbers
 
     @classmethod
     def of(cls, returned: Tree, models: Tree) -> Sighting:
-        """Takes the numbers where the step has just ended: in plain PyTorch, or in a replica."""
+        """Takes the numbers where the step just ended, in a replica or plainly.
+
+        Plainly is in plain PyTorch.
+        """
         return cls(_only_numbers(leaves_with_names(returned)), _attributes_of(models))
 
 
@@ -58,8 +64,9 @@ class Record:
         optimizer: The state and the settings of the optimizer.
         tensors: The tensors outside of models that the step holds.
         losses: What the losses of the replicas were divided by.
-        loss_parts: How much the loss of each replica is of that of the batch, where gradients are weighted by that.
-            None: its part of the rows, or what its user has said.
+        loss_parts: How much the loss of each replica is of that of the batch, where
+            gradients are weighted by that. None: its part of the rows, or what its user
+            has said.
     """
 
     seen: tuple[Sighting, ...]
@@ -81,7 +88,8 @@ def frozen(value: object) -> torch.Tensor | None:
             return None
         value = value.detach().to("cpu", copy=True)
         return value.to_dense() if value.layout is not torch.strided else value
-    # A Python float counts as of torch's default dtype, and so does numpy's float64, which is a Python float, too.
+    # A Python float counts as of torch's default dtype, and so does numpy's float64,
+    # which is a Python float, too.
     if isinstance(value, (float, complex)):
         return torch.tensor(value, dtype=_default_dtype(value), device="cpu")
     if isinstance(value, int):
@@ -168,7 +176,10 @@ def _default_dtype(value: float | complex) -> torch.dtype:
 
 
 def _attributes_of(models: Tree) -> Numbers:
-    """The numbers among the plain attributes of modules, also in lists and dicts. In a replica: of its own modules."""
+    """The numbers among the plain attributes of modules, also in lists and dicts.
+
+    In a replica: of its own modules.
+    """
     found: Numbers = {}
     for prefix, model in leaves_with_names(models):
         for path, module in local_object(model).named_modules():

@@ -1,7 +1,10 @@
-"""The calls of a step in which rows of its batch become one number, such as `inputs.mean()`, and what they made.
+"""The calls of a step in which rows become one number, and what they made.
 
-Plain PyTorch computes such a number from all rows, and a replica from its own. Whether that makes the difference is
-tried: the replicas are given the numbers of plain PyTorch there.
+`inputs.mean()` of rows of its batch is such a call.
+
+Plain PyTorch computes such a number from all rows, and a replica from its own. Whether
+that makes the difference is tried: the replicas are given the numbers of plain PyTorch
+there.
 """
 
 from __future__ import annotations
@@ -49,11 +52,14 @@ class Place(NamedTuple):
 
     def __str__(self) -> str:
         source = linecache.getline(self.file, self.line).strip()
-        return f"`{source}` (line {self.line} of {Path(self.file).name}, in `{self.function}`)"
+        return (
+            f"`{source}` (line {self.line} of {Path(self.file).name}, in "
+            f"`{self.function}`)"
+        )
 
 
 class Key(NamedTuple):
-    """One call: the place, the function, and which of the calls of this function there it is."""
+    """One call: the place, the function, and which of its calls there it is."""
 
     place: Place
     function: str
@@ -73,7 +79,9 @@ Calls = dict[Key, Call]
 
 @final
 class RowStatistics:
-    """Notes such calls in a comparison of trainings, and may give replicas the results of plain PyTorch.
+    """Notes such calls in a comparison of trainings.
+
+    It may give replicas the results of plain PyTorch.
 
     Args:
         given: The calls of plain PyTorch at each step, whose results the replicas get.
@@ -107,7 +115,10 @@ class RowStatistics:
         return _Watch(self.replicas[-1].setdefault(replica, {}), known.get)
 
     def differing(self) -> dict[Place, bool]:
-        """Where replicas and plain PyTorch reduced the same rows to other numbers, and if gradients flow through it."""
+        """Where replicas and plain PyTorch reduced the same rows to other numbers.
+
+        It also says if gradients flow through it.
+        """
         found: dict[Place, bool] = {}
         for plain, replicas in zip(self.plain, self.replicas, strict=False):
             for key, call in plain.items():
@@ -118,7 +129,8 @@ class RowStatistics:
                     call, theirs
                 ):
                     continue
-                # A scalar with a gradient may be the loss itself, or a part of it: there other causes are looked for.
+                # A scalar with a gradient may be the loss itself, or a part of it:
+                # there other causes are looked for.
                 if not call.needs_gradient or (
                     call.result.dim() and key.function in _OF_ROWS
                 ):
@@ -166,7 +178,8 @@ class _Watch(TorchFunctionMode):
             if given is None or given.shape != result.shape:
                 return result
             given = given.to(result.device, result.dtype)
-            # The gradient flows as it does in the replica: it is the value alone that is another.
+            # The gradient flows as it does in the replica: it is the value alone that
+            # is another.
             return result + (given - result).detach() if result.requires_grad else given
 
 
@@ -185,7 +198,10 @@ def _copied(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _place_of(frame: FrameType | None) -> Place | None:
-    """The user's line that called torch, perhaps through layers of torch; None if the call is this library's."""
+    """The user's line that called torch, perhaps through layers of torch.
+
+    It is None if the call is this library's.
+    """
     while frame is not None:
         package = frame.f_globals.get("__name__", "").split(".")[0]
         if package == "torchstrategy":
@@ -197,7 +213,10 @@ def _place_of(frame: FrameType | None) -> Place | None:
 
 
 def _reduces_the_same_rows(call: Call, theirs: Sequence[Call]) -> bool:
-    """Whether replicas had the rows of plain PyTorch together, and each made another result of the same shape."""
+    """Whether replicas had the rows of plain PyTorch together.
+
+    Each made another result of the same shape.
+    """
     if any(
         one.result.shape != call.result.shape
         or one.rows.shape[1:] != call.rows.shape[1:]

@@ -45,71 +45,91 @@ def assert_same_as_plain(
     atol: float | None = None,
     ignore: Sequence[str] = (),
 ) -> None:
-    """Trains in plain PyTorch and under a strategy, and fails, with the cause, if the two are not the same.
+    """Trains in plain PyTorch and under a strategy, and fails if the two differ.
 
-    Both trainings begin with the same seed. In plain PyTorch, on the device of replica 0, the step is called with
-    whole batches; under the strategy the model and the optimizer are made in its scope, each batch is split, and the
-    step is run in replicas. After every step these have to agree:
+    It fails with the cause.
 
-    - `"losses"`: the numbers that the step returns, in any container. Tensors that have the rows of the replicas are
-      concatenated. Other tensors and floats are averaged by rows, or added, as the gradients are; where gradients are
-      weighted by what a loss was divided by, they may be averaged by that, too. Integers are added. A number that is
-      the same in all replicas may be that of the whole batch already.
-    - `"gradients"`, at each `optimizer.step()` and after the step; `"parameters"`; `"buffers"`; `"optimizer"`, its
-      state and settings.
-    - `"attributes"`: the numbers and tensors that are plain attributes of modules, in every replica. A tensor may hold
-      the rows of its replica.
-    - `"tensors"`: the tensors outside of the models that the step reaches by a name, an attribute or a container. Every
-      replica writes on the same tensor there. Each training has its own numbers in these tensors, and afterwards they
-      get their earlier numbers back.
-    - `"order"`: with several replicas there is a third training, in which they run in the opposite order. A result that
-      depends on the order is an error, also if it agrees with plain PyTorch: on several accelerators there is no order.
+    Both trainings begin with the same seed. In plain PyTorch, on the device of replica
+    0, the step is called with whole batches; under the strategy the model and the
+    optimizer are made in its scope, each batch is split, and the step is run in
+    replicas. After every step these have to agree:
 
-    Tensors differ if the norm of their difference is more than `rtol` times the norm of plain PyTorch's tensor, plus
-    `atol`. These are 1e-10 and 1e-13 for float64, 1e-5 and 1e-6 for float32, 4e-3 and 1e-4 for float16, 3e-2 and 1e-3
-    for bfloat16: well above the rounding of a sum in another order, and well below the effect of mistakes. Gradients
-    that cancel have rounding errors of the size of other gradients, so gradients may also differ by `rtol` times the
-    largest one. Integers have to be equal, a Python float counts as of torch's default dtype, and NaN is equal to NaN.
-    For a step that computes in a lower precision than its parameters have (autocast, TF32), give `rtol`.
+    - `"losses"`: the numbers that the step returns, in any container. Tensors that have
+      the rows of the replicas are concatenated. Other tensors and floats are averaged
+      by rows, or added, as the gradients are; where gradients are weighted by what a
+      loss was divided by, they may be averaged by that, too. Integers are added. A
+      number that is the same in all replicas may be that of the whole batch already.
+    - `"gradients"`, at each `optimizer.step()` and after the step; `"parameters"`;
+      `"buffers"`; `"optimizer"`, its state and settings.
+    - `"attributes"`: the numbers and tensors that are plain attributes of modules, in
+      every replica. A tensor may hold the rows of its replica.
+    - `"tensors"`: the tensors outside of the models that the step reaches by a name, an
+      attribute or a container. Every replica writes on the same tensor there. Each
+      training has its own numbers in these tensors, and afterwards they get their
+      earlier numbers back.
+    - `"order"`: with several replicas there is a third training, in which they run in
+      the opposite order. A result that depends on the order is an error, also if it
+      agrees with plain PyTorch: on several accelerators there is no order.
 
-    Compare in float64 if you can: `model_fn` returns `Net().double()`, and the batches have that dtype. In float32,
-    replicas part visibly from one device after some steps, most of all with ReLU and batch norm, though nothing is
-    wrong: a sum in another order rounds otherwise, and the next step makes more of it.
+    Tensors differ if the norm of their difference is more than `rtol` times the norm of
+    plain PyTorch's tensor, plus `atol`. These are 1e-10 and 1e-13 for float64, 1e-5 and
+    1e-6 for float32, 4e-3 and 1e-4 for float16, 3e-2 and 1e-3 for bfloat16: well above
+    the rounding of a sum in another order, and well below the effect of mistakes.
+    Gradients that cancel have rounding errors of the size of other gradients, so
+    gradients may also differ by `rtol` times the largest one. Integers have to be
+    equal, a Python float counts as of torch's default dtype, and NaN is equal to NaN.
+    For a step that computes in a lower precision than its parameters have (autocast,
+    TF32), give `rtol`.
 
-    Each training begins with the globals, closure variables, attributes, lists and dicts that the step found, and goes
-    on with what it wrote there itself. Afterwards they are what they were before the check.
+    Compare in float64 if you can: `model_fn` returns `Net().double()`, and the batches
+    have that dtype. In float32, replicas part visibly from one device after some steps,
+    most of all with ReLU and batch norm, though nothing is wrong: a sum in another
+    order rounds otherwise, and the next step makes more of it.
 
-    An optimizer can make a full step of a rounding error, as Adam does where a gradient is nothing else. So once
-    gradients agree, plain PyTorch makes its update from the gradients of the replicas: the trainings do not drift
-    apart, and the update itself is compared up to rounding.
+    Each training begins with the globals, closure variables, attributes, lists and
+    dicts that the step found, and goes on with what it wrote there itself. Afterwards
+    they are what they were before the check.
 
-    The message of the failure names the step, what differs and by how much, what was allowed, and the causes. They are
-    found by training again without dropout, without batch statistics, with another reduction and so on. A cause that
-    such a training has proved comes first. Random numbers (torch's, Python's, numpy's, and those of generators that the
-    step holds) go on afterwards as if nothing had been drawn.
+    An optimizer can make a full step of a rounding error, as Adam does where a gradient
+    is nothing else. So once gradients agree, plain PyTorch makes its update from the
+    gradients of the replicas: the trainings do not drift apart, and the update itself
+    is compared up to rounding.
+
+    The message of the failure names the step, what differs and by how much, what was
+    allowed, and the causes. They are found by training again without dropout, without
+    batch statistics, with another reduction and so on. A cause that such a training has
+    proved comes first. Random numbers (torch's, Python's, numpy's, and those of
+    generators that the step holds) go on afterwards as if nothing had been drawn.
 
     Args:
-        step: Called as `step(model, optimizer, batch)`: the ordinary training step, with nothing of this in it.
-        model_fn: Makes a new model at each call: a module, or a list, tuple or dict of modules.
-        optimizer_fn: Makes the optimizer of what `model_fn` made, or a list, tuple or dict of them. None: there is
-            none, and the step is given None. A learning-rate scheduler belongs to its optimizer, so make it here, too,
-            and keep it as an attribute of the optimizer: see the second example.
-        batches: A few batches, as a loader yields them. All are taken before the first step, so they have to end. Let
-            one of them be uneven, such as 7 rows for 4 replicas: if none is, a warning says so.
+        step: Called as `step(model, optimizer, batch)`: the ordinary training step,
+            with nothing of this in it.
+        model_fn: Makes a new model at each call: a module, or a list, tuple or dict of
+            modules.
+        optimizer_fn: Makes the optimizer of what `model_fn` made, or a list, tuple or
+            dict of them. None: there is none, and the step is given None. A
+            learning-rate scheduler belongs to its optimizer, so make it here, too, and
+            keep it as an attribute of the optimizer: see the second example.
+        batches: A few batches, as a loader yields them. All are taken before the first
+            step, so they have to end. Let one of them be uneven, such as 7 rows for 4
+            replicas: if none is, a warning says so.
         strategy: The strategy to compare with plain PyTorch.
         options: The options of each `strategy.run`.
-        seed: The seed of torch's default generators, Python's `random` and numpy's `np.random`.
+        seed: The seed of torch's default generators, Python's `random` and numpy's
+            `np.random`.
         rtol: The relative tolerance for all floating dtypes. None: by dtype.
         atol: The absolute tolerance for all floating dtypes. None: by dtype.
         ignore: Names of the list above that are not to be compared.
 
     Raises:
-        AssertionError: If the two differ, if the step meets tensors of two devices in a replica, or if replicas come to
-            different synchronization points.
-        Exception: What the step raises in plain PyTorch; what it raises in replicas only, with a note that says so.
+        AssertionError: If the two differ, if the step meets tensors of two devices in a
+            replica, or if replicas come to different synchronization points.
+        Exception: What the step raises in plain PyTorch; what it raises in replicas
+            only, with a note that says so.
         TypeError: If an argument is of the wrong kind.
-        ValueError: If there are no batches, a tolerance is negative, `ignore` has a name that is not above, or
-            `model_fn` does not make a new model, and the same, each time.
+        ValueError: If there are no batches, a tolerance is negative, `ignore` has a
+            name that is not above, or `model_fn` does not make a new model, and the
+            same, each time.
         RuntimeError: If called in the scope of a strategy or in a replica.
 
     Example:
@@ -124,26 +144,34 @@ def assert_same_as_plain(
         ...     return torch.nn.Linear(2, 2)
         >>> def optimizer_fn(model):
         ...     return torch.optim.Adam(model.parameters())
-        >>> batches = torch.utils.data.DataLoader(torch.rand(20, 2), batch_size=8)  # 3, 3, 2 rows
-        >>> torchstrategy.testing.assert_same_as_plain(step, model_fn, optimizer_fn, batches, strategy)
+        >>> # Replicas get 3, 3 and 2 rows.
+        >>> batches = torch.utils.data.DataLoader(torch.rand(20, 2), batch_size=8)
+        >>> torchstrategy.testing.assert_same_as_plain(
+        ...     step, model_fn, optimizer_fn, batches, strategy
+        ... )
 
         With a scheduler:
 
         >>> def with_scheduler(model):
         ...     optimizer = optimizer_fn(model)
-        ...     optimizer.scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2)
+        ...     optimizer.scheduler = torch.optim.lr_scheduler.StepLR(
+        ...         optimizer, step_size=2
+        ...     )
         ...     return optimizer
         >>> def scheduled_step(model, optimizer, batch):
         ...     losses = step(model, optimizer, batch)
         ...     optimizer.scheduler.step()
         ...     return losses
-        >>> torchstrategy.testing.assert_same_as_plain(scheduled_step, model_fn, with_scheduler, batches, strategy)
+        >>> torchstrategy.testing.assert_same_as_plain(
+        ...     scheduled_step, model_fn, with_scheduler, batches, strategy
+        ... )
     """
     _check_kinds(step, model_fn, optimizer_fn, strategy, options, seed)
     if has_strategy():
         raise RuntimeError(
-            "assert_same_as_plain was called in the scope of a strategy or in a replica, where nothing is plain "
-            "PyTorch. Call it outside: it enters the strategy's scope itself."
+            "assert_same_as_plain was called in the scope of a strategy or in a "
+            "replica, where nothing is plain PyTorch. Call it outside: it enters the "
+            "strategy's scope itself."
         )
     sources = Sources((), ())
     with sources.kept():
@@ -166,18 +194,23 @@ def assert_same_as_plain(
     if outcome is not None:
         text = failure_text(problem, outcome)
         if text is not None:
-            # The message has the error already, with the lines of the step that it came through.
+            # The message has the error already, with the lines of the step that it came
+            # through.
             raise AssertionError(text) from None
         add_note(
             outcome.error,
-            f"{which(problem, outcome.step)}: plain PyTorch takes this step without an error.",
+            f"{which(problem, outcome.step)}: plain PyTorch takes this step without an "
+            "error.",
         )
         raise outcome.error
     _warn_if_all_are_even(problem)
 
 
 def _warn_if_all_are_even(problem: Problem) -> None:
-    """Says that no two replicas ever differed in their rows: what is wrong only then has not been looked for."""
+    """Says that no two replicas ever differed in their rows.
+
+    What is wrong only then has not been looked for.
+    """
     count, given = problem.num_replicas, []
     with suppress(TypeError, ValueError):  # some rows cannot be counted like this
         given = [rows for rows in map(rows_of, problem.batches) if rows]
@@ -188,9 +221,10 @@ def _warn_if_all_are_even(problem: Problem) -> None:
     if not given or count == 1 or any(len(different) > 1 for different in of_each):
         return
     warn(
-        f"assert_same_as_plain passed, and no two of {count} replicas that had rows ever had different numbers of "
-        f"them: the batches have {', '.join(map(str, given[:9]))} rows. A step that is wrong for uneven rows passes, "
-        f"too. Add a batch of {2 * count - 1} rows.",
+        f"assert_same_as_plain passed, and no two of {count} replicas that had rows "
+        "ever had different numbers of them: the batches have "
+        f"{', '.join(map(str, given[:9]))} rows. A step that is wrong for uneven rows "
+        f"passes, too. Add a batch of {2 * count - 1} rows.",
         UserWarning,
     )
 
@@ -221,12 +255,14 @@ def _check_kinds(
             )
     if isinstance(model_fn, nn.Module):
         raise TypeError(
-            f"model_fn makes a new model at each call; got a model, {an(type(model_fn).__name__)}. Write a function "
-            "that makes it, such as lambda: Net()."
+            "model_fn makes a new model at each call; got a model, "
+            f"{an(type(model_fn).__name__)}. Write a function that makes it, such as "
+            "lambda: Net()."
         )
     if not isinstance(strategy, StrategyBase):
         raise TypeError(
-            f"strategy is a torchstrategy.Strategy; got {strategy!r}, {an(type(strategy).__name__)}."
+            f"strategy is a torchstrategy.Strategy; got {strategy!r}, "
+            f"{an(type(strategy).__name__)}."
         )
     if not isinstance(options, (RunOptions, type(None))):
         raise TypeError(
@@ -245,7 +281,8 @@ def _taken(batches: Iterable[Tree]) -> tuple[Tree, ...]:
         ) from error
     if not taken:
         raise ValueError(
-            "batches is empty: without a step there is nothing to compare. Give it at least one batch."
+            "batches is empty: without a step there is nothing to compare. Give it at "
+            "least one batch."
         )
     return taken
 
@@ -254,11 +291,13 @@ def _tolerance(rtol: float | None, atol: float | None) -> Tolerance:
     for name, value in (("rtol", rtol), ("atol", atol)):
         if not isinstance(value, (int, float, type(None))):
             raise TypeError(
-                f"{name} is a number or None; got {value!r}, {an(type(value).__name__)}."
+                f"{name} is a number or None; got {value!r}, "
+                f"{an(type(value).__name__)}."
             )
         if value is not None and not 0 <= value < float("inf"):
             raise ValueError(
-                f"{name}={value} allows nothing or anything: it is a number, and not negative."
+                f"{name}={value} allows nothing or anything: it is a number, and not "
+                "negative."
             )
     return Tolerance(rtol, atol)
 
@@ -268,10 +307,12 @@ def _ignored(ignore: Sequence[str]) -> frozenset[str]:
     unknown = sorted(map(repr, names - set(_IGNORABLE)))
     if unknown:
         raise ValueError(
-            f"ignore names {', '.join(unknown)}, and what is compared is {', '.join(_IGNORABLE)}."
+            f"ignore names {', '.join(unknown)}, and what is compared is "
+            f"{', '.join(_IGNORABLE)}."
         )
     if names.issuperset(SECTIONS):
         raise ValueError(
-            "ignore names everything that is compared: nothing is left that could differ."
+            "ignore names everything that is compared: nothing is left that could "
+            "differ."
         )
     return frozenset(names)

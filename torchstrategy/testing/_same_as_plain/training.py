@@ -1,4 +1,7 @@
-"""One training of the problem, in plain PyTorch or under the strategy. Each step leaves a record."""
+"""One training of the problem, in plain PyTorch or under the strategy.
+
+Each step leaves a record.
+"""
 
 from __future__ import annotations
 
@@ -71,13 +74,15 @@ class Problem:
     seed: int
     tolerance: Tolerance
     ignore: frozenset[str]
-    row_statistics: RowStatistics | None = (
-        None  # what notes where the step makes one number of its rows
-    )
+    # What notes where the step makes one number of its rows.
+    row_statistics: RowStatistics | None = None
 
     @property
     def device(self) -> Device | None:
-        """The device on which plain PyTorch trains: that of replica 0. None: the caller's default device."""
+        """The device on which plain PyTorch trains: that of replica 0.
+
+        None: the caller's default device.
+        """
         return (
             None
             if is_default(self.strategy)
@@ -102,7 +107,7 @@ class Problem:
 
     @property
     def weighs_losses(self) -> bool:
-        """Whether gradients are weighted by what the loss of each replica was divided by."""
+        """Whether gradients are weighted by what each replica's loss was divided by."""
         losses = getattr(self.strategy.extended, "_losses", None)
         default = None if losses is None else losses.said
         return ((self.options or NO_OPTIONS).gradient_reduction or default) == LOSS
@@ -140,8 +145,9 @@ class Training(ABC):
     def take(self, batch: Tree, leader: Record | None = None) -> Record:
         """Takes one step.
 
-        If the gradients agree with the leader's but for rounding, the update is made from the leader's. Otherwise an
-        optimizer may make much of rounding: Adam divides a gradient by its own size, and gradients of a bias before a
+        If the gradients agree with the leader's but for rounding, the update is made
+        from the leader's. Otherwise an optimizer may make much of rounding: Adam
+        divides a gradient by its own size, and gradients of a bias before a
         normalisation layer are nothing but rounding.
 
         Args:
@@ -203,7 +209,10 @@ class Training(ABC):
 
     @contextmanager
     def _updates(self, leader: Record | None) -> Iterator[list[Numbers]]:
-        """A block in which the gradients at each `optimizer.step()` are noted, and replaced by the leader's."""
+        """A block in which the gradients at each `optimizer.step()` are noted.
+
+        They are replaced by the leader's.
+        """
         updates: list[Numbers] = []
 
         def before_update(optimizer: Optimizer, args: object, kwargs: object) -> None:
@@ -235,8 +244,9 @@ class PlainTraining(Training):
     """A training in plain PyTorch, on the device of replica 0."""
 
     def _build(self) -> tuple[Tree, Tree]:
-        # The model is made on the device on which the strategy makes it, since the generator of another device would
-        # draw other weights. Then it is moved to the device of replica 0.
+        # The model is made on the device on which the strategy makes it, since the
+        # generator of another device would draw other weights. Then it is moved to the
+        # device of replica 0.
         devices = self._problem.devices
         with using_device(devices[-1] if devices else None):
             models = _built(self._problem.model_fn)
@@ -330,7 +340,10 @@ class ReplicaTraining(Training):
 def _observed(
     step: Callable[[Any, Any, Any], Tree], models: Tree, optimizers: Tree, batch: Tree
 ) -> Sighting:
-    """Calls the step, in plain PyTorch or in a replica, and takes the numbers that it leaves there."""
+    """Calls the step, in plain PyTorch or in a replica.
+
+    Takes the numbers that it leaves there.
+    """
     return Sighting.of(step(models, optimizers, batch), models)
 
 
@@ -370,8 +383,8 @@ def _only(what: str, tree: Tree, name: str, kind: type) -> Tree:
     for path, leaf in leaves_with_names(tree):
         if not isinstance(leaf, kind):
             raise TypeError(
-                f"{what} returns a {name}, or a list, tuple or dict of them; it returned "
-                f"{an(type(leaf).__name__)}{f' at {path}' if path else ''}."
+                f"{what} returns a {name}, or a list, tuple or dict of them; it "
+                f"returned {an(type(leaf).__name__)}{f' at {path}' if path else ''}."
             )
     return tree
 

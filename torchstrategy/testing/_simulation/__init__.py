@@ -1,7 +1,10 @@
-"""Simulated devices: tensors in the memory of the CPU that torch takes for tensors on `sim:0`, `sim:1` and so on.
+"""Simulated devices: tensors in the CPU's memory that torch takes for others.
 
-A tensor of such a device is a plain `torch.Tensor`, not a subclass; torch's own autograd, optimizers and modules work
-on it. Whenever torch needs a kernel, the CPU's kernel runs on the same bytes.
+It takes them for tensors on `sim:0`, `sim:1` and so on.
+
+A tensor of such a device is a plain `torch.Tensor`, not a subclass; torch's own
+autograd, optimizers and modules work on it. Whenever torch needs a kernel, the CPU's
+kernel runs on the same bytes.
 
     ordinals      which simulated devices there are, and which is current on this thread
     replacing     attributes that have other values for a while
@@ -10,9 +13,9 @@ on it. Whenever torch needs a kernel, the CPU's kernel runs on the same bytes.
     pinned        memory of the CPU with a mark
     pinned_creation  pinned memory where it is made
     shapes        operators that are not computed
-    program       what the program itself does with memory of the CPU, and on which of its lines
+    program       what the program does with the CPU's memory, and where
     checksums     writes on pinned memory that torch does not see
-    memory        one piece of CPU memory, as a tensor of a simulated device and as one of the CPU
+    memory        one piece of CPU memory, as a tensor of either device
     uses          what was done last with each part of a storage
     recorder      which stream waits for which, and where none does and should
     dtypes        what CUDA refuses to compute, and the CPU does not
@@ -21,7 +24,7 @@ on it. Whenever torch needs a kernel, the CPU's kernel runs on the same bytes.
     kernels       how any operator is run
     backend       registers kernels with torch's dispatcher
     creation      kernels that make, copy and view tensors
-    layers        kernels of layers for which torch asks a backend for other operators than the CPU
+    layers        layers for which torch asks a backend for other operators
     attention     attention as one kernel
     batch_norm    kernels of `torch.nn.SyncBatchNorm`
     sparse        kernels of sparse tensors
@@ -132,24 +135,28 @@ __all__ = [
     "why_not_simulated",
 ]
 
-_registered: list[
-    Backend
-] = []  # torch drops the kernels of a `Library` that nobody refers to
+# torch drops the kernels of a `Library` that nobody refers to.
+_registered: list[Backend] = []
 
 
 def simulate_devices(count: int) -> list[torch.device]:
-    """Gives this process devices `sim:0` to `sim:<count - 1>`, on which code for several GPUs can be tested.
+    """Gives this process devices `sim:0` to `sim:<count - 1>`.
 
-    Tensors report the device on which they are and compute true numbers. Torch refuses to mix two devices in its own
-    words, "Expected all tensors to be on the same device". Autograd, `Module.to`, optimizers, checkpoints with
-    `map_location`, generators, autocast, streams, `torch.accelerator` and `torch.nn.parallel` work as on accelerators;
-    `torch.sim` is to these devices what `torch.cuda` is to GPUs. An operator that cannot be simulated raises an error
-    with its name. All work is done at once, on the CPU, on the calling thread, backward included: a mistake that only
+    Code for several GPUs can be tested on them.
+
+    Tensors report the device on which they are and compute true numbers. Torch refuses
+    to mix two devices in its own words, "Expected all tensors to be on the same
+    device". Autograd, `Module.to`, optimizers, checkpoints with `map_location`,
+    generators, autocast, streams, `torch.accelerator` and `torch.nn.parallel` work as
+    on accelerators; `torch.sim` is to these devices what `torch.cuda` is to GPUs. An
+    operator that cannot be simulated raises an error with its name. All work is done at
+    once, on the CPU, on the calling thread, backward included: a mistake that only
     shows when streams run at the same time does not show here.
 
-    The devices are there for the whole process and cannot be removed: they become torch's accelerator, also on machines
-    with GPUs. Call this once in a process that runs tests, before tensors are made; the pytest option
-    `--simulate-devices=4` does. Each operator on such a device costs about 20 microseconds more; nothing else costs
+    The devices are there for the whole process and cannot be removed: they become
+    torch's accelerator, also on machines with GPUs. Call this once in a process that
+    runs tests, before tensors are made; the pytest option `--simulate-devices=4` does.
+    Each operator on such a device costs about 20 microseconds more; nothing else costs
     more.
 
     Args:
@@ -161,8 +168,9 @@ def simulate_devices(count: int) -> list[torch.device]:
     Raises:
         TypeError: If `count` is not an int.
         ValueError: If it is below 1 or above 64.
-        RuntimeError: If this process simulates another number of devices already, if torch has another device of this
-            kind (torch has room for one out-of-tree device type), or if it cannot simulate any (torch before 2.10).
+        RuntimeError: If this process simulates another number of devices already, if
+            torch has another device of this kind (torch has room for one out-of-tree
+            device type), or if it cannot simulate any (torch before 2.10).
 
     Example:
         >>> import subprocess, sys  # in a process of its own: it cannot be undone
@@ -172,7 +180,9 @@ def simulate_devices(count: int) -> list[torch.device]:
         ... print(torch.ones(2, device="sim:1") * 3)
         ... torch.ones(2, device="sim:0") + torch.ones(2, device="sim:1")
         ... '''
-        >>> done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+        >>> done = subprocess.run(
+        ...     [sys.executable, "-c", program], capture_output=True, text=True
+        ... )
         >>> print(done.stdout.strip())
         tensor([3., 3.], device='sim:1')
         >>> "Expected all tensors to be on the same device" in done.stderr
@@ -182,15 +192,17 @@ def simulate_devices(count: int) -> list[torch.device]:
     if device_count():
         if count != device_count():
             raise RuntimeError(
-                f"simulate_devices({count}): this process simulates {device_count()} devices, and that cannot be "
-                "changed. Decide on a number once, or use another process."
+                f"simulate_devices({count}): this process simulates {device_count()} "
+                "devices, and that cannot be changed. Decide on a number once, or use "
+                "another process."
             )
         return simulated_devices()
     reason = why_not_simulated()
     if reason is not None:
         raise RuntimeError(f"simulate_devices({count}): {reason}")
     check_byte_order()
-    keep_what_stands_in_for_gpus()  # before `torch.cuda` may say that the simulated devices are GPUs
+    # Before `torch.cuda` may say that the simulated devices are GPUs.
+    keep_what_stands_in_for_gpus()
     register_python_backend(
         NAME,
         backend_module=make_module(),
@@ -232,11 +244,15 @@ def simulate_devices(count: int) -> list[torch.device]:
 def why_not_simulated() -> str | None:
     """Why this process cannot simulate devices; None if it can."""
     if register_python_backend is None:
-        return f"devices are simulated with torch 2.10 or newer, and this is {torch.__version__}."
+        return (
+            "devices are simulated with torch 2.10 or newer, and this is "
+            f"{torch.__version__}."
+        )
     if privateuse1_name() not in ("privateuseone", NAME):
         return (
-            f"torch has room for one device type from outside, and {privateuse1_name()!r} has taken it. Do not import "
-            "the package that brings it."
+            "torch has room for one device type from outside, and "
+            f"{privateuse1_name()!r} has taken it. Do not import the package that "
+            "brings it."
         )
     return None
 
@@ -244,7 +260,8 @@ def why_not_simulated() -> str | None:
 def _check_count(count: int) -> None:
     if isinstance(count, bool) or not isinstance(count, int):
         raise TypeError(
-            f"simulate_devices takes a number of devices; got {count!r}, a {type(count).__name__}."
+            f"simulate_devices takes a number of devices; got {count!r}, a "
+            f"{type(count).__name__}."
         )
     if not 1 <= count <= _MOST:
         raise ValueError(f"simulate_devices({count}): simulate 1 to {_MOST} devices.")

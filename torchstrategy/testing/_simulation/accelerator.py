@@ -1,7 +1,8 @@
 """`torch.accelerator` and backward on simulated devices.
 
-These ask torch's C++ about devices. A device guard that is written in Python can only say that there is one device, the
-first. So the functions that ask the guard are replaced.
+These ask torch's C++ about devices. A device guard that is written in Python can only
+say that there is one device, the first. So the functions that ask the guard are
+replaced.
 """
 
 from __future__ import annotations
@@ -51,7 +52,10 @@ def depth_of_backward() -> int:
 
 @final
 class _Engine:
-    """Runs backward on the calling thread, since torch's pool of threads has none for a second device."""
+    """Runs backward on the calling thread.
+
+    Torch's pool of threads has none for a second device.
+    """
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
@@ -61,7 +65,8 @@ class _Engine:
             _here.depth += 1
             try:
                 return self._engine.run_backward(*args, **kwargs)
-            # Python raises this error for a C function that failed and left no exception; see `pending`.
+            # Python raises this error for a C function that failed and left no
+            # exception; see `pending`.
             except SystemError:
                 raise_what_was_taken()
                 raise

@@ -1,6 +1,9 @@
-"""How many bytes each device holds: exactly those of the storages that were made on it, in their present sizes.
+"""How many bytes each device holds.
 
-`torch.cuda` says instead what CUDA's allocator would count, which gives out memory in blocks and keeps it.
+It is exactly those of the storages that were made on it, in their present sizes.
+
+`torch.cuda` says instead what CUDA's allocator would count, which gives out memory in
+blocks and keeps it.
 """
 
 from __future__ import annotations
@@ -35,7 +38,8 @@ class Account:
         peak: The most of them.
         allocated: Those of the tensors in blocks, as CUDA's allocator counts them.
         allocated_peak: The most of them.
-        reserved: Those that the allocator has: of the blocks, the most since `empty_cache`, in segments.
+        reserved: Those that the allocator has: of the blocks, the most since
+            `empty_cache`, in segments.
         reserved_peak: The most of them.
         taken: All that were ever allocated, in blocks.
         tensors: How many storages there are.
@@ -84,16 +88,19 @@ class Account:
             )
 
 
-# Reentrant: the garbage collector may free a storage, and so change an account, while this thread holds the lock.
+# Reentrant: the garbage collector may free a storage, and so change an account, while
+# this thread holds the lock.
 _lock = threading.RLock()
 _accounts: defaultdict[int, Account] = defaultdict(Account)
-_missing: dict[
-    int, int
-] = {}  # by address: how many bytes less a storage has than it was made with
+# By address: how many bytes less a storage has than it was made with.
+_missing: dict[int, int] = {}
 
 
 def account(storage: torch.UntypedStorage, index: int) -> None:
-    """Counts a storage of the CPU, whose memory becomes that of a simulated device, for that device; once."""
+    """Counts a storage of the CPU for a simulated device, once.
+
+    The memory becomes that of the device.
+    """
     marks = storage.__dict__
     if "_torchstrategy_device" in marks:
         return
@@ -167,19 +174,19 @@ def _of_machine() -> float:
         return math.inf
 
 
-_OF_THE_CPU = (
-    "DefaultCPUAllocator",
-    "not enough memory",
-)  # what torch says of the CPU's memory, by the system
+# What torch says of the CPU's memory, by the system.
+_OF_THE_CPU = ("DefaultCPUAllocator", "not enough memory")
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:
-    """Whether an error says that the CPU, which has the memory of the devices, has no more."""
+    """Whether an error says that the CPU, with the devices' memory, has no more."""
     return any(words in str(error) for words in _OF_THE_CPU)
 
 
 def out_of_memory(index: int, size: int | None) -> torch.OutOfMemoryError:
-    """Counts that there was not enough memory, and makes the error of it, in torch's words for CUDA.
+    """Counts that there was not enough memory, and makes the error of it.
+
+    The error is in torch's words for CUDA.
 
     Args:
         index: Of the device.
@@ -191,9 +198,10 @@ def out_of_memory(index: int, size: int | None) -> torch.OutOfMemoryError:
     limit = "" if found.limit is None else f" {_in_words(found.limit)} allowed;"
     unused = _in_words(found.reserved - found.allocated)
     return torch.OutOfMemoryError(
-        f"{Spoken.library()} out of memory.{wanted} GPU {index} is simulated in the memory of this machine, "
-        f"{_in_words(_of_machine())}.{limit} Of the allocated memory {_in_words(found.allocated)} is allocated by "
-        f"PyTorch, and {unused} is reserved by PyTorch but unallocated."
+        f"{Spoken.library()} out of memory.{wanted} GPU {index} is simulated in the "
+        f"memory of this machine, {_in_words(_of_machine())}.{limit} Of the allocated "
+        f"memory {_in_words(found.allocated)} is allocated by PyTorch, and {unused} is "
+        "reserved by PyTorch but unallocated."
     )
 
 

@@ -1,4 +1,7 @@
-"""Attention as one kernel, as on GPUs: the scores of all pairs of tokens are never held."""
+"""Attention as one kernel, as on GPUs: no scores of all pairs are held.
+
+They are pairs of tokens.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +15,8 @@ from torchstrategy.testing._simulation.kernels import written_for_cpu
 _ONE_KERNEL = "_scaled_dot_product_flash_attention_for_cpu"
 _as_one = operator(_ONE_KERNEL)
 _taken_apart = operator("_scaled_dot_product_attention_math")
-# The kernel of CUDA, with the same numbers. A DTensor knows how this one is divided among ranks, and not how that of
-# the CPU is.
+# The kernel of CUDA, with the same numbers. A DTensor knows how this one is divided
+# among ranks, and not how that of the CPU is.
 _OF_CUDA = "_scaled_dot_product_flash_attention"
 _of_cuda = operator(_OF_CUDA)
 _as_one_backward = operator(f"{_ONE_KERNEL}_backward")
@@ -22,14 +25,14 @@ _as_one_backward = operator(f"{_ONE_KERNEL}_backward")
 def register(backend: Backend) -> None:
     """Registers the kernels."""
     for name in (_ONE_KERNEL, f"{_ONE_KERNEL}_backward"):
-        backend.kernel(name)(
-            written_for_cpu(operator(name), operator(name))
-        )  # it draws nothing without dropout
+        # It draws nothing without dropout.
+        backend.kernel(name)(written_for_cpu(operator(name), operator(name)))
     backend.kernel(_OF_CUDA)(written_for_cpu(_of_cuda, _flash))
     backend.kernel(f"{_OF_CUDA}_backward")(
         written_for_cpu(operator(f"{_OF_CUDA}_backward"), _flash_backward)
     )
-    # torch composes attention of other operators above autograd, so the kernel has to stand there, too.
+    # torch composes attention of other operators above autograd, so the kernel has to
+    # stand there, too.
     for key in ("PrivateUse1", "AutogradPrivateUse1"):
         backend.kernel("scaled_dot_product_attention", key)(_attention)
 
@@ -48,7 +51,8 @@ def _attention(
     _check(query, key, value, attn_mask)
     if attn_mask is not None and is_causal:
         attn_mask, is_causal = _causal(attn_mask, query, key), False
-    # Fused kernels of GPUs also know masks, dropout and groups of queries. The CPU has none that do all of it.
+    # Fused kernels of GPUs also know masks, dropout and groups of queries. The CPU has
+    # none that do all of it.
     if (
         attn_mask is None
         and not dropout_p
@@ -78,20 +82,24 @@ def _check(
     value: torch.Tensor,
     mask: torch.Tensor | None,
 ) -> None:
-    """Refuses what CUDA refuses: dtypes that differ, and what no kernel computes of those that are allowed."""
+    """Refuses what CUDA refuses: dtypes that differ, and some that are allowed.
+
+    No kernel computes these.
+    """
     if not query.dtype == key.dtype == value.dtype:
         raise RuntimeError(
-            "Expected query, key, and value to have the same dtype, but got query.dtype: "
-            f"{query.dtype} key.dtype: {key.dtype} and value.dtype: {value.dtype} instead."
+            "Expected query, key, and value to have the same dtype, but got "
+            f"query.dtype: {query.dtype} key.dtype: {key.dtype} and value.dtype: "
+            f"{value.dtype} instead."
         )
     if mask is not None and mask.dtype not in (torch.bool, torch.float32, query.dtype):
         raise RuntimeError(
-            "Expected attn_mask dtype to be bool or float or to match query dtype, but got attn_mask.dtype: "
-            f"{mask.dtype} and  query.dtype: {query.dtype} instead."
+            "Expected attn_mask dtype to be bool or float or to match query dtype, but "
+            f"got attn_mask.dtype: {mask.dtype} and  query.dtype: {query.dtype} "
+            "instead."
         )
-    allowed: Any = (
-        torch.backends.cuda
-    )  # where `torch.nn.attention.sdpa_kernel` notes what is allowed, for all devices
+    # Where `torch.nn.attention.sdpa_kernel` notes what is allowed, for all devices.
+    allowed: Any = torch.backends.cuda
     if allowed.math_sdp_enabled():
         return
     flash, efficient, cudnn = (
@@ -101,8 +109,8 @@ def _check(
     )
     if not (flash or efficient or cudnn):
         raise RuntimeError(
-            "No viable backend for scaled_dot_product_attention was found. This is likely due to turning off both the "
-            "math kernel and the fused kernels."
+            "No viable backend for scaled_dot_product_attention was found. This is "
+            "likely due to turning off both the math kernel and the fused kernels."
         )
     is_low = query.dtype in (torch.float16, torch.bfloat16)
     is_computed = query.dim() == 4 and (
@@ -152,7 +160,10 @@ def _flash(
     *_: Any,
     scale: float | None = None,
 ) -> tuple[Any, ...]:
-    """Returns what the kernel of CUDA returns. It draws nothing, so nothing reads the state of its random numbers."""
+    """Returns what the kernel of CUDA returns.
+
+    It draws nothing, so nothing reads the state of its random numbers.
+    """
     output, log_sums = _as_one(query, key, value, dropout_p, is_causal, scale=scale)
     state, unused = (
         torch.zeros(2, dtype=torch.uint64),
@@ -188,7 +199,7 @@ def _flash_backward(
 
 
 def _additive(mask: torch.Tensor | None, query: torch.Tensor) -> torch.Tensor | None:
-    """A mask that is added to the scores; a mask of bools says which of them take part."""
+    """A mask that is added to the scores; one of bools says which take part."""
     if mask is None or mask.dtype is not torch.bool:
         return mask
     return torch.zeros_like(mask, dtype=query.dtype).masked_fill_(

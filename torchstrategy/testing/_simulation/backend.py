@@ -35,11 +35,12 @@ class Backend:
         self._own: dict[str, set[str]] = {_BACKEND: set(), _SPARSE: set()}
 
     def kernel(self, name: str, key: str = _BACKEND) -> Callable[[Kernel], Kernel]:
-        """Registers the decorated function as the kernel of an operator: `"add.Tensor"`."""
+        """Registers the decorated function as an operator's kernel: `"add.Tensor"`."""
 
         def register(kernel: Kernel) -> Kernel:
             self._own.setdefault(key, set()).add(name)
-            # Compiling ends at a kernel that is written in Python, as it does at one that is written in C++.
+            # Compiling ends at a kernel that is written in Python, as it does at one
+            # that is written in C++.
             hide_from_compiler(getattr(kernel, "func", kernel))
             self._aten.impl(name, kernel, key)
             return kernel
@@ -47,7 +48,7 @@ class Backend:
         return register
 
     def redispatch(self, name: str, kernels: Any) -> None:
-        """Makes another device's kernel, which touches no memory, that of an operator."""
+        """Makes another device's kernel, which touches no memory, an operator's."""
         op = operator(name)
         self.kernel(name)(
             lambda *args, **kwargs: op.redispatch(kernels, *args, **kwargs)
@@ -65,7 +66,7 @@ class Backend:
         self._any.fallback(fallthrough_kernel, "AutocastPrivateUse1")
 
     def run_directly(self) -> None:
-        """Makes operators run as one call on the CPU that torch would decompose into others.
+        """Makes operators run as one call on the CPU that torch would decompose.
 
         That costs less, and gives bitwise the numbers of the CPU.
         """
@@ -105,7 +106,10 @@ def _taken_apart(but: set[str]) -> Iterator[str]:
 
 
 def _is_taken_apart(full: str, name: str) -> bool:
-    """Whether torch runs an operator as `empty()` and a variant with `out=`, as a composite, or tensor by tensor."""
+    """Whether torch runs an operator by others.
+
+    It does as `empty()` and a variant with `out=`, as a composite, or tensor by tensor.
+    """
     if name.startswith("_foreach_") or has_kernel(
         full, "CompositeExplicitAutogradNonFunctional"
     ):
@@ -122,13 +126,14 @@ def _is_composite(full: str) -> bool:
 
 
 def _taken_apart_if_sparse(but: set[str]) -> Iterator[str]:
-    """The operators that torch decomposes for sparse tensors of a new device, and not for sparse tensors of the CPU."""
+    """The operators that torch decomposes for sparse tensors of a new device.
+
+    It does not for sparse tensors of the CPU.
+    """
     for full in operator_names():
         namespace, _, name = full.partition("::")
-        is_sparse = has_kernel(full, "SparseCPU") and name not in (
-            "clone",
-            "copy_",
-        )  # which may cross devices
+        # Which may cross devices.
+        is_sparse = has_kernel(full, "SparseCPU") and name not in ("clone", "copy_")
         if (
             namespace == "aten"
             and name not in but
@@ -140,7 +145,7 @@ def _taken_apart_if_sparse(but: set[str]) -> Iterator[str]:
 
 
 def _is_plain(name: str) -> bool:
-    """Whether all tensors of an operator are on one device, and none of its results is a view."""
+    """Whether an operator's tensors are on one device, and no result is a view."""
     packet, _, overload = name.partition(".")
     if packet.endswith(("_scatter", "_copy")) or packet in ("as_strided_", "copy"):
         return False

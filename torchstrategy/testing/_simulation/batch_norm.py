@@ -1,7 +1,8 @@
 """The kernels of `torch.nn.SyncBatchNorm`, which torch has for GPUs only.
 
-A process computes the mean and the inverted standard deviation of its rows, gathers those of all processes, and
-normalizes its rows by the statistics of all. The backward adds up two sums over all processes in between.
+A process computes the mean and the inverted standard deviation of its rows, gathers
+those of all processes, and normalizes its rows by the statistics of all. The backward
+adds up two sums over all processes in between.
 """
 
 from __future__ import annotations
@@ -33,7 +34,10 @@ def _but_channels(tensor: torch.Tensor) -> list[int]:
 
 
 def _per_channel(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Statistics of shape (channels,), so that they can be multiplied with a tensor of shape (rows, channels, ...)."""
+    """Statistics of shape (channels,), made fit to multiply with a tensor.
+
+    The tensor has the shape (rows, channels, ...).
+    """
     return _precise(values).view(-1, *[1] * (like.dim() - 2))
 
 

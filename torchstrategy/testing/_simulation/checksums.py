@@ -1,7 +1,10 @@
-"""Writes on pinned memory that torch does not see, as by NumPy, while a copy of it is under way.
+"""Writes on pinned memory that torch does not see, while a copy is under way.
 
-A copy that does not block has to find the memory as it was, and to be the last that writes there, until the program
-waits for it. So the bytes are summed up when it begins, and again when the program has waited.
+NumPy makes such writes.
+
+A copy that does not block has to find the memory as it was, and to be the last that
+writes there, until the program waits for it. So the bytes are summed up when it begins,
+and again when the program has waited.
 """
 
 from __future__ import annotations
@@ -21,13 +24,12 @@ from torchstrategy.testing._simulation.shapes import is_large, shapes_only
 
 
 class UnderWay(NamedTuple):
-    """A copy that the program has not waited for, with what its memory on the CPU has to hold."""
+    """A copy not yet waited for, with what its memory on the CPU has to hold."""
 
     storage: weakref.ref[torch.UntypedStorage]  # nobody can write once it is gone
     address: int
-    where: tuple[
-        torch.dtype, int, tuple[int, ...], tuple[int, ...]
-    ]  # dtype, offset, sizes and strides
+    # Dtype, offset, sizes and strides.
+    where: tuple[torch.dtype, int, tuple[int, ...], tuple[int, ...]]
     checksum: int
     does: str  # `reads` or `writes`
     stream: Stream
@@ -57,7 +59,8 @@ class Checksums:
     def add(self, copy: Copy, stream: Stream, time: int, line: str) -> None:
         """A copy begins.
 
-        A copy from a device is followed if its bytes are those of the device: it changes neither dtype nor layout.
+        A copy from a device is followed if its bytes are those of the device: it
+        changes neither dtype nor layout.
         """
         source, target = copy.tensors
         if shapes_only() and is_large([target]):
@@ -89,7 +92,10 @@ class Checksums:
         self._copies.append(made)
 
     def end(self, is_over: Callable[[UnderWay], bool]) -> list[UnderWay]:
-        """Forgets the copies of which `is_over` says so, and returns those whose memory somebody has changed."""
+        """Forgets the copies of which `is_over` says so.
+
+        Returns those whose memory somebody has changed.
+        """
         if not self._copies:
             return []
         ended = [copy for copy in self._copies if is_over(copy)]
@@ -108,7 +114,10 @@ def _are_alike(source: torch.Tensor, target: torch.Tensor) -> bool:
 
 
 def _checksum(tensor: torch.Tensor) -> int:
-    """A checksum of the bytes of a tensor, also of a simulated device: its memory is that of the CPU."""
+    """A checksum of the bytes of a tensor, also of a simulated device.
+
+    The memory of one is that of the CPU.
+    """
     tensor = tensor.detach()
     if not tensor.is_contiguous():
         tensor = tensor.contiguous()

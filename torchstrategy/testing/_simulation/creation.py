@@ -85,11 +85,8 @@ def _register_factories(backend: Backend) -> None:
             raise _explained(error, size, dtype, device) from None
         return on_device(made, ordinal(device))
 
-    for name in (
-        "kaiser_window",
-        "kaiser_window.periodic",
-        "kaiser_window.beta",
-    ):  # written for real devices only
+    # Written for real devices only.
+    for name in ("kaiser_window", "kaiser_window.periodic", "kaiser_window.beta"):
         backend.kernel(name)(functools.partial(run_on_cpu, operator(name)))
 
     @backend.kernel("_efficientzerotensor")  # elsewhere a tensor without memory
@@ -135,7 +132,8 @@ def _register_copies(backend: Backend) -> None:
             return to_copy.redispatch(
                 CPU_KERNELS, tensor, non_blocking=non_blocking, **options
             )
-        # For a copy to the CPU that does not block, torch allocates pinned memory, which only C++ backends offer.
+        # For a copy to the CPU that does not block, torch allocates pinned memory,
+        # which only C++ backends offer.
         layout = options.get("memory_format") or torch.preserve_format
         target = torch.empty_like(
             tensor, dtype=options.get("dtype"), device=CPU, memory_format=layout
@@ -144,9 +142,8 @@ def _register_copies(backend: Backend) -> None:
 
     foreach_copy = operator("_foreach_copy_")
 
-    @backend.kernel(
-        "_foreach_copy_"
-    )  # of the operators on lists, the one whose pairs may cross devices
+    # Of the operators on lists, the one whose pairs may cross devices.
+    @backend.kernel("_foreach_copy_")
     def _foreach_copy(targets: Any, sources: Any, non_blocking: bool = False) -> None:
         if (
             len(
@@ -157,20 +154,19 @@ def _register_copies(backend: Backend) -> None:
             )
             == 1
         ):
-            run_on_cpu(
-                foreach_copy, targets, sources
-            )  # as of the others, one kernel is many copies
+            # As of the others, one kernel is many copies.
+            run_on_cpu(foreach_copy, targets, sources)
             return
         for target, source in zip(targets, sources, strict=True):
             target.copy_(source, non_blocking)
 
-    # Torch resolves a conjugated tensor by a copy, which would come to this kernel again, without end.
+    # Torch resolves a conjugated tensor by a copy, which would come to this kernel
+    # again, without end.
     backend.fall_through("_copy_from", "Conjugate")
     backend.fall_through("_copy_from", "Negative")
 
-    @backend.kernel(
-        "record_stream"
-    )  # a stream here does its work at once, so nobody is waited for
+    # A stream here does its work at once, so nobody is waited for.
+    @backend.kernel("record_stream")
     def _record_stream(tensor: Any, stream: Any) -> None:
         guarded(tensor, stream)
 
@@ -211,8 +207,9 @@ def _resized(tensor: torch.Tensor, size: list[int]) -> None:
         return
     if not has_one_tensor(storage):
         raise NotImplementedError(
-            f"resize_ from {tuple(tensor.size())} to {tuple(size)} needs more memory than there is, and other tensors "
-            f"share that: views, or what `detach()` gave. On '{NAME}' devices they would be left behind."
+            f"resize_ from {tuple(tensor.size())} to {tuple(size)} needs more memory "
+            "than there is, and other tensors share that: views, or what `detach()` "
+            f"gave. On '{NAME}' devices they would be left behind."
         )
     grown = torch.empty(needed, dtype=tensor.dtype, device=CPU)
     before = torch.empty(0, dtype=torch.uint8, device=tensor.device)

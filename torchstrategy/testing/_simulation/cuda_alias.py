@@ -1,9 +1,10 @@
 """Lets code that says `"cuda"` run on simulated devices.
 
-Most of it is a `TorchFunctionMode`, which sees every call of a torch function that names a device. torch takes a mode
-off while it handles a call, and a thread has modes of its own. So two kinds of code would not be in the mode, though
-they are in the block: what backward calls (hooks, checkpoints, functions of one's own), and threads that the block
-starts. `_Engine` and `_starts` put them in.
+Most of it is a `TorchFunctionMode`, which sees every call of a torch function that
+names a device. torch takes a mode off while it handles a call, and a thread has modes
+of its own. So two kinds of code would not be in the mode, though they are in the block:
+what backward calls (hooks, checkpoints, functions of one's own), and threads that the
+block starts. `_Engine` and `_starts` put them in.
 """
 
 from __future__ import annotations
@@ -52,7 +53,9 @@ _TOLD_A_NAME = (
 
 
 class Compiling:
-    """What `torch.compile` does in such blocks where the backend is inductor, which writes kernels for a GPU.
+    """What `torch.compile` does in such blocks where the backend is inductor.
+
+    Inductor writes kernels for a GPU.
 
     Attributes:
         backend: The backend that runs in its place; None: it is refused.
@@ -63,28 +66,31 @@ class Compiling:
     count = 0
 
 
-_DEVICE: Any = (
-    torch.device
-)  # under another name also where something stands in for the class
+# Under another name also where something stands in for the class.
+_DEVICE: Any = torch.device
 _lock = threading.Lock()
-_before: list[
-    tuple[Any, str, Any]
-] = []  # while a block is open: what is replaced, to be put back
+# While a block is open: what is replaced, to be put back.
+_before: list[tuple[Any, str, Any]] = []
 _open = 0  # how many blocks are open, on all threads
 
 
 @final
 class cuda_alias(TorchFunctionMode):
-    """A block in which `"cuda"` means the simulated devices: for code that names CUDA and is to be tested without.
+    """A block in which `"cuda"` means the simulated devices.
 
-    `device="cuda:1"`, `.to("cuda")`, `.cuda(1)`, `torch.cuda.set_device(1)`, `torch.autocast("cuda")` and their like act
-    on `sim:1`, and checkpoints name `cuda:1`. Tensors go on reporting `sim`, and `tensor.is_cuda` stays False: code that
-    asks them that sees the difference. It holds for the thread that entered it, for threads that are started in the
-    block, and for the replicas that it runs; `torch.cuda`'s functions and `torch.autocast` are exchanged for all.
+    It is for code that names CUDA and is to be tested without.
 
-    Memory queries say what the devices hold, and `torch.cuda.nvtx` marks nothing. CUDA graphs run their operators again,
-    one by one. What has no meaning without a driver raises an error with its name, and so does `torch.compile` with
-    inductor: backends `eager` and `aot_eager` work.
+    `device="cuda:1"`, `.to("cuda")`, `.cuda(1)`, `torch.cuda.set_device(1)`,
+    `torch.autocast("cuda")` and their like act on `sim:1`, and checkpoints name
+    `cuda:1`. Tensors go on reporting `sim`, and `tensor.is_cuda` stays False: code that
+    asks them that sees the difference. It holds for the thread that entered it, for
+    threads that are started in the block, and for the replicas that it runs;
+    `torch.cuda`'s functions and `torch.autocast` are exchanged for all.
+
+    Memory queries say what the devices hold, and `torch.cuda.nvtx` marks nothing. CUDA
+    graphs run their operators again, one by one. What has no meaning without a driver
+    raises an error with its name, and so does `torch.compile` with inductor: backends
+    `eager` and `aot_eager` work.
 
     Raises:
         RuntimeError: On entering, if no devices are simulated.
@@ -101,13 +107,17 @@ class cuda_alias(TorchFunctionMode):
         self._entered = 0  # how often, on all threads
 
     def is_open(self) -> bool:
-        """Whether a thread is in the block. Threads that the block has started may live longer than it."""
+        """Whether a thread is in the block.
+
+        Threads that the block has started may live longer than it.
+        """
         return self._entered > 0
 
     def __enter__(self) -> cuda_alias:
         if not device_count():
             raise RuntimeError(
-                'cuda_alias() gives "cuda" the meaning of simulated devices, and there are none: call '
+                'cuda_alias() gives "cuda" the meaning of simulated devices, and there '
+                "are none: call "
                 "torchstrategy.testing.simulate_devices(n) first."
             )
         with _lock:
@@ -156,7 +166,8 @@ class cuda_alias(TorchFunctionMode):
             ):
                 raise RuntimeError("Only dense CPU tensors can be pinned")
             allow_pinned_creation()
-        # `torch.device("cuda")` has no index: it means the device that is current when it is used.
+        # `torch.device("cuda")` has no index: it means the device that is current when
+        # it is used.
         if func is _DEVICE:
             return _device(*args, **kwargs)
         args = in_another_form(func, args, kwargs)
@@ -186,9 +197,8 @@ def _open_one() -> None:
         _exchange(tensors, "with_index", _in_operators(tensors.with_index))
         _exchange(torch.jit, "trace", _without_modes(torch.jit.trace))
         _exchange(Spoken, "name", "cuda")
-        _exchange(
-            CPP, "__getattr__", of_cpp
-        )  # Python asks it for names that a module does not have
+        # Python asks it for names that a module does not have.
+        _exchange(CPP, "__getattr__", of_cpp)
     _open += 1
 
 
@@ -213,7 +223,10 @@ _MISSING = object()
 
 @final
 class _Engine:
-    """Runs backward in the mode in which it was called: what backward calls is the program's code, too."""
+    """Runs backward in the mode in which it was called.
+
+    What backward calls is the program's code, too.
+    """
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
@@ -234,7 +247,10 @@ class _Engine:
 
 @final
 class _Calls(threading.local):
-    """The modes that handle a call of this thread now, and that torch has therefore taken off it."""
+    """The modes that handle a call of this thread now.
+
+    Torch has therefore taken them off the thread.
+    """
 
     def __init__(self) -> None:
         self.modes: list[cuda_alias] = []
@@ -250,7 +266,7 @@ def _mode_of_the_call() -> cuda_alias | None:
 def _starts(
     start: Callable[[threading.Thread], None],
 ) -> Callable[[threading.Thread], None]:
-    """Makes a replacement for `Thread.start`: a thread that is started in a block is in it."""
+    """Makes a replacement for `Thread.start`: a block's new thread is in the block."""
 
     @functools.wraps(start)
     def started(thread: threading.Thread) -> None:
@@ -258,9 +274,8 @@ def _starts(
             run, alias = thread.run, _calls.modes[-1] if _calls.modes else _innermost()
 
             def aliased() -> None:
-                push_function_mode(
-                    alias
-                )  # without entering it: the thread may go on when the block has ended
+                # Without entering it: the thread may go on when the block has ended.
+                push_function_mode(alias)
                 run()
 
             thread.run = aliased  # type: ignore[method-assign]
@@ -270,7 +285,7 @@ def _starts(
 
 
 def _compiles(compile: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes a replacement for `torch.compile`, which refuses to make kernels for a GPU."""
+    """Makes a replacement for `torch.compile`, which refuses kernels for a GPU."""
 
     @functools.wraps(compile)
     def compiles(model: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -278,8 +293,9 @@ def _compiles(compile: Callable[..., Any]) -> Callable[..., Any]:
             return _compiled(compile, model, *args, **kwargs)
         if Compiling.backend is None:
             raise NotImplementedError(
-                "torch.compile with the backend 'inductor' writes kernels for a GPU, and there is none: \"cuda\" means "
-                "simulated devices here. Give it backend='eager' or 'aot_eager', which trace the same and run each "
+                "torch.compile with the backend 'inductor' writes kernels for a GPU, "
+                'and there is none: "cuda" means simulated devices here. Give it '
+                "backend='eager' or 'aot_eager', which trace the same and run each "
                 "operator."
             )
         Compiling.count += 1
@@ -299,9 +315,12 @@ def _compiles(compile: Callable[..., Any]) -> Callable[..., Any]:
 def _compiled(
     compile: Callable[..., Any], model: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Compiles a function or module. It runs as it is, also with `fullgraph`, while a mode watches operators.
+    """Compiles a function or module.
 
-    torch's compiler leaves code alone that runs in such a mode, and then `fullgraph` is an error.
+    It runs as it is, also with `fullgraph`, while a mode watches operators.
+
+    torch's compiler leaves code alone that runs in such a mode, and then `fullgraph` is
+    an error.
     """
     whole = compile(model, *args, **kwargs)
     if model is None or not kwargs.get("fullgraph"):
@@ -316,7 +335,10 @@ def _compiled(
 def _while_watched(
     watched: Callable[..., Any], other: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """Makes a function that calls the first of two while a mode watches operators, and else the second."""
+    """Makes a function that calls one of two.
+
+    It calls the first while a mode watches operators, and else the second.
+    """
 
     @functools.wraps(other)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -326,15 +348,18 @@ def _while_watched(
 
 
 def _in_operators(with_index: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Makes a replacement for what finds a device, while this thread handles a call of the program.
+    """Makes a replacement for what finds a device while a call is handled.
 
-    An operator of distributed tensors is Python, and makes tensors on the "cuda" of its mesh.
+    This thread handles the call of the program.
+
+    An operator of distributed tensors is Python, and makes tensors on the "cuda" of its
+    mesh.
     """
     return lambda device: with_index(_translated(device) if _calls.modes else device)
 
 
 def _without_modes(call: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes a replacement for a function that cannot run where operators are watched."""
+    """Makes a replacement for a function that cannot run with watched operators."""
 
     @functools.wraps(call)
     def unwatched(*args: Any, **kwargs: Any) -> Any:
@@ -345,7 +370,10 @@ def _without_modes(call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _sets_default_type(call: Callable[[Any], None]) -> Callable[[Any], None]:
-    """Makes a replacement for `torch.set_default_tensor_type`, which knows `torch.cuda.FloatTensor` and its like."""
+    """Makes a replacement for `torch.set_default_tensor_type`.
+
+    It knows `torch.cuda.FloatTensor` and its like.
+    """
 
     @functools.wraps(call)
     def sets(t: Any) -> None:
@@ -361,7 +389,10 @@ def _sets_default_type(call: Callable[[Any], None]) -> Callable[[Any], None]:
 
 
 def _told(call: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes a replacement for a function, in which `"cuda"`, or no argument at all, means simulated devices."""
+    """Makes a replacement for a function, in which `"cuda"` means simulated devices.
+
+    No argument at all means them, too.
+    """
 
     @functools.wraps(call)
     def told(*args: Any, **kwargs: Any) -> Any:
@@ -392,7 +423,7 @@ def _innermost() -> cuda_alias | None:
 
 
 def install() -> None:
-    """Lets `torch.save` and `torch.load` say "cuda" for simulated devices in such blocks."""
+    """Lets `torch.save` and `torch.load` say "cuda" for simulated devices there."""
     torch.serialization.register_package(_BEFORE_CUDA, _tag, _restore)
 
 

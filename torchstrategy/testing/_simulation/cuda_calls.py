@@ -1,4 +1,7 @@
-"""Calls of torch that a program for CUDA makes, and that need another form on simulated devices."""
+"""Calls of torch in programs for CUDA that simulated devices need otherwise.
+
+They need another form of these.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,8 @@ import torch
 from torchstrategy.testing._simulation.ordinals import is_simulated
 
 _COMPRESSED = ("csr", "csc", "bsr", "bsc")
-# By function, where the tensor of its first argument matters. torch's compiler traces this file, and cannot look these
-# functions up in a set.
+# By function, where the tensor of its first argument matters. torch's compiler traces
+# this file, and cannot look these functions up in a set.
 _TO_COMPRESSED = tuple(
     getattr(torch.Tensor, f"to_sparse_{layout}") for layout in _COMPRESSED
 )
@@ -34,7 +37,8 @@ def in_another_form(
         and len(args) > 3
         and is_simulated(args[0])
     ):
-        # While something watches operators, torch takes lengths of the CPU for tensors of the device.
+        # While something watches operators, torch takes lengths of the CPU for tensors
+        # of the device.
         return *args[:2], *map(_as_numbers, args[2:4]), *args[4:]
     if func in _TO_COMPRESSED and args and is_simulated(args[0]):
         _refuse_compressed(func)
@@ -63,6 +67,7 @@ def _is_on_device(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
 
 def _refuse_compressed(func: Any) -> None:
     raise NotImplementedError(
-        f"{func.__name__} makes a compressed sparse tensor (CSR and its like) of a GPU, and simulated devices have "
-        "none. Write to_sparse() or sparse_coo_tensor, which they have, or keep this tensor on the CPU."
+        f"{func.__name__} makes a compressed sparse tensor (CSR and its like) of a "
+        "GPU, and simulated devices have none. Write to_sparse() or sparse_coo_tensor, "
+        "which they have, or keep this tensor on the CPU."
     )

@@ -1,9 +1,12 @@
-"""CUDA graphs: the operators of a block are kept, and run again one by one where the graph is replayed.
+"""CUDA graphs: the operators of a block are kept, and replayed one by one.
 
-Note [What a capture leaves]: CUDA does not run what it captures. Here it has to run, since operators need results to go
-on with. So what the block writes on tensors from before it is undone at its end, random numbers count as not drawn, and
-the tensors that the block has made hold NaN, or the lowest integer, until the first replay. No listener is told of the
-block. Python's part of it runs once, as on a GPU.
+They run again where the graph is replayed.
+
+Note [What a capture leaves]: CUDA does not run what it captures. Here it has to run,
+since operators need results to go on with. So what the block writes on tensors from
+before it is undone at its end, random numbers count as not drawn, and the tensors that
+the block has made hold NaN, or the lowest integer, until the first replay. No listener
+is told of the block. Python's part of it runs once, as on a GPU.
 """
 
 from __future__ import annotations
@@ -81,12 +84,13 @@ class CUDAGraph:
         """
         if self._is_ready:
             raise RuntimeError(
-                "This CUDAGraph instance already owns a captured graph. To capture a new graph, create a new instance."
+                "This CUDAGraph instance already owns a captured graph. To capture a "
+                "new graph, create a new instance."
             )
         if current_stream() == default_stream():
             raise RuntimeError(
-                "CUDA graphs must be captured on a non-default stream. (However, after capture, it's ok to replay them "
-                "on the default stream.)"
+                "CUDA graphs must be captured on a non-default stream. (However, after "
+                "capture, it's ok to replay them on the default stream.)"
             )
         if pool is not None:
             self._pool = pool
@@ -100,13 +104,14 @@ class CUDAGraph:
         """Ends that, and undoes what was written.
 
         Raises:
-            RuntimeError: If it had not begun, or if something was called that CUDA does not allow in it.
+            RuntimeError: If it had not begun, or if something was called that CUDA does
+                not allow in it.
         """
         recording, self._recording = self._recording, None
         if recording is None:
             raise DeviceError(
-                "CUDA error: the operation cannot be performed in the present state: CUDAGraph.capture_end() was "
-                "called, and capture_begin() was not."
+                "CUDA error: the operation cannot be performed in the present state: "
+                "CUDAGraph.capture_end() was called, and capture_begin() was not."
             )
         reason = why_capture_is_lost()
         try:
@@ -117,12 +122,13 @@ class CUDAGraph:
             self._block.close()
         if reason is not None:
             raise DeviceError(
-                f"CUDA error: operation failed due to a previous error during capture: {reason}"
+                "CUDA error: operation failed due to a previous error during capture: "
+                f"{reason}"
             )
         if not self._calls:
             warnings.warn(
-                "The CUDA Graph is empty. This usually means that the graph was attempted to be captured on wrong "
-                "device or stream.",
+                "The CUDA Graph is empty. This usually means that the graph was "
+                "attempted to be captured on wrong device or stream.",
                 stacklevel=2,
             )
         self._is_ready = True
@@ -215,9 +221,8 @@ class _Recording(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._calls = calls
         self._own: set[int] = set()  # addresses of memory that was made here
-        self._before: list[
-            tuple[torch.Tensor, torch.Tensor]
-        ] = []  # what was written, and what it was
+        # What was written, and what it was.
+        self._before: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._random = [generator.get_state() for generator in default_generators()]
 
     def __torch_dispatch__(
@@ -231,15 +236,17 @@ class _Recording(TorchDispatchMode):
         self._keep(_written(func, args, kwargs))
         result = func(*args, **kwargs)
         results = list(_tensors(result))
-        # torch shows no mode the copy to a device in `torch.tensor([1], device="cuda")`, only what comes after it.
+        # torch shows no mode the copy to a device in `torch.tensor([1],
+        # device="cuda")`, only what comes after it.
         is_lifted = func is _aten.lift_fresh.default and on_devices
         if is_lifted or (
             func in (_aten.copy_.default, _aten._to_copy.default)
             and _crosses(tensors, results)
         ):
             raise RuntimeError(
-                "Cannot copy between CPU and CUDA tensors during CUDA graph capture unless the CPU tensor is pinned. "
-                "Please use tensor.pin_memory() or allocate the tensor with pin_memory=True."
+                "Cannot copy between CPU and CUDA tensors during CUDA graph capture "
+                "unless the CPU tensor is pinned. Please use tensor.pin_memory() or "
+                "allocate the tensor with pin_memory=True."
             )
         if on_devices or any(map(is_simulated, results)):
             made = _made(func, result)
@@ -315,7 +322,7 @@ def _written(operator: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
 
 
 def _made(operator: Any, result: Any) -> list[torch.Tensor | None]:
-    """The tensors of a result, with None for each that is an argument or a view of one."""
+    """A result's tensors, with None for each that is an argument or a view of one."""
     returns = schema(operator).returns
     if not returns:
         return []

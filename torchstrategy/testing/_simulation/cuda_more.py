@@ -1,8 +1,12 @@
-"""More names of `torch.cuda`, and of torch's C++ below it, that have a meaning on simulated devices.
+"""More names of `torch.cuda` that have a meaning on simulated devices.
 
-Note [Names that are missing]: `cuda_names` and this file serve names. `AS_THEY_ARE` has those of torch's own Python
-that need nothing of us. All others that this torch has raise an error with their name, `NO_SUCH_THING`, when they are
-called: `tests/simulated/test_names_of_cuda.py` takes the list from torch itself, so nothing is forgotten.
+Some are of torch's C++ below it.
+
+Note [Names that are missing]: `cuda_names` and this file serve names. `AS_THEY_ARE` has
+those of torch's own Python that need nothing of us. All others that this torch has
+raise an error with their name, `NO_SUCH_THING`, when they are called:
+`tests/simulated/test_names_of_cuda.py` takes the list from torch itself, so nothing is
+forgotten.
 """
 
 from __future__ import annotations
@@ -47,7 +51,8 @@ from torchstrategy.testing._simulation.torch_internals import (
 
 Translated = Callable[[Any], Any]
 
-# What torch's own Python does without a driver: classes of errors, modules, and functions that call other names.
+# What torch's own Python does without a driver: classes of errors, modules, and
+# functions that call other names.
 AS_THEY_ARE = frozenset(
     (
         *(
@@ -79,7 +84,7 @@ NCCL = (2, 27, 5)
 
 
 def more_names(translated: Translated) -> Iterator[tuple[Any, str, Any]]:
-    """More attributes that are replaced: the module, the name, and what it is in the block."""
+    """More attributes to replace: the module, the name, and its value in the block."""
     cuda: Any = torch.cuda
     for name, value in _functions(translated).items():
         yield cuda, name, value
@@ -114,7 +119,7 @@ def _functions(translated: Translated) -> dict[str, Any]:
         return ordinal(translated(device))
 
     class ExternalStream(Stream):
-        """A stream by its address, which here is a number of ours; see `Stream.cuda_stream`."""
+        """A stream by its address, here a number of ours; see `Stream.cuda_stream`."""
 
         def __new__(cls, stream_ptr: int, device: Any = None, **_: Any) -> Any:
             identity = {
@@ -158,7 +163,10 @@ def _nothing_happens(*args: Any, **kwargs: Any) -> Iterator[None]:
 
 
 class MemPool:
-    """Stands in for `torch.cuda.MemPool`: a name for memory, which comes from where all comes from."""
+    """Stands in for `torch.cuda.MemPool`.
+
+    It is a name for memory, which comes from where all comes from.
+    """
 
     def __init__(self, *args: Any, **options: Any) -> None:
         self.id = cuda_graphs.graph_pool_handle()
@@ -174,7 +182,10 @@ class MemPool:
 
 
 def properties(device: int) -> SimpleNamespace:
-    """What `torch.cuda.get_device_properties` says; the sizes are those of no GPU, and nothing enforces them."""
+    """What `torch.cuda.get_device_properties` says.
+
+    The sizes are those of no GPU, and nothing enforces them.
+    """
     known = get_device_properties(device)
     major, minor = torch.cuda.get_device_capability(device)
     return _Properties(
@@ -207,11 +218,14 @@ def properties(device: int) -> SimpleNamespace:
 class _Properties(SimpleNamespace):
     def __repr__(self) -> str:
         said = f"name='{self.name}', major={self.major}, minor={self.minor}"
-        return f"_CudaDeviceProperties({said}, total_memory={self.total_memory // 2**20}MB)"
+        return (
+            f"_CudaDeviceProperties({said}, "
+            f"total_memory={self.total_memory // 2**20}MB)"
+        )
 
 
 def _snapshot() -> dict[str, Any]:
-    """What `torch.cuda.memory._snapshot` says: how much each device holds, and no history."""
+    """What `torch.cuda.memory._snapshot` says: what devices hold, and no history."""
     segments = [
         {
             "device": device,
@@ -289,7 +303,10 @@ _CUDART = _Cudart()
 
 
 def profilers_without_cuda() -> Iterator[tuple[Any, str, Any]]:
-    """The constructors of torch's profilers, without CUDA: its part of them prints a stack trace for each operator."""
+    """The constructors of torch's profilers, without CUDA.
+
+    Its part of them prints a stack trace for each operator.
+    """
     cuda, cpu = (
         torch.profiler.ProfilerActivity.CUDA,
         torch.profiler.ProfilerActivity.CPU,
@@ -319,26 +336,29 @@ def profilers_without_cuda() -> Iterator[tuple[Any, str, Any]]:
 
 def _sentence(name: str) -> str:
     return (
-        f"{name} is not there: this process has simulated devices in place of GPUs, and no driver of CUDA. Where "
-        "torch.cuda.get_device_name() begins with 'simulated', run the program without it."
+        f"{name} is not there: this process has simulated devices in place of GPUs, "
+        "and no driver of CUDA. Where torch.cuda.get_device_name() begins with "
+        "'simulated', run the program without it."
     )
 
 
 def missing_names(served: set[str]) -> Iterator[tuple[Any, str, Any]]:
-    """Stand-ins for the public names of `torch.cuda` that are neither served nor work as they are."""
+    """Stand-ins for public names of `torch.cuda` that neither are served nor work."""
     for name in torch.cuda.__all__:
         if name not in served and name not in AS_THEY_ARE:
             yield torch.cuda, name, _refused(f"torch.cuda.{name}")
     for name, value in list(vars(CPP).items()):
         if name in _OF_CPP:
-            # Where torch was built with CUDA, its own function would ask the driver, which need not be there.
+            # Where torch was built with CUDA, its own function would ask the driver,
+            # which need not be there.
             yield CPP, name, _OF_CPP[name]
         elif (
             name.startswith("_cuda_")
             and isinstance(value, type)
             and value.__module__ == "torch._utils"
         ):
-            # Where torch was built without CUDA, it has classes in place of some functions, which nobody can use.
+            # Where torch was built without CUDA, it has classes in place of some
+            # functions, which nobody can use.
             yield CPP, name, _refused(f"torch._C.{name}")
 
 
@@ -362,7 +382,9 @@ def _refuse(name: str) -> NoReturn:
 
 
 def of_cpp(name: str) -> Any:
-    """What `torch._C` is asked for and does not have: a function of CUDA, or an error with its name.
+    """What `torch._C` lacks: a function of CUDA, or an error with its name.
+
+    It is asked for that.
 
     Raises:
         AttributeError: If simulated devices have nothing like it.
@@ -406,9 +428,11 @@ def _put_stream(
     )
 
 
-# Not `_cuda_getDeviceCount`: by it torch finds out whether it was built with CUDA, and would call the driver.
+# Not `_cuda_getDeviceCount`: by it torch finds out whether it was built with CUDA, and
+# would call the driver.
 _OF_CPP: dict[str, Any] = {
-    # A class: `torch.compiler.reset` imports a file that needs it wherever torch says that it was built with CUDA.
+    # A class: `torch.compiler.reset` imports a file that needs it wherever torch says
+    # that it was built with CUDA.
     "_cuda_CUDAAllocator_AllocatorState": type("AllocatorState", (), {}),
     "_cuda_canDeviceAccessPeer": lambda device, peer: device != peer,
     "_cuda_clearCublasWorkspaces": _does_nothing,
@@ -431,7 +455,8 @@ _OF_CPP: dict[str, Any] = {
     "_cuda_resetPeakMemoryStats": reset_peak_memory_stats,
     "_cuda_resetAccumulatedMemoryStats": _does_nothing,
     "_cuda_memoryStats": lambda device: torch.cuda.memory_stats_as_nested_dict(device),
-    # Another object than `torch.cuda.set_device`: torch.compile of torch 2.15 has a rule for each, and they differ.
+    # Another object than `torch.cuda.set_device`: torch.compile of torch 2.15 has a
+    # rule for each, and they differ.
     "_cuda_setDevice": lambda device: set_device(device),
     "_cuda_setStream": _put_stream,
     "_cuda_set_sync_debug_mode": set_sync_debug_mode,

@@ -57,10 +57,11 @@ _SAME = (
 
 
 def names_of_cuda(translated: Callable[[Any], Any]) -> Iterator[tuple[Any, str, Any]]:
-    """The attributes that are replaced: the module, the name, and what it is in the block.
+    """The attributes to replace: the module, the name, and its value in the block.
 
     Args:
-        translated: Makes, of what a program says for a device, what simulated devices are called.
+        translated: Makes, of what a program says for a device, what simulated devices
+            are called.
     """
     served = set()
     for owner, name, value in _served(translated):
@@ -101,7 +102,10 @@ def _served(translated: Callable[[Any], Any]) -> Iterator[tuple[Any, str, Any]]:
 
 
 def _of_groups() -> Iterator[tuple[Any, str, Any]]:
-    """What `torch.distributed` says of groups. Its own code goes on to hear of simulated devices."""
+    """What `torch.distributed` says of groups.
+
+    Its own code goes on to hear of simulated devices.
+    """
     groups: Any = torch.distributed
     if groups.is_available():
         yield groups, "get_backend_config", _in_words_of_cuda(groups.get_backend_config)
@@ -109,7 +113,10 @@ def _of_groups() -> Iterator[tuple[Any, str, Any]]:
 
 
 def _in_words_of_cuda(get_config: Callable[..., str]) -> Callable[..., str]:
-    """Makes a replacement that says `cuda:nccl` to programs. This library's own strategies look for their devices."""
+    """Makes a replacement that says `cuda:nccl` to programs.
+
+    This library's own strategies look for their devices.
+    """
 
     @functools.wraps(get_config)
     def get(*args: Any, **kwargs: Any) -> str:
@@ -158,12 +165,16 @@ _LEGACY = {
 }
 
 
-# These look at the frame that calls them: a DTensor wants another state of random numbers than a program.
+# These look at the frame that calls them: a DTensor wants another state of random
+# numbers than a program.
 _ASK_WHO_CALLS = ("get_rng_state", "set_rng_state")
 
 
 def dtype_of_legacy(kind: Any) -> torch.dtype | None:
-    """The dtype of `torch.cuda.FloatTensor` or its like, or of its name; None if it is something else."""
+    """The dtype of `torch.cuda.FloatTensor` or its like, or of its name.
+
+    It is None if it is something else.
+    """
     name = (
         kind if isinstance(kind, str) else f"torch.cuda.{getattr(kind, '__name__', '')}"
     )
@@ -172,7 +183,7 @@ def dtype_of_legacy(kind: Any) -> torch.dtype | None:
 
 
 def _of_its_own(thing: Any) -> Any:
-    """Another object that does the same: dynamo's tables refuse one function under two names."""
+    """An equal object: dynamo's tables refuse one function under two names."""
     if inspect.isclass(thing) or thing.__name__ in _ASK_WHO_CALLS:
         return thing
 
@@ -187,7 +198,9 @@ _POOLS = ("all", "small_pool", "large_pool")
 
 
 def statistics(index: int) -> dict[str, Any]:
-    """What `torch.cuda.memory_stats_as_nested_dict` counts of a device; zero where nothing is known.
+    """What `torch.cuda.memory_stats_as_nested_dict` counts of a device.
+
+    It is zero where nothing is known.
 
     All memory counts as that of the pool of large tensors.
     """
@@ -314,7 +327,8 @@ def _more_of_memory(index: Callable[[Any], int]) -> dict[str, Any]:
         if not 0 <= fraction <= 1:
             raise ValueError(f"Invalid fraction value: {fraction}. Allowed range: 0~1")
         fractions[index(device)] = fraction
-        # The size that `mem_get_info` says is that of no GPU, and limits nobody who does not ask for a part of it.
+        # The size that `mem_get_info` says is that of no GPU, and limits nobody who
+        # does not ask for a part of it.
         total = get_device_properties(index(device)).total_memory
         of(device).limit = None if fraction == 1 else int(fraction * total)
 
@@ -363,7 +377,10 @@ def _marks_nothing(*args: Any, **kwargs: Any) -> int:
 
 
 def _legacy(name: str, dtype: torch.dtype) -> Any:
-    """Makes a stand-in for `torch.cuda.FloatTensor` and its like, which are types and constructors at once."""
+    """Makes a stand-in for `torch.cuda.FloatTensor` and its like.
+
+    They are types and constructors at once.
+    """
 
     class Kind(type):
         def __instancecheck__(cls, value: object) -> bool:

@@ -1,4 +1,6 @@
-"""`torch.use_deterministic_algorithms(True)`: the operators that have no such kernel on GPUs, and that torch refuses.
+"""`torch.use_deterministic_algorithms(True)`: the operators that torch refuses.
+
+They have no such kernel on GPUs.
 
 Most of them have one on the CPU, so there torch refuses others.
 """
@@ -18,7 +20,10 @@ Given = Callable[[str], Any]
 
 
 class NotDeterministic(NamedTuple):
-    """How torch's message calls an operator, and for which arguments it raises it; None: for all."""
+    """What torch's message calls an operator, and for which arguments; None: all.
+
+    It raises the message for these.
+    """
 
     name: str
     is_meant: Callable[[Given], bool] | None = None
@@ -40,11 +45,12 @@ def _is_of_floats(given: Given) -> bool:
     return bool(given("self").dtype.is_floating_point)
 
 
-# By the operator's name, for all of its overloads but those that `_ONLY` names: what torch 2.11 said on an H100, and
-# for the rest what torch documents.
+# By the operator's name, for all of its overloads but those that `_ONLY` names: what
+# torch 2.11 said on an H100, and for the rest what torch documents.
 #
-# `upsample_bilinear2d`, `upsample_trilinear3d` and the backwards of `replication_pad` are not here: for a GPU,
-# `interpolate` and `pad` call other operators in their place, which are deterministic.
+# `upsample_bilinear2d`, `upsample_trilinear3d` and the backwards of `replication_pad`
+# are not here: for a GPU, `interpolate` and `pad` call other operators in their place,
+# which are deterministic.
 _NAMES: dict[str, NotDeterministic] = {
     "_adaptive_avg_pool2d_backward": NotDeterministic(
         "adaptive_avg_pool2d_backward_cuda"
@@ -110,21 +116,32 @@ _ONLY = {"median": ("dim", "dim_values"), "nanmedian": ("dim", "dim_values")}
 
 
 def not_deterministic(operator: str) -> NotDeterministic | None:
-    """What torch says of an operator, `"aten.put_.default"`; None if it has a deterministic kernel on GPUs."""
+    """What torch says of an operator, `"aten.put_.default"`.
+
+    It is None if it has a deterministic kernel on GPUs.
+    """
     _, name, overload = operator.split(".")
     return _NAMES.get(name) if name not in _ONLY or overload in _ONLY[name] else None
 
 
 def check_deterministic(found: NotDeterministic, given: Given) -> None:
-    """Refuses an operator, or warns of it, if the program has asked for deterministic ones alone.
+    """Refuses or warns of an operator if only deterministic ones are wanted.
+
+    The program has asked for them alone.
 
     Raises:
         RuntimeError: With torch's words.
     """
     if found.is_meant is not None and not found.is_meant(given):
         return
-    begin = f"{found.name} does not have a deterministic implementation, but you set 'torch.use_deterministic_algorithms"
-    end = "file an issue at https://github.com/pytorch/pytorch/issues to help us prioritize adding deterministic support "
+    begin = (
+        f"{found.name} does not have a deterministic implementation, but you set "
+        "'torch.use_deterministic_algorithms"
+    )
+    end = (
+        "file an issue at https://github.com/pytorch/pytorch/issues to help us "
+        "prioritize adding deterministic support "
+    )
     end += "for this operation."
     if torch.is_deterministic_algorithms_warn_only_enabled():
         warnings.warn(
@@ -133,6 +150,7 @@ def check_deterministic(found: NotDeterministic, given: Given) -> None:
         )
         return
     raise RuntimeError(
-        f"{begin}(True)'. You can turn off determinism just for this operation, or you can use the 'warn_only=True' "
-        f"option, if that's acceptable for your application. You can also {end}"
+        f"{begin}(True)'. You can turn off determinism just for this operation, or you "
+        "can use the 'warn_only=True' option, if that's acceptable for your "
+        f"application. You can also {end}"
     )

@@ -1,8 +1,9 @@
 """Operators and dtypes that CUDA refuses and the CPU computes, and the reverse.
 
-The table follows torch's own `torch.testing._internal.common_methods_invocations.op_db`, which says of each operator
-which dtypes it has on the CPU and which on CUDA, and what an H100 answered with torch 2.11. A refusal has torch's
-words; where these name a kernel, it is that of CUDA.
+The table follows torch's own
+`torch.testing._internal.common_methods_invocations.op_db`, which says of each operator
+which dtypes it has on the CPU and which on CUDA, and what an H100 answered with torch
+2.11. A refusal has torch's words; where these name a kernel, it is that of CUDA.
 """
 
 from __future__ import annotations
@@ -57,7 +58,8 @@ _REFUSED = {
     "vdot": _Refused("vdot", _INTEGERS),
 }
 
-# The operators that CUDA computes in float16 or bfloat16, and some version of the CPU's kernels does not.
+# The operators that CUDA computes in float16 or bfloat16, and some version of the CPU's
+# kernels does not.
 IN_FLOAT32 = frozenset(
     f"aten.{name}"
     for name in (
@@ -79,7 +81,10 @@ IN_FLOAT32 = frozenset(
 
 
 def check_of(name: str) -> Check | None:
-    """What an operator, `"aten.mm.default"`, is checked by before it runs; None if CUDA computes all of it."""
+    """What an operator, `"aten.mm.default"`, is checked by before it runs.
+
+    It is None if CUDA computes all of it.
+    """
     packet = name.split(".")[1] if name.startswith("aten.") else ""
     if packet in _REFUSED:
         return _checking(*_REFUSED[packet])
@@ -89,7 +94,7 @@ def check_of(name: str) -> Check | None:
 def in_float32(
     call: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Computes in float32, and rounds the results to the dtype that the arguments had."""
+    """Computes in float32, and rounds the results to the arguments' dtype."""
     dtypes = {
         value.dtype
         for value in args
@@ -128,7 +133,8 @@ def _check_convolution(args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     for what, tensor in (("weight", weight), ("bias", bias)):
         if tensor is not None and tensor.dtype != inputs.dtype:
             raise RuntimeError(
-                f"Input type ({_type_of(inputs)}) and {what} type ({_type_of(tensor)}) should be the same"
+                f"Input type ({_type_of(inputs)}) and {what} type ({_type_of(tensor)}) "
+                "should be the same"
             )
     if inputs.dtype in _INTEGERS and inputs.numel():
         raise _not_implemented("slow_conv2d_cuda", inputs.dtype)
@@ -138,7 +144,8 @@ def _check_norm(args: Sequence[Any], kwargs: Mapping[str, Any], first: int) -> N
     for tensor in args[first : first + 2]:
         if tensor is not None and tensor.dtype != args[0].dtype:
             raise RuntimeError(
-                f"expected scalar type {name_in_cpp(args[0].dtype)} but found {name_in_cpp(tensor.dtype)}"
+                f"expected scalar type {name_in_cpp(args[0].dtype)} but found "
+                f"{name_in_cpp(tensor.dtype)}"
             )
 
 
@@ -178,7 +185,8 @@ def _check_int_mm(args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     for name, tensor in (("self", one), ("mat2", other)):
         if tensor.size(1) == 0 or tensor.size(1) % 8:
             raise RuntimeError(
-                f"{name}.size(1) needs to be greater than 0 and a multiple of 8, but got {tensor.size(1)}"
+                f"{name}.size(1) needs to be greater than 0 and a multiple of 8, but "
+                f"got {tensor.size(1)}"
             )
 
 
@@ -186,7 +194,8 @@ def _check_scaled_mm(args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     one, other = args[:2]
     if one.stride(1) != 1 or other.stride(0) != 1:
         raise RuntimeError(
-            "Only multiplication of row-major and column-major matrices is supported by cuBLASLt"
+            "Only multiplication of row-major and column-major matrices is supported "
+            "by cuBLASLt"
         )
     if one.dtype == other.dtype == torch.float8_e5m2:
         raise ValueError("Multiplication of two Float8_e5m2 matrices is not supported")
@@ -199,8 +208,8 @@ def _check_index_select(args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
 
 def _refuse_histogram(args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     raise NotImplementedError(
-        "Could not run 'aten::histogram' with arguments from the 'CUDA' backend: torch has it for the CPU only. Write "
-        "torch.histc, or move the tensor to the CPU."
+        "Could not run 'aten::histogram' with arguments from the 'CUDA' backend: torch "
+        "has it for the CPU only. Write torch.histc, or move the tensor to the CPU."
     )
 
 

@@ -1,4 +1,4 @@
-"""Classes in the place of torch's own, which can also make an object for a simulated device."""
+"""Classes in the place of torch's, which also make objects for simulated devices."""
 
 from __future__ import annotations
 
@@ -9,11 +9,14 @@ import torch
 
 
 def put_in_place(name: str, make: Callable[..., Any]) -> None:
-    """Replaces a class of torch, whose C++ code can make objects only for backends that are written in C++.
+    """Replaces a class of torch whose C++ code serves only backends in C++.
+
+    It can make objects only for those.
 
     Args:
         name: The name of the class in `torch`.
-        make: Called in place of the class, with the class itself and the arguments of the call.
+        make: Called in place of the class, with the class itself and the arguments of
+            the call.
     """
     original: Any = getattr(torch, name)
 

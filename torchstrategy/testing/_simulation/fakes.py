@@ -1,4 +1,7 @@
-"""Fake tensors of simulated devices: tensors with sizes and no memory, on which compilers and DTensor try operators."""
+"""Fake tensors of simulated devices: tensors with sizes and no memory.
+
+Compilers and DTensor try operators on them.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +19,13 @@ from torchstrategy.testing._simulation.torch_internals import (
 
 
 def install() -> None:
-    """Lets a fake tensor on `"sim"` be one on the device that is current each time, and not on that of the first time.
+    """Lets a fake tensor on `"sim"` be one on the device that is current each time.
 
-    torch keeps what an operator returned for its arguments. Of those, only `"cuda"` without an index means another
-    device at another time; and torch gives `"cuda"` its index before.
+    It is not on that of the first time.
+
+    torch keeps what an operator returned for its arguments. Of those, only `"cuda"`
+    without an index means another device at another time; and torch gives `"cuda"` its
+    index before.
     """
     FAKE_CACHE_CHECK.replace(_knowing_the_current_device(FAKE_CACHE_CHECK.now()))
 

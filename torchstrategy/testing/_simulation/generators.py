@@ -1,13 +1,17 @@
-"""Random numbers of simulated devices: each device has a generator, which has a generator of the CPU inside.
+"""Random numbers of simulated devices, each of which has a generator.
 
-A program has a `SimulatedGenerator`, of which torch's C++ is told that it is one of a simulated device. So torch's
-dispatcher brings an operator of the CPU that is given one to a kernel of this package, which refuses it, as a GPU does.
-The kernels draw from the generator inside.
+The generator has one of the CPU inside.
 
-The state is that of the generator inside, behind 16 bytes that are those of a GPU: a seed and an offset, which says how
-many numbers were drawn. The offset here says only whether any were. States of the CPU and of devices have other sizes,
-so neither takes one of the other. A DTensor wants the 16 bytes alone, and sets the offset for each shard; see
-`counted_state`.
+A program has a `SimulatedGenerator`, of which torch's C++ is told that it is one of a
+simulated device. So torch's dispatcher brings an operator of the CPU that is given one
+to a kernel of this package, which refuses it, as a GPU does. The kernels draw from the
+generator inside.
+
+The state is that of the generator inside, behind 16 bytes that are those of a GPU: a
+seed and an offset, which says how many numbers were drawn. The offset here says only
+whether any were. States of the CPU and of devices have other sizes, so neither takes
+one of the other. A DTensor wants the 16 bytes alone, and sets the offset for each
+shard; see `counted_state`.
 """
 
 from __future__ import annotations
@@ -40,7 +44,7 @@ class _Counted(NamedTuple):
     offset: int
 
     def own_seed(self) -> int:
-        """The seed of the generator inside: that of neighbours has nothing to do with it."""
+        """The seed of the generator inside, unrelated to those of its neighbours."""
         digest = hashlib.blake2b(
             f"{self.seed},{self.offset}".encode(), digest_size=8
         ).digest()
@@ -51,8 +55,9 @@ class _Counted(NamedTuple):
 class _Inside:
     """What draws for a generator of a device.
 
-    Two that are in the same state say the same seed and offset, whatever they were set to before: both follow from
-    the state of the generator inside, and from the seed that it was given.
+    Two that are in the same state say the same seed and offset, whatever they were set
+    to before: both follow from the state of the generator inside, and from the seed
+    that it was given.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -61,7 +66,10 @@ class _Inside:
         self.counted: _Counted | None = None
 
     def counted_now(self) -> _Counted | None:
-        """The seed and offset to which the generator was set; None if it was seeded since, or never set."""
+        """The seed and offset to which the generator was set.
+
+        It is None if it was seeded since, or never set.
+        """
         counted = self.counted  # another thread may exchange it meanwhile
         return (
             counted
@@ -86,26 +94,26 @@ class _Inside:
         """Sets the state of the generator inside, which says the seed and offset."""
         self.generator.set_state(state)
         own = self.generator.initial_seed()
-        known = (
-            _Counted(seed, offset),
-            _Counted(seed, offset - _WORD),
-        )  # the second, if it has drawn since
+        # The second, if it has drawn since.
+        known = (_Counted(seed, offset), _Counted(seed, offset - _WORD))
         self.counted = next((one for one in known if one.own_seed() == own), None)
 
 
-_inside: dict[
-    int, _Inside
-] = {}  # of each living generator of this file, by the generator's id
+# Of each living generator of this file, by the generator's id.
+_inside: dict[int, _Inside] = {}
 
 
 @functools.lru_cache(maxsize=64)
 def _fresh(seed: int) -> bytes:
-    """The state of a generator of the CPU that has drawn nothing since it was seeded."""
+    """The state of a CPU generator that has drawn nothing since it was seeded."""
     return _bytes_of(torch.Generator("cpu").manual_seed(seed).get_state())
 
 
 def _bytes_of(state: torch.Tensor) -> bytes:
-    """The bytes of a state, read without an operator: nobody who counts operators shall see them."""
+    """The bytes of a state, read without an operator.
+
+    Nobody who counts operators shall see them.
+    """
     return state.numpy().tobytes()
 
 
@@ -114,9 +122,8 @@ def _state_of(content: bytes) -> torch.Tensor:
 
 
 @final
-class SimulatedGenerator(
-    torch.Generator
-):  # the original: `install` puts another one in its place
+# The original: `install` puts another one in its place.
+class SimulatedGenerator(torch.Generator):
     """A generator of a simulated device."""
 
     @property
@@ -177,11 +184,17 @@ class SimulatedGenerator(
         return self
 
     def get_offset(self) -> int:
-        """The offset: 0 where nothing was drawn since the seed was set. It moves on by 4, however much is drawn."""
+        """The offset: 0 where nothing was drawn since the seed was set.
+
+        It moves on by 4, however much is drawn.
+        """
         return self._inside.seed_and_offset()[1]
 
     def set_offset(self, offset: int) -> SimulatedGenerator:
-        """Sets the offset. Each leads to numbers of its own, which are not those that were drawn at it before.
+        """Sets the offset.
+
+        Each leads to numbers of its own, which are not those that were drawn at it
+        before.
 
         Raises:
             RuntimeError: If it is not a multiple of 4.
@@ -242,7 +255,7 @@ def _made_again(index: int | None, state: torch.Tensor) -> SimulatedGenerator:
 
 
 def make_default_generators(count: int) -> None:
-    """Gives each device its default generator, seeded as torch's other default generators are."""
+    """Gives each device its default generator, seeded as torch's other ones are."""
     for index in range(count):
         _default.append(
             _made(torch.device(NAME, index)).manual_seed(torch.initial_seed())
@@ -268,28 +281,33 @@ def inside(generator: torch.Generator) -> torch.Generator:
     """The generator of the CPU that draws for a generator of a device.
 
     Raises:
-        RuntimeError: If it is none of a device, in torch's words. A GPU does not ask which GPU it is of.
+        RuntimeError: If it is none of a device, in torch's words. A GPU does not ask
+            which GPU it is of.
     """
     found = _inside.get(generator_id(generator))
     if found is None:
         raise RuntimeError(
-            f"Expected a '{NAME}' device type for generator but found '{generator.device.type}'"
+            f"Expected a '{NAME}' device type for generator but found "
+            f"'{generator.device.type}'"
         )
     return found.generator
 
 
 def refused_by_the_cpu() -> RuntimeError:
-    """What an operator of the CPU raises that is given a generator of a device, in torch's words."""
+    """What a CPU operator raises that gets a device's generator, in torch's words."""
     return RuntimeError(
         f"Expected a 'cpu' device type for generator but found '{NAME}'"
     )
 
 
 def counted_state(index: int) -> torch.Tensor:
-    """The state of the default generator of a device as a GPU has it: a seed and an offset, of 8 bytes each.
+    """The state of the default generator of a device as a GPU has it.
 
-    It leads to the same numbers wherever it is set. It is not the state in which the generator is now: numbers that are
-    drawn after it was set are not what the generator would have drawn next.
+    It is a seed and an offset, of 8 bytes each.
+
+    It leads to the same numbers wherever it is set. It is not the state in which the
+    generator is now: numbers that are drawn after it was set are not what the generator
+    would have drawn next.
     """
     found = _inside[generator_id(_default[index])]
     if found.counted_now() is None:

@@ -1,9 +1,12 @@
-"""How any operator of a simulated device is run: by the CPU's kernel, on the same memory.
+"""How a simulated device runs any operator: by the CPU's kernel, in place.
 
-Torch calls `run_on_cpu` for every operator that has a tensor of a simulated device among its arguments and no kernel of
-its own. The function checks that all tensors are on one device, runs the operator on the CPU's view of the memory, and
-returns new results as tensors of the device. Tensors that the operator writes need no more, since the bytes are the
-same.
+It runs on the same memory.
+
+Torch calls `run_on_cpu` for every operator that has a tensor of a simulated device
+among its arguments and no kernel of its own. The function checks that all tensors are
+on one device, runs the operator on the CPU's view of the memory, and returns new
+results as tensors of the device. Tensors that the operator writes need no more, since
+the bytes are the same.
 """
 
 from __future__ import annotations
@@ -14,9 +17,9 @@ from contextlib import nullcontext
 from typing import Any, final
 
 import torch
-from torch import (
-    is_autocast_enabled,
-)  # under this name also where `cuda_alias` puts another in its place
+
+# Under this name also where `cuda_alias` puts another in its place.
+from torch import is_autocast_enabled
 
 from torchstrategy.testing._simulation.accounts import is_out_of_memory, out_of_memory
 from torchstrategy.testing._simulation.deterministic import (
@@ -67,7 +70,8 @@ from torchstrategy.testing._simulation.torch_internals import (
 CPU = torch.device("cpu")
 _AUTOCAST_CPU = DispatchKeySet(DispatchKey.AutocastCPU)
 
-# The arguments that may be tensors of the CPU next to tensors of a device, as on accelerators.
+# The arguments that may be tensors of the CPU next to tensors of a device, as on
+# accelerators.
 _FROM_THE_CPU = {
     "aten.index.Tensor_out": "indices",
     "aten.index.Tensor": "indices",
@@ -82,7 +86,8 @@ _FROM_THE_CPU = {
     "aten.bernoulli.Tensor": "p",
 }
 
-# The arguments of a device that come to the CPU where the first argument is there, as from accelerators.
+# The arguments of a device that come to the CPU where the first argument is there, as
+# from accelerators.
 _COME_TO_THE_CPU = {
     "aten.fill_.Tensor": "value",
     "aten.index_put_.default": "indices",
@@ -90,8 +95,9 @@ _COME_TO_THE_CPU = {
     "aten.index_put.default": "indices",
 }
 
-# The operators with torch's tag `pointwise` that take no number from the CPU next to a tensor of a GPU: in torch's
-# native_functions.yaml they lack `device_check: NoCheck`; of those that have it, `addcdiv` allows none.
+# The operators with torch's tag `pointwise` that take no number from the CPU next to a
+# tensor of a GPU: in torch's native_functions.yaml they lack `device_check: NoCheck`;
+# of those that have it, `addcdiv` allows none.
 _TAKE_NO_NUMBERS = frozenset(
     (
         *(
@@ -118,7 +124,8 @@ _TAKE_NO_NUMBERS = frozenset(
     )
 )
 
-# The operators, besides those with torch's tag `pointwise`, that take a single number from the CPU, as on accelerators.
+# The operators, besides those with torch's tag `pointwise`, that take a single number
+# from the CPU, as on accelerators.
 _TAKE_NUMBERS = (
     "_foreach_",
     "_fused_",
@@ -139,7 +146,10 @@ _BYTES = (torch.bool, torch.uint8)
 
 
 def _waits_for_indices(values: Any, indices: Sequence[Any], *_: Any) -> bool:
-    """A GPU counts which elements of a mask are True, and brings an index from the CPU to where the values are."""
+    """A GPU counts which elements of a mask are True.
+
+    It brings an index from the CPU to where the values are.
+    """
     return any(
         index is not None and (index.dtype in _BYTES or index.is_cpu)
         for index in indices
@@ -151,7 +161,8 @@ def _waits_to_put(
 ) -> bool:
     """A mask needs no indices where one number is put: that is `masked_fill`.
 
-    For a GPU, that is so of numbers of the CPU. But for a simulated device torch makes them there, of Python's numbers.
+    For a GPU, that is so of numbers of the CPU. But for a simulated device torch makes
+    them there, of Python's numbers.
     """
     is_number = not value.dim() and not accumulate
     is_mask = all(index is None or index.dtype in _BYTES for index in indices)
@@ -178,8 +189,9 @@ def _waits(*_: Any) -> bool:
     return True
 
 
-# The operators for which it depends on arguments whether the program waits for the device, and those that wait for
-# another reason than that the program sees a number: a decomposition asks whether it has converged.
+# The operators for which it depends on arguments whether the program waits for the
+# device, and those that wait for another reason than that the program sees a number: a
+# decomposition asks whether it has converged.
 _WAIT_IF: dict[str, Callable[..., bool]] = {
     "aten.index.Tensor": _waits_for_indices,
     "aten.index.Tensor_out": _waits_for_indices,
@@ -233,15 +245,18 @@ class _Operator:
         }
         infos = [result.alias_info for result in declared.returns]
         self.is_view = any(info is not None and not info.is_write for info in infos)
-        # A result that is no tensor is a number that the program sees, so the program waits for the device.
+        # A result that is no tensor is a number that the program sees, so the program
+        # waits for the device.
         self._is_read = any(
             "Tensor" not in str(result.type) for result in declared.returns
         )
-        # So does it where torch needs a number to know the size of a result: `nonzero`, or an index of bools.
+        # So does it where torch needs a number to know the size of a result: `nonzero`,
+        # or an index of bools.
         self._has_unknown_size = torch.Tag.dynamic_output_shape in op.tags
         self._waits_if = _WAIT_IF.get(self.name)
         self.not_deterministic = not_deterministic(self.name)
-        # For each result: the position of the argument that it is, or None if it is a new tensor.
+        # For each result: the position of the argument that it is, or None if it is a
+        # new tensor.
         self.returned = [
             None if info is None else aliases.get(next(iter(info.before_set), ""))
             for info in infos
@@ -263,11 +278,11 @@ class _Operator:
 
     @property
     def has_known_sizes(self) -> bool:
-        """Whether the sizes of its results say all that the program gets to know of them."""
+        """Whether its results' sizes say all that the program gets to know of them."""
         return not self._is_read and not self._has_unknown_size and not self.outs
 
     def runs_on_the_cpu(self, args: Sequence[Any]) -> bool:
-        """Whether it is an operator of the CPU, to which its tensors of a device come."""
+        """Whether it is a CPU operator to which its tensors of a device come."""
         return self._come_to_the_cpu is not None and args[0].device.type == "cpu"
 
     def brought_to_the_cpu(
@@ -285,7 +300,7 @@ class _Operator:
         }
 
     def may_be_on_the_cpu(self, tensor: torch.Tensor, position: int) -> bool:
-        """Whether accelerators accept this tensor of the CPU as the argument at a position."""
+        """Whether accelerators accept this CPU tensor as the argument at a position."""
         if self.names[position] in self._from_the_cpu:
             return True
         return self._takes_numbers and not tensor.dim() and position not in self.written
@@ -302,16 +317,15 @@ _operator = functools.cache(_Operator)
 
 @final
 class _Arguments:
-    """The arguments of one call as tensors of the CPU, and the device on which they are."""
+    """The arguments of one call as tensors of the CPU, and their device."""
 
     def __init__(
         self, operator: _Operator, args: Sequence[Any], kwargs: dict[str, Any]
     ) -> None:
         self._operator = operator
         self._device: int | None = None
-        self._stranger: torch.device | None = (
-            None  # the device of a tensor that should be on a simulated one
-        )
+        # The device of a tensor that should be on a simulated one.
+        self._stranger: torch.device | None = None
         self._given_args, self._given_kwargs = args, kwargs
         self._look(on_cpu_to_write if operator.written else on_cpu)
         if operator.written and overlap([tensor for tensor, _ in self._seen.values()]):
@@ -319,9 +333,8 @@ class _Arguments:
 
     def _look(self, see: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self._see = see
-        self._seen: dict[
-            int, tuple[torch.Tensor, torch.Tensor]
-        ] = {}  # of the device's and the CPU's, by id
+        # Of the device's and the CPU's, by id.
+        self._seen: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self.args = [
             self._seen_by_cpu(value, i) for i, value in enumerate(self._given_args)
         ]
@@ -344,7 +357,10 @@ class _Arguments:
 
     @property
     def are_of_the_cpu(self) -> bool:
-        """Whether the call is one of the CPU, which torch has brought here for a generator of a device."""
+        """Whether the call is one of the CPU, brought here for a generator of a device.
+
+        Torch has brought it here.
+        """
         return self._device is None and self._given_kwargs.get("device") is None
 
     def tensors(self) -> list[torch.Tensor]:
@@ -405,8 +421,8 @@ class _Arguments:
 def mismatch(operator: str, one: torch.device, other: torch.device) -> RuntimeError:
     """The error that torch raises for accelerators, in its words."""
     return RuntimeError(
-        f"Expected all tensors to be on the same device, but found at least two devices, {one} and {other}! "
-        f"(when checking arguments of {operator})"
+        "Expected all tensors to be on the same device, but found at least two "
+        f"devices, {one} and {other}! (when checking arguments of {operator})"
     )
 
 
@@ -415,7 +431,8 @@ def run_on_cpu(op: Any, *args: Any, **kwargs: Any) -> Any:
 
     Raises:
         RuntimeError: If its tensors are on several devices.
-        NotImplementedError: If what it makes or draws from is not simulated, or the CPU cannot do it.
+        NotImplementedError: If what it makes or draws from is not simulated, or the CPU
+            cannot do it.
     """
     operator = _operator(op)
     if operator.is_view or operator.draws_unasked:
@@ -431,7 +448,10 @@ def run_on_cpu(op: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def written_for_cpu(op: Any, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes a kernel of a function of tensors of the CPU, for an operator that torch has for GPUs only."""
+    """Makes a kernel of a function of tensors of the CPU.
+
+    It is for an operator that torch has for GPUs only.
+    """
     operator = _operator(op)
 
     @functools.wraps(function)
@@ -485,7 +505,8 @@ def _run(
         ]
         results = shaped(op, call, arguments.args, arguments.kwargs, same)
     if results is NOT_KNOWN:
-        # The caller's autocast of the CPU is for the caller's own tensors of the CPU, and not for these.
+        # The caller's autocast of the CPU is for the caller's own tensors of the CPU,
+        # and not for these.
         with (
             without_keys(_AUTOCAST_CPU) if is_autocast_enabled("cpu") else nullcontext()
         ):
@@ -525,8 +546,9 @@ def _called(
         if operator.name in IN_FLOAT32 and "not implemented for" in str(error):
             return in_float32(call, arguments.args, arguments.kwargs)
         if "Expected a value of type 'Tensor" in str(error):
-            # Torch wraps a number in a tensor where an operator wants a tensor, and unwraps it again for a kernel that
-            # is written in Python. Not every operator of the CPU accepts the number.
+            # Torch wraps a number in a tensor where an operator wants a tensor, and
+            # unwraps it again for a kernel that is written in Python. Not every
+            # operator of the CPU accepts the number.
             for position in operator.tensors:
                 value = arguments[position]
                 if isinstance(value, (bool, int, float, complex)):
@@ -548,8 +570,9 @@ def _called(
 def _check_whole(out: torch.Tensor, operator: _Operator) -> None:
     if out.untyped_storage().nbytes() > out.nbytes:
         raise NotImplementedError(
-            f"The operator {operator.name} would have to let `out` grow, of size {tuple(out.size())}, which is a part "
-            f"of a larger tensor. That is not simulated on '{NAME}' devices: give it a tensor of the result's size."
+            f"The operator {operator.name} would have to let `out` grow, of size "
+            f"{tuple(out.size())}, which is a part of a larger tensor. That is not "
+            f"simulated on '{NAME}' devices: give it a tensor of the result's size."
         )
 
 
@@ -562,7 +585,10 @@ def _dtype_of(value: complex) -> torch.dtype:
 
 
 def _bring_back(target: Any, written: Any, device: int) -> None:
-    """Brings the result that the CPU wrote to a tensor of the device, if it is not in the same memory already."""
+    """Brings the result that the CPU wrote to a tensor of the device.
+
+    It does if it is not in the same memory already.
+    """
     if isinstance(target, (list, tuple)):
         for one, other in zip(target, written, strict=True):
             _bring_back(one, other, device)
@@ -573,7 +599,8 @@ def _bring_back(target: Any, written: Any, device: int) -> None:
         tensor_data.__set__(target, on_device(written, device))
         return
     if written.is_conj() != target.is_conj() or written.is_neg() != target.is_neg():
-        # The CPU may only have marked its result as conjugated or negated, for whoever reads it.
+        # The CPU may only have marked its result as conjugated or negated, for whoever
+        # reads it.
         written = written.resolve_conj().resolve_neg()
     if written.size() != target.size() or not target.numel():
         adopt(target, written)
@@ -608,8 +635,9 @@ def _as_the_devices(result: Any, device: int, operator: _Operator) -> Any:
             or result.is_quantized
         ):
             raise NotImplementedError(
-                f"The operator {operator.name} makes a tensor of dtype {result.dtype} and layout {result.layout}, and "
-                f"that is not simulated on '{NAME}' devices."
+                f"The operator {operator.name} makes a tensor of dtype {result.dtype} "
+                f"and layout {result.layout}, and that is not simulated on '{NAME}' "
+                "devices."
             )
         return on_device(result, device)
     if isinstance(result, (list, tuple)):
@@ -617,7 +645,8 @@ def _as_the_devices(result: Any, device: int, operator: _Operator) -> Any:
     return result
 
 
-# Their kernels for CUDA write without counting it in the versions of the tensors, seen with torch 2.11 on an H100.
+# Their kernels for CUDA write without counting it in the versions of the tensors, seen
+# with torch 2.11 on an H100.
 _UNCOUNTED = (
     "aten._foreach_lerp_.Scalar",
     "aten._foreach_lerp_.ScalarList",
@@ -626,7 +655,10 @@ _UNCOUNTED = (
 
 
 def run_each_on_cpu(op: Any, *args: Any, **kwargs: Any) -> Any:
-    """The kernel of operators on lists (`_foreach_add_`), whose lists may hold tensors of several devices."""
+    """The kernel of operators on lists (`_foreach_add_`).
+
+    The lists may hold tensors of several devices.
+    """
     operator = _operator(op)
     lists = [
         v
@@ -641,8 +673,9 @@ def run_each_on_cpu(op: Any, *args: Any, **kwargs: Any) -> Any:
     )
     if str(op) in _UNCOUNTED:
         return results
-    # Nobody else counts these writes on the device's tensors: torch leaves it to the kernels of operators on lists, and
-    # the CPU's kernel has counted them on its own tensors.
+    # Nobody else counts these writes on the device's tensors: torch leaves it to the
+    # kernels of operators on lists, and the CPU's kernel has counted them on its own
+    # tensors.
     targets = [
         tensor
         for position in operator.written

@@ -1,4 +1,7 @@
-"""Kernels of layers for which torch asks a backend like this one for other operators than the CPU."""
+"""Kernels of layers for which torch asks this backend for other operators.
+
+It asks the CPU for others than a backend like this one.
+"""
 
 from __future__ import annotations
 
@@ -41,9 +44,8 @@ def _register_convolution(backend: Backend) -> None:
     def _convolution_backward(
         gradient: Any, inputs: Any, weight: Any, *options: Any
     ) -> Any:
-        *geometry, wanted = (
-            options  # stride, padding, dilation and so on, which both operators take in one order
-        )
+        # Stride, padding, dilation and so on, which both operators take in one order.
+        *geometry, wanted = options
         bias_sizes = [gradient.shape[1]] if wanted[2] else None
         return run_on_cpu(
             backward, gradient, inputs, weight, bias_sizes, *geometry, list(wanted)
@@ -72,7 +74,10 @@ def _dropout(
 
 
 def _histc(inputs: Any, *options: Any, **named: Any) -> Any:
-    """Counts integers, too, as on GPUs: layers of experts count the rows of each expert by it."""
+    """Counts integers, too, as on GPUs: layers of experts count rows by it.
+
+    They count those of each expert.
+    """
     if inputs.dtype.is_floating_point:
         return torch.histc(inputs, *options, **named)
     return torch.histc(inputs.double(), *options, **named).to(inputs.dtype)
@@ -85,11 +90,14 @@ def _svd(
     *,
     driver: str | None = None,
 ) -> Any:
-    """Takes the name of a function of cuSOLVER, as on GPUs. The CPU has one function only."""
+    """Takes the name of a function of cuSOLVER, as on GPUs.
+
+    The CPU has one function only.
+    """
     if driver not in (None, "gesvd", "gesvdj", "gesvda"):
         raise RuntimeError(
-            f"torch.linalg.svd: unknown svd driver {driver} in svd_cusolver computation, please choose from `gesvd`, "
-            "`gesvdj`, and `gesvda`"
+            f"torch.linalg.svd: unknown svd driver {driver} in svd_cusolver "
+            "computation, please choose from `gesvd`, `gesvdj`, and `gesvda`"
         )
     return operator("_linalg_svd")(matrix, full_matrices, compute_uv)
 
@@ -97,7 +105,10 @@ def _svd(
 def _lstsq(
     matrix: Any, other: Any, rcond: float | None = None, *, driver: str | None = None
 ) -> Any:
-    """Solves as CUDA does, which knows one driver: it says nothing of the rank, and needs a full one."""
+    """Solves as CUDA does, which knows one driver.
+
+    It says nothing of the rank, and needs a full one.
+    """
     if driver not in (None, "gels"):
         raise RuntimeError(
             "torch.linalg.lstsq: `driver` other than `gels` is not supported on CUDA"
@@ -106,8 +117,9 @@ def _lstsq(
 
 
 # Torch has fused cells of recurrent layers for GPUs only, so they are written below.
-# `of_input` and `of_hidden` are the products with the weights, of shape (batch, gates * hidden size), in torch's
-# order of gates. `saved` is the tensor that the forward saves for the backward.
+# `of_input` and `of_hidden` are the products with the weights, of shape (batch, gates *
+# hidden size), in torch's order of gates. `saved` is the tensor that the forward saves
+# for the backward.
 
 
 def _lstm_cell(

@@ -1,8 +1,8 @@
 """What happens on the streams of simulated devices, told to whoever listens.
 
-Simulated devices do all work at once. A `Listener` is told what a real device would be asked to do and when somebody
-waits, so that it can say what a real device might do with it: `recorder` finds races, and `clock` keeps the time.
-Several may listen at once.
+Simulated devices do all work at once. A `Listener` is told what a real device would be
+asked to do and when somebody waits, so that it can say what a real device might do with
+it: `recorder` finds races, and `clock` keeps the time. Several may listen at once.
 """
 
 from __future__ import annotations
@@ -43,14 +43,16 @@ class Copy(NamedTuple):
     source: Stream | None  # the current stream of the device; None: the CPU
     target: Stream | None
     tensors: tuple[torch.Tensor, torch.Tensor]  # of the source and of the target
-    is_pinned: (
-        bool  # whether the memory of the CPU is; False if the CPU has no part in it
-    )
+    # Whether the memory of the CPU is; False if the CPU has no part in it.
+    is_pinned: bool
     blocks: bool  # whether the program waits until the copy is done
 
     @property
     def stream(self) -> Stream:
-        """The stream on which it is done: that of the source, or of the target if it comes from the CPU."""
+        """The stream on which it is done.
+
+        That is the source's, or the target's if it comes from the CPU.
+        """
         stream = self.target if self.source is None else self.source
         assert stream is not None
         return stream
@@ -59,15 +61,18 @@ class Copy(NamedTuple):
 class Arrival(NamedTuple):
     """A rank has come to a collective."""
 
-    stream: (
-        Stream | None
-    )  # the current stream of the device whose tensors it brings; None: they are on the CPU
+    # The current stream of the device whose tensors it brings; None: they are on the
+    # CPU.
+    stream: Stream | None
     moment: Any  # what `Listener.came` returned
     where: str  # the line of the program
 
 
 class Meeting(NamedTuple):
-    """A collective to which all ranks have come, or a message from the first of two to the second."""
+    """A collective to which all ranks have come, or a message from one to another.
+
+    It goes from the first of two to the second.
+    """
 
     kind: str
     bytes: int  # of the whole: `Collective.bytes`
@@ -75,7 +80,10 @@ class Meeting(NamedTuple):
 
 
 class Listener(ABC):
-    """Is told what happens. Threads may share it; the methods may be called while memory is freed, anywhere."""
+    """Is told what happens.
+
+    Threads may share it; the methods may be called while memory is freed, anywhere.
+    """
 
     looks_at_launches = True  # whether it is told of operators before they run
 
@@ -97,15 +105,24 @@ class Listener(ABC):
 
     @abstractmethod
     def freed(self, address: int) -> None:
-        """Memory is free: the next tensor of the stream for which it was allocated may get it."""
+        """Memory is free: the next tensor of its stream may get it.
+
+        It is the stream for which the memory was allocated.
+        """
 
     @abstractmethod
     def guarded(self, stream: Stream, tensor: torch.Tensor) -> None:
-        """`tensor.record_stream(stream)`: the memory is not reused before the work on that stream is done."""
+        """`tensor.record_stream(stream)`.
+
+        The memory is not reused before the work on that stream is done.
+        """
 
     @abstractmethod
     def moment(self, stream: Stream) -> Any:
-        """The moment at which all work that is now on a stream is done, in whatever way this listener notes it."""
+        """The moment at which all work that is now on a stream is done.
+
+        It is noted in whatever way this listener does.
+        """
 
     @abstractmethod
     def waits(self, stream: Stream, moment: Any) -> None:
@@ -113,11 +130,14 @@ class Listener(ABC):
 
     @abstractmethod
     def waits_for_stream(self, stream: Stream, other: Stream) -> None:
-        """Work which is put on a stream from here on waits for all work that is now on another one."""
+        """Work put on a stream from here on waits for the work now on another one.
+
+        It waits for all of that.
+        """
 
     @abstractmethod
     def synchronized(self, moment: Any) -> None:
-        """The program itself waits for a moment, and so does everything that it does later."""
+        """The program itself waits for a moment, and so does all that it does later."""
 
     @abstractmethod
     def synchronized_stream(self, stream: Stream, why: str) -> None:
@@ -125,7 +145,7 @@ class Listener(ABC):
 
     @abstractmethod
     def synchronized_device(self, device: int) -> None:
-        """The program itself waits for all work that is now on any stream of a device."""
+        """The program itself waits for all work now on any stream of a device."""
 
     @abstractmethod
     def used_on_cpu(
@@ -143,15 +163,24 @@ class Listener(ABC):
 
     @abstractmethod
     def came(self, stream: Stream | None) -> Any:
-        """A rank calls a collective. Returns the moment at which what it brings is there."""
+        """A rank calls a collective.
+
+        Returns the moment at which what it brings is there.
+        """
 
     @abstractmethod
     def met(self, meeting: Meeting) -> Any:
-        """All ranks have come to a collective. Returns the moment at which each has what it gets."""
+        """All ranks have come to a collective.
+
+        Returns the moment at which each has what it gets.
+        """
 
     @abstractmethod
     def received(self, stream: Stream | None, moment: Any, kind: str) -> None:
-        """A rank waits for what a collective of a `kind` brings: its stream does, or, with None, the program."""
+        """A rank waits for what a collective of a `kind` brings.
+
+        Its stream does, or, with None, the program.
+        """
 
     @abstractmethod
     def is_over(self, moment: Any) -> bool:
@@ -163,7 +192,7 @@ class Listener(ABC):
 
     @abstractmethod
     def seconds_between(self, start: Any, end: Any) -> float | None:
-        """The seconds from a moment to another one; None if this listener keeps no time."""
+        """The seconds between two moments; None if this listener keeps no time."""
 
 
 _at_work: tuple[Listener, ...] = ()
@@ -190,7 +219,7 @@ def _exchange(now: tuple[Listener, ...]) -> None:
 
 @contextmanager
 def listening(listener: Listener) -> Iterator[None]:
-    """A block in which a listener is told what happens, on all threads of the process."""
+    """A block in which a listener hears what happens on all threads."""
     _exchange((*_at_work, listener))
     try:
         yield

@@ -1,8 +1,10 @@
 """One piece of CPU memory, as a tensor of a simulated device and as one of the CPU.
 
-DLPack passes memory from one library to another, in a capsule that also names the device of the memory. In a capsule
-that says "CPU", this file writes "device i of a kind that torch does not know", which torch takes for its PrivateUse1
-device; and the reverse. Both tensors are plain ones over the same bytes and keep them alive. Nothing is copied.
+DLPack passes memory from one library to another, in a capsule that also names the
+device of the memory. In a capsule that says "CPU", this file writes "device i of a kind
+that torch does not know", which torch takes for its PrivateUse1 device; and the
+reverse. Both tensors are plain ones over the same bytes and keep them alive. Nothing is
+copied.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ from torchstrategy.testing._simulation.torch_internals import (
     to_dlpack,
 )
 
-# A capsule points at a struct that begins with { void* data; struct { int32 type; int32 id; } device; ... }.
+# A capsule points at a struct that begins with { void* data; struct { int32 type; int32
+# id; } device; ... }.
 _DEVICE_OFFSET = 8
 _CPU, _EXTENSION = 1, 12  # DLPack's numbers for kinds of devices
 _pointer_in = ctypes.pythonapi.PyCapsule_GetPointer
@@ -63,7 +66,10 @@ def on_device(tensor: torch.Tensor, index: int) -> torch.Tensor:
 
 
 def on_cpu(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of a tensor on a simulated device, as a tensor on the CPU with the same sizes and strides."""
+    """The memory of a tensor on a simulated device, as a tensor on the CPU.
+
+    It has the same sizes and strides.
+    """
     if tensor.layout is torch.sparse_coo:
         return _sparse(
             tensor, on_cpu(sparse_indices(tensor)), on_cpu(sparse_values(tensor))
@@ -75,7 +81,8 @@ def on_cpu(tensor: torch.Tensor) -> torch.Tensor:
 
 def on_cpu_to_write(tensor: torch.Tensor) -> torch.Tensor:
     """`on_cpu` for an operator that writes on the tensor."""
-    # The operator may have to resize a tensor without elements, so it gets memory of its own.
+    # The operator may have to resize a tensor without elements, so it gets memory of
+    # its own.
     if tensor.layout is torch.strided and not tensor.numel():
         return torch.empty_strided(
             tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cpu"
@@ -112,7 +119,9 @@ def span(tensor: torch.Tensor) -> tuple[int, int]:
 
 @final
 class Together:
-    """`on_cpu_to_write` for several tensors. Those that share a storage share one on the CPU, too.
+    """`on_cpu_to_write` for several tensors.
+
+    Those that share a storage share one on the CPU, too.
 
     So torch notices if an operator would write memory that it also reads, and refuses.
     """
@@ -145,9 +154,8 @@ class Together:
 
 def _retagged(tensor: torch.Tensor, kind: int, index: int) -> torch.Tensor:
     capsule = to_dlpack(tensor)
-    pair = (
-        index << 32
-    ) | kind  # both integers at once, in a little-endian machine's order
+    # Both integers at once, in a little-endian machine's order.
+    pair = (index << 32) | kind
     ctypes.c_int64.from_address(
         _pointer_in(capsule, b"dltensor") + _DEVICE_OFFSET
     ).value = pair
@@ -155,7 +163,9 @@ def _retagged(tensor: torch.Tensor, kind: int, index: int) -> torch.Tensor:
 
 
 def check_byte_order() -> None:
-    """Refuses a machine on which `_retagged` would write the two integers in the wrong order.
+    """Refuses a machine on which `_retagged` would swap the two integers.
+
+    It would write them in the wrong order.
 
     Raises:
         RuntimeError: On a big-endian machine.

@@ -1,4 +1,7 @@
-"""What `torch.sim` is: the functions that code finds at `torch.get_device_module(device)`, as at `torch.cuda`."""
+"""What `torch.sim` is: the functions at `torch.get_device_module(device)`.
+
+Code finds them there, as at `torch.cuda`.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +39,8 @@ from torchstrategy.testing._simulation.streams import (
 )
 
 _TOTAL_MEMORY = 16 * 2**30  # what `get_device_properties` says; nothing enforces it
-# The modules that draw for DTensors. The second does for devices that say that they are CUDA's.
+# The modules that draw for DTensors. The second does for devices that say that they are
+# CUDA's.
 _OF_DTENSORS = ("torch.distributed.tensor._random", "torch._prims.rng_prims")
 
 
@@ -80,7 +84,8 @@ def make_module() -> types.ModuleType:
         max_memory_reserved=max_memory_allocated,
         default_generators=default_generators(),
         seed_all=manual_seed_all,
-        _initialized=True,  # activation checkpoints ask this before they keep the random state
+        # Activation checkpoints ask this before they keep the random state.
+        _initialized=True,
         _lazy_init=init,
         _is_in_bad_fork=lambda: False,
     )
@@ -102,12 +107,15 @@ def init() -> None:
 
 
 def device_of(tensor: torch.Tensor) -> current:
-    """A block in which the device of a tensor is the current one, if it is simulated."""
+    """A block in which a tensor's device is the current one, if it is simulated."""
     return current(tensor.device if is_simulated(tensor) else None)
 
 
 def synchronize(device: torch.device | str | int | None = None) -> None:
-    """Returns at once: nothing is under way. A negative number means the current device, as for GPUs."""
+    """Returns at once: nothing is under way.
+
+    A negative number means the current device, as for GPUs.
+    """
     refuse_in_capture("synchronize() waits for the device")
     index = ordinal(None if isinstance(device, int) and device < 0 else device)
     for listener in listeners():
@@ -122,7 +130,10 @@ def get_device_name(device: torch.device | str | int | None = None) -> str:
 def get_device_properties(
     device: torch.device | str | int | None = None,
 ) -> types.SimpleNamespace:
-    """The name of a device, sizes that nothing enforces (`DataParallel` compares them), and no capability of CUDA's."""
+    """The name of a device, and no capability of CUDA's.
+
+    Nothing enforces the sizes, which `DataParallel` compares.
+    """
     return types.SimpleNamespace(
         name=get_device_name(device),
         total_memory=_TOTAL_MEMORY,
@@ -143,7 +154,10 @@ def is_bf16_supported() -> bool:
 
 
 def empty_cache() -> None:
-    """Gives back the memory that is kept, of which `torch.cuda.memory_reserved` tells; there is none."""
+    """Gives back the memory that is kept.
+
+    `torch.cuda.memory_reserved` tells of it; there is none.
+    """
     for index in range(device_count()):
         _accounts.account_of(index).empty_cache()
 
@@ -154,7 +168,7 @@ def memory_allocated(device: torch.device | str | int | None = None) -> int:
 
 
 def max_memory_allocated(device: torch.device | str | int | None = None) -> int:
-    """The most bytes that tensors on a device have held since `reset_peak_memory_stats`."""
+    """The most bytes of a device's tensors since `reset_peak_memory_stats`."""
     return _accounts.peak(ordinal(device))
 
 
@@ -176,7 +190,8 @@ def manual_seed_all(seed: int) -> None:
 
 def get_rng_state(device: torch.device | str | int = NAME) -> torch.Tensor:
     """The state of the default generator of a device."""
-    # A DTensor computes with the state, and wants that of a GPU; it asks for it on the device's module.
+    # A DTensor computes with the state, and wants that of a GPU; it asks for it on the
+    # device's module.
     here = inspect.currentframe()
     caller = here.f_back if here is not None else None
     if caller is not None and caller.f_globals.get("__name__") in _OF_DTENSORS:

@@ -9,7 +9,8 @@ from typing import Any, final
 import torch
 
 NAME = "sim"
-# What torch raises for a device that is not there. torch 2.10 has it, and some builds do not export it.
+# What torch raises for a device that is not there. torch 2.10 has it, and some builds
+# do not export it.
 DeviceError: type[RuntimeError] = getattr(torch, "AcceleratorError", RuntimeError)
 
 _devices: list[torch.device] = []  # filled once, by `simulate_devices`
@@ -71,12 +72,14 @@ def device_count() -> int:
 
 
 def current_device() -> int:
-    """The index of this thread's current device, which `"sim"` without an index means."""
+    """The index of this thread's current device: `"sim"` without an index."""
     return _here.current
 
 
 def set_device(device: torch.device | str | int | None) -> None:
-    """Makes a device this thread's current one. A negative number changes nothing, as for GPUs.
+    """Makes a device this thread's current one.
+
+    A negative number changes nothing, as for GPUs.
 
     Raises:
         ValueError: If it is no device of this type with an index.
@@ -91,7 +94,8 @@ def set_device(device: torch.device | str | int | None) -> None:
     ):
         said = device if device is None else Spoken.name
         raise ValueError(
-            f"Expected a torch.device with a specified index or an integer, but got:{said}"
+            "Expected a torch.device with a specified index or an integer, but "
+            f"got:{said}"
         )
     if not isinstance(device, int) or device >= 0:
         _here.current = ordinal(device)
@@ -125,7 +129,9 @@ def ordinal(device: torch.device | str | int | None) -> int:
 
 
 def known(device: Any, index: Callable[[Any], int], what: str = "device") -> int:
-    """The number of a device, for functions of `torch.cuda` that have an error of their own for one that is not there.
+    """The number of a device, for functions with an error for a missing one.
+
+    These functions of `torch.cuda` have an error of their own.
 
     Raises:
         AssertionError: If it is not there.
@@ -138,7 +144,10 @@ def known(device: Any, index: Callable[[Any], int], what: str = "device") -> int
 
 @final
 class current:
-    """A block in which a device is the current one. With None or -1 the current device stays."""
+    """A block in which a device is the current one.
+
+    With None or -1 the current device stays.
+    """
 
     def __init__(self, device: torch.device | str | int | None) -> None:
         self.idx = _here.current if device is None or device == -1 else ordinal(device)

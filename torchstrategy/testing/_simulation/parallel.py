@@ -1,6 +1,7 @@
-"""`torch.nn.parallel` on simulated devices: how tensors are scattered, gathered and broadcast.
+"""`torch.nn.parallel` on simulated devices: how it scatters, gathers and broadcasts.
 
-torch does this in C++, which is compiled for CUDA only. Sizes, formats and streams follow that C++.
+torch does this in C++, which is compiled for CUDA only. Sizes, formats and streams
+follow that C++.
 """
 
 from __future__ import annotations
@@ -41,7 +42,9 @@ def install() -> None:
 
 
 def _asked_for_cuda(is_available: Callable[..., bool]) -> Callable[..., bool]:
-    """Makes a replacement for `torch.cuda.nccl.is_available`, which says no if no tensor is on CUDA.
+    """Makes a replacement for `torch.cuda.nccl.is_available`.
+
+    It says no if no tensor is on CUDA.
 
     A torch without NCCL would warn at each call.
     """
@@ -56,7 +59,10 @@ def _asked_for_cuda(is_available: Callable[..., bool]) -> Callable[..., bool]:
 def _either(
     copy: Callable[..., Any], real: Callable[..., Any] | None
 ) -> Callable[..., Any]:
-    """Makes a function that calls `real` for tensors of CUDA, if torch has it, and `copy` for all others."""
+    """Makes a function that calls `real` for tensors of CUDA, and `copy` for others.
+
+    It calls `real` if torch has it.
+    """
 
     @functools.wraps(copy)
     def chosen(tensors: Any, *args: Any) -> Any:
@@ -82,9 +88,8 @@ def _scattered(
     made = []
     for i, (part, index) in enumerate(zip(parts, devices, strict=False)):
         with stream(streams[i] if streams else None):
-            made.append(
-                part.to(_device(index), non_blocking=True)
-            )  # in the strides of the part, or the part itself
+            # In the strides of the part, or the part itself.
+            made.append(part.to(_device(index), non_blocking=True))
     return tuple(made)
 
 
@@ -93,7 +98,8 @@ def _scattered_to(
 ) -> tuple[torch.Tensor, ...]:
     if not out:
         raise ValueError(
-            "comm.scatter(out=[]) has nowhere to write: give it one tensor for each part."
+            "comm.scatter(out=[]) has nowhere to write: give it one tensor for each "
+            "part."
         )
     dim = dim % tensor.dim()
     for i, one in enumerate(out):
@@ -102,8 +108,9 @@ def _scattered_to(
     sizes = [one.size(dim) for one in out]
     if sum(sizes) != tensor.size(dim):
         raise ValueError(
-            f"comm.scatter(out=...): the tensors of `out` have {sum(sizes)} rows along dimension {dim}, and the tensor "
-            f"has {tensor.size(dim)}. Give them sizes that add up to that."
+            f"comm.scatter(out=...): the tensors of `out` have {sum(sizes)} rows along "
+            f"dimension {dim}, and the tensor has {tensor.size(dim)}. Give them sizes "
+            "that add up to that."
         )
     for i, (one, part) in enumerate(zip(out, tensor.split(sizes, dim), strict=True)):
         with stream(streams[i] if streams else None):
@@ -133,7 +140,8 @@ def _gathered(
 
 
 def _is_channels_last(tensor: torch.Tensor) -> bool:
-    # A tensor of one channel has both formats. torch's C++ then takes it for a plain one.
+    # A tensor of one channel has both formats. torch's C++ then takes it for a plain
+    # one.
     formats = torch.channels_last, torch.contiguous_format
     return tensor.dim() == 4 and [
         tensor.is_contiguous(memory_format=one) for one in formats
@@ -149,15 +157,16 @@ def _gathered_to(
     sizes = [tensor.size(dim) for tensor in tensors]
     if sum(sizes) != out.size(dim):
         raise ValueError(
-            f"comm.gather(out=...): the tensors have {sum(sizes)} rows along dimension {dim}, and `out` has "
-            f"{out.size(dim)}. Give it a tensor of that size."
+            f"comm.gather(out=...): the tensors have {sum(sizes)} rows along dimension "
+            f"{dim}, and `out` has {out.size(dim)}. Give it a tensor of that size."
         )
     for part, tensor in zip(out.split(sizes, dim), tensors, strict=True):
         part.copy_(tensor, non_blocking=out.device.type == NAME)
     return out
 
 
-# The dtypes that NCCL sends, as torch's C++ translates them. A broadcast among different devices goes by NCCL.
+# The dtypes that NCCL sends, as torch's C++ translates them. A broadcast among
+# different devices goes by NCCL.
 _SENT = frozenset(
     {
         torch.bfloat16,
@@ -201,8 +210,9 @@ def _broadcast_to(
         _check_device(one, f"broadcast(out=...), tensor {i},")
         if one.size() != tensor.size():
             raise ValueError(
-                f"comm.broadcast(out=...), tensor {i}, has the size {tuple(one.size())}, and the tensor that is "
-                f"broadcast has {tuple(tensor.size())}. Give it a tensor of that size."
+                f"comm.broadcast(out=...), tensor {i}, has the size "
+                f"{tuple(one.size())}, and the tensor that is broadcast has "
+                f"{tuple(tensor.size())}. Give it a tensor of that size."
             )
     _check_dtype(tensor, [one.get_device() for one in out])
     for one in out:
@@ -224,7 +234,8 @@ def _broadcast_each(
 def _check_device(tensor: torch.Tensor, what: str) -> None:
     if tensor.device.type != NAME:
         raise ValueError(
-            f"comm.{what} is on {tensor.device}: it has to be on one of the {NAME!r} devices."
+            f"comm.{what} is on {tensor.device}: it has to be on one of the {NAME!r} "
+            "devices."
         )
 
 
@@ -233,8 +244,8 @@ def _check_size(tensor: torch.Tensor, whole: torch.Tensor, dim: int, what: str) 
     given: list[Any] = [*tensor.size()[:dim], "any", *tensor.size()[dim + 1 :]]
     if tensor.dim() != whole.dim() or given != expected:
         raise ValueError(
-            f"comm.{what} has the size {tuple(tensor.size())}: except along dimension {dim}, it has to be that of the "
-            f"whole, {tuple(whole.size())}."
+            f"comm.{what} has the size {tuple(tensor.size())}: except along dimension "
+            f"{dim}, it has to be that of the whole, {tuple(whole.size())}."
         )
 
 

@@ -1,7 +1,8 @@
 """`pin_memory=True` where memory is made, as in `torch.empty(4, pin_memory=True)`.
 
-torch's C++ asks a backend for an allocator, and only a backend in C++ has one. So kernels in Python make the memory.
-With them, each tensor that the CPU makes costs three microseconds more: they are only there once somebody asks.
+torch's C++ asks a backend for an allocator, and only a backend in C++ has one. So
+kernels in Python make the memory. With them, each tensor that the CPU makes costs three
+microseconds more: they are only there once somebody asks.
 """
 
 from __future__ import annotations
@@ -61,16 +62,15 @@ def _empty_strided(
 
 
 def install() -> None:
-    """Allows it where torch's own code makes such memory, which no function mode sees."""
+    """Allows it where torch's own code makes it, which no function mode sees."""
     ddp: Any = DistributedDataParallel
     make_ddp, make_saving = ddp.__init__, save_on_cpu.__init__
 
     @functools.wraps(make_ddp)
     def init_ddp(model: Any, *args: Any, **kwargs: Any) -> None:
         make_ddp(model, *args, **kwargs)
-        if (
-            model.find_unused_parameters or model.static_graph
-        ):  # the map of used parameters is copied to the device
+        # The map of used parameters is copied to the device.
+        if model.find_unused_parameters or model.static_graph:
             allow_pinned_creation()
 
     @functools.wraps(make_saving)

@@ -1,4 +1,7 @@
-"""What the program itself does with memory of the CPU, told to listeners, and on which line of the program it is."""
+"""What the program itself does with memory of the CPU, told to listeners.
+
+They are told on which line of the program it is.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,8 @@ from torchstrategy.testing._simulation.words import name_of_file
 _PACKAGE = str(Path(__file__).parents[2])
 _CONTEXTS = contextlib.__file__  # in whose frames blocks begin and end
 
-# Methods that read memory of the CPU and are no operators. `__reduce_ex__` is how a tensor is saved and pickled.
+# Methods that read memory of the CPU and are no operators. `__reduce_ex__` is how a
+# tensor is saved and pickled.
 _READING = ("numpy", "tolist", "__dlpack__", "__reduce_ex__")
 
 # Operators between the CPU and devices, of which listeners are told as copies.
@@ -51,7 +55,10 @@ def watching_the_cpu() -> Iterator[None]:
 
 
 def watched_thread() -> AbstractContextManager[None]:
-    """A block for a thread that stands for a process: in it, the thread is watched if the process is."""
+    """A block for a thread that stands for a process.
+
+    In it, the thread is watched if the process is.
+    """
     return _watched_here() if _blocks and not _here.is_watched else nullcontext()
 
 
@@ -125,7 +132,10 @@ def _reading(method: Callable[..., Any], name: str) -> Callable[..., Any]:
 
 @final
 class _Watch(TorchDispatchMode):
-    """Sees every operator of the thread that opens the block, and of replicas: they wear the caller's modes."""
+    """Sees every operator of the thread that opens the block, and of replicas.
+
+    They wear the caller's modes.
+    """
 
     supports_higher_order_operators = True  # such as `flex_attention`
 
@@ -134,7 +144,9 @@ class _Watch(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # else torch wraps the method below, which costs each operator and each view two microseconds
+        # Else torch wraps the method below, which costs each operator and each view two
+        # microseconds.
+        return False
 
     @override
     def __torch_dispatch__(
@@ -150,7 +162,8 @@ class _Watch(TorchDispatchMode):
                 listener.used_on_cpu(func.name().replace("::", "."), read, written)
         result = func(*args, **kwargs)
         if written and func.name().startswith("aten::_foreach_"):
-            # Of a list, the operators within count the versions, and do not if they are called from a mode.
+            # Of a list, the operators within count the versions, and do not if they are
+            # called from a mode.
             increment_version(
                 [tensor for tensor in written if not tensor.is_inference()]
             )
@@ -165,9 +178,12 @@ Uses = Callable[
 
 @functools.cache
 def _uses_of(op: Any) -> Uses | None:
-    """A function that finds the tensors of the CPU that a call reads and writes; None if it looks into no memory.
+    """A function that finds the tensors of the CPU that a call reads and writes.
 
-    The function returns None if there are none, as of all operators of devices: it is called at each operator.
+    It is None if it looks into no memory.
+
+    The function returns None if there are none, as of all operators of devices: it is
+    called at each operator.
     """
     if not isinstance(op, Operator):
         return None  # one of a higher order, which calls others
@@ -221,7 +237,10 @@ def _uses_of(op: Any) -> Uses | None:
 
 
 def _pieces_of(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The tensors whose memory a tensor has: those within one that only stands for others, as a `DTensor` does."""
+    """The tensors whose memory a tensor has.
+
+    They are those within one that only stands for others, as a `DTensor` does.
+    """
     if type(tensor) in _PLAIN:
         return [tensor]
     flatten = getattr(tensor, "__tensor_flatten__", None)
@@ -241,22 +260,34 @@ def _pieces_of(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def users_line() -> str:
-    """The innermost line of the stack that is neither torch's nor this package's: ` (train.py:12)`."""
+    """The innermost line of the program in the stack: ` (train.py:12)`.
+
+    It is neither torch's nor this package's.
+    """
     found = users_place()
     return f" ({found})" if found else ""
 
 
 def users_place() -> str:
-    """The innermost line of the stack that is neither torch's nor this package's: `train.py:12`, or nothing."""
+    """The innermost line of the program in the stack: `train.py:12`, or nothing.
+
+    It is neither torch's nor this package's.
+    """
     return users_call().line
 
 
 class Call(NamedTuple):
     """Who calls an operator."""
 
-    line: str  # the innermost line that is neither torch's nor this package's: `train.py:12`, or nothing
-    function: str  # the function that this line is in, as Python names it: `<module>` at the top of a file
-    way: str  # the first part of torch that is called on the way from there, of those in `_PARTS`, or nothing
+    # The innermost line that is neither torch's nor this package's: `train.py:12`, or
+    # nothing.
+    line: str
+    # The function that this line is in, as Python names it: `<module>` at the top of a
+    # file.
+    function: str
+    # The first part of torch that is called on the way from there, of those in
+    # `_PARTS`, or nothing.
+    way: str
 
 
 # The parts of torch that are told apart, by their files.
@@ -264,10 +295,8 @@ _PARTS = (
     ("/torch/optim/", "optimizer"),
     ("/torch/nn/utils/clip_grad.py", "optimizer"),
     ("/torch/amp/grad_scaler.py", "optimizer"),
-    (
-        "/torch/autograd/graph.py",
-        "engine",
-    ),  # it calls C++, from which buckets of gradients are sent
+    # It calls C++, from which buckets of gradients are sent.
+    ("/torch/autograd/graph.py", "engine"),
     ("/torch/nn/", "module"),
     ("/torch/distributed/", "distributed"),
 )
@@ -279,9 +308,8 @@ _name_of: Callable[[Any], str] = attrgetter(
 def users_call() -> Call:
     """Who calls the operator that runs now."""
     frame, way = inspect.currentframe(), ""
-    while (
-        frame is not None
-    ):  # at each operator: a line number is computed where it is asked for
+    # At each operator: a line number is computed where it is asked for.
+    while frame is not None:
         code = frame.f_code
         name, part = _files[code.co_filename]
         if name:
@@ -294,7 +322,10 @@ def users_call() -> Call:
 
 @final
 class _Files(dict[str, tuple[str, str]]):
-    """The name of each file of the user's; of others nothing, and the part of torch that it is in, if that matters."""
+    """The name of each file of the user's, and nothing of others.
+
+    With the part of torch that it is in, if that matters.
+    """
 
     def __missing__(self, file: str) -> tuple[str, str]:
         if not file.startswith((_PACKAGE, _CONTEXTS, "<")) and "/torch/" not in file:

@@ -1,10 +1,13 @@
-"""Records the work on the streams of simulated devices, and finds races between streams and with the program.
+"""Records the work on simulated devices' streams, and finds races.
 
-Simulated devices do all work at once. On a real device a stream does its work some time later, and the work of two
-streams is ordered only where one waits for the other. For each stream, the recorder keeps a vector clock: how much of
-every stream's work is known to be done before the next work of this stream. If work uses memory that another stream
-uses, and the order of the two is not known, that is a race. The same holds for pinned memory of the CPU that a copy
-reads or writes while the program goes on.
+They are races between streams and with the program.
+
+Simulated devices do all work at once. On a real device a stream does its work some time
+later, and the work of two streams is ordered only where one waits for the other. For
+each stream, the recorder keeps a vector clock: how much of every stream's work is known
+to be done before the next work of this stream. If work uses memory that another stream
+uses, and the order of the two is not known, that is a race. The same holds for pinned
+memory of the CPU that a copy reads or writes while the program goes on.
 """
 
 from __future__ import annotations
@@ -40,7 +43,10 @@ Clock = dict[Stream, int]
 
 
 class StreamEvent(NamedTuple):
-    """Something that happened on a stream: `what` is `"launch"`, `"wait"`, `"record"`, `"synchronize"` or `"use"`."""
+    """Something that happened on a stream.
+
+    `what` is `"launch"`, `"wait"`, `"record"`, `"synchronize"` or `"use"`.
+    """
 
     device: int
     stream: int
@@ -67,7 +73,8 @@ class _Memory:
     """The last uses of a piece of memory, for which its next use may have to wait."""
 
     def __init__(self, home: Stream | None) -> None:
-        # The stream that may reuse the memory when it is free. None: it was allocated before the record began.
+        # The stream that may reuse the memory when it is free. None: it was allocated
+        # before the record began.
         self.home = home
         self.written: Uses[_Work] = Uses()
         self.read: dict[Stream, Uses[_Work]] = {}  # since it was last written
@@ -97,18 +104,16 @@ class Recorder(Listener):
         self.events: list[StreamEvent] = []
         self.races: list[str] = []
         self._clocks: dict[Stream, Clock] = {}
-        self._host: Clock = {}  # how much of every stream's work the program has waited for
+        # How much of every stream's work the program has waited for.
+        self._host: Clock = {}
         self._memory: dict[int, _Memory] = {}
-        self._returned: dict[
-            Stream, list[_Work]
-        ] = {}  # what may still use memory that is free, by its home
+        # What may still use memory that is free, by its home.
+        self._returned: dict[Stream, list[_Work]] = {}
         self._under_way = Checksums()
-        self._of_cpu: dict[
-            int, _Memory
-        ] = {}  # pinned memory that copies used while the program went on
-        self._lock = (
-            threading.RLock()
-        )  # memory may be freed, and say so, while this thread holds the lock
+        # Pinned memory that copies used while the program went on.
+        self._of_cpu: dict[int, _Memory] = {}
+        # Memory may be freed, and say so, while this thread holds the lock.
+        self._lock = threading.RLock()
 
     @override
     def launched(self, launch: Launch) -> None:
@@ -131,9 +136,8 @@ class Recorder(Listener):
             for tensor in copy.tensors
         )
         with self._lock:
-            if (
-                copy.target is None
-            ):  # streams may have waited for an earlier copy, and the program not
+            # Streams may have waited for an earlier copy, and the program not.
+            if copy.target is None:
                 written_at = {place.address for place in written}
                 self._check_checksums(lambda other: other.address in written_at)
             if copy.source is not None and copy.target is not None:
@@ -162,19 +166,23 @@ class Recorder(Listener):
             memory = self._memory.pop(address, None)
             if memory is None or memory.home is None:
                 return
-            # The allocator waits for what the streams that `record_stream` named have been given until now, which may
-            # be work that waits for another stream.
+            # The allocator waits for what the streams that `record_stream` named have
+            # been given until now, which may be work that waits for another stream.
             waited_for = (memory.home, *memory.guarded)
             for work in memory.all():
                 is_guarded = work.stream in memory.guarded
                 if not is_guarded and not any(
                     self._is_before(work, stream) for stream in waited_for
                 ):
-                    # The stream may still wait for that work before it uses the memory again.
+                    # The stream may still wait for that work before it uses the memory
+                    # again.
                     self._returned.setdefault(memory.home, []).append(work)
 
     def end(self) -> None:
-        """The record is over: a stream that has never waited for another one was not about to do so."""
+        """The record is over.
+
+        A stream that has never waited for another one was not about to do so.
+        """
         with self._lock:
             self._check_checksums(lambda copy: True)
             for home, returned in self._returned.items():
@@ -305,7 +313,8 @@ class Recorder(Listener):
         self._under_way.add(copy, work.stream, work.time, work.where)
         if address not in self._of_cpu:
             self._of_cpu[address] = self._memory[address]
-            # torch keeps pinned memory until the copies are done, so that is no race; the next tensor is another one.
+            # torch keeps pinned memory until the copies are done, so that is no race;
+            # the next tensor is another one.
             weakref.finalize(storage, self._forget, address).atexit = False
 
     def _forget(self, address: int) -> None:
@@ -316,9 +325,10 @@ class Recorder(Listener):
     def _check_with_program(self, name: str, does: str, work: _Work, did: str) -> None:
         if self._host.get(work.stream, 0) < work.time:
             self._found(
-                f"{name}{users_line()}, on the CPU, {does} pinned memory that {work.name}{work.where}, on "
-                f"{_named(work.stream)}, {did}, and does not wait for it: say stream.synchronize(), or "
-                "event.synchronize() with an event that was recorded after the copy."
+                f"{name}{users_line()}, on the CPU, {does} pinned memory that "
+                f"{work.name}{work.where}, on {_named(work.stream)}, {did}, and does "
+                "not wait for it: say stream.synchronize(), or event.synchronize() "
+                "with an event that was recorded after the copy."
             )
 
     def _has_waited_for(self, copy: UnderWay) -> bool:
@@ -327,10 +337,11 @@ class Recorder(Listener):
     def _check_checksums(self, is_over: Callable[[UnderWay], bool]) -> None:
         for copy in self._under_way.end(is_over):
             self._found(
-                f"Pinned memory that a copy{copy.line}, on {_named(copy.stream)}, {copy.does} was written on the CPU "
-                f"before the program has waited for the copy; until here{users_line()}, and past torch, as through "
-                "NumPy: say stream.synchronize() first, or event.synchronize() with an event that was recorded after "
-                "the copy."
+                f"Pinned memory that a copy{copy.line}, on {_named(copy.stream)}, "
+                f"{copy.does} was written on the CPU before the program has waited for "
+                f"the copy; until here{users_line()}, and past torch, as through "
+                "NumPy: say stream.synchronize() first, or event.synchronize() with an "
+                "event that was recorded after the copy."
             )
 
     def _clock(self, stream: Stream) -> Clock:
@@ -343,14 +354,17 @@ class Recorder(Listener):
         return _Work(stream, clock[stream], name, users_line())
 
     def _is_before(self, work: _Work, stream: Stream) -> bool:
-        """Whether a piece of work is known to be done before the next work of a stream."""
+        """Whether some work is known to be done before the next work of a stream."""
         return (
             max(self._clock(stream).get(work.stream, 0), self._host.get(work.stream, 0))
             >= work.time
         )
 
     def _at(self, address: int) -> _Memory:
-        """The last uses of some memory. Work from before the record began counts as done."""
+        """The last uses of some memory.
+
+        Work from before the record began counts as done.
+        """
         if address not in self._memory:
             self._memory[address] = _Memory(None)
         return self._memory[address]
@@ -381,16 +395,18 @@ class Recorder(Listener):
 
     def _race(self, work: _Work, does: str, other: _Work, did: str) -> None:
         self._found(
-            f"{work.name}{work.where}, on {_named(work.stream)}, {does} a tensor that {other.name}{other.where} {did} "
-            f"on {_named(other.stream)}, and does not wait for it: say stream.wait_stream(other), or stream.wait_event("
-            "event) with an event that was recorded there."
+            f"{work.name}{work.where}, on {_named(work.stream)}, {does} a tensor that "
+            f"{other.name}{other.where} {did} on {_named(other.stream)}, and does not "
+            "wait for it: say stream.wait_stream(other), or stream.wait_event(event) "
+            "with an event that was recorded there."
         )
 
     def _reused(self, home: Stream, work: _Work) -> None:
         self._found(
-            f"{_named(home)} gets back memory that {work.name}{work.where}, on {_named(work.stream)}, may still be "
-            "using: say tensor.record_stream(stream) for a tensor that is used on another stream than it was made on, "
-            "or wait before it is freed."
+            f"{_named(home)} gets back memory that {work.name}{work.where}, on "
+            f"{_named(work.stream)}, may still be using: say "
+            "tensor.record_stream(stream) for a tensor that is used on another stream "
+            "than it was made on, or wait before it is freed."
         )
 
     def _found(self, race: str) -> None:
@@ -404,27 +420,35 @@ class Recorder(Listener):
 
 @contextmanager
 def record_streams(check: bool = True) -> Iterator[Recorder]:
-    """Records the work on the streams of simulated devices, and finds races that may happen on real ones.
+    """Records the work on simulated devices' streams, and finds races.
 
-    A consumer does not wait for a copy on a side stream; a tensor is freed while another stream may still read it,
-    because nobody called `record_stream`; a buffer is filled again too early: on a GPU these mistakes give wrong
-    numbers now and then. Simulated devices do all work at once and compute the right numbers. The recorder finds the
-    mistakes all the same, since it looks at which stream waits for which.
+    They may happen on real devices.
 
-    Pinned memory of the CPU counts, too: a staging buffer that is filled again while a copy of it is under way, or a
-    result of `.to("cpu", non_blocking=True)` that is read before the program has waited. Writes that torch does not
-    see, as those of NumPy, are seen when the program waits.
+    A consumer does not wait for a copy on a side stream; a tensor is freed while
+    another stream may still read it, because nobody called `record_stream`; a buffer is
+    filled again too early: on a GPU these mistakes give wrong numbers now and then.
+    Simulated devices do all work at once and compute the right numbers. The recorder
+    finds the mistakes all the same, since it looks at which stream waits for which.
 
-    It records all threads of the process; what the program itself does with pinned memory, on the thread of the block
-    and on those of a strategy's replicas. Work on two parts of one storage is no race: what counts are the bytes from
-    the first element of a tensor to its last. Work from before the block counts as done. If the program waits on the
-    CPU (`synchronize()`, `.item()`, a blocking copy), that counts for all threads.
+    Pinned memory of the CPU counts, too: a staging buffer that is filled again while a
+    copy of it is under way, or a result of `.to("cpu", non_blocking=True)` that is read
+    before the program has waited. Writes that torch does not see, as those of NumPy,
+    are seen when the program waits.
+
+    It records all threads of the process; what the program itself does with pinned
+    memory, on the thread of the block and on those of a strategy's replicas. Work on
+    two parts of one storage is no race: what counts are the bytes from the first
+    element of a tensor to its last. Work from before the block counts as done. If the
+    program waits on the CPU (`synchronize()`, `.item()`, a blocking copy), that counts
+    for all threads.
 
     Args:
-        check: Whether races are an error when the block ends; if not, they are only in the record.
+        check: Whether races are an error when the block ends; if not, they are only in
+            the record.
 
     Yields:
-        A record: `events`, as (device, stream, what, about), and `races`, each in words.
+        A record: `events`, as (device, stream, what, about), and `races`, each in
+        words.
 
     Raises:
         AssertionError: At the end of the block, if there were races.
@@ -438,7 +462,8 @@ def record_streams(check: bool = True) -> Iterator[Recorder]:
     """
     if any(isinstance(listener, Recorder) for listener in listeners()):
         raise RuntimeError(
-            "record_streams() is at work already, and records all threads: leave that block first."
+            "record_streams() is at work already, and records all threads: leave that "
+            "block first."
         )
     made = Recorder()
     with listening(made), watching_the_cpu():
@@ -461,9 +486,8 @@ def _place(tensor: torch.Tensor) -> _Place:
     """The memory of a tensor; if it has gaps, they count as used."""
     storage = tensor.untyped_storage()
     address, in_all = storage.data_ptr(), storage.nbytes()
-    if (
-        tensor.nbytes >= in_all and tensor.is_contiguous()
-    ):  # as mostly; an expanded one has a part for many elements
+    # As mostly; an expanded one has a part for many elements.
+    if tensor.nbytes >= in_all and tensor.is_contiguous():
         return _Place(address, WHOLE)
     span = Span(*extent(tensor))
     return _Place(address, WHOLE if span == (0, in_all) else span)

@@ -1,6 +1,7 @@
 """Recurrent layers as cuDNN has them on CUDA.
 
-Their weights lie in one piece of memory, as `flatten_parameters` lays them. In eval mode they have no backward.
+Their weights lie in one piece of memory, as `flatten_parameters` lays them. In eval
+mode they have no backward.
 """
 
 from __future__ import annotations
@@ -75,9 +76,8 @@ def _as_of_cudnn(op: Any, train: int) -> Callable[..., Any]:
         train: The place of the argument that says whether it is in training mode.
     """
 
-    composite = keys(
-        "PrivateUse1"
-    )  # torch's kernel in C++, which calls other operators
+    # Torch's kernel in C++, which calls other operators.
+    composite = keys("PrivateUse1")
 
     def layer(*args: Any) -> Any:
         results = op.redispatch(composite, *args)

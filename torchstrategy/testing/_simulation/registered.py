@@ -1,7 +1,7 @@
 """Kernels that a program registers for CUDA: those that simulated devices run.
 
-torch keeps a kernel by the name of its dispatch key. A simulated device never asks for the key "CUDA": the kernel of
-the CPU would run in its place, or none.
+torch keeps a kernel by the name of its dispatch key. A simulated device never asks for
+the key "CUDA": the kernel of the CPU would run in its place, or none.
 """
 
 from __future__ import annotations
@@ -24,13 +24,12 @@ from torchstrategy.testing._simulation.torch_internals import (
 
 _CUDA, _OURS = "CUDA", "PrivateUse1"
 _AUTOCAST = f"Autocast{_OURS}"
-_said: dict[
-    tuple[str, str], str
-] = {}  # for which key the program has registered a kernel, by the operator and our key
+# For which key the program has registered a kernel, by the operator and our key.
+_said: dict[tuple[str, str], str] = {}
 
 
 def registering_for_cuda() -> Iterator[tuple[Any, str, Any]]:
-    """The attributes that are replaced: what has it, the name, and what it is in the block."""
+    """The attributes to replace: their owner, the name, and the value in the block."""
     library: Any = torch.library.Library
     init, impl, fallback, key_of = (
         library.__init__,
@@ -55,9 +54,8 @@ def registering_for_cuda() -> Iterator[tuple[Any, str, Any]]:
         key, name = _translated(said), _full_name(self.ns, op_name)
         if key.endswith(_OURS):
             if self.ns == "aten":
-                options["allow_override"] = (
-                    True  # of a kernel of ours, where a GPU has one that is written in C++
-                )
+                # Of a kernel of ours, where a GPU has one that is written in C++.
+                options["allow_override"] = True
             elif has_kernel(name, key) and _said.get((name, key)) != said:
                 return  # torch's own FSDP registers one kernel for both keys
             _said[name, key] = said
@@ -87,7 +85,10 @@ def _translated(key: str) -> str:
 
 
 def _without_autocast(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes a kernel that calls another one without our key: that one leaves away the key of CUDA, which it names."""
+    """Makes a kernel that calls another one without our key.
+
+    That one leaves away the key of CUDA, which it names.
+    """
     key = DispatchKeySet(getattr(DispatchKey, _AUTOCAST))
 
     @functools.wraps(kernel)

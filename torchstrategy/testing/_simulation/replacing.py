@@ -14,9 +14,10 @@ from typing import Any, final
 
 @contextmanager
 def replacing(values: Sequence[tuple[Any, str, Any]]) -> Iterator[None]:
-    """A block in which attributes have other values, and after which they have those from before.
+    """A block in which attributes have other values, and afterwards their old ones.
 
-    A function in place of another one can be used as that one is: pickled, and as an attribute of a class.
+    A function in place of another one can be used as that one is: pickled, and as an
+    attribute of a class.
 
     Args:
         values: What has the attribute, its name, and its value in the block.
@@ -31,14 +32,13 @@ def replacing(values: Sequence[tuple[Any, str, Any]]) -> Iterator[None]:
     finally:
         for (owner, name, value), (_, _, ours) in zip(before, alike, strict=True):
             is_function = isinstance(ours, (FunctionType, _Builtin))
-            if (
-                not is_function or _value_of(owner, name) is ours
-            ):  # else the program has put its own there
+            # Else the program has put its own there.
+            if not is_function or _value_of(owner, name) is ours:
                 setattr(owner, name, value)
 
 
 def _value_of(owner: Any, name: str) -> Any:
-    """What an attribute is now: of a class, also the `staticmethod` around a function."""
+    """What an attribute is now: of a class, also the `staticmethod` around it."""
     return (
         inspect.getattr_static(owner, name)
         if isinstance(owner, type)
@@ -49,13 +49,16 @@ def _value_of(owner: Any, name: str) -> Any:
 def _used_alike(
     owner: Any, name: str, value: Any, builtins: dict[int, _Builtin]
 ) -> list[tuple[Any, str, Any]]:
-    """What has to be replaced, and by what, so that the program can use a function as it uses the one before.
+    """What has to be replaced, and by what.
+
+    The program can use the new function as it uses the one before.
 
     Args:
         owner: What has the attribute.
         name: Its name.
         value: Its value in the block.
-        builtins: What is in place of builtin functions, by the id of the function that it calls.
+        builtins: What is in place of builtin functions, by the id of the function that
+            it calls.
     """
     if not isinstance(owner, ModuleType) or not isinstance(value, FunctionType):
         return [(owner, name, value)]
@@ -75,7 +78,10 @@ def _used_alike(
 
 @final
 class _Builtin:
-    """A function in place of a builtin one, which is no method of a class that has it as an attribute."""
+    """A function in place of a builtin one, which is no method of a class.
+
+    A class may have it as an attribute.
+    """
 
     def __init__(self, function: Callable[..., Any], name: str) -> None:
         functools.update_wrapper(self, function)

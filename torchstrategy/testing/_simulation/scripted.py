@@ -12,8 +12,9 @@ import torch
 def install() -> None:
     """Lets such a module move to a simulated device.
 
-    `Module.to` does `parameter.data = ...`, which gives the Python object of a parameter another tensor in C++ if that
-    is on a device of another type; see `tensors`. The module would keep the tensor of before.
+    `Module.to` does `parameter.data = ...`, which gives the Python object of a
+    parameter another tensor in C++ if that is on a device of another type; see
+    `tensors`. The module would keep the tensor of before.
     """
     modules: Any = torch.jit
     scripted = modules.RecursiveScriptModule

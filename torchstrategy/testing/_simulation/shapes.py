@@ -1,6 +1,9 @@
-"""Operators that are not computed: their results have the right sizes, in memory that nobody touches.
+"""Operators that are not computed: their results only have the right sizes.
 
-So a model of real size runs on a laptop, as far as sizes are all that matters. torch's meta kernels know the sizes.
+Their memory is such that nobody touches it.
+
+So a model of real size runs on a laptop, as far as sizes are all that matters. torch's
+meta kernels know the sizes.
 """
 
 from __future__ import annotations
@@ -16,9 +19,8 @@ import torch
 
 from torchstrategy.testing._simulation.torch_internals import tree_map_only
 
-LARGE = (
-    64 * 1024
-)  # bytes. What is not larger is computed: counters, indices, the scale of a loss
+# bytes. What is not larger is computed: counters, indices, the scale of a loss.
+LARGE = 64 * 1024
 
 _blocks = 0
 _sizes: dict[Any, Any] = {}  # what meta kernels said, by operator and signature
@@ -30,7 +32,8 @@ def computing_shapes_only() -> Iterator[Counter[str]]:
     """A block whose operators on tensors of more than 64 KiB are not computed.
 
     Yields:
-        How often an operator was computed all the same, since torch has no meta kernel for it, by name.
+        How often an operator was computed all the same, since torch has no meta kernel
+        for it, by name.
     """
     global _blocks
     if not _blocks:
@@ -63,7 +66,9 @@ def shaped(
     kwargs: Mapping[str, Any],
     same: Sequence[Any],
 ) -> Any:
-    """Results of an operator in their sizes. Small ones hold zeros, and large ones what was in the memory.
+    """Results of an operator in their sizes.
+
+    Small ones hold zeros, and large ones what was in the memory.
 
     Args:
         op: The operator.
@@ -109,15 +114,16 @@ def _asked(
         return (
             made.contiguous(memory_format=_layout(args)) if op is _CONVOLUTION else made
         )
-    except (
-        NotImplementedError,
-        RuntimeError,
-    ):  # torch has no meta kernel, or one that looks at values
+    # torch has no meta kernel, or one that looks at values.
+    except (NotImplementedError, RuntimeError):
         return NOT_KNOWN
 
 
 def _layout(tensors: Sequence[Any]) -> torch.memory_format:
-    """The layout of a convolution's result: channels last, if its input or its weight has them. Meta kernels forget."""
+    """The layout of a convolution's result.
+
+    Channels come last, if its input or its weight has them so. Meta kernels forget.
+    """
     for layout in (torch.channels_last, torch.channels_last_3d):
         for tensor in tensors[:2]:
             fits = tensor.dim() == _DIMENSIONS[layout] and tensor.is_contiguous(
@@ -158,9 +164,12 @@ def _signature(value: Any) -> Any:
 
 
 def _take_from_the_system(at_least: int) -> None:
-    """Has glibc take blocks of so many bytes from the system, which gives memory only where it is touched.
+    """Has glibc take blocks of so many bytes from the system.
 
-    By itself, glibc keeps blocks that it has had once, and gives their touched memory to the next one that asks.
+    The system gives memory only where it is touched.
+
+    By itself, glibc keeps blocks that it has had once, and gives their touched memory
+    to the next one that asks.
     """
     if sys.platform == "linux":
         libc = ctypes.CDLL(None)
@@ -169,7 +178,8 @@ def _take_from_the_system(at_least: int) -> None:
             libc.mallopt(_M_TRIM_THRESHOLD, 2 * at_least)
 
 
-# The numbers of glibc's settings. It cannot be asked for them, so it gets back what it comes to by itself in a process
-# that works on large tensors: the most that its own rule allows.
+# The numbers of glibc's settings. It cannot be asked for them, so it gets back what it
+# comes to by itself in a process that works on large tensors: the most that its own
+# rule allows.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _KEPT_BY_GLIBC = 32 * 2**20

@@ -1,4 +1,7 @@
-"""Kernels of sparse tensors in coordinate format, whose indices and values are tensors of the device."""
+"""Kernels of sparse tensors in coordinate format.
+
+Their indices and values are tensors of the device.
+"""
 
 from __future__ import annotations
 
@@ -55,9 +58,8 @@ def _structural(op: Any, kernels: Any) -> Any:
         ]
         if len(set(devices)) > 1:
             raise mismatch(str(op), devices[1], devices[0])
-        with current(
-            devices[0] if devices else kwargs.get("device")
-        ):  # a new one is put on the current device
+        # A new one is put on the current device.
+        with current(devices[0] if devices else kwargs.get("device")):
             return op.redispatch(kernels, *args, **kwargs)
 
     return kernel

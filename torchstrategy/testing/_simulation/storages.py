@@ -1,4 +1,7 @@
-"""Storages of simulated devices: made, resized, exchanged, and sent to another process."""
+"""Storages of simulated devices: made, resized, exchanged and sent on.
+
+They are sent to another process.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,8 @@ from torchstrategy.testing._simulation.torch_internals import (
     DispatchKeySet,
 )
 
-# Some kernels of the CPU only note sizes, strides and a storage on a tensor. They work for tensors of any device.
+# Some kernels of the CPU only note sizes, strides and a storage on a tensor. They work
+# for tensors of any device.
 CPU_KERNELS = DispatchKeySet(DispatchKey.CPU)
 
 _set_storage: Any = torch.ops.aten.set_.source_Storage_storage_offset
@@ -36,7 +40,8 @@ class Starting:
     """Processes that are started with tensors of simulated devices as arguments.
 
     Attributes:
-        refused: What to say instead, with `{device}` for the tensor's; None: the process gets copies.
+        refused: What to say instead, with `{device}` for the tensor's; None: the
+            process gets copies.
     """
 
     refused: str | None = None
@@ -57,7 +62,7 @@ def new_storage(size: int, index: int) -> torch.UntypedStorage:
 
 
 def adopt(tensor: torch.Tensor, made: torch.Tensor) -> None:
-    """Makes a tensor of a device the same as the tensor that the CPU made in its place."""
+    """Makes a device's tensor the same as the one that the CPU made instead."""
     if made.size() == tensor.size() and not made.numel():
         return
     own = tensor.untyped_storage()
@@ -89,7 +94,10 @@ def adopt(tensor: torch.Tensor, made: torch.Tensor) -> None:
 
 
 def install() -> None:
-    """Teaches `torch.UntypedStorage` and queues between processes about simulated devices."""
+    """Teaches `torch.UntypedStorage` and process queues about simulated devices.
+
+    These are queues between processes.
+    """
     storage: Any = torch.UntypedStorage
     storage.__new__ = staticmethod(_maker(storage.__new__))
     storage.resize_ = _resizer(storage.resize_, storage.nbytes)
@@ -99,7 +107,9 @@ def install() -> None:
 
 
 def _maker(make: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes a replacement for `torch.UntypedStorage(10, device="sim:1")`, which copying and loading call.
+    """Makes a replacement for `torch.UntypedStorage(10, device="sim:1")`.
+
+    Copying and loading call it.
 
     Torch's C++ has no allocator for simulated devices.
     """
@@ -121,7 +131,9 @@ def _maker(make: Callable[..., Any]) -> Callable[..., Any]:
 def _resizer(
     resize: Callable[..., Any], nbytes: Callable[..., int]
 ) -> Callable[..., Any]:
-    """Makes a replacement for `storage.resize_`, by which FSDP frees memory and takes it again.
+    """Makes a replacement for `storage.resize_`: FSDP frees and takes memory by it.
+
+    It takes memory again that it has freed.
 
     The memory stays, and only the size is noted, here and in the account of the device.
     """
@@ -131,7 +143,8 @@ def _resizer(
             return resize(self, size)
         if size > nbytes(self):
             raise RuntimeError(
-                f"A storage on {self.device} cannot grow from the {nbytes(self)} bytes that it was made with to {size}."
+                f"A storage on {self.device} cannot grow from the {nbytes(self)} bytes "
+                f"that it was made with to {size}."
             )
         resized(self.device.index, self.data_ptr(), nbytes(self), size)
         self.__dict__[_LOGICAL_SIZE] = size
@@ -151,15 +164,14 @@ def _size_reader(nbytes: Callable[..., int]) -> Callable[..., int]:
 def _reduced(tensor: torch.Tensor) -> Any:
     if not is_simulated(tensor):
         return reductions.reduce_tensor(tensor)
-    starting = (
-        get_spawning_popen()
-    )  # the process that is being started, if the tensor is an argument of it
+    # The process that is being started, if the tensor is an argument of it.
+    starting = get_spawning_popen()
     if starting is not None and Starting.refused is not None:
         raise RuntimeError(Starting.refused.format(device=tensor.device))
     copy = tensor.detach().cpu()
     if starting is not None:
-        # The process inherits the file that this memory is in. It must not be closed before: the next tensor's file
-        # would have its number.
+        # The process inherits the file that this memory is in. It must not be closed
+        # before: the next tensor's file would have its number.
         starting.__dict__.setdefault(_SENT, []).append(copy)
     return _rebuilt, (type(tensor), copy, tensor.device.index, tensor.requires_grad)
 
@@ -169,8 +181,10 @@ def _rebuilt(
 ) -> torch.Tensor:
     if index >= device_count():
         raise RuntimeError(
-            f"This process was sent a tensor on {NAME}:{index} and simulates {device_count()} devices. Call "
-            f"torchstrategy.testing.simulate_devices({index + 1}), or more, in it as well."
+            f"This process was sent a tensor on {NAME}:{index} and simulates "
+            f"{device_count()} devices. Call "
+            f"torchstrategy.testing.simulate_devices({index + 1}), or more, in it as "
+            "well."
         )
     here = tensor.to(torch.device(NAME, index))
     return (

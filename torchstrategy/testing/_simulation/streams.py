@@ -1,7 +1,7 @@
 """Streams and events of simulated devices.
 
-All work is done at once, so streams and events only have an identity. They tell whoever listens which stream waits for
-which.
+All work is done at once, so streams and events only have an identity. They tell whoever
+listens which stream waits for which.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ from torchstrategy.testing._simulation.torch_internals import PRIVATEUSE1_ID
 
 _ids = itertools.count(1)
 _HIGHEST = -3  # of the priorities of streams that torch has on GPUs
-# The objects for the default streams, by thread and device. torch makes one at each call, which no two threads share.
+# The objects for the default streams, by thread and device. torch makes one at each
+# call, which no two threads share.
 _defaults: dict[tuple[int, int], Stream] = {}
 
 
@@ -58,15 +59,22 @@ _Plain = torch.Stream  # the original: `install` puts another one in its place
 
 
 class Stream(_Plain):
-    """A stream of a simulated device. Work that is put on it is done when the call returns."""
+    """A stream of a simulated device.
 
-    # The device and stream from before each open `with stream:` block. As in torch, they are in the object, and not in
-    # the thread: if two threads enter one object at once, one of them gets the device and stream of the other.
+    Work that is put on it is done when the call returns.
+    """
+
+    # The device and stream from before each open `with stream:` block. As in torch,
+    # they are in the object, and not in the thread: if two threads enter one object at
+    # once, one of them gets the device and stream of the other.
     _before: list[tuple[int, Stream]]
     priority: int
 
     def __new__(cls, device: Any = None, priority: int = 0, **identity: Any) -> Stream:
-        """A new stream; `stream_id`, `device_index` and `device_type` name an existing one, as `torch.Stream` does."""
+        """A new stream, or an existing one that is named as in `torch.Stream`.
+
+        `stream_id`, `device_index` and `device_type` name it.
+        """
         index = identity.get("device_index")
         made: Stream = super().__new__(
             cls,
@@ -108,7 +116,10 @@ class Stream(_Plain):
 
     @property
     def cuda_stream(self) -> int:
-        """What `torch.cuda.Stream` has for the address of the driver's stream: 0 for the default stream."""
+        """What `torch.cuda.Stream` has for the address of the driver's stream.
+
+        It is 0 for the default stream.
+        """
         return self.stream_id
 
     @property
@@ -167,9 +178,8 @@ class Event(torch.Event):
         self._enable_timing = enable_timing
         self._device: torch.device | None = None
         self._at: float | None = None  # seconds
-        self._moments: dict[
-            Listener, Any
-        ] = {}  # for those that listened when it was recorded
+        # For those that listened when it was recorded.
+        self._moments: dict[Listener, Any] = {}
 
     @property
     def device(self) -> torch.device | None:  # type: ignore[override]
@@ -178,11 +188,17 @@ class Event(torch.Event):
 
     @property
     def cuda_event(self) -> int:
-        """What `torch.cuda.Event` has for the address of the driver's event: 0 before it is recorded."""
+        """What `torch.cuda.Event` has for the address of the driver's event.
+
+        It is 0 before it is recorded.
+        """
         return 0 if self._at is None else id(self)
 
     def __repr__(self) -> str:
-        return f"<torch.{Spoken.name}.Event {'uninitialized' if self._at is None else hex(self.cuda_event)}>"
+        return (
+            f"<torch.{Spoken.name}.Event "
+            f"{'uninitialized' if self._at is None else hex(self.cuda_event)}>"
+        )
 
     def record(self, stream: torch.Stream | None = None) -> None:
         """Notes that the event happened now.
@@ -222,7 +238,8 @@ class Event(torch.Event):
         """The milliseconds from this event to another one.
 
         Raises:
-            ValueError: If one of them was made without `enable_timing=True`, or was not recorded.
+            ValueError: If one of them was made without `enable_timing=True`, or was not
+                recorded.
         """
         if not (self._enable_timing and end._enable_timing):
             raise ValueError(
@@ -250,11 +267,15 @@ class Event(torch.Event):
 
 @final
 class stream:
-    """A block in which a stream is the current one of its device, and that device the current one. None: no change."""
+    """A block in which a stream is the current one of its device.
+
+    That device is the current one, too. None: no change.
+    """
 
     def __init__(self, stream: Stream | None) -> None:
         self.stream = stream
-        # In this object, so that several threads may enter one stream, each with a block of its own.
+        # In this object, so that several threads may enter one stream, each with a
+        # block of its own.
         self._before: list[tuple[int, Stream]] = []
 
     def __enter__(self) -> None:
@@ -296,17 +317,24 @@ def why_capture_is_lost() -> str | None:
 
 
 def refuse_in_capture(what: str) -> None:
-    """Refuses a call that CUDA does not allow while this thread's work is recorded as a graph, which is lost then."""
+    """Refuses a call that CUDA does not allow while a graph is recorded.
+
+    It records this thread's work, which is lost then.
+    """
     if _here.is_capturing:
         _here.lost = (
-            f"operation not permitted when stream is capturing: {what} while a CUDA graph is captured, and a graph "
-            "cannot wait for the CPU. Do it before the capture, or after a replay."
+            f"operation not permitted when stream is capturing: {what} while a CUDA "
+            "graph is captured, and a graph cannot wait for the CPU. Do it before the "
+            "capture, or after a replay."
         )
         raise DeviceError(f"CUDA error: {_here.lost}")
 
 
 def set_stream(stream: Stream | None) -> None:
-    """Makes a stream this thread's current one of its device, and that device the current one. None: no change."""
+    """Makes a stream this thread's current one of its device.
+
+    That device becomes the current one, too. None: no change.
+    """
     if stream is None:
         return
     _here.streams[stream.device_index] = stream
@@ -343,14 +371,17 @@ def computed(
     kwargs: Mapping[str, Any],
     results: Any,
 ) -> None:
-    """Says that an operator has run on the current stream of a device; its tensors are as the CPU sees them."""
+    """Says that an operator has run on the current stream of a device.
+
+    Its tensors are as the CPU sees them.
+    """
     kernel = Kernel(identity_of_current_stream(device), operator, args, kwargs, results)
     for listener in listeners():
         listener.computed(kernel)
 
 
 def read_by_the_program(device: int, operator: str) -> None:
-    """Says that the program has waited for the current stream of a device, to see a number."""
+    """Says that the program waited for a device's current stream to see a number."""
     check_wait()
     for listener in listeners():
         listener.synchronized_stream(identity_of_current_stream(device), operator)
@@ -359,9 +390,9 @@ def read_by_the_program(device: int, operator: str) -> None:
 def copied(source: torch.Tensor, target: torch.Tensor, non_blocking: bool) -> None:
     """Says that a tensor is about to be copied.
 
-    Between two devices, both streams wait for each other. From and to the CPU the program waits, unless the copy is
-    `non_blocking` and the memory of the CPU is pinned: CUDA's copies from and to other memory return when that is read
-    or written.
+    Between two devices, both streams wait for each other. From and to the CPU the
+    program waits, unless the copy is `non_blocking` and the memory of the CPU is
+    pinned: CUDA's copies from and to other memory return when that is read or written.
     """
     if (
         not non_blocking
@@ -386,7 +417,10 @@ def copied(source: torch.Tensor, target: torch.Tensor, non_blocking: bool) -> No
 
 
 def identity_of_current_stream(device: int | None = None) -> tuple[int, int]:
-    """This thread's current stream of a device, or of the current one, as listeners know it."""
+    """This thread's current stream of a device, as listeners know it.
+
+    Without a device it is that of the current one.
+    """
     index = ordinal(device)
     stream = _here.streams.get(index)
     return index, 0 if stream is None else stream.stream_id
@@ -414,7 +448,10 @@ def freed(address: int) -> None:
 
 
 def install() -> None:
-    """Lets `torch.Stream(device="sim:1")` and `torch.Event(device="sim:1")` make those of simulated devices."""
+    """Lets `torch.Stream(device="sim:1")` make one of a simulated device.
+
+    `torch.Event(device="sim:1")` does, too.
+    """
     put_in_place("Stream", _stream)
     put_in_place("Event", _event)
 
@@ -433,7 +470,10 @@ def _event(original: Any, device: Any = None, **kwargs: Any) -> Any:
 
 
 def _is_simulated(device: Any) -> bool:
-    """Whether `device` means a simulated device. An int is an index of the accelerator, which is simulated."""
+    """Whether `device` means a simulated device.
+
+    An int is an index of the accelerator, which is simulated.
+    """
     return isinstance(device, int) or (
         device is not None and torch.device(device).type == NAME
     )

@@ -1,4 +1,7 @@
-"""`torch.cuda.set_sync_debug_mode`: a program may be told where it waits for a device without saying so."""
+"""`torch.cuda.set_sync_debug_mode`, which tells a program where it waits.
+
+It may wait for a device without saying so.
+"""
 
 from __future__ import annotations
 
@@ -21,16 +24,20 @@ _mode = _Mode()
 
 
 def set_sync_debug_mode(debug_mode: int | str) -> None:
-    """Sets what happens where the program waits for a device: nothing, a warning or an error.
+    """Sets what happens where the program waits for a device: a warning or an error.
+
+    It may also be nothing.
 
     Raises:
-        RuntimeError: If it is none of `default`, `warn` and `error`, and no number of one.
+        RuntimeError: If it is none of `default`, `warn` and `error`, and no number of
+            one.
     """
     if isinstance(debug_mode, str) and debug_mode in _MODES:
         debug_mode = _MODES.index(debug_mode)
     if debug_mode not in range(len(_MODES)):
         raise RuntimeError(
-            f"invalid value of debug_mode {debug_mode!r}: expected one of `default`, `warn`, `error`"
+            f"invalid value of debug_mode {debug_mode!r}: expected one of `default`, "
+            "`warn`, `error`"
         )
     _mode.level = int(debug_mode)
 
@@ -53,7 +60,10 @@ def check_wait() -> None:
 
 
 def levels_to_the_user() -> int:
-    """How far above the caller of this function the innermost line is that is neither torch's nor this package's."""
+    """How far above the caller of this function the program's innermost line is.
+
+    It is neither torch's nor this package's.
+    """
     level, frame = 0, inspect.currentframe()
     while (
         frame is not None

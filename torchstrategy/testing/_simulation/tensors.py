@@ -1,4 +1,7 @@
-"""Functions of tensors for which torch's C++ has a wrong answer: `tensor.to("sim")`, `tensor.data = ...` and others."""
+"""Functions of tensors for which torch's C++ has a wrong answer.
+
+They are `tensor.to("sim")`, `tensor.data = ...` and others.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +48,8 @@ def install() -> None:
         )
         if (scripted := scripted_as(original)) is not None:
             register_scripted(getattr(torch, name), scripted)
-    # A default device acts on the functions in this list, which has to be made again with the new ones.
+    # A default device acts on the functions in this list, which has to be made again
+    # with the new ones.
     list_device_constructors.cache_clear()
     cls.data = property(tensor_data.__get__, _set_data, doc=tensor_data.__doc__)
     MAY_SHARE_IMPLEMENTATION.replace(
@@ -56,7 +60,10 @@ def install() -> None:
 def _knowing_the_current_device(
     call: Callable[..., Any], position: int | None = None
 ) -> Callable[..., Any]:
-    """Makes a replacement for a function in which `"sim"` means the current device. C++ would take the first device."""
+    """Makes a replacement for a function in which `"sim"` means the current device.
+
+    C++ would take the first device.
+    """
 
     @functools.wraps(call)
     def replaced(*args: Any, **kwargs: Any) -> Any:
@@ -72,7 +79,8 @@ def _knowing_the_current_device(
 def _reading_items(call: Callable[..., Any], position: int = 0) -> Callable[..., Any]:
     """Makes a replacement for `torch.tensor([a, b])`, of tensors with one number each.
 
-    C++ reads their numbers without the modes that watch operators, and then does not find a kernel in Python.
+    C++ reads their numbers without the modes that watch operators, and then does not
+    find a kernel in Python.
     """
 
     @functools.wraps(call)
@@ -108,7 +116,9 @@ def _with_items_here(value: Any) -> Any:
 
 
 def _shown_to_modes(call: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes a replacement for a function that a `TorchFunctionMode` sees under the function's public name.
+    """Makes a replacement for a function that a `TorchFunctionMode` sees.
+
+    It sees it under the function's public name.
 
     Without it, C++ would show the mode the function that is replaced.
     """
@@ -123,7 +133,10 @@ def _shown_to_modes(call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _new_tensor(call: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes a replacement for `tensor.new_tensor(data)`: on the device of `tensor`. C++ would take the first device."""
+    """Makes a replacement for `tensor.new_tensor(data)`: on the device of `tensor`.
+
+    C++ would take the first device.
+    """
 
     @functools.wraps(call)
     def replaced(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -136,10 +149,12 @@ def _new_tensor(call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _following_the_tensor(call: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes a replacement for `tensor.new(2)` or `tensor.type("torch.sim.FloatTensor")`.
+    """Makes a replacement for `tensor.new(2)` or `tensor.type("...FloatTensor")`.
 
-    The result is on the device of `tensor`, or on the current device if `tensor` is on the CPU. C++ would take the
-    first device.
+    The latter is `tensor.type("torch.sim.FloatTensor")`.
+
+    The result is on the device of `tensor`, or on the current device if `tensor` is on
+    the CPU. C++ would take the first device.
     """
 
     @functools.wraps(call)
@@ -177,8 +192,8 @@ def with_index(device: Any) -> Any:
 def _set_data(tensor: torch.Tensor, new: torch.Tensor) -> None:
     """Does `tensor.data = new`, also if the two are on devices of different types.
 
-    C++ refuses that for all but a few device types. Then `Module.to` would make new parameters, which an optimizer that
-    was made before does not have.
+    C++ refuses that for all but a few device types. Then `Module.to` would make new
+    parameters, which an optimizer that was made before does not have.
     """
     vars(tensor).pop(_LEFT_ON, None)
     if not isinstance(new, torch.Tensor) or is_simulated(tensor) == is_simulated(new):
@@ -186,8 +201,9 @@ def _set_data(tensor: torch.Tensor, new: torch.Tensor) -> None:
         return
     if not tensor.is_leaf:
         raise RuntimeError(
-            f"`tensor.data = ...` cannot move a tensor that autograd computed from {tensor.device} to {new.device}: it "
-            f"would no longer be the result of {tensor.grad_fn}. Use `tensor.to(...)`."
+            "`tensor.data = ...` cannot move a tensor that autograd computed from "
+            f"{tensor.device} to {new.device}: it would no longer be the result of "
+            f"{tensor.grad_fn}. Use `tensor.to(...)`."
         )
     gradient, requires_grad = tensor.grad, tensor.requires_grad
     tensor.grad = None
@@ -208,9 +224,11 @@ def _set_data(tensor: torch.Tensor, new: torch.Tensor) -> None:
             _refuse_to_add_to(tensor)
 
 
-# Where a gradient would be, as an attribute of it. On a GPU `parameter.data = ...` leaves the gradient where it is, and
-# a backward then fails. Here no parameter can have a gradient on a device of another type, so it goes along. The mark
-# goes away with `gradient.data = ...`, with which `Module.to` moves gradients, and where the parameter comes back.
+# Where a gradient would be, as an attribute of it. On a GPU `parameter.data = ...`
+# leaves the gradient where it is, and a backward then fails. Here no parameter can have
+# a gradient on a device of another type, so it goes along. The mark goes away with
+# `gradient.data = ...`, with which `Module.to` moves gradients, and where the parameter
+# comes back.
 _LEFT_ON = "_torchstrategy_left_on"
 
 
@@ -224,22 +242,30 @@ def _refuse_left_gradient(parameter: torch.Tensor) -> None:
     left_on = None if parameter.grad is None else vars(parameter.grad).get(_LEFT_ON)
     if left_on is not None:
         raise RuntimeError(
-            f"Expected all tensors to be on the same device, but found at least two devices, {left_on} and "
-            f"{parameter.device}! `parameter.data = ...` has moved a parameter, and not its gradient, to which a "
-            "backward adds: set `parameter.grad = None`, or do `parameter.grad.data = ...`, too."
+            "Expected all tensors to be on the same device, but found at least two "
+            f"devices, {left_on} and {parameter.device}! `parameter.data = ...` has "
+            "moved a parameter, and not its gradient, to which a backward adds: set "
+            "`parameter.grad = None`, or do `parameter.grad.data = ...`, too."
         )
 
 
 def _refuse_to_lose(gradients: Any) -> None:
-    """A hook on the leaf of graphs from before a move: it refuses their gradients, which would reach no parameter."""
+    """A hook on the leaf of graphs from before a move.
+
+    It refuses their gradients, which would reach no parameter.
+    """
     raise RuntimeError(
-        "A parameter was moved to a device of another type, by `Module.to` or `parameter.data = ...`, between the "
-        "forward and the backward. Move it before the forward, or after the backward."
+        "A parameter was moved to a device of another type, by `Module.to` or "
+        "`parameter.data = ...`, between the forward and the backward. Move it before "
+        "the forward, or after the backward."
     )
 
 
 def _may_share_implementation(ask: Callable[..., bool]) -> Callable[..., bool]:
-    """Makes a replacement for the function that `Module.to` asks before it does `parameter.data = ...`."""
+    """Makes a replacement for the function that `Module.to` asks.
+
+    It asks it before it does `parameter.data = ...`.
+    """
 
     # The signature is that of the original, since torch's compiler looks at it.
     def may(*args: Any, **kwargs: Any) -> bool:

@@ -1,4 +1,7 @@
-"""Threads that are in a mode of torch's dispatcher from their start: it holds for the thread that entered it."""
+"""Threads that are in a mode of torch's dispatcher from their start.
+
+The mode holds for the thread that entered it.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,10 @@ from torchstrategy._base.torch_internals import (
 
 
 def starting_in(mode: TorchDispatchMode) -> tuple[type[threading.Thread], str, Any]:
-    """What `replacing` takes, so that each thread that starts in its block is in a mode for as long as it lives."""
+    """What `replacing` takes so that each new thread is in a mode.
+
+    A thread that starts in its block is for as long as it lives.
+    """
     start = threading.Thread.start
 
     @functools.wraps(start)

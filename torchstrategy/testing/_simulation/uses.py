@@ -24,17 +24,17 @@ WHOLE = Span(0, math.inf)  # all of a storage
 class Uses(Generic[T]):
     """The last use of each byte of a storage, as far as it was used.
 
-    Most operators use all of a storage, and there is nothing to look for. But a storage may have thousands of parts, as
-    flat parameters do, of which each operator uses some. So parts are kept in order, and do not overlap: a later use
-    takes its bytes away from an earlier one.
+    Most operators use all of a storage, and there is nothing to look for. But a storage
+    may have thousands of parts, as flat parameters do, of which each operator uses
+    some. So parts are kept in order, and do not overlap: a later use takes its bytes
+    away from an earlier one.
     """
 
     __slots__ = ("_begins", "_of_whole", "_parts")
 
     def __init__(self) -> None:
-        self._of_whole: tuple[
-            T, ...
-        ] = ()  # the use of all bytes, where no part has one of its own
+        # The use of all bytes, where no part has one of its own.
+        self._of_whole: tuple[T, ...] = ()
         self._begins: list[int] = []
         self._parts: list[tuple[Span, T]] = []
 

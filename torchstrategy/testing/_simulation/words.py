@@ -1,4 +1,7 @@
-"""What messages call things: a device as the program wrote it, and a file of a library with its package."""
+"""What messages call things: devices by the program's names, files by package.
+
+They are files of a library.
+"""
 
 from __future__ import annotations
 
@@ -9,16 +12,19 @@ from pathlib import Path, PurePath
 from torchstrategy.testing._simulation.ordinals import NAME
 
 _DEVICE = re.compile(
-    rf"\b{NAME}(?=:)|(?<=['\"]){NAME}(?=['\"])|(?<=\btorch\.){NAME}\b|(?<=device type ){NAME}\b"
+    rf"\b{NAME}(?=:)|(?<=['\"]){NAME}(?=['\"])|(?<=\btorch\.){NAME}\b|(?<=device type "
+    rf"){NAME}\b"
 )
-_TYPE = re.compile(
-    rf"\b{NAME}([A-Z]\w*)Type\b"
-)  # C++ has no other name for a tensor's type: `simFloatType`
+# C++ has no other name for a tensor's type: `simFloatType`.
+_TYPE = re.compile(rf"\b{NAME}([A-Z]\w*)Type\b")
 _OF_PACKAGES = ("site-packages", "dist-packages")
 
 
 def in_words_of_cuda(text: str) -> str:
-    """A message in which simulated devices have the name that the program gives them: `cuda:1` for `sim:1`."""
+    """A message in which simulated devices have the program's names for them.
+
+    It has `cuda:1` for `sim:1`.
+    """
     return _TYPE.sub(r"torch.cuda.\1Tensor", _DEVICE.sub("cuda", text))
 
 
@@ -30,7 +36,7 @@ def say_cuda(error: BaseException) -> None:
 
 @functools.cache
 def name_of_file(file: str) -> str:
-    """`train.py`; and `timm/data/loader.py` for a file of a package that is installed."""
+    """`train.py`; `timm/data/loader.py` for a file of an installed package."""
     parts = PurePath(file).parts
     for place in range(len(parts) - 2, -1, -1):
         if parts[place] in _OF_PACKAGES:

@@ -1,4 +1,4 @@
-"""Virtual time: what a program would do on GPUs, and how long it would take, by a model.
+"""Virtual time: what a program would do on GPUs, and for how long, by a model.
 
 profiles       what is known of GPUs
 spans          what takes time

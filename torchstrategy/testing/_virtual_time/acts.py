@@ -1,6 +1,7 @@
-"""What a clock was told, in order, so that it can be played again with something changed.
+"""What a clock was told, in order, to be played again with something changed.
 
-A `Span` among the acts is work that was put on a stream: it says itself how long it takes.
+A `Span` among the acts is work that was put on a stream: it says itself how long it
+takes.
 """
 
 from __future__ import annotations
@@ -12,7 +13,10 @@ from torchstrategy.testing._virtual_time.spans import Span
 
 
 class Moment(float):
-    """A moment that a clock has given away, with a number by which it is known when it comes back."""
+    """A moment that a clock gave away, with a number by which it is known later.
+
+    It is known by it when it comes back.
+    """
 
     __slots__ = ("number",)
 
@@ -27,7 +31,10 @@ class Pauses(NamedTuple):
 
 
 class Awaits(NamedTuple):
-    """The program waits: for a moment, a stream, a device, or, with none of these, what it put on a stream last."""
+    """The program waits for a moment, a stream or a device.
+
+    With none of these, it waits for what it put on a stream last.
+    """
 
     host: str
     why: str
@@ -44,7 +51,8 @@ class Notes(NamedTuple):
     host: str
     stream: Stream | None
     number: int
-    is_bucket: bool = False  # whether it is when `DistributedDataParallel` brings a bucket of gradients
+    # Whether it is when `DistributedDataParallel` brings a bucket of gradients.
+    is_bucket: bool = False
 
 
 class Follows(NamedTuple):
@@ -92,9 +100,8 @@ class Optimizes(NamedTuple):
 
     host: str
     begins: bool
-    fused: tuple[float, int] | None = (
-        None  # the seconds and the launches of the same step, if it were fused
-    )
+    # The seconds and the launches of the same step, if it were fused.
+    fused: tuple[float, int] | None = None
 
 
 Act = (

@@ -1,10 +1,12 @@
-"""What would make the steps of a program faster: each change is predicted, and said only if it does.
+"""What would make the steps of a program faster.
 
-Note [A second prediction]
-The acts of the program are changed as the advice would change them, and played again. So the second figure is of the
-same program by the same model, and not a rule of thumb. What each change does to the acts is in the function that makes
-it. A change that would need another order of the program's own work, such as smaller buckets of gradients, cannot be
-predicted so, and is not made.
+Each change is predicted, and said only if it does.
+
+Note [A second prediction] The acts of the program are changed as the advice would
+change them, and played again. So the second figure is of the same program by the same
+model, and not a rule of thumb. What each change does to the acts is in the function
+that makes it. A change that would need another order of the program's own work, such as
+smaller buckets of gradients, cannot be predicted so, and is not made.
 """
 
 from __future__ import annotations
@@ -37,7 +39,8 @@ _LEAST_GAIN = 0.01  # the part of a step below which a change is not worth a lin
 _READ = "aten._local_scalar_dense"
 _MIB = 2**20
 _BUCKET = 25  # MiB: `bucket_cap_mb` where nobody says it
-_STRIDED = 0.75  # the part of the bandwidth that a copy gets which changes the order of elements
+# The part of the bandwidth that a copy gets which changes the order of elements.
+_STRIDED = 0.75
 _LINES = 2
 
 
@@ -57,7 +60,10 @@ class _Change(NamedTuple):
 
 
 def advice(acts: Sequence[Act], profile: DeviceProfile) -> list[Advice]:
-    """At most five, the one that gains most first. Empty if the program made less than three steps."""
+    """At most five, the one that gains most first.
+
+    Empty if the program made less than three steps.
+    """
     ends = [i for i, act in enumerate(acts) if isinstance(act, StepEnds)]
     if len(ends) < _LEAST_STEPS:
         return []
@@ -101,7 +107,7 @@ def _changes(acts: Sequence[Act], profile: DeviceProfile) -> Iterator[_Change]:
 
 
 def _pinned(acts: Sequence[Act], profile: DeviceProfile) -> _Change | None:
-    """Copies of the program to a device come from pinned memory, and nobody waits for them."""
+    """A program's copies to devices come from pinned memory; nobody waits for them."""
     changed: list[Act] = []
     lines: list[str] = []
     were_pinned = True
@@ -137,11 +143,10 @@ def _is_waited_for(acts: Sequence[Act], i: int) -> bool:
 
 
 def _unread(acts: Sequence[Act]) -> _Change | None:
-    """The program reads no numbers: they are not copied, and it does not wait for them."""
+    """The program reads no numbers: they are not copied, and nobody waits for them."""
     reads = [i for i, act in enumerate(acts) if _is_read(act)]
-    gone = {
-        place for i in reads for place in (i - 1, i)
-    }  # the copy, and the wait for it
+    # The copy, and the wait for it.
+    gone = {place for i in reads for place in (i - 1, i)}
     lines = [act.where for act in acts if isinstance(act, Awaits) and _is_read(act)]
     kept = [
         act
@@ -163,9 +168,8 @@ def _is_read(act: Act) -> bool:
 
 def _fused(acts: Sequence[Act]) -> _Change | None:
     """What an optimizer computes in a step is one operator on all of its tensors."""
-    mine: dict[
-        str, list[int]
-    ] = {}  # by host: the places of what it computes, since its optimizer began a step
+    # By host: the places of what it computes, since its optimizer began a step.
+    mine: dict[str, list[int]] = {}
     gone: set[int] = set()
     fused: dict[int, Span] = {}  # by place
     for i, act in enumerate(acts):
@@ -183,9 +187,8 @@ def _fused(acts: Sequence[Act]) -> _Change | None:
                 for span in (acts[place] for place in places)
                 if isinstance(span, Span)
             ]
-            if (
-                len({span.stream for span in spans}) == 1
-            ):  # else it works on several devices
+            # Else it works on several devices.
+            if len({span.stream for span in spans}) == 1:
                 seconds, launches = act.fused
                 launch = min(span.launch for span in spans) * (1 + (launches - 1) / 2)
                 gone.update(places)
@@ -207,7 +210,8 @@ def _channels_last(acts: Sequence[Act], profile: DeviceProfile) -> _Change | Non
             is_first = True
         if isinstance(act, Span) and act.layout:
             if is_first:
-                # What the layout of the first convolution costs is to bring its images there and back.
+                # What the layout of the first convolution costs is to bring its images
+                # there and back.
                 seconds = act.layout / 2 / _STRIDED + profile.kernel
                 changed.append(
                     act._replace(end=act.start + seconds, name="copy_", layout=0.0)
@@ -221,10 +225,13 @@ def _channels_last(acts: Sequence[Act], profile: DeviceProfile) -> _Change | Non
 
 
 def _graphed(acts: Sequence[Act]) -> _Change | None:
-    """Forward and backward are a CUDA graph each, which the program launches as it launches one operator.
+    """Forward and backward are a CUDA graph each.
 
-    None if the program reads what the device has computed within one of them, sends to other ranks, or uses several
-    devices: then they cannot be graphs, or not as they are.
+    The program launches each as it launches one operator.
+
+    None if the program reads what the device has computed within one of them, sends to
+    other ranks, or uses several devices: then they cannot be graphs, or not as they
+    are.
     """
     if any(isinstance(act, (Meets, Begins)) for act in acts):
         return None
@@ -246,12 +253,18 @@ def _graphed(acts: Sequence[Act]) -> _Change | None:
         if isinstance(act, (StepEnds, Optimizes)):
             phase = None
         changed.append(act)
-    write = "CUDA graphs, if shapes stay (torch.cuda.make_graphed_callables, or torch.compile(mode='reduce-overhead'))"
+    write = (
+        "CUDA graphs, if shapes stay (torch.cuda.make_graphed_callables, or "
+        "torch.compile(mode='reduce-overhead'))"
+    )
     return _Change(write, changed) if len(devices) == 1 else None
 
 
 def _larger_buckets(acts: Sequence[Act]) -> Iterator[_Change]:
-    """Some buckets of `DistributedDataParallel` in a row are sent together, when the last of them is full."""
+    """Some buckets of `DistributedDataParallel` in a row are sent together.
+
+    They are sent when the last of them is full.
+    """
     buckets = {act.number for act in acts if isinstance(act, Notes) and act.is_bucket}
     sent: list[list[Meets]] = [[]]  # by step
     for act in acts:
@@ -281,7 +294,9 @@ def _larger_buckets(acts: Sequence[Act]) -> Iterator[_Change]:
 def _sent_together(
     acts: Sequence[Act], together: Sequence[Sequence[Meets]]
 ) -> list[Act] | None:
-    """The acts in which only the last of each some collectives is there, with the bytes of all of them.
+    """The acts in which only the last of each some collectives is there.
+
+    It has the bytes of all of them.
 
     None if somebody waits for one of them before the last is sent.
     """

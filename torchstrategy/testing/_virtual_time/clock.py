@@ -1,25 +1,32 @@
 """The clocks: of the program, of each stream, and of each engine that copies.
 
 Note [The rules of virtual time]
-1. The program puts an operator on a stream, which takes the program `launch` seconds. The operator begins when it is
-   there and the stream has done what was put on it before. It takes as long as the cost model says.
-2. A copy from or to the CPU takes the program `launch` seconds, too. It begins when it is there, its stream is ready,
-   and the engine of its direction is free: each device has one for copies in and one for copies out. It takes `copy`
-   seconds and its bytes over the bandwidth of the link. The program waits for its end, unless it is `non_blocking` and
-   the memory of the CPU is pinned.
-3. A copy between two devices begins when both of their current streams are ready, and the link between them, in this
-   direction, is free. Both streams wait for it.
-4. An event happens when all is done that was on its stream when it was recorded, but not before it was recorded. To
-   record an event, to ask it, or to let a stream wait for it takes the program `event` seconds.
-5. A number that the program reads is one copy out that takes `copy` seconds, for which the program waits.
-6. An operator of the CPU takes `cpu_operator` seconds and its bytes over `cpu_bandwidth`. What it writes counts twice,
-   since a processor reads memory before it writes it.
+1. The program puts an operator on a stream, which takes the program `launch` seconds.
+   The operator begins when it is there and the stream has done what was put on it
+   before. It takes as long as the cost model says.
+2. A copy from or to the CPU takes the program `launch` seconds, too. It begins when it
+   is there, its stream is ready, and the engine of its direction is free: each device
+   has one for copies in and one for copies out. It takes `copy` seconds and its bytes
+   over the bandwidth of the link. The program waits for its end, unless it is
+   `non_blocking` and the memory of the CPU is pinned.
+3. A copy between two devices begins when both of their current streams are ready, and
+   the link between them, in this direction, is free. Both streams wait for it.
+4. An event happens when all is done that was on its stream when it was recorded, but
+   not before it was recorded. To record an event, to ask it, or to let a stream wait
+   for it takes the program `event` seconds.
+5. A number that the program reads is one copy out that takes `copy` seconds, for which
+   the program waits.
+6. An operator of the CPU takes `cpu_operator` seconds and its bytes over
+   `cpu_bandwidth`. What it writes counts twice, since a processor reads memory before
+   it writes it.
 7. Other Python code takes no time.
-8. Each rank of `run_ranks` is a process with a clock of its own. To call a collective takes it `launch` seconds. The
-   collective begins when all ranks have called it, the current streams of their devices are ready, and no other
-   collective goes over their links. It takes `collective` seconds and, in a ring, its bytes over the bandwidth of the
-   links. Waiting on it makes the current stream wait; the program itself waits for a barrier, and for collectives of
-   tensors of the CPU, whose bytes go over `cpu_bandwidth`.
+8. Each rank of `run_ranks` is a process with a clock of its own. To call a collective
+   takes it `launch` seconds. The collective begins when all ranks have called it, the
+   current streams of their devices are ready, and no other collective goes over their
+   links. It takes `collective` seconds and, in a ring, its bytes over the bandwidth of
+   the links. Waiting on it makes the current stream wait; the program itself waits for
+   a barrier, and for collectives of tensors of the CPU, whose bytes go over
+   `cpu_bandwidth`.
 """
 
 from __future__ import annotations
@@ -90,9 +97,8 @@ class _Task(NamedTuple):
 
 @final
 class _Here(threading.local):
-    depth: int | None = (
-        None  # of backward, where this thread's optimizer began its step; None: it makes none
-    )
+    # Of backward, where this thread's optimizer began its step; None: it makes none.
+    depth: int | None = None
 
 
 @final
@@ -107,24 +113,20 @@ class Clock(Listener):
         self.copies: list[TimedCopy] = []
         self.synchronizations: list[Synchronization] = []
         self.cpu_work: list[CpuWork] = []
-        self.ends: list[
-            float
-        ] = []  # of the steps of the program, or of its first rank: when all is done
+        # Of the steps of the program, or of its first rank: when all is done.
+        self.ends: list[float] = []
         self.acts: list[Act] = []
         self.costs = CostModel(profile)
-        self._peaks = [
-            {device: held(device) for device in range(devices)}
-        ]  # between two marks each: by device
+        # Between two marks each: by device.
+        self._peaks = [{device: held(device) for device in range(devices)}]
         self._ready: dict[Stream, float] = defaultdict(float)
         self._free: dict[_Engine, float] = defaultdict(float)
-        self._numbers: dict[int, int] = defaultdict(
-            int
-        )  # by device: how many streams it has but for the default one
+        # By device: how many streams it has but for the default one.
+        self._numbers: dict[int, int] = defaultdict(int)
         self._lanes: dict[Stream, str] = {}
         self._here = _Here()
-        self._lock = (
-            threading.RLock()
-        )  # memory may be freed, and say so, while this thread holds the lock
+        # Memory may be freed, and say so, while this thread holds the lock.
+        self._lock = threading.RLock()
 
     @property
     def end(self) -> float:
@@ -135,7 +137,10 @@ class Clock(Listener):
 
     @property
     def end_here(self) -> float:
-        """When the program, or the rank whose thread this is, is done with what it has asked for until now."""
+        """When the program is done with what it has asked for until now.
+
+        It may also be the rank whose thread this is.
+        """
         host = self.hosts.here()
         return max(host.now, host.done)
 
@@ -144,7 +149,10 @@ class Clock(Listener):
         self._peaks.append({device: held(device) for device in self._peaks[0]})
 
     def peaks(self, first: int, last: int | None) -> dict[int, int]:
-        """The most bytes that each device held, from a call of `begin_peaks` to before another one."""
+        """The most bytes that each device held since a call of `begin_peaks`.
+
+        They are counted to before another call of it.
+        """
         return {
             device: max(peaks[device] for peaks in self._peaks[first:last])
             for device in self._peaks[0]
@@ -165,7 +173,8 @@ class Clock(Listener):
         """Notes that it has ended.
 
         Args:
-            fused: The seconds and the launches of the same step, if it were fused; None if it is, or cannot be.
+            fused: The seconds and the launches of the same step, if it were fused; None
+                if it is, or cannot be.
         """
         self._here.depth = None
         self.acts.append(Optimizes(self.hosts.here().name, False, fused))
@@ -188,7 +197,8 @@ class Clock(Listener):
             kernel.operator, kernel.args, kernel.kwargs, kernel.results
         )
         if cost is not None:
-            # An operator on lists launches kernel after kernel in one call: what is Python's is spent once.
+            # An operator on lists launches kernel after kernel in one call: what is
+            # Python's is spent once.
             launch = self.profile.launch * (1 + (cost.launches - 1) / 2)
             task = _Task(
                 "compute",
@@ -223,9 +233,8 @@ class Clock(Listener):
         self._note(copy, span, route)
         if copy.blocks:
             memory = "pinned memory" if copy.is_pinned else "memory that is not pinned"
-            here = (
-                "its device" if self.hosts.here().is_rank else f"sim:{device}"
-            )  # ranks do the same, each on its own
+            # Ranks do the same, each on its own.
+            here = "its device" if self.hosts.here().is_rank else f"sim:{device}"
             way = f"to {here} from {memory}" if comes else f"from {here} to {memory}"
             self._wait(span.end, f"a copy {way}", users_call())
 
@@ -263,10 +272,11 @@ class Clock(Listener):
             self._peaks[-1][device] = max(self._peaks[-1][device], now)
         if now > memory:
             raise torch.OutOfMemoryError(
-                f"{Spoken.library()} out of memory. sim:{device} is out of memory: the tensors on it would hold "
-                f"{now / GIB:.2f} GiB, and "
-                f"{self.profile.name} has {memory / GIB:.2f} GiB. Use a smaller batch, recompute activations "
-                "(torch.utils.checkpoint), or ask virtual_time for another profile."
+                f"{Spoken.library()} out of memory. sim:{device} is out of memory: the "
+                f"tensors on it would hold {now / GIB:.2f} GiB, and "
+                f"{self.profile.name} has {memory / GIB:.2f} GiB. Use a smaller batch, "
+                "recompute activations (torch.utils.checkpoint), or ask virtual_time "
+                "for another profile."
             )
 
     @override
@@ -292,9 +302,8 @@ class Clock(Listener):
 
     @override
     def waits_for_stream(self, stream: Stream, other: Stream) -> None:
-        self.waits(
-            stream, self.moment(other)
-        )  # which is what torch does, with an event
+        # Which is what torch does, with an event.
+        self.waits(stream, self.moment(other))
 
     @override
     def synchronized(self, moment: Moment) -> None:
@@ -489,7 +498,10 @@ class Clock(Listener):
         self.acts.append(Pauses(host.name, seconds))
 
     def _noted(self, stream: Stream | None, is_bucket: bool = False) -> Moment:
-        """The moment at which a stream is ready and the program is here; the acts have it, too."""
+        """The moment at which a stream is ready and the program is here.
+
+        The acts have it, too.
+        """
         host = self.hosts.here()
         moment = self._moment(
             host.now if stream is None else max(host.now, self._ready[stream])
@@ -503,7 +515,10 @@ class Clock(Listener):
         return moment
 
     def _lane(self, stream: Stream) -> str:
-        """`"stream 0"`, the default one, or a number in the order of first use, which is the same in every run."""
+        """`"stream 0"`, the default one, or a number in the order of first use.
+
+        It is the same in every run.
+        """
         device, number = stream
         if number:
             self._numbers[device] += 1
@@ -511,7 +526,10 @@ class Clock(Listener):
         return self._lanes[stream]
 
     def _wait(self, until: float, why: str, call: Call, *on: Any, **known: Any) -> None:
-        """Lets the program wait until a moment: `on` and `known` say for whose, as `Awaits` takes them."""
+        """Lets the program wait until a moment.
+
+        `on` and `known` say for whose, as `Awaits` takes them.
+        """
         with self._lock:
             host = self.hosts.here()
             start = host.now

@@ -1,11 +1,14 @@
-"""How long a collective of ranks takes: bytes go around a ring of all ranks, each link carrying its part."""
+"""How long a collective of ranks takes.
+
+Bytes go around a ring of all ranks, each link carrying its part.
+"""
 
 from __future__ import annotations
 
 from torchstrategy.testing._virtual_time.profiles import DeviceProfile
 
-# How much of the whole goes over each link of a ring of n ranks, in units of (n - 1) / n. What is not here goes over a
-# link once.
+# How much of the whole goes over each link of a ring of n ranks, in units of (n - 1) /
+# n. What is not here goes over a link once.
 _PARTS = {
     "all_reduce": 2,
     "all_gather": 1,

@@ -1,13 +1,14 @@
 """How long an operator takes on a device: the cost model.
 
-An operator takes as long as its arithmetic or its traffic with memory, whichever is more, and at least
-`DeviceProfile.kernel`. All constants are in this file and in `profiles`.
+An operator takes as long as its arithmetic or its traffic with memory, whichever is
+more, and at least `DeviceProfile.kernel`. All constants are in this file and in
+`profiles`.
 
-Note [Where the constants come from]
-They were chosen once, and corrected once, by the published times of training that `profiles` lists: they are a fit, not
-a measurement. `_TILES` and `_ramp` describe how libraries of matrix products divide their work; `_PASSES` how often
-kernels of torch go over their tensors, counted in their source; `_SLOWER` is a guess for kernels that do more than to
-add up.
+Note [Where the constants come from] They were chosen once, and corrected once, by the
+published times of training that `profiles` lists: they are a fit, not a measurement.
+`_TILES` and `_ramp` describe how libraries of matrix products divide their work;
+`_PASSES` how often kernels of torch go over their tensors, counted in their source;
+`_SLOWER` is a guess for kernels that do more than to add up.
 """
 
 from __future__ import annotations
@@ -29,14 +30,16 @@ class Cost(NamedTuple):
     seconds: float
     flops: int
     bytes: int  # that go between the device and its memory
-    at_peak: (
-        float  # the seconds that its arithmetic would take at the peak of its dtype
-    )
+    # The seconds that its arithmetic would take at the peak of its dtype.
+    at_peak: float
     launches: int = 1  # how many kernels it is
-    layout: float = 0.0  # the part of the seconds that transposes images, which those in channels-last order do not need
+    # The part of the seconds that transposes images, which those in channels-last order
+    # do not need.
+    layout: float = 0.0
 
 
-# How a matrix product is divided: rows and columns of a tile, and how well a multiprocessor is used by such tiles.
+# How a matrix product is divided: rows and columns of a tile, and how well a
+# multiprocessor is used by such tiles.
 _TILES = (
     (256, 128, 1.0),
     (128, 256, 1.0),
@@ -49,7 +52,8 @@ _ALIGNMENT = 16  # bytes of a row of which tensor cores want multiples
 _UNALIGNED = {2: 0.35}  # by the bytes of an element: the part of the speed that is left
 _UNALIGNED_ELSE = 0.6
 
-# How often a kernel goes over its bytes, in units of reading its inputs and writing its outputs once.
+# How often a kernel goes over its bytes, in units of reading its inputs and writing its
+# outputs once.
 _PASSES = {
     "native_batch_norm": 1.5,
     "native_batch_norm_backward": 5 / 3,
@@ -72,7 +76,8 @@ _SLOWER = dict.fromkeys(
     ),
     0.8,
 )
-_STRIDED_COPY = 0.75  # the part of the bandwidth of a copy that changes the order of elements or the dtype
+# The part of the bandwidth of a copy that changes the order of elements or the dtype.
+_STRIDED_COPY = 0.75
 _WRITES_ONLY = (
     "fill_",
     "zero_",
@@ -83,19 +88,12 @@ _WRITES_ONLY = (
     "exponential_",
 )
 _GATHERS = ("embedding", "index_select", "gather", "index")
-_PRODUCTS = {
-    "mm": 0,
-    "bmm": 0,
-    "addmm": 1,
-    "baddbmm": 1,
-    "addbmm": 1,
-}  # by name: the position of the first factor
+# By name: the position of the first factor.
+_PRODUCTS = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1, "addbmm": 1}
 _MAY_USE_TF32 = {*_PRODUCTS, "convolution", "convolution_backward"}
 _ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
-_FEW_CHANNELS, _OF_FEW_CHANNELS = (
-    8,
-    0.35,
-)  # a convolution of an image's three channels, and the part of its speed
+# A convolution of an image's three channels, and the part of its speed.
+_FEW_CHANNELS, _OF_FEW_CHANNELS = 8, 0.35
 _TENSORS_IN_A_LAUNCH = 60  # of an operator on lists
 _NOT_A_KERNEL = ("is_set_to",)
 
@@ -111,7 +109,10 @@ class CostModel:
     def of(
         self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], results: Any
     ) -> Cost | None:
-        """The cost of an operator; None if it is no kernel. Only sizes, strides and dtypes are looked at."""
+        """The cost of an operator; None if it is no kernel.
+
+        Only sizes, strides and dtypes are looked at.
+        """
         key: tuple[Any, ...] = (
             op,
             _signature(args),
@@ -224,7 +225,8 @@ class CostModel:
             memory_format=torch.channels_last
         )
         if not is_simple and not is_last:
-            # Tensor cores want channels last, so the inputs and the outputs are transposed.
+            # Tensor cores want channels last, so the inputs and the outputs are
+            # transposed.
             layout = self._memory(
                 2 * (size_of(inputs) + sum(map(size_of, list(tensors_in(results))[:1])))
             )
@@ -269,9 +271,8 @@ def _traffic(
     if name in _GATHERS:
         return 2 * made
     if name == "nll_loss_forward":
-        return int(
-            64 * args[1].numel()
-        )  # one number of each row, from a line of memory of its own
+        # One number of each row, from a line of memory of its own.
+        return int(64 * args[1].numel())
     if name == "nll_loss_backward":
         return 2 * made  # set to zero, then written here and there
     if name == "embedding_dense_backward":
@@ -293,7 +294,10 @@ def _traffic(
 
 
 def _is_known_norm(name: str, args: Sequence[Any]) -> bool:
-    """Whether it is a batch norm in evaluation, which knows its statistics: a product and a sum for each element."""
+    """Whether it is a batch norm in evaluation, which knows its statistics.
+
+    It is a product and a sum for each element.
+    """
     return name == "native_batch_norm" and not args[_TRAINING]
 
 
@@ -307,7 +311,8 @@ def _attention_flops(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) 
     batch, heads, rows, width = query.shape
     columns, value_width = key.shape[2], value.shape[3]
     products = batch * heads * rows * columns * (width + value_width)
-    # The backward computes the scores again, and has four products of its own. Half of a causal one is left out.
+    # The backward computes the scores again, and has four products of its own. Half of
+    # a causal one is left out.
     return int((5 if is_backward else 2) * products // (2 if is_causal else 1))
 
 
@@ -319,7 +324,7 @@ def _launches(name: str, args: Sequence[Any]) -> int:
 
 
 def _uses_tf32(in_convolutions: bool) -> bool:
-    """Whether float32 is computed in tensor cores: what the program has set for CUDA."""
+    """Whether float32 is computed in tensor cores, as the program set for CUDA."""
     backends: Any = torch.backends
     settings = backends.cudnn.conv if in_convolutions else backends.cuda.matmul
     return bool(settings.fp32_precision == "tf32")
@@ -336,5 +341,6 @@ def _signature(value: Any) -> Any:
         return value.dtype, value.size(), value.stride()
     if isinstance(value, (list, tuple)):
         return tuple([_signature(inner) for inner in value])
-    # Numbers of the same type cost the same, such as the learning rate of this step and of the next one.
+    # Numbers of the same type cost the same, such as the learning rate of this step and
+    # of the next one.
     return value if isinstance(value, (int, bool, str)) else type(value)

@@ -43,7 +43,10 @@ def watching_optimizers(clock: Clock) -> Iterator[None]:
 
 
 def fused_step(optimizer: Optimizer, costs: CostModel) -> tuple[float, int] | None:
-    """The seconds and the launches of a fused step; None if it is fused already, or torch has none for it."""
+    """The seconds and the launches of a fused step.
+
+    It is None if it is fused already, or torch has none for it.
+    """
     known = _FUSED.get(type(optimizer))
     if known is None:
         return None

@@ -1,10 +1,14 @@
-"""The clocks of the program: one for it, one for each rank, and those that others give to threads of theirs.
+"""The clocks of the program: one for it, and one for each rank.
 
-Ranks are processes of their own. Threads of one process share Python's lock: a clock with a `share` of 3 is one of
-three that go on at the same time, and what takes the program a microsecond takes each of them three.
+Others give clocks to threads of theirs.
 
-Who else has a clock of their own is not known here. `also_in_each_block` lets others, such as strategies with their
-replicas, come into each block of virtual time, and give their threads clocks there.
+Ranks are processes of their own. Threads of one process share Python's lock: a clock
+with a `share` of 3 is one of three that go on at the same time, and what takes the
+program a microsecond takes each of them three.
+
+Who else has a clock of their own is not known here. `also_in_each_block` lets others,
+such as strategies with their replicas, come into each block of virtual time, and give
+their threads clocks there.
 """
 
 from __future__ import annotations
@@ -52,9 +56,8 @@ class Host:
 class _Here(threading.local):
     def __init__(self) -> None:
         self.rank: Host | None = None  # whose thread this is
-        self.given: Host | None = (
-            None  # the clock that somebody has given to this thread
-        )
+        # The clock that somebody has given to this thread.
+        self.given: Host | None = None
 
 
 @final
@@ -63,14 +66,16 @@ class Hosts:
 
     def __init__(self) -> None:
         self.program = Host()
-        self.were_given = (
-            False  # whether others have given clocks, which they may set as they like
-        )
+        # Whether others have given clocks, which they may set as they like.
+        self.were_given = False
         self._here = _Here()
         self._ranks: list[Host] = []  # of a run that has not ended
 
     def here(self) -> Host:
-        """The clock of this thread or of the rank whose thread it is, or else of the program."""
+        """The clock of this thread, of its rank, or else of the program.
+
+        It is the rank whose thread this is.
+        """
         return self._here.given or self._here.rank or self.program
 
     def give(self, host: Host | None) -> None:
@@ -97,7 +102,9 @@ _others: list[ClocksOfOthers] = []
 
 
 def also_in_each_block(clocks_of_others: ClocksOfOthers) -> None:
-    """Lets each block of virtual time enter something of others, who have threads with clocks of their own.
+    """Lets each block of virtual time enter something of others.
+
+    They have threads with clocks of their own.
 
     It is entered before anything else of the block, so that it may refuse the block.
     """

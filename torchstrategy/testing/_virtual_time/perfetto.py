@@ -1,4 +1,7 @@
-"""A stretch of virtual time as a file for Perfetto (https://ui.perfetto.dev) and chrome://tracing."""
+"""A stretch of virtual time as a file for Perfetto and chrome:
+
+Tracing. // Perfetto is at https://ui.perfetto.dev.
+"""
 
 from __future__ import annotations
 

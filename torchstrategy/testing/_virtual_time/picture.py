@@ -1,6 +1,9 @@
-"""A stretch of virtual time as a picture: an SVG file, with a line for the program and for each stream and engine.
+"""A stretch of virtual time as a picture.
 
-The picture follows the reader's choice of light or dark. On a narrow screen its letters grow, so that they can be read.
+It is an SVG file, with a line for the program and for each stream and engine.
+
+The picture follows the reader's choice of light or dark. On a narrow screen its letters
+grow, so that they can be read.
 """
 
 from __future__ import annotations
@@ -27,11 +30,8 @@ from torchstrategy.testing._virtual_time.timeline import Timeline
 _WIDTH, _MARGIN = 960, 16
 _LEGEND_TOP, _LEGEND_ROW = 80, 32
 _AXIS, _STEPS = 40, 30  # heights: of the axis, and of the names of the steps
-_LABEL, _BAR, _SPACE = (
-    34,
-    26,
-    8,
-)  # heights: of a lane's name, of its bars, and of the space below
+# Heights: of a lane's name, of its bars, and of the space below.
+_LABEL, _BAR, _SPACE = 34, 26, 8
 _LEAST = 0.6  # the width of the narrowest bar; closer ones become one
 _TICKS = 6  # about so many
 _LETTER = 6.6  # the width of a letter in a bar
@@ -102,7 +102,7 @@ _STYLE = """
     .title { font-size: 30px; }
     .optional, .in { display: none; }
   }
-"""
+"""  # noqa: E501
 
 
 @final
@@ -117,9 +117,8 @@ class _Bar:
     name: str = ""
     function: str = ""  # of the program
     count: int = 1
-    names: dict[str, float] = field(
-        default_factory=dict
-    )  # the seconds of each, if it is several
+    # The seconds of each, if it is several.
+    names: dict[str, float] = field(default_factory=dict)
     functions: dict[str, float] = field(default_factory=dict)
 
     def take(self, other: _Bar) -> None:
@@ -141,7 +140,10 @@ class _Bar:
         more = f" and {len(names) - _NAMES} others" if len(names) > _NAMES else ""
         function = self._users_function()
         together = f"{self.count} in a row, {in_words(self.seconds())} together"
-        return f"{together}: {', '.join(names[:_NAMES])}{more}{f', in {function}' if function else ''}"
+        return (
+            f"{together}: "
+            f"{', '.join(names[:_NAMES])}{more}{f', in {function}' if function else ''}"
+        )
 
     def label(self) -> str:
         """What is written on it, if there is room."""
@@ -179,7 +181,10 @@ def picture(timeline: Timeline) -> str:
     height = first + len(lanes) * (_LABEL + _BAR + _SPACE) + _MARGIN
     title = f"{timeline.profile.name}: {in_words(timeline.seconds)}"
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" role="img">',
+        (
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" '
+            'role="img">'
+        ),
         f"  <title>{escape(title)}</title>",
         f"  <style>{_STYLE}  </style>",
         f'  <text class="title" x="{_MARGIN}" y="32">{escape(title)}</text>',
@@ -195,14 +200,18 @@ def picture(timeline: Timeline) -> str:
         )
         inner = _WIDTH - 2 * _MARGIN
         parts.append(
-            f'  <rect class="ground" x="{_MARGIN}" y="{y + _LABEL}" width="{inner}" height="{_BAR}"/>'
+            f'  <rect class="ground" x="{_MARGIN}" y="{y + _LABEL}" width="{inner}" '
+            f'height="{_BAR}"/>'
         )
         parts += [_drawn(bar, timeline, y + _LABEL) for bar in _joined(bars, timeline)]
     return "\n".join([*parts, "</svg>", ""])
 
 
 def _lanes(timeline: Timeline) -> Iterator[tuple[str, list[_Bar]]]:
-    """First when each device is idle, which is what is looked for; then the program, the streams and the engines."""
+    """First when each device is idle, which is what is looked for.
+
+    Then the program, the streams and the engines.
+    """
     for device in timeline.devices:
         idle = timeline.idle(device)
         share = sum(end - start for start, end in idle) / max(timeline.seconds, 1e-12)
@@ -256,7 +265,10 @@ def _hover(name: str, seconds: float, where: str, size: int | None = None) -> st
 
 
 def _joined(bars: Sequence[_Bar], timeline: Timeline) -> Iterator[_Bar]:
-    """Bars as they can be drawn: what is too narrow to be seen alone is one bar with its neighbours."""
+    """Bars as they can be drawn.
+
+    What is too narrow to be seen alone is one bar with its neighbours.
+    """
     least = _LEAST * timeline.seconds / (_WIDTH - 2 * _MARGIN)
     for kind in _LEGEND:
         before: _Bar | None = None
@@ -286,11 +298,17 @@ def _x(moment: float, timeline: Timeline) -> float:
 def _drawn(bar: _Bar, timeline: Timeline, y: int) -> str:
     x, end = _x(bar.start, timeline), _x(bar.end, timeline)
     place = f'x="{x:.2f}" y="{y}" width="{max(end - x, _LEAST):.2f}" height="{_BAR}"'
-    drawn = f'  <rect class="bar {bar.kind}" {place}><title>{escape(bar.title())}</title></rect>'
+    drawn = (
+        f'  <rect class="bar {bar.kind}" '
+        f"{place}><title>{escape(bar.title())}</title></rect>"
+    )
     label = bar.label()
     if not label or end - x < _LETTER * (len(label) + 2):
         return drawn
-    return f'{drawn}\n  <text class="in" x="{x + _LETTER:.2f}" y="{y + 17}">{escape(label)}</text>'
+    return (
+        f'{drawn}\n  <text class="in" x="{x + _LETTER:.2f}" '
+        f'y="{y + 17}">{escape(label)}</text>'
+    )
 
 
 def _legend(kinds: Sequence[str]) -> Iterator[str]:
@@ -320,7 +338,10 @@ def _edges(
 ) -> Iterator[str]:
     for name, start, end in names:
         x, until = _x(start, timeline), _x(end, timeline)
-        yield f'  <line class="edge" x1="{until:.1f}" x2="{until:.1f}" y1="{top}" y2="{height - _MARGIN}"/>'
+        yield (
+            f'  <line class="edge" x1="{until:.1f}" x2="{until:.1f}" y1="{top}" '
+            f'y2="{height - _MARGIN}"/>'
+        )
         if until - x > _LETTER * 1.3 * len(name):
             place = f'x="{(x + until) / 2:.1f}" y="{top + 18}" text-anchor="middle"'
             yield f'  <text class="dim optional" {place}>{name}</text>'
@@ -333,7 +354,10 @@ def _axis(timeline: Timeline, top: int, height: int) -> Iterator[str]:
         x = _x(timeline.since + i * step, timeline)
         optional = " optional" if i % 2 else ""
         anchor = "start" if i == 0 else "end" if x > _WIDTH - 100 else "middle"
-        yield f'  <line class="tick" x1="{x:.1f}" x2="{x:.1f}" y1="{top - 4}" y2="{height - _MARGIN}"/>'
+        yield (
+            f'  <line class="tick" x1="{x:.1f}" x2="{x:.1f}" y1="{top - 4}" '
+            f'y2="{height - _MARGIN}"/>'
+        )
         label = (
             f'class="dim{optional}" x="{x:.1f}" y="{top - 10}" text-anchor="{anchor}"'
         )

@@ -1,4 +1,7 @@
-"""What is known of GPUs: the figures of their makers, and guesses of how much of them a program gets."""
+"""What is known of GPUs: the figures of their makers, and guesses.
+
+The guesses are of how much of them a program gets.
+"""
 
 from __future__ import annotations
 
@@ -15,38 +18,47 @@ GIB = 2**30
 @final
 @dataclass(frozen=True)
 class DeviceProfile:
-    """What `virtual_time` takes a simulated device for: its speed, its memory, and its links.
+    """What `virtual_time` takes a simulated device for: speed, memory and links.
 
-    The peaks are those of data sheets. The parts of them that a program gets are guesses or were fitted, so results are
-    those of a model, about 30 % off. `dataclasses.replace` makes a profile of your own out of one of `virtual_time`'s.
+    The peaks are those of data sheets. The parts of them that a program gets are
+    guesses or were fitted, so results are those of a model, about 30 % off.
+    `dataclasses.replace` makes a profile of your own out of one of `virtual_time`'s.
 
     Attributes:
         name: What reports call it.
-        tflops: Peak in 10^12 floating-point operations a second, by dtype; by `"tf32"` of float32 in tensor cores.
+        tflops: Peak in 10^12 floating-point operations a second, by dtype; by `"tf32"`
+            of float32 in tensor cores.
         bandwidth: Of the device's memory, in 10^9 bytes a second.
         memory: Of the device, in bytes; more raises `torch.OutOfMemoryError`.
         processors: How many streaming multiprocessors there are.
-        pinned: The link to the CPU from and to pinned memory, in each direction, in 10^9 bytes a second.
+        pinned: The link to the CPU from and to pinned memory, in each direction, in
+            10^9 bytes a second.
         pageable: The same from and to memory that is not pinned.
-        peer: The link to each other device, in each direction, in 10^9 bytes a second; of ranks, to all others.
+        peer: The link to each other device, in each direction, in 10^9 bytes a second;
+            of ranks, to all others.
         matmul: The part of the peak that a large matrix product gets.
         simple_matmul: The part that it gets without tensor cores.
         convolution: The part that a convolution gets.
         simple_convolution: The part that it gets without tensor cores.
         attention: The part that fused attention gets.
         streaming: The part of the bandwidth that an operator gets that computes little.
-        launch: Seconds that the program takes for an operator: Python, PyTorch, autograd and the driver together.
+        launch: Seconds that the program takes for an operator: Python, PyTorch,
+            autograd and the driver together.
         kernel: The least seconds that an operator takes on its stream.
         copy: The least seconds that a copy takes.
-        event: Seconds that the program takes to record an event, to ask it or to let a stream wait for it.
-        cpu_bandwidth: The bytes that operators of the CPU read and write, in 10^9 a second.
+        event: Seconds that the program takes to record an event, to ask it or to let a
+            stream wait for it.
+        cpu_bandwidth: The bytes that operators of the CPU read and write, in 10^9 a
+            second.
         cpu_operator: The least seconds that an operator of the CPU takes.
         collective: The least seconds that a collective of ranks takes.
 
     Example:
         >>> import dataclasses
         >>> profile = torchstrategy.testing.DeviceProfile.named("A100-SXM-80GB")
-        >>> slow_link = dataclasses.replace(profile, name="A100 on a slow link", pinned=12.0)
+        >>> slow_link = dataclasses.replace(
+        ...     profile, name="A100 on a slow link", pinned=12.0
+        ... )
         >>> slow_link.memory // 2**30
         80
     """
@@ -75,7 +87,9 @@ class DeviceProfile:
 
     @staticmethod
     def named(name: str) -> DeviceProfile:
-        """The profile of this name, or the first one whose name begins so: `"A100"` is `"A100-SXM-80GB"`.
+        """The profile of this name, or the first one whose name begins so.
+
+        `"A100"` is `"A100-SXM-80GB"`.
 
         Raises:
             ValueError: If there is none.
@@ -85,11 +99,15 @@ class DeviceProfile:
                 return profile
         known = ", ".join(repr(profile.name) for profile in _PROFILES)
         raise ValueError(
-            f"There is no profile {name!r}. Choose from {known}; or make one of your own with dataclasses.replace."
+            f"There is no profile {name!r}. Choose from {known}; or make one of your "
+            "own with dataclasses.replace."
         )
 
     def peak(self, dtype: torch.dtype, tensor_cores: bool = False) -> float:
-        """Floating-point operations a second: of float32 in `tensor_cores`, if asked, where the device has TF32."""
+        """Floating-point operations a second.
+
+        They are of float32 in `tensor_cores`, if asked, where the device has TF32.
+        """
         key: torch.dtype | str = (
             "tf32"
             if dtype is torch.float32 and tensor_cores and "tf32" in self.tflops
@@ -117,12 +135,14 @@ def _tflops(
     return peaks if tf32 is None else {**peaks, "tf32": tf32}
 
 
-# Peaks, bandwidths, sizes and links are the makers'; figures with sparsity are halved. The parts of them that a
-# program gets are guesses (kernel, copy, collective, pageable links, 0.80 to 0.83 of a pinned link and of NVLink), or
-# were fitted to published times of training on A100 and V100 (matmul, simple_matmul, convolution, attention,
-# streaming): of GPT-2 124M in float32, TF32 and bfloat16, and of ResNet-50 in float32, TF32 and AMP. `launch` is
-# between the 35 us that were measured, on a virtual machine with an H100, of five programs whose GPU waits for them
-# (11 us if no gradient is asked for), and the 20 us or so of such steps on faster hosts.
+# Peaks, bandwidths, sizes and links are the makers'; figures with sparsity are halved.
+# The parts of them that a program gets are guesses (kernel, copy, collective, pageable
+# links, 0.80 to 0.83 of a pinned link and of NVLink), or were fitted to published times
+# of training on A100 and V100 (matmul, simple_matmul, convolution, attention,
+# streaming): of GPT-2 124M in float32, TF32 and bfloat16, and of ResNet-50 in float32,
+# TF32 and AMP. `launch` is between the 35 us that were measured, on a virtual machine
+# with an H100, of five programs whose GPU waits for them (11 us if no gradient is asked
+# for), and the 20 us or so of such steps on faster hosts.
 # https://images.nvidia.com/aem-dam/en-zz/Solutions/data-center/nvidia-ampere-architecture-whitepaper.pdf
 _A100 = DeviceProfile(
     "A100-SXM-80GB",
@@ -156,7 +176,8 @@ _PROFILES = (
     _H100,
     # https://www.nvidia.com/en-us/data-center/h200/
     replace(_H100, name="H200-SXM", bandwidth=4800, memory=141 * 10**9),
-    # https://images.nvidia.com/content/volta-architecture/pdf/volta-architecture-whitepaper.pdf; bfloat16 is emulated.
+    # https://images.nvidia.com/content/volta-architecture/pdf/volta-architecture-whitepaper.pdf;
+    # bfloat16 is emulated.
     DeviceProfile(
         "V100-SXM-16GB",
         _tflops(15.7, 125, 7.8, bfloat16=15.7),
@@ -167,8 +188,9 @@ _PROFILES = (
         pageable=6,
         peer=45,
     ),
-    # https://images.nvidia.com/aem-dam/Solutions/geforce/ada/nvidia-ada-gpu-architecture.pdf; float16 with accumulation
-    # in float32. Devices reach each other through the CPU's memory only.
+    # https://images.nvidia.com/aem-dam/Solutions/geforce/ada/nvidia-ada-gpu-architecture.pdf;
+    # float16 with accumulation in float32. Devices reach each other through the CPU's
+    # memory only.
     DeviceProfile(
         "RTX-4090",
         _tflops(82.6, 165.2, 1.29, tf32=82.6),
@@ -178,8 +200,9 @@ _PROFILES = (
         pinned=25,
         pageable=8,
         peer=12,
-        # It runs above its rated clock, and has less arithmetic to feed for each byte of bandwidth. Fitted to ViT-L/16
-        # and ResNet-50 in inference: `benchmarks/figures.py`.
+        # It runs above its rated clock, and has less arithmetic to feed for each byte
+        # of bandwidth. Fitted to ViT-L/16 and ResNet-50 in inference:
+        # `benchmarks/figures.py`.
         matmul=1.0,
         convolution=0.85,
         streaming=0.93,

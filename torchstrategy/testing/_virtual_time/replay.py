@@ -1,4 +1,4 @@
-"""The acts of a clock, played again: with none changed, everything happens when it did."""
+"""The acts of a clock, played again: unchanged, everything happens as it did."""
 
 from __future__ import annotations
 
@@ -45,9 +45,8 @@ class _Replay:
         self._ready: dict[Stream, float] = defaultdict(float)
         self._free: dict[tuple[int, str], float] = defaultdict(float)
         self._moments: dict[int, float] = {}
-        self._last: dict[
-            str, float
-        ] = {}  # by host: the end of what it put on a stream last
+        # By host: the end of what it put on a stream last.
+        self._last: dict[str, float] = {}
         self.play: dict[type, Callable[[Any], None]] = {
             Span: self._put,
             Pauses: lambda act: self._hosts[act.host].spend(act.seconds),

@@ -13,17 +13,21 @@ from torchstrategy.testing._virtual_time.timeline import MATTERS, Timeline, Wait
 
 HEAD = "Figures of a model, +-30 %; not measured."
 _WAITS = 5
-_ALL, _NONE = (
-    0.995,
-    5e-8,
-)  # from which part on it is said to be all, and until which seconds to be none
+# From which part on it is said to be all, and until which seconds to be none.
+_ALL, _NONE = 0.995, 5e-8
 
 
 def report(timeline: Timeline) -> str:
-    """The steps, the devices, the copies by their routes, and the waits that matter most with their lines."""
+    """The steps, the devices, the copies by routes, and the waits that matter most.
+
+    The waits come with their lines.
+    """
     lines = [
         HEAD,
-        f"{timeline.profile.name}: {in_words(timeline.seconds)}, {plural(len(timeline.spans), 'operator')}",
+        (
+            f"{timeline.profile.name}: {in_words(timeline.seconds)}, "
+            f"{plural(len(timeline.spans), 'operator')}"
+        ),
     ]
     steps = steps_of(timeline)
     if steps is not None:
@@ -40,7 +44,10 @@ def _waits(timeline: Timeline) -> list[str]:
     if not total:
         return ["  the program never waits"]
     lines = [
-        f"  the program waits {in_words(total)}{_together(timeline)}, {_of_it(total, idle)}:"
+        (
+            f"  the program waits {in_words(total)}{_together(timeline)}, "
+            f"{_of_it(total, idle)}:"
+        )
     ]
     for wait in waits[:_WAITS]:
         if wait.seconds:
@@ -80,7 +87,10 @@ def _steps(steps: Steps) -> Iterator[str]:
         else ""
     )
     typical = steps.typical()
-    yield f"  a step takes {in_words(typical.seconds)} (the middle one of {len(seconds)}{spread})"
+    yield (
+        f"  a step takes {in_words(typical.seconds)} (the middle one of "
+        f"{len(seconds)}{spread})"
+    )
     rows: dict[str, list[int]] = {}
     for index, device in typical.devices.items():
         exposed = (
@@ -89,15 +99,18 @@ def _steps(steps: Steps) -> Iterator[str]:
             else ""
         )
         words = (
-            f"{in_words(device.computes)} computing{exposed}, {in_words(device.idle)} idle; "
-            f"{in_words(device.copies)} copying"
+            f"{in_words(device.computes)} computing{exposed}, {in_words(device.idle)} "
+            f"idle; {in_words(device.copies)} copying"
         )
         rows.setdefault(words, []).append(index)
     for words, indices in rows.items():
         yield f"    {', '.join(f'sim:{index}' for index in indices)}: {words}"
     lost, calm = typical.waits_while_idle, typical.waits_while_busy
     if lost or calm:
-        yield f"    the program waits {in_words(lost)} while its device is idle, and {in_words(calm)} while it computes"
+        yield (
+            f"    the program waits {in_words(lost)} while its device is idle, and "
+            f"{in_words(calm)} while it computes"
+        )
 
 
 def _device(timeline: Timeline, steps: Steps | None, device: int) -> Iterator[str]:
@@ -107,17 +120,21 @@ def _device(timeline: Timeline, steps: Steps | None, device: int) -> Iterator[st
     utilization = mfu(part, device) if steps is not None else part.device(device).mfu
     yield (
         f"  sim:{device}: computes {busy / max(part.seconds, 1e-12):.0%} of the time"
-        f"{'' if steps is None else ' of the steps'}, MFU {utilization:.1%}, at most {peak / GIB:.2f} GiB, "
-        f"{part.overlap('copy', 'compute', device):.0%} of the copying while it computes"
+        f"{'' if steps is None else ' of the steps'}, MFU {utilization:.1%}, at most "
+        f"{peak / GIB:.2f} GiB, {part.overlap('copy', 'compute', device):.0%} of the "
+        "copying while it computes"
     )
     communicating = part.device(device).communicating
     if communicating:
         hidden = part.overlap("collective", "compute", device)
-        yield f"    {in_words(communicating)} of collectives, {hidden:.0%} of them while it computes"
+        yield (
+            f"    {in_words(communicating)} of collectives, {hidden:.0%} of them while "
+            "it computes"
+        )
 
 
 def advice_in_words(advice: Sequence[Advice]) -> list[str]:
-    """A line for each piece of advice, with what a step takes without it and with it."""
+    """A line for each piece of advice, with a step's time without it and with it."""
     lines = [
         f"  {one.write}: {in_words(one.before)} -> {in_words(one.after)} a step"
         for one in advice
@@ -157,7 +174,10 @@ def _together(timeline: Timeline) -> str:
 def _described(wait: Wait) -> str:
     where = wait.where or "code that is not yours"
     times = "" if wait.times == 1 else f", in {wait.times} waits"
-    return f"{in_words(wait.seconds)} at {where}{times}: {wait.why}, {_of_it(wait.seconds, wait.idle)}"
+    return (
+        f"{in_words(wait.seconds)} at {where}{times}: {wait.why}, "
+        f"{_of_it(wait.seconds, wait.idle)}"
+    )
 
 
 def _advice(why: str) -> Iterator[str]:
@@ -167,11 +187,20 @@ def _advice(why: str) -> Iterator[str]:
     elif why.startswith("a copy to"):
         yield "Copy with non_blocking=True."
     elif why.startswith("a copy from"):
-        yield "Copy less often, or with non_blocking=True, and wait for an event where you need the result."
+        yield (
+            "Copy less often, or with non_blocking=True, and wait for an event where "
+            "you need the result."
+        )
     elif why.endswith("of ranks"):
-        yield "A barrier, or a collective of tensors of the CPU: call it less often, or let devices do it."
+        yield (
+            "A barrier, or a collective of tensors of the CPU: call it less often, or "
+            "let devices do it."
+        )
     elif why.startswith("aten."):
-        yield "The program reads a number (.item(), bool(), print): read it later, or less often."
+        yield (
+            "The program reads a number (.item(), bool(), print): read it later, or "
+            "less often."
+        )
 
 
 def in_words(seconds: float) -> str:

@@ -15,28 +15,30 @@ Interval = tuple[float, float]
 
 
 class Span(NamedTuple):
-    """An operator, a copy or a collective, from when to when, in seconds since the block began."""
+    """An operator, copy or collective, from when to when, in seconds of the block.
+
+    They are seconds since the block began.
+    """
 
     device: int
-    lane: str  # `"stream 0"`, `"copies in"`, `"copies out"`, `"copies to sim:1"`, `"collectives"`
+    # `"stream 0"`, `"copies in"`, `"copies out"`, `"copies to sim:1"`, `"collectives"`.
+    lane: str
     kind: Kind
     name: str
     start: float
     end: float
     bytes: int
     flops: int
-    at_peak: (
-        float  # the seconds that its arithmetic would take at the peak of its dtype
-    )
+    # The seconds that its arithmetic would take at the peak of its dtype.
+    at_peak: float
     where: str  # the line of the program
     function: str  # of the program, in which that line is, as Python names it
     phase: Phase  # forward is whatever is neither backward nor the optimizer's
     host: str  # who asked for it: `"host"`, `"rank 1"`; nothing if several did
     stream: Stream | None = None  # on which it was put; None: on none
     launch: float = 0.0  # the seconds that it took the program to put it there
-    layout: float = (
-        0.0  # the part of the seconds that would not be there in channels-last order
-    )
+    # The part of the seconds that would not be there in channels-last order.
+    layout: float = 0.0
 
     @property
     def seconds(self) -> float:
@@ -76,8 +78,9 @@ class Synchronization(NamedTuple):
     """The program waits for a device.
 
     Attributes:
-        why: What it says: `"event.synchronize()"`, `"aten._local_scalar_dense.default"`, `"a copy to sim:0 from memory
-            that is not pinned"`.
+        why: What it says: `"event.synchronize()"`,
+            `"aten._local_scalar_dense.default"`, `"a copy to sim:0 from memory that is
+            not pinned"`.
         where: The line of the program, `"train.py:12"`.
         start: When the wait begins, in seconds since the block began.
         seconds: How long it takes; 0 if there was nothing to wait for.
@@ -127,7 +130,7 @@ def common(one: list[Interval], other: list[Interval]) -> Iterator[Interval]:
 
 
 def without(one: list[Interval], other: list[Interval]) -> Iterator[Interval]:
-    """The time that is in the first of two lists that `united` made, and not in the second."""
+    """The time in the first of two lists that `united` made, and not in the second."""
     edges = [-math.inf, *(edge for interval in other for edge in interval), math.inf]
     return common(one, list(zip(edges[::2], edges[1::2], strict=True)))
 

@@ -1,4 +1,4 @@
-"""What each step of a program takes, apart from what comes before the steps and after them."""
+"""What each step of a program takes, without what comes before and after them."""
 
 from __future__ import annotations
 
@@ -43,8 +43,10 @@ class StepTime:
     Attributes:
         seconds: All of it.
         devices: What each device does.
-        waits_while_idle: In which the program waits while no device of it computes; of ranks, on average.
-        waits_while_busy: In which it waits while one does, which costs nothing by itself.
+        waits_while_idle: In which the program waits while no device of it computes; of
+            ranks, on average.
+        waits_while_busy: In which it waits while one does, which costs nothing by
+            itself.
     """
 
     seconds: float
@@ -59,7 +61,8 @@ class Steps:
     """The steps of a stretch of virtual time.
 
     Attributes:
-        set_up: The seconds before them; they have the first step in them if nobody knows where it begins.
+        set_up: The seconds before them; they have the first step in them if nobody
+            knows where it begins.
         has_first: Whether they do.
         times: Of each step.
         after: The seconds after them.
@@ -145,7 +148,10 @@ def _between(timeline: Timeline, since: float, until: float) -> Timeline:
 
 
 def _divided(timeline: Timeline, bounds: Sequence[float]) -> list[Timeline]:
-    """The stretches from each bound to the next one: each thing is in all that it is in for a while."""
+    """The stretches from each bound to the next one.
+
+    Each thing is in all that it is in for a while.
+    """
     spans = _sorted_into(bounds, timeline.spans, lambda span: (span.start, span.end))
     waits = _sorted_into(
         bounds,

@@ -1,4 +1,7 @@
-"""Steps of a program: each ends with `optimizer.step()`, or where the program says `step()`."""
+"""Steps of a program: each ends with `optimizer.step()`, or the call `step()`.
+
+The program may call that itself.
+"""
 
 from __future__ import annotations
 
@@ -12,25 +15,26 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from torchstrategy.testing._ranks.world import current_rank
 
-Ended = Callable[
-    [int, int], None
-]  # called with the rank, 0 where there are none, and how many steps it has made
+# Called with the rank, 0 where there are none, and how many steps it has made.
+Ended = Callable[[int, int], None]
 
 _SAID = 0  # stands for the program among the ids of its optimizers
 
 
 @final
 class _Steps:
-    """Counts the steps of a program, or of each of its ranks: those of the optimizer that makes most.
+    """Counts the steps of a program, or of each of its ranks.
 
-    A program with two optimizers, such as a GAN, makes one step when the first of them has made one.
+    They are those of the optimizer that makes most.
+
+    A program with two optimizers, such as a GAN, makes one step when the first of them
+    has made one.
     """
 
     def __init__(self, ended: Ended, of_each_thread: bool) -> None:
         self._ended, self._of_each_thread = ended, of_each_thread
-        self._counts: Counter[tuple[int, int]] = (
-            Counter()
-        )  # by rank or thread, and optimizer
+        # By rank or thread, and optimizer.
+        self._counts: Counter[tuple[int, int]] = Counter()
         self._most: Counter[int] = Counter()  # by rank or thread
 
     def end(self, who: int) -> None:
@@ -47,11 +51,14 @@ _following: list[_Steps] = []
 
 @contextmanager
 def following_steps(ended: Ended, of_each_thread: bool = False) -> Iterator[None]:
-    """A block in which somebody is told of each step that ends. Those who came first are told first.
+    """A block in which somebody is told of each step that ends.
+
+    Those who came first are told first.
 
     Args:
         ended: Called when a step has ended.
-        of_each_thread: Whether each thread makes steps of its own, as ranks do in any case.
+        of_each_thread: Whether each thread makes steps of its own, as ranks do in any
+            case.
     """
     steps = _Steps(ended, of_each_thread)
     hook = register_optimizer_step_post_hook(
@@ -66,11 +73,12 @@ def following_steps(ended: Ended, of_each_thread: bool = False) -> Iterator[None
 
 
 def step() -> None:
-    """Says that a step of the program ends here, in a program without an optimizer of torch.
+    """Says that a step ends here, in a program without an optimizer of torch.
 
-    Where an optimizer makes a step, `virtual_time` and `python -m torchstrategy.testing.run` see this without help, and
-    a call of this function changes nothing. Elsewhere, as in a program that only computes, they tell one step from the
-    next by it. Outside of both, it does nothing.
+    Where an optimizer makes a step, `virtual_time` and `python -m
+    torchstrategy.testing.run` see this without help, and a call of this function
+    changes nothing. Elsewhere, as in a program that only computes, they tell one step
+    from the next by it. Outside of both, it does nothing.
 
     Example:
         >>> for batch in range(3):

@@ -31,7 +31,8 @@ class DeviceTime(NamedTuple):
         copying: Seconds in which something is copied from or to it.
         peak_bytes: The most bytes that tensors on it hold.
         flops: Floating-point operations.
-        mfu: Model flops utilization: the part of the time that `flops` would take at the peaks of their dtypes.
+        mfu: Model flops utilization: the part of the time that `flops` would take at
+            the peaks of their dtypes.
         communicating: Seconds in which it takes part in collectives of ranks.
     """
 
@@ -51,7 +52,8 @@ class Wait(NamedTuple):
     where: str
     seconds: float
     times: int
-    idle: float  # the seconds of them in which no device computes that the program puts work on
+    # The seconds of them in which no device computes that the program puts work on.
+    idle: float
 
 
 @final
@@ -80,7 +82,7 @@ class Timeline:
         return sorted({span.device for span in self.spans})
 
     def times(self, device: int, kind: Kind) -> list[Interval]:
-        """When a device does one kind of work; what began before counts from the beginning."""
+        """When a device does one kind of work, from the beginning of the stretch on."""
         return united(
             (max(span.start, self.since), min(span.end, self.until))
             for span in self.spans
@@ -106,7 +108,10 @@ class Timeline:
         )
 
     def overlap(self, one: Kind, other: Kind, device: int | None = None) -> float:
-        """The part of the time of one kind of work in which the device does the other kind, too."""
+        """How much of one kind of work a device does while it does the other kind.
+
+        It is a part of the time.
+        """
         whole = shared = 0.0
         for index in self.devices if device is None else [device]:
             times = self.times(index, one)
@@ -115,7 +120,10 @@ class Timeline:
         return shared / whole if whole else 1.0
 
     def waits(self) -> list[Wait]:
-        """What the program waits for: first what matters, since devices are idle for long, and then the longest."""
+        """What the program waits for: first what matters, and then the longest.
+
+        A wait matters since devices are idle for long.
+        """
         found: dict[tuple[str, str], Wait] = {}
         idle = self.idle_by_host()
         for one in self.synchronizations:
@@ -133,7 +141,10 @@ class Timeline:
         )
 
     def idle_by_host(self) -> dict[str, list[Interval]]:
-        """When no device computes that one program, or one rank, puts work on; nor takes part in a collective."""
+        """When no device computes that one program, or one rank, puts work on.
+
+        None takes part in a collective either.
+        """
         devices: dict[str, set[int]] = {}
         for span in self.spans:
             devices.setdefault(span.host, set()).add(span.device)
@@ -171,7 +182,10 @@ class Timeline:
         return any(span.phase != "forward" for span in self.spans)
 
     def lanes(self) -> Iterator[tuple[str, Sequence[Span | Synchronization | CpuWork]]]:
-        """What to draw in one line each: the program, and of each device its streams and its engines."""
+        """What to draw in one line each.
+
+        That is the program, and of each device its streams and its engines.
+        """
         for host in sorted(
             {one.host for one in self.synchronizations}
             | {one.host for one in self.cpu_work}
@@ -198,13 +212,12 @@ class Timeline:
 
 
 DEFAULT_LANE = "stream 0"
-MATTERS = (
-    0.005  # the part of the time that a device has to be idle, so that a wait matters
-)
+# The part of the time that a device has to be idle, so that a wait matters.
+MATTERS = 0.005
 _PHASES = ("forward", "backward", "optimizer")
 
 
 def _order_of_lane(lane: str) -> tuple[bool, bool, int, str]:
-    """Phases first, which are the work on the default stream, then streams, and then engines."""
+    """Phases first, the work on the default stream, then streams, then engines."""
     phase = _PHASES.index(lane) if lane in _PHASES else 0
     return lane not in _PHASES, not lane.startswith("stream"), phase, lane

@@ -1,4 +1,4 @@
-"""What a program would do on GPUs: the questions that a block of `virtual_time` answers."""
+"""What a program would do on GPUs: the questions `virtual_time` answers."""
 
 from __future__ import annotations
 
@@ -25,10 +25,12 @@ _STEP = "step"
 
 @final
 class VirtualTrace:
-    """What `virtual_time` has seen so far: what takes how long, what waits for what, and how much memory it needs.
+    """What `virtual_time` has seen so far.
 
-    All times are in seconds and come from a model, so they are about 30 % off. What happens, in which order, and who
-    waits for whom is as on a real device.
+    What takes how long, what waits for what, and how much memory it needs.
+
+    All times are in seconds and come from a model, so they are about 30 % off. What
+    happens, in which order, and who waits for whom is as on a real device.
 
     Example:
         >>> with torchstrategy.testing.virtual_time("A100-SXM-80GB") as trace:
@@ -40,7 +42,8 @@ class VirtualTrace:
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._marks: list[tuple[str, float]] = []
-        # A part of a trace: from which mark on, and up to which one. None: from the beginning, and up to the end.
+        # A part of a trace: from which mark on, and up to which one. None: from the
+        # beginning, and up to the end.
         self._part: tuple[int | None, int | None] = None, None
 
     @property
@@ -50,33 +53,45 @@ class VirtualTrace:
 
     @property
     def seconds(self) -> float:
-        """How long it takes, until the program and all streams are done; of a step, until the next mark."""
+        """How long it takes, until the program and all streams are done.
+
+        Of a step, it is until the next mark.
+        """
         since, until = self._window()
         return until - since
 
     @property
     def copies(self) -> list[TimedCopy]:
-        """The copies from one memory to another, each with its route, bytes, seconds, and the line of your program.
+        """The copies from one memory to another.
 
-        `is_pinned` says whether the memory of the CPU is, and `blocks` whether the program waits for the copy.
+        Each has its route, bytes, seconds, and the line of your program.
+
+        `is_pinned` says whether the memory of the CPU is, and `blocks` whether the
+        program waits for the copy.
         """
         return list(self._timeline().copies)
 
     @property
     def synchronizations(self) -> list[Synchronization]:
-        """Where the program waits for a device: why, on which line of your program, and for how long.
+        """Where the program waits for a device: why, on which line, and for how long.
 
-        A copy that blocks, `.item()`, `.cpu()`, `synchronize()`, `nonzero()` and the like. Those that need not wait,
-        since the device is done already, are in the list with 0 seconds: on another device they may wait.
+        It is a line of your program.
+
+        A copy that blocks, `.item()`, `.cpu()`, `synchronize()`, `nonzero()` and the
+        like. Those that need not wait, since the device is done already, are in the
+        list with 0 seconds: on another device they may wait.
         """
         return list(self._timeline().synchronizations)
 
     def device(self, device: _Device = 0) -> DeviceTime:
-        """What one device does: its seconds `busy`, `idle`, `copying` and `communicating`, and its `peak_bytes`,
-        `flops` and `mfu`.
+        """What one device does, and for how many seconds.
 
-        `mfu`, model flops utilization, is the part of the time that the arithmetic would take at the peak of its dtype.
-        It counts matrix products, convolutions and attention.
+        These are its seconds `busy`, `idle`, `copying` and `communicating`. It also has
+        its `peak_bytes`, `flops` and `mfu`.
+
+        `mfu`, model flops utilization, is the part of the time that the arithmetic
+        would take at the peak of its dtype. It counts matrix products, convolutions and
+        attention.
 
         Args:
             device: `"sim:1"`, or its index.
@@ -89,11 +104,13 @@ class VirtualTrace:
         other: Literal["compute", "copy", "collective"] = "compute",
         device: _Device | None = None,
     ) -> float:
-        """The part of the time of one kind of work in which the same device does the other kind, too: from 0 to 1.
+        """How much of one kind of work a device does while it does the other kind.
+
+        It is a part of the time of that work, from 0 to 1.
 
         Args:
-            one: `"copy"`, from and to other memory; `"collective"`, between ranks; or `"compute"`, which is everything
-                else.
+            one: `"copy"`, from and to other memory; `"collective"`, between ranks; or
+                `"compute"`, which is everything else.
             other: The same.
             device: `"sim:1"`, or its index; None: all devices together.
 
@@ -105,10 +122,13 @@ class VirtualTrace:
         )
 
     def mark(self, name: str = _STEP) -> None:
-        """Marks this moment of the program, and so the beginning of a step. Of ranks, the marks of the first one count.
+        """Marks this moment of the program, and so the beginning of a step.
 
-        Reports see by themselves where `optimizer.step()` ends a step, and `step` says it where there is none. A mark
-        says where the first step begins, and what comes before it is set-up.
+        Of ranks, the marks of the first one count.
+
+        Reports see by themselves where `optimizer.step()` ends a step, and `step` says
+        it where there is none. A mark says where the first step begins, and what comes
+        before it is set-up.
 
         Args:
             name: What it is called.
@@ -119,7 +139,7 @@ class VirtualTrace:
             self._clock.begin_peaks()
 
     def step(self, number: int, name: str = _STEP) -> Self:
-        """The part of the trace from a mark to the next one of the same name, or to the end.
+        """The part of the trace from a mark to the next one of its name, or to the end.
 
         Args:
             number: Which of the marks of this name: 0 is the first, and -1 the last.
@@ -144,23 +164,28 @@ class VirtualTrace:
         return part
 
     def _from_first_mark(self) -> Self:
-        """The trace without what comes before the first mark; all of it if there is none."""
+        """The trace from the first mark on; all of it if there is none."""
         part = self.__class__(self._clock)
         part._marks = self._marks
         part._part = 0 if self._marks else None, None
         return part
 
     def _advice(self) -> list[Advice]:
-        """What would make its steps faster; nothing of a part, or if others, such as replicas, have given clocks."""
+        """What would make its steps faster.
+
+        It is nothing of a part, or if others, such as replicas, have given clocks.
+        """
         if self._part != (None, None) or self._clock.hosts.were_given:
             return []
         return advice(self._clock.acts, self.profile)
 
     def report(self) -> str:
-        """The trace in words: its steps, the devices, the copies, and the five waits that matter most.
+        """The trace in words: its steps, the devices, the copies, and five waits.
 
-        A trace of a whole block ends with advice: at most five changes, each of which was predicted to make its steps
-        faster.
+        They are the waits that matter most.
+
+        A trace of a whole block ends with advice: at most five changes, each of which
+        was predicted to make its steps faster.
         """
         return "\n".join([report(self._timeline()), *advice_in_words(self._advice())])
 
@@ -168,8 +193,8 @@ class VirtualTrace:
         """Writes the timeline to a file.
 
         Args:
-            path: A name that ends in `.svg`, for a picture that a browser shows, or in `.json`, for
-                https://ui.perfetto.dev.
+            path: A name that ends in `.svg`, for a picture that a browser shows, or in
+                `.json`, for https://ui.perfetto.dev.
 
         Raises:
             ValueError: If it ends in something else.
@@ -178,7 +203,8 @@ class VirtualTrace:
         kinds = {".svg": picture, ".json": perfetto}
         if path.suffix not in kinds:
             raise ValueError(
-                f"trace.save({str(path)!r}): the name has to end in .svg, for a picture, or in .json."
+                f"trace.save({str(path)!r}): the name has to end in .svg, for a "
+                "picture, or in .json."
             )
         path.write_text(kinds[path.suffix](self._timeline()), encoding="utf-8")
 

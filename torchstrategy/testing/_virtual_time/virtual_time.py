@@ -29,25 +29,33 @@ def virtual_time(
     *,
     program_clock: bool = False,
 ) -> Iterator[VirtualTrace]:
-    """A block whose work on simulated devices takes the time that it would take on real ones, on a clock of its own.
+    """A block with simulated devices on a clock of their own.
 
-    The times come from a model, and are about 30 % off. Exact are: which copies block the program and on which line,
-    which streams wait for which, how many bytes go where, how often the program waits for a device, and the peak of
-    memory (of tensors; no fragmentation, no workspaces, no context of CUDA). So the block finds out what a program
-    waits for, what overlaps, and what fits into memory, for a GPU that is not there. Two runs of the same program take
-    the same time, to the last digit. Threads that your program starts itself may change that.
+    Their work takes the time that it would take on real ones.
 
-    Events and streams answer in this time: `event.elapsed_time(other)`, `event.query()`, `stream.query()`. Tensors that
-    do not fit into the memory of the profile raise `torch.OutOfMemoryError`. `record_streams` may be on at the same
-    time, and finds races.
+    The times come from a model, and are about 30 % off. Exact are: which copies block
+    the program and on which line, which streams wait for which, how many bytes go
+    where, how often the program waits for a device, and the peak of memory (of tensors;
+    no fragmentation, no workspaces, no context of CUDA). So the block finds out what a
+    program waits for, what overlaps, and what fits into memory, for a GPU that is not
+    there. Two runs of the same program take the same time, to the last digit. Threads
+    that your program starts itself may change that.
+
+    Events and streams answer in this time: `event.elapsed_time(other)`,
+    `event.query()`, `stream.query()`. Tensors that do not fit into the memory of the
+    profile raise `torch.OutOfMemoryError`. `record_streams` may be on at the same time,
+    and finds races.
 
     Args:
-        profile: What the devices are taken for: `"H100-SXM"`, `"H200-SXM"`, `"A100-SXM-80GB"`, `"A100-SXM-40GB"`,
-            `"V100-SXM-16GB"`, `"RTX-4090"`, `"L4"`, or a `DeviceProfile`.
-        shapes_only: Whether operators on tensors of more than 64 KiB on devices are not computed: their results have
-            the right sizes and no meaning. So models of real size run on a laptop.
-        program_clock: Whether `time.time()`, `time.perf_counter()` and `time.monotonic()` answer in virtual time, too,
-            so that a script prints the times of its steps. It holds for all of the process.
+        profile: What the devices are taken for: `"H100-SXM"`, `"H200-SXM"`,
+            `"A100-SXM-80GB"`, `"A100-SXM-40GB"`, `"V100-SXM-16GB"`, `"RTX-4090"`,
+            `"L4"`, or a `DeviceProfile`.
+        shapes_only: Whether operators on tensors of more than 64 KiB on devices are not
+            computed: their results have the right sizes and no meaning. So models of
+            real size run on a laptop.
+        program_clock: Whether `time.time()`, `time.perf_counter()` and
+            `time.monotonic()` answer in virtual time, too, so that a script prints the
+            times of its steps. It holds for all of the process.
 
     Yields:
         A trace, which answers questions in the block and after it.
@@ -55,8 +63,9 @@ def virtual_time(
     Raises:
         ValueError: If there is no profile of this name.
         TypeError: If it is neither a name nor a profile.
-        RuntimeError: If another such block is open, or if it is entered in a replica; from `run`, if something else
-            gives turns to replicas (`Lockstep`): here they go to the replica whose clock is behind.
+        RuntimeError: If another such block is open, or if it is entered in a replica;
+            from `run`, if something else gives turns to replicas (`Lockstep`): here
+            they go to the replica whose clock is behind.
 
     Example:
         >>> with torchstrategy.testing.virtual_time("H100-SXM") as trace:
@@ -71,7 +80,8 @@ def virtual_time(
         known = _profile_named(profile)
         if any(isinstance(listener, Clock) for listener in listeners()):
             raise RuntimeError(
-                "virtual_time() is at work already, and times all threads: leave that block first."
+                "virtual_time() is at work already, and times all threads: leave that "
+                "block first."
             )
         clock = Clock(known, hosts, device_count())
         if shapes_only:

@@ -1,13 +1,14 @@
 """What a program saves and loads, and how training goes on from it.
 
-It answers: did every value of a checkpoint come back to where it was, and does training go on as if it had not ended?
+It answers: did every value of a checkpoint come back to where it was, and does training
+go on as if it had not ended?
 
-    checkpoints      checkpoints that a program loads, and what takes its values from them
+    checkpoints      checkpoints that a program loads, and what they fill
     moved_moments    states of an optimizer that are loaded for other parameters
     kept_states      states that a program keeps, and whose memory is that of the module
     unmatched_names  checkpoints of other names than those of the model that loads them
-    resumes          training that goes on from a checkpoint with an optimizer that has forgotten what it knew
-    repeated_epochs  samplers that begin again with epochs that were trained before a checkpoint
+    resumes          training that goes on with an optimizer that has forgotten
+    repeated_epochs  samplers that repeat epochs from before a checkpoint
 """
 
 from torchstrategy.testing._lints.checkpoints.checkpoints import Checkpoints

@@ -1,4 +1,7 @@
-"""Checkpoints that a program loads, and what takes its values from them. `replaced` tells of it."""
+"""Checkpoints that a program loads, and what takes its values from them.
+
+`replaced` tells of it.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +21,8 @@ from torchstrategy.testing._lints.evidence.places import Place, here
 from torchstrategy.testing._lints.lint import Lint
 
 _MOST_VALUES, _DEEPEST, _DEEPEST_NUMBER = 100_000, 6, 2
-_OF_SCHEDULES = {
-    "_step_count",
-    "num_bad_epochs",
-}  # the state of a schedule counts its own calls
+# The state of a schedule counts its own calls.
+_OF_SCHEDULES = {"_step_count", "num_bad_epochs"}
 
 
 @final
@@ -31,7 +32,8 @@ class Checkpoint:
 
     Attributes:
         place: Where it was loaded.
-        numbers: The whole numbers in it, such as `{"epoch": 3}`, besides those of optimizers and schedules.
+        numbers: The whole numbers in it, such as `{"epoch": 3}`, besides those of
+            optimizers and schedules.
         groups: The `param_groups` of the optimizers whose state it has.
         moments: What these optimizers know of each parameter, such as `exp_avg`.
     """
@@ -44,7 +46,10 @@ class Checkpoint:
 
 @final
 class Checkpoints(Lint):
-    """Notes what was loaded. Other lints ask it which checkpoint a model or an optimizer has its values from."""
+    """Notes what was loaded.
+
+    Other lints ask it which checkpoint a model or an optimizer has its values from.
+    """
 
     def __init__(self) -> None:
         self._tensors: dict[int, Known[Checkpoint]] = defaultdict(Known)
@@ -60,14 +65,14 @@ class Checkpoints(Lint):
                 self._groups[facts.rank].append(checkpoint)
 
     def of_tensors(self, facts: Facts, values: Any) -> Checkpoint | None:
-        """The checkpoint from which most tensors among some values are; None if there is none."""
+        """The checkpoint that most tensors among some values are from, or None."""
         tensors = list(tensors_in(list(values)))
         found = [self._tensors[facts.rank].get(tensor) for tensor in tensors]
         there = [checkpoint for checkpoint in found if checkpoint is not None]
         return there[0] if there and 2 * there.count(there[0]) > len(tensors) else None
 
     def of_optimizer(self, facts: Facts, state: Any) -> Checkpoint | None:
-        """The checkpoint from which the state of an optimizer is; None if there is none."""
+        """The checkpoint that an optimizer's state is from; None if there is none."""
         groups = entry_of(state, "param_groups")
         for checkpoint in self._groups[facts.rank]:
             if any(groups is its for its in checkpoint.groups):
@@ -80,9 +85,8 @@ class Checkpoints(Lint):
 
 def _look_into(value: dict[Any, Any], checkpoint: Checkpoint) -> Iterator[torch.Tensor]:
     """Notes what there is in a checkpoint, and gives its tensors."""
-    waiting: deque[tuple[Any, Any, int]] = deque(
-        [(None, value, 0)]
-    )  # what is not deep has the names that count
+    # What is not deep has the names that count.
+    waiting: deque[tuple[Any, Any, int]] = deque([(None, value, 0)])
     for _ in range(_MOST_VALUES):
         if not waiting:
             break
@@ -122,7 +126,10 @@ def _is_of_optimizer(value: dict[Any, Any]) -> bool:
 
 
 def is_moment(value: Any) -> bool:
-    """Whether a value is what an optimizer knows of each number of a parameter, and no counter."""
+    """Whether a value is what an optimizer knows of each number of a parameter.
+
+    It is no counter then.
+    """
     return isinstance(value, torch.Tensor) and value.dim() > 0
 
 
@@ -179,7 +186,7 @@ def replaced(tell: Tell) -> list[tuple[Any, str, Any]]:
 def _followed_by(
     function: Callable[..., Any], say: Callable[..., None]
 ) -> Callable[..., Any]:
-    """A function, after which another one is called with its result and its arguments."""
+    """A function, after which another is called with its result and arguments."""
 
     @functools.wraps(function)
     def called(*args: Any, **kwargs: Any) -> Any:

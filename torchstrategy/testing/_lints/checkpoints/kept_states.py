@@ -1,4 +1,7 @@
-"""States of a module that a program keeps to restore them, and whose memory is that of the module itself."""
+"""States of a module that a program keeps to restore them.
+
+Their memory is that of the module itself.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ _LastSteps = Objects[torch.optim.Optimizer, int]
 
 
 class _Given(NamedTuple):
-    """Where and when `state_dict()` has given a tensor: after how many steps of its rank."""
+    """Where and after how many steps of its rank `state_dict()` gave a tensor."""
 
     place: Place
     steps: int
@@ -37,21 +40,21 @@ class _Found(NamedTuple):
 
 @final
 class KeptStates(Lint):
-    """Looks for a state that was made before steps of the optimizer, and has the memory of all that it is loaded into.
+    """Looks for a loaded state that has the memory of all that it is loaded into.
 
-    Loading it changes nothing. A state that is loaded again before the next step, or that has other tensors for some
-    parameters, is left alone.
+    The state was made before steps of the optimizer.
+
+    Loading it changes nothing. A state that is loaded again before the next step, or
+    that has other tensors for some parameters, is left alone.
     """
 
     def __init__(self) -> None:
         self._given = WeakIdKeyDictionary()  # by tensor
         self._last_steps: dict[int, _LastSteps] = defaultdict(Objects)  # by rank
-        self._versions: dict[int, dict[int, int]] = defaultdict(
-            dict
-        )  # by rank and id, after the last step
-        self._exchanged: dict[int, set[int]] = defaultdict(
-            set
-        )  # by rank, by collectives since then
+        # By rank and id, after the last step.
+        self._versions: dict[int, dict[int, int]] = defaultdict(dict)
+        # By rank, by collectives since then.
+        self._exchanged: dict[int, set[int]] = defaultdict(set)
         self._found: dict[Place, _Found] = {}
 
     @override
@@ -110,7 +113,8 @@ class KeptStates(Lint):
             if id(one) in trained and one.numel()
         ]
         versions = self._versions[facts.rank]
-        # Loading has written once. Who has written besides, as an average, has made something else of the weights.
+        # Loading has written once. Who has written besides, as an average, has made
+        # something else of the weights.
         if any(
             version_of(one) > versions.get(id(one), version_of(one)) + 1
             for _, one in named
@@ -134,9 +138,11 @@ class KeptStates(Lint):
         return [
             finding(
                 "state-is-the-weights",
-                f"`load_state_dict` at {place} restores nothing. What it is given has the memory of the weights "
-                f"themselves, for all {found.parameters} parameters that are trained: it is from `state_dict()` at "
-                f"{found.given_at}, and has followed the {found.steps} steps since then.",
+                f"`load_state_dict` at {place} restores nothing. What it is given has "
+                f"the memory of the weights themselves, for all {found.parameters} "
+                "parameters that are trained: it is from `state_dict()` at "
+                f"{found.given_at}, and has followed the {found.steps} steps since "
+                "then.",
                 "Keep a copy: `best = copy.deepcopy(model.state_dict())`.",
                 [place, found.given_at],
             )
@@ -144,7 +150,10 @@ class KeptStates(Lint):
         ]
 
     def _given_of(self, value: Any, parameter: torch.Tensor) -> _Given | None:
-        """When `state_dict()` has given a tensor that has the memory of a parameter; None if it is another tensor."""
+        """When `state_dict()` has given a tensor that has a parameter's memory.
+
+        It is None if it is another tensor.
+        """
         if (
             type(value) is not torch.Tensor
             or not address_of(value)

@@ -1,4 +1,4 @@
-"""States of an optimizer that are loaded for other parameters than those that they were saved of."""
+"""States of an optimizer, loaded for other parameters than they were saved of."""
 
 from __future__ import annotations
 
@@ -41,10 +41,12 @@ class _Found(NamedTuple):
 
 @final
 class MovedMoments(Lint):
-    """Compares the names of parameters when `state_dict()` of an optimizer is called, and when a state is loaded.
+    """Compares the names of parameters when an optimizer's state is saved and loaded.
 
-    A state has positions, and no names. An optimizer that has its parameters in another order takes the moments of one
-    for those of another, if the shapes allow it.
+    They are saved when `state_dict()` of the optimizer is called.
+
+    A state has positions, and no names. An optimizer that has its parameters in another
+    order takes the moments of one for those of another, if the shapes allow it.
     """
 
     def __init__(self) -> None:
@@ -84,10 +86,13 @@ class MovedMoments(Lint):
         return [
             finding(
                 "state-of-other-parameters",
-                f"`load_state_dict` of the optimizer ({place}) gives {found.parameters} parameters what was saved of "
-                f"others ({found.saved_at}): {found.loaded} gets the moments of {found.saved}. A state has positions "
-                "and no names, and the parameters are in another order than when it was saved.",
-                "Make the optimizer from `model.parameters()` in the same order as before, with the same groups.",
+                f"`load_state_dict` of the optimizer ({place}) gives "
+                f"{found.parameters} parameters what was saved of others "
+                f"({found.saved_at}): {found.loaded} gets the moments of "
+                f"{found.saved}. A state has positions and no names, and the "
+                "parameters are in another order than when it was saved.",
+                "Make the optimizer from `model.parameters()` in the same order as "
+                "before, with the same groups.",
                 [place, found.saved_at],
             )
             for place, found in self._found.items()
@@ -97,7 +102,10 @@ class MovedMoments(Lint):
 def _named_moments(
     optimizer: torch.optim.Optimizer, state: Any
 ) -> list[tuple[str, int]]:
-    """For each parameter that a module has: its name, and a checksum of the first of what a state knows of it."""
+    """For each parameter of a module: its name and a checksum of its state.
+
+    The checksum is of the first of what a state knows of it.
+    """
     known, groups = entry_of(state, "state"), entry_of(state, "param_groups")
     if not isinstance(known, dict) or not isinstance(groups, list):
         return []
@@ -116,9 +124,8 @@ def _named_moments(
         if first is not None and name and first.numel() and can_be_read(first):
             numbers = numbers_of(first)
             with torch.no_grad(), unwatched(), without_modes():
-                is_drawn = bool(
-                    (numbers != numbers.view(-1)[0]).any()
-                )  # those that are all zero are alike
+                # Those that are all zero are alike.
+                is_drawn = bool((numbers != numbers.view(-1)[0]).any())
             if is_drawn:
                 found.append((name, checksum(numbers)))
     return found

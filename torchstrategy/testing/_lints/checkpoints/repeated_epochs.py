@@ -1,4 +1,4 @@
-"""Samplers that begin again with epochs that were trained before the checkpoint was saved."""
+"""Samplers that begin again with epochs trained before the checkpoint was saved."""
 
 from __future__ import annotations
 
@@ -44,23 +44,22 @@ class _Case(NamedTuple):
 
 @final
 class RepeatedEpochs(Lint):
-    """Compares the first epoch of a sampler with that of the checkpoint from which an optimizer goes on.
+    """Compares the first epoch of a sampler with that of the checkpoint.
+
+    An optimizer goes on from this checkpoint.
 
     Who takes the weights alone begins with the first epoch, as one should.
     """
 
     def __init__(self, checkpoints: Checkpoints) -> None:
         self._checkpoints = checkpoints
-        self._restored: dict[int, set[Checkpoint]] = defaultdict(
-            set
-        )  # from which models have their weights
-        self._resumed: dict[
-            int, Checkpoint
-        ] = {}  # the one that a rank goes on from, until it has made a step
+        # From which models have their weights.
+        self._restored: dict[int, set[Checkpoint]] = defaultdict(set)
+        # The one that a rank goes on from, until it has made a step.
+        self._resumed: dict[int, Checkpoint] = {}
         self._epochs: Objects[Any, tuple[int, Place]] = Objects()
-        self._open: dict[
-            int, tuple[int, Place]
-        ] = {}  # what was set for the rows that a rank has now
+        # What was set for the rows that a rank has now.
+        self._open: dict[int, tuple[int, Place]] = {}
         self._found: dict[Place, _Case] = {}
 
     @override
@@ -132,8 +131,10 @@ def _finding(case: _Case) -> Finding | None:
     )
     return finding(
         "epoch-again",
-        f"Weights and optimizer go on from a checkpoint with `{case.name}` {number} ({case.checkpoint.place}), and the "
-        f"first `set_epoch` after it sets {first} ({case.place}): the {which} a second time.",
-        f'Count on from the checkpoint: `for epoch in range(checkpoint["{case.name}"], epochs)`.',
+        f"Weights and optimizer go on from a checkpoint with `{case.name}` {number} "
+        f"({case.checkpoint.place}), and the first `set_epoch` after it sets {first} "
+        f"({case.place}): the {which} a second time.",
+        f'Count on from the checkpoint: `for epoch in range(checkpoint["{case.name}"], '
+        "epochs)`.",
         [case.place, case.checkpoint.place],
     )

@@ -1,4 +1,4 @@
-"""Training that goes on from a checkpoint with an optimizer that has forgotten what it knew."""
+"""Training from a checkpoint with an optimizer that has forgotten what it knew."""
 
 from __future__ import annotations
 
@@ -51,8 +51,10 @@ class _Resume:
         restored: Where.
         kind: The name of its class.
         place: Where it steps.
-        counters: What had a number of the checkpoint at the first step, or the next number, and the number now.
-        began: The name and the number of the counter that goes on; None while there is none.
+        counters: What had a number of the checkpoint at the first step, or the next
+            number, and the number now.
+        began: The name and the number of the counter that goes on; None while there is
+            none.
     """
 
     checkpoint: Checkpoint
@@ -65,16 +67,18 @@ class _Resume:
 
 @final
 class Resumes(Lint):
-    """Looks for counters that go on from a number of the checkpoint, while an optimizer begins with an empty state.
+    """Looks for counters that go on from a number of the checkpoint.
 
-    Who takes the weights alone, to train them for something else, counts from the beginning.
+    The optimizer begins with an empty state meanwhile.
+
+    Who takes the weights alone, to train them for something else, counts from the
+    beginning.
     """
 
     def __init__(self, checkpoints: Checkpoints) -> None:
         self._checkpoints = checkpoints
-        self._trained: dict[int, dict[int, weakref.ref[Any]]] = defaultdict(
-            dict
-        )  # parameters, by id
+        # Parameters, by id.
+        self._trained: dict[int, dict[int, weakref.ref[Any]]] = defaultdict(dict)
         self._loaded: dict[
             int, dict[int, tuple[weakref.ref[Any], Checkpoint, Place]]
         ] = defaultdict(dict)
@@ -137,9 +141,8 @@ class Resumes(Lint):
         if resume is None:
             return
         moments, before = _moments_of(optimizer), resume.checkpoint.moments
-        if not moments or (
-            before and not before & moments
-        ):  # it needs none, or is one of another kind, on purpose
+        # It needs none, or is one of another kind, on purpose.
+        if not moments or (before and not before & moments):
             self._all.remove(resume)
             del self._resumes[optimizer]
 
@@ -167,10 +170,11 @@ def _finding(resume: _Resume, name: str, number: int) -> Finding | None:
     )
     return finding(
         "optimizer-not-restored",
-        f"The weights come from a checkpoint (loaded at {checkpoint.place}, used at {resume.restored}), and training "
-        f"goes on from its `{key}` {checkpoint.numbers[key]}: `{name}` was {number} in the first step "
+        f"The weights come from a checkpoint (loaded at {checkpoint.place}, used at "
+        f"{resume.restored}), and training goes on from its `{key}` "
+        f"{checkpoint.numbers[key]}: `{name}` was {number} in the first step "
         f"({resume.place}). The {resume.kind} has made that step with an empty state. "
-        f"{'The checkpoint has a state for it.' if checkpoint.groups else 'The checkpoint has no state for it.'}",
+        f"The checkpoint has {'a' if checkpoint.groups else 'no'} state for it.",
         f"{write[0].upper()}{write[1:]}",
         [resume.place, resume.restored, checkpoint.place],
     )
@@ -206,7 +210,10 @@ def _follow(resume: _Resume) -> None:
 
 
 def _counters(codes: set[CodeType] | None = None) -> Iterator[tuple[_Counter, int]]:
-    """The whole numbers that functions of the program have in variables now, or those functions."""
+    """The whole numbers in variables of the program's functions, or the functions.
+
+    The variables have them now.
+    """
     for frame in calls_of_the_user():
         if codes is not None and frame.f_code not in codes:
             continue

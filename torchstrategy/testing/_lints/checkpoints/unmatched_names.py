@@ -17,7 +17,10 @@ _PREFIXES = (WRAPPER, "_orig_mod.")  # the second one is of torch.compile
 
 
 class _Loaded(NamedTuple):
-    """What was loaded: the class of the model, the number of names, and the first name on both sides."""
+    """What was loaded: the class of the model, and how many names there were.
+
+    The first name on both sides is there, too.
+    """
 
     model: str
     num_names: int
@@ -27,7 +30,10 @@ class _Loaded(NamedTuple):
 
 @final
 class UnmatchedNames(Lint):
-    """Compares names where a model loads a state. Without `strict=False` torch raises an error."""
+    """Compares names where a model loads a state.
+
+    Without `strict=False` torch raises an error.
+    """
 
     def __init__(self) -> None:
         self._found: dict[Place, _Loaded] = {}
@@ -59,11 +65,15 @@ def _finding(place: Place, loaded: _Loaded) -> Finding | None:
     )
     mend = "Give the state the names of the model, and leave `strict=False` out."
     if prefix:
-        mend = f"Save the state of the model itself, whose names have no {prefix!r}, and leave `strict=False` out."
+        mend = (
+            f"Save the state of the model itself, whose names have no {prefix!r}, and "
+            "leave `strict=False` out."
+        )
     return finding(
         "nothing-loaded",
-        f"`load_state_dict` at {place} has loaded nothing: none of {loaded.num_names} names, such as "
-        f"{loaded.given!r}, is in {loaded.model}, which has {loaded.wanted!r}, and `strict=False` keeps that quiet.",
+        f"`load_state_dict` at {place} has loaded nothing: none of {loaded.num_names} "
+        f"names, such as {loaded.given!r}, is in {loaded.model}, which has "
+        f"{loaded.wanted!r}, and `strict=False` keeps that quiet.",
         mend,
         [place],
     )

@@ -1,4 +1,7 @@
-"""Files that one rank writes and another reads, where nothing says which of the two comes first."""
+"""Files that one rank writes and another reads.
+
+Nothing says which of the two comes first.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,8 @@ _FCNTL: Any = (
     importlib.import_module("fcntl") if importlib.util.find_spec("fcntl") else None
 )  # None on Windows
 _STANDARD = sysconfig.get_paths()["stdlib"]
-# Through these a program opens files of its own; others have files that no other rank's program reads, such as caches.
+# Through these a program opens files of its own; others have files that no other rank's
+# program reads, such as caches.
 _BETWEEN = (
     "pathlib",
     "io",
@@ -61,7 +65,10 @@ class _Use(NamedTuple):
 
 @final
 class Files(Lint):
-    """Notes who has written and read which files, and asks whether the later one knew of the earlier one."""
+    """Notes who has written and read which files.
+
+    Asks whether the later one knew of the earlier one.
+    """
 
     def __init__(self) -> None:
         self._written: dict[str, dict[int, _Use]] = defaultdict(dict)
@@ -71,9 +78,8 @@ class Files(Lint):
 
     @override
     def uses_file(self, facts: Facts, happened: Happened, what: str, file: Any) -> None:
-        if (
-            what == "locks"
-        ):  # who has it first, and what that rank does then, is not seen
+        # Who has it first, and what that rank does then, is not seen.
+        if what == "locks":
             self._has_locks = True
         elif what == "looks":
             self._looks(happened, facts.rank, file)
@@ -103,12 +109,16 @@ class Files(Lint):
             )
             self._found.setdefault(
                 (written.place, read.place),
-                f"Rank {reader} reads {Path(path).name} ({read.place}), and rank {writer} writes it ({written.place}), "
-                "and no collective of both is in between: it may find an older file, a part of one, or none.",
+                f"Rank {reader} reads {Path(path).name} ({read.place}), and rank "
+                f"{writer} writes it ({written.place}), and no collective of both is "
+                "in between: it may find an older file, a part of one, or none.",
             )
 
     def _looks(self, happened: Happened, rank: int, file: Any) -> None:
-        """A rank asks whether a file is there, or, with None, which ones: it may wait for what another one writes."""
+        """A rank asks whether a file is there, or, with None, which ones there are.
+
+        It may wait for what another one writes.
+        """
         path = None if file is None else _path_of(file)
         for known in self._written if file is None else [path]:
             for use in (
@@ -132,9 +142,15 @@ class Files(Lint):
 
 
 Tell = Callable[[str, Any], None]
-"""Is told what a program does with a file: `"reads"`, `"writes"`, `"looks"` or `"locks"`."""
+"""Is told what a program does with a file.
+
+It `"reads"`, `"writes"`, `"looks"` or `"locks"`.
+"""
 Does = tuple[str, Any] | None
-"""What a call does, and with which file, None for any; or None, if it does nothing with a file by name."""
+"""What a call does, and with which file, None for any.
+
+It is None if the call does nothing with a file by name.
+"""
 
 
 def replaced(tell: Tell) -> list[tuple[Any, str, Any]]:
@@ -216,7 +232,10 @@ def _locks(*_: Any, **__: Any) -> Does:
 
 
 def _path_of(file: Any) -> str | None:
-    """The whole path of a file; None of what is none, such as a buffer or the number of an open file."""
+    """The whole path of a file; None of what has no path.
+
+    A buffer has none, and the number of an open file.
+    """
     if not isinstance(file, (str, bytes, os.PathLike)):
         return None
     try:
@@ -227,7 +246,7 @@ def _path_of(file: Any) -> str | None:
 
 
 def _place() -> Place | None:
-    """Where the program opens a file; None if an import does, or a library for itself."""
+    """Where the program opens a file; None if an import or a library does."""
     frame: FrameType | None = inspect.currentframe()
     while frame is not None:
         name, file = str(frame.f_globals.get("__name__")), frame.f_code.co_filename

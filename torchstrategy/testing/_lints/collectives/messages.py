@@ -1,4 +1,4 @@
-"""Gradients that a stage of a pipeline receives for the output of another micro-batch."""
+"""Gradients that a pipeline's stage receives for another micro-batch's output."""
 
 from __future__ import annotations
 
@@ -52,7 +52,8 @@ class _Found(NamedTuple):
 class Messages(Lint):
     """Follows an output that a rank sends, and the gradient of it that comes back.
 
-    A rank that receives an output computes with the tensor in which it came, and sends the `grad` of that tensor.
+    A rank that receives an output computes with the tensor in which it came, and sends
+    the `grad` of that tensor.
     """
 
     def __init__(self) -> None:
@@ -60,9 +61,8 @@ class Messages(Lint):
         self._count = itertools.count(1)
         self._sent: dict[int, deque[_Message]] = defaultdict(_kept)
         self._received: dict[int, deque[_Message]] = defaultdict(_kept)
-        self._outputs: dict[
-            int, _Message
-        ] = {}  # by the number of a gradient: what it is the gradient of
+        # By the number of a gradient: what it is the gradient of.
+        self._outputs: dict[int, _Message] = {}
         self._times: Counter[_Found] = Counter()
 
     @override
@@ -75,9 +75,8 @@ class Messages(Lint):
             output = self._output_of(facts, tensor)
             if output is not None:
                 self._outputs[number] = output
-                if (
-                    len(self._outputs) > _MOST_GRADIENTS
-                ):  # of which the receiver has made no use
+                # Of which the receiver has made no use.
+                if len(self._outputs) > _MOST_GRADIENTS:
                     del self._outputs[next(iter(self._outputs))]
             else:
                 _keep(self._sent[facts.rank], number, tensor)
@@ -155,10 +154,12 @@ def _find(messages: deque[_Message], tensor: Any) -> list[_Message]:
 def _finding(found: _Found, times: int) -> Finding | None:
     return finding(
         "gradient-of-another-output",
-        f"`backward` at {found.backward_at} begins at an output that was sent at {found.sent_at}, and is given the "
-        f"gradient of another one: {times} times, a rank has sent gradients back in another order than it has "
-        f"received the outputs ({found.received_at}).",
-        "Send gradients back in the order in which they are received, or give all messages of a micro-batch a number: "
-        "`dist.send(t, dst, tag=m)` and `dist.recv(t, src, tag=m)`.",
+        f"`backward` at {found.backward_at} begins at an output that was sent at "
+        f"{found.sent_at}, and is given the gradient of another one: {times} times, a "
+        "rank has sent gradients back in another order than it has received the "
+        f"outputs ({found.received_at}).",
+        "Send gradients back in the order in which they are received, or give all "
+        "messages of a micro-batch a number: `dist.send(t, dst, tag=m)` and "
+        "`dist.recv(t, src, tag=m)`.",
         list(dict.fromkeys(found)),
     )

@@ -20,7 +20,10 @@ _KINDS = ("all_gather", "gather", "all_to_all")
 
 @final
 class Outputs(Lint):
-    """Compares the memory of the outputs of one call. Those that overlap in part may be columns of one matrix."""
+    """Compares the memory of the outputs of one call.
+
+    Those that overlap in part may be columns of one matrix.
+    """
 
     def __init__(self) -> None:
         self._found: dict[Place, tuple[str, int]] = {}
@@ -44,10 +47,10 @@ class Outputs(Lint):
         return [
             finding(
                 "outputs-share-memory",
-                f"{count} of the outputs of `{kind}` at {place} are the same tensor: what one rank has given is "
-                "written over what another one has given.",
-                "Make a tensor for each rank: `[torch.empty_like(x) for _ in range(world_size)]`. `[x] * n` is one "
-                "tensor n times.",
+                f"{count} of the outputs of `{kind}` at {place} are the same tensor: "
+                "what one rank has given is written over what another one has given.",
+                "Make a tensor for each rank: `[torch.empty_like(x) for _ in "
+                "range(world_size)]`. `[x] * n` is one tensor n times.",
                 [place],
             )
             for place, (kind, count) in self._found.items()

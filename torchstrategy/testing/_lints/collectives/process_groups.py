@@ -21,7 +21,10 @@ class _Made(NamedTuple):
 
 @final
 class ProcessGroups(Lint):
-    """Compares the calls of `new_group`. torch names groups by their number, so that all ranks have to make each."""
+    """Compares the calls of `new_group`, which all ranks have to make.
+
+    Torch names groups by their number.
+    """
 
     def __init__(self) -> None:
         self._made: dict[int, list[_Made]] = defaultdict(list)
@@ -48,10 +51,11 @@ def _finding(
 ) -> Finding | None:
     return finding(
         "groups-differ",
-        f"Call {number} of `dist.new_group` has the ranks {list(own.ranks)} on rank {first} ({own.place}) and "
-        f"{list(other.ranks)} on rank {rank} ({other.place}). torch takes both for one group: on a cluster, this "
-        "hangs or adds up the numbers of other ranks.",
-        "Make all groups in all processes, in the same order, and keep the one that has your rank; or "
-        "`dist.new_group(ranks, use_local_synchronization=True)`.",
+        f"Call {number} of `dist.new_group` has the ranks {list(own.ranks)} on rank "
+        f"{first} ({own.place}) and {list(other.ranks)} on rank {rank} "
+        f"({other.place}). torch takes both for one group: on a cluster, this hangs or "
+        "adds up the numbers of other ranks.",
+        "Make all groups in all processes, in the same order, and keep the one that "
+        "has your rank; or `dist.new_group(ranks, use_local_synchronization=True)`.",
         [own.place, other.place],
     )

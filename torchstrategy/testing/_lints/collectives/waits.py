@@ -1,4 +1,7 @@
-"""Memory that a collective or a message still uses, and that the program uses before it has waited."""
+"""Memory that a collective or message still uses, and the program uses, too.
+
+The program has not waited before.
+"""
 
 from __future__ import annotations
 
@@ -36,9 +39,8 @@ _MOST_ELEMENTS = 1_000_000
 class _Piece(NamedTuple):
     """Memory that is in use until the program waits."""
 
-    storage: weakref.ref[
-        Any
-    ]  # a backend keeps it; here other tensors may get the memory when it is gone
+    # A backend keeps it; here other tensors may get the memory when it is gone.
+    storage: weakref.ref[Any]
     start: int
     end: int
     is_written: bool
@@ -49,7 +51,10 @@ class _Piece(NamedTuple):
 
 @final
 class Waits(Follower):
-    """Keeps what is under way between the call of a program and its wait, and sees operators only meanwhile."""
+    """Keeps what is under way between a program's call and its wait.
+
+    It sees operators only meanwhile.
+    """
 
     def __init__(self) -> None:
         self._pieces: dict[int, list[_Piece]] = {}  # by rank
@@ -150,22 +155,29 @@ class Waits(Follower):
             facts.was_awaited = False
             self._steps_early.setdefault(
                 (place, piece.place),
-                f"On rank {rank}, `{type(optimizer).__name__}.step()` ({place}) reads a gradient before `wait()`, "
-                f"{in_words([tensor])}: {piece.part} has still to write it. Each rank steps with its own gradient.",
+                f"On rank {rank}, `{type(optimizer).__name__}.step()` ({place}) reads "
+                f"a gradient before `wait()`, {in_words([tensor])}: {piece.part} has "
+                "still to write it. Each rank steps with its own gradient.",
             )
             return
         still = "has still to write" if piece.is_written else "may still be reading"
         name = func.name().partition("::")[2].partition(".")[0]
         self._found.setdefault(
             (place, piece.place),
-            f"Rank {rank} {does} {in_words([tensor])} ({name}, {place}), which {piece.part} {still}: it has not waited "
-            "for it.",
+            f"Rank {rank} {does} {in_words([tensor])} ({name}, {place}), which "
+            f"{piece.part} {still}: it has not waited for it.",
         )
 
     @override
     def findings(self) -> list[Finding | None]:
-        of_steps = "Call `wait()` on what each call for a gradient returned before `optimizer.step()`."
-        of_others = "Call `wait()` on what that call returned before you use its tensor, or use another tensor meanwhile."
+        of_steps = (
+            "Call `wait()` on what each call for a gradient returned before "
+            "`optimizer.step()`."
+        )
+        of_others = (
+            "Call `wait()` on what that call returned before you use its tensor, or "
+            "use another tensor meanwhile."
+        )
         found = [(key, says, of_steps) for key, says in self._steps_early.items()]
         found += [(key, says, of_others) for key, says in self._found.items()]
         return [
@@ -194,7 +206,7 @@ def _span(tensor: Any) -> tuple[int, int] | None:
 
 
 def _has_elements_in(tensor: torch.Tensor, start: int, end: int) -> bool:
-    """Whether an element of a tensor is in some memory: there may be gaps in the tensor."""
+    """Whether an element of a tensor, which may have gaps, is in some memory."""
     first, last = span(tensor)
     size = tensor.element_size()
     if (last - first) == tensor.numel() * size:
@@ -216,7 +228,10 @@ Uses = Callable[[Sequence[Any], dict[str, Any]], Iterator[tuple[torch.Tensor, bo
 
 @functools.cache
 def _uses_of(op: Any) -> Uses | None:
-    """A function that finds the tensors which an operator reads or writes; None of one that looks into no memory."""
+    """A function that finds the tensors which an operator reads or writes.
+
+    It is None of an operator that looks into no memory.
+    """
     if not isinstance(op, Operator) or op.name().startswith(_OF_COLLECTIVES):
         return None
     declared = schema(op)

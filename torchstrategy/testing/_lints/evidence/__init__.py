@@ -1,7 +1,9 @@
-"""What lints know of a program before they judge it: its tensors, modules, losses, rows and steps.
+"""What lints know of a program before they judge it.
 
-It answers: which tensors, modules, losses and rows are there, where did the program make them, and what has a rank
-done since its last step? Nothing here names a mistake.
+That is of its tensors, modules, losses, rows and steps.
+
+It answers: which tensors, modules, losses and rows are there, where did the program
+make them, and what has a rank done since its last step? Nothing here names a mistake.
 
     asking        questions to objects of the program, which may refuse to be asked
     nodes         nodes of autograd's graphs

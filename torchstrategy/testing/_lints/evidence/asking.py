@@ -9,14 +9,14 @@ import numpy as np
 
 T = TypeVar("T")
 
-# Note [Objects that refuse]
-# `len(dataset)` may raise any error, and so may an attribute: by `__getattr__`, by a property, or since `__init__` of
-# a subclass has not called that of torch. The program never asks so, and is right. A lint that asks leaves that one
-# object alone then, and goes on with the others.
+# Note [Objects that refuse] `len(dataset)` may raise any error, and so may an
+# attribute: by `__getattr__`, by a property, or since `__init__` of a subclass has not
+# called that of torch. The program never asks so, and is right. A lint that asks leaves
+# that one object alone then, and goes on with the others.
 
 
 def asked(question: Callable[[], T], otherwise: T) -> T:
-    """The answer of objects of the program to a question; something else if they refuse."""
+    """The program's objects' answer to a question; another value if they refuse."""
     try:
         return question()
     except Exception:
@@ -24,12 +24,15 @@ def asked(question: Callable[[], T], otherwise: T) -> T:
 
 
 def attribute(thing: Any, name: str, otherwise: Any = None) -> Any:
-    """An attribute of an object of the program; something else if it has none, or refuses."""
+    """An attribute of a program's object; another value if it has none, or refuses."""
     return asked(lambda: getattr(thing, name, otherwise), otherwise)
 
 
 def is_set(thing: Any, name: str) -> bool:
-    """Whether an attribute is set. That of an object that has an answer to each name, as a mock has, says nothing."""
+    """Whether an attribute is set.
+
+    That of an object that has an answer to each name, as a mock has, says nothing.
+    """
     value = attribute(thing, name)
     return isinstance(value, (int, np.bool_)) and bool(value)
 
@@ -46,7 +49,10 @@ def length_of(thing: Any) -> int | None:
 
 
 def entry_of(mapping: Any, key: Any) -> Any:
-    """What a dictionary has; None if it has nothing, or is none. A `get` of the program's own is not called."""
+    """What a dictionary has; None if it has nothing, or is none.
+
+    A `get` of the program's own is not called.
+    """
     return dict.get(mapping, key) if isinstance(mapping, dict) else None
 
 

@@ -1,4 +1,4 @@
-"""The whole numbers that a function of the program knows, such as the length of a schedule."""
+"""The whole numbers that a program's function knows, such as a schedule's length."""
 
 from __future__ import annotations
 
@@ -15,9 +15,12 @@ _DEEPEST = 3  # a function that calls another one
 
 
 def constants_of(function: Any) -> dict[str, int]:
-    """Those in its closure, defaults and attributes, in arguments of `partial`, and in globals, by name.
+    """The numbers in a function's closure, defaults, attributes and globals, by name.
 
-    Of an object, only attributes that the function names count. Nothing of the program is called.
+    Those in arguments of `partial` are there, too.
+
+    Of an object, only attributes that the function names count. Nothing of the program
+    is called.
     """
     found: dict[str, int] = {}
     for name, number in _numbers(function, _DEEPEST):
@@ -35,7 +38,10 @@ def mentions(function: Any, *words: str) -> bool:
 
 
 def multiplies(function: Any) -> bool:
-    """Whether a function, or one that it calls, multiplies and has a whole number above 2, as in `10 * epochs`."""
+    """Whether a function multiplies and has a whole number above 2.
+
+    `10 * epochs` does. A function that it calls may do so, too.
+    """
     return any(
         _multiplies(list(dis.get_instructions(code)))
         for code in _codes(function, _DEEPEST)
@@ -113,9 +119,8 @@ def _known_to(function: Any) -> Iterator[tuple[str, Any]]:
             yield name, cell.cell_contents
     defaults = plain.__defaults__ or ()
     arguments = code.co_varnames[: code.co_argcount]
-    yield from zip(
-        reversed(arguments), reversed(defaults), strict=False
-    )  # the program may have given it more of them
+    # The program may have given it more of them.
+    yield from zip(reversed(arguments), reversed(defaults), strict=False)
     yield from (plain.__kwdefaults__ or {}).items()
     yield from (
         (name, plain.__globals__[name])

@@ -1,4 +1,8 @@
-"""What a data set holds: ranks whose data sets hold other things have no rows in common, whatever their numbers are."""
+"""What a data set holds.
+
+Ranks whose data sets hold other things have no rows in common, whatever their numbers
+are.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +31,10 @@ _NUMBERS = (float, complex, bool, type(None), range, slice, np.generic)
 
 
 def content_of(dataset: Any) -> int:
-    """A checksum of what a data set holds: of its tensors, arrays, paths and settings. Some of many are looked at."""
+    """A checksum of what a data set holds: of its tensors, arrays, paths and settings.
+
+    Some of many are looked at.
+    """
     return zlib.crc32(
         "\n".join(islice(_words_of(dataset, _DEEPEST), _MOST_WORDS)).encode(
             errors="replace"

@@ -26,14 +26,18 @@ class Way(NamedTuple):
     """How a rank came to a step.
 
     Attributes:
-        was_called: Whether the model was called since the step before, through what wraps it.
+        was_called: Whether the model was called since the step before, through what
+            wraps it.
         was_synchronized: Whether that was outside of `no_sync`.
         was_left_open: Whether the last call was in `no_sync`.
-        was_awaited: Whether the step has read no gradient that a collective has still to write.
+        was_awaited: Whether the step has read no gradient that a collective has still
+            to write.
         skips: How many steps `GradScaler` has skipped until now.
         rates: The learning rates of the optimizer; None if they are not known.
-        state: What the optimizer keeps of its first parameter: numbers, and what is kept of tensors, by name.
-        is_own: Whether the program has made the step itself. It may have moved weights before, and back, which rounds.
+        state: What the optimizer keeps of its first parameter: numbers, and what is
+            kept of tensors, by name.
+        is_own: Whether the program has made the step itself. It may have moved weights
+            before, and back, which rounds.
     """
 
     was_called: bool = True
@@ -58,7 +62,8 @@ class Snapshot:
         tensors: The tensors.
         way: How it came to the step.
         sparse: Of sparse gradients, checksums of their indices and of their values.
-        factors: By what gradients were multiplied since the last `backward`, those that were.
+        factors: By what gradients were multiplied since the last `backward`, those that
+            were.
         steps: How many steps the rank has made before.
     """
 
@@ -158,15 +163,18 @@ class Copies:
         key: The same in all ranks.
         ranks: Who has copies.
         is_wrapped: Whether `DistributedDataParallel` keeps them alike.
-        may_differ: Whether nobody said that they are to be alike at the beginning: if they are not, they are no copies.
+        may_differ: Whether nobody said that they are to be alike at the beginning: if
+            they are not, they are no copies.
         is_a_guess: Whether only equal gradients can say that they are copies.
         begun: The names of the parameters that were there when they were wrapped.
         frozen: Those of them that had no gradient then.
         wrapped_at: Where that was.
-        reduced_at: Where a collective of the program has reduced their gradients; None if none has.
+        reduced_at: Where a collective of the program has reduced their gradients; None
+            if none has.
         named: Finds the tensors of a rank, by name.
         steps: How many steps a rank has made with them.
-        begun_after: How many steps a rank had made before it made the first one with them.
+        begun_after: How many steps a rank had made before it made the first one with
+            them.
     """
 
     key: tuple[Any, ...]
@@ -186,21 +194,20 @@ class Copies:
     began_alike: bool = False
     began_apart: bool = False
     was_compared: bool = False  # at the beginning
-    late: Parted | None = (
-        None  # of a guess that began alike: since some step, by gradients that differ
-    )
-    last_alike: int = (
-        -1
-    )  # the steps before the last one in which gradients were alike, and no constants
+    # Of a guess that began alike: since some step, by gradients that differ.
+    late: Parted | None = None
+    # The steps before the last one in which gradients were alike, and no constants.
+    last_alike: int = -1
     _waiting: dict[float, dict[int, Snapshot]] = field(default_factory=dict)
-    _kept: dict[str, list[torch.Tensor]] = field(
-        default_factory=dict
-    )  # those that differ, until the end
+    # Those that differ, until the end.
+    _kept: dict[str, list[torch.Tensor]] = field(default_factory=dict)
     _is_rounded: bool = False
     _beginning: dict[int, Snapshot] = field(default_factory=dict)
 
     def add(self, rank: int, step: float, snapshot: Snapshot) -> None:
-        """Adds what a rank has after a step, and compares it with what the others have, once all have made it.
+        """Adds what a rank has after a step, and compares it with what others have.
+
+        It does so once all have made the step.
 
         `step` is a half more before the next step, and 0 before the first.
         """
@@ -240,7 +247,8 @@ class Copies:
         ):
             names = []
         if not names:
-            # Copies that come together again are trained apart on purpose, as by averaging each few steps.
+            # Copies that come together again are trained apart on purpose, as by
+            # averaging each few steps.
             self.is_over = (
                 self.parted is not None and self.parted.names[0] in first.values
             )
@@ -280,7 +288,7 @@ class Copies:
         self._part(Parted(int(step), apart_or_all, ranks, bool(apart), there), there)
 
     def _guess(self, step: float, there: dict[int, Snapshot], names: list[str]) -> None:
-        """Other weights have other gradients: if these are alike, somebody has reduced them."""
+        """Other weights have other gradients: if they are alike, they were reduced."""
         if step == 0:
             self._beginning = there
             self.began_apart = any(map(_is_drawn, there[self.ranks[0]].values.values()))
@@ -313,9 +321,8 @@ class Copies:
     def _part(self, parted: Parted, there: dict[int, Snapshot]) -> None:
         self.parted = parted
         for name in parted.names[:_MOST_KEPT]:
-            held = [
-                there[rank].tensors.get(name) for rank in self.ranks
-            ]  # a buffer may be on some ranks alone
+            # A buffer may be on some ranks alone.
+            held = [there[rank].tensors.get(name) for rank in self.ranks]
             found = [tensor() for tensor in held if tensor is not None]
             self._kept[name] = [tensor for tensor in found if tensor is not None]
 
@@ -349,7 +356,7 @@ def _have_other_gradients(first: Snapshot, other: Snapshot, name: str) -> bool:
 
 
 def _have_one_gradient(first: Snapshot, others: Mapping[int, Snapshot]) -> bool:
-    """Whether ranks have made a step with gradients that are alike, and no constants."""
+    """Whether ranks made a step with gradients that are alike, and no constants."""
     if not first.gradients or not all(map(_is_drawn, first.gradients.values())):
         return False
     names, there = list(first.gradients), list(others.values())

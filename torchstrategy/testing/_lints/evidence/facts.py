@@ -1,4 +1,4 @@
-"""What each rank has done since its last step: for all lints, which ask in other ways."""
+"""What each rank has done since its last step, for lints of all kinds."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ class Backward:
         place: Where it was called.
         way: Through which lines.
         terms: Of what the loss is made.
-        is_plain: Whether it had no gradient of the caller's, and did not keep its graph for another call.
+        is_plain: Whether it had no gradient of the caller's, and did not keep its graph
+            for another call.
         changed: The parameters, by id, whose gradients it has changed.
         scale: By what mixed precision has multiplied the loss; None if by nothing.
         is_given: Whether it was `torch.autograd.grad`, which adds to no gradient.
@@ -61,7 +62,10 @@ class Backward:
 
 @final
 class Factor(NamedTuple):
-    """By what a gradient was multiplied, and where it was last; the number is None if nobody knows it."""
+    """By what a gradient was multiplied, and where it was last.
+
+    The number is None if nobody knows it.
+    """
 
     number: float | None
     place: Place
@@ -99,28 +103,38 @@ class Facts:
         size: How many there are.
         models: Its models of `DistributedDataParallel`.
         optimizers: Its optimizers.
-        leaves: Parameters of losses, by id, where no optimizer was made since lints watch.
-        steps: How many steps it has made. Steps of an optimizer within those of another one do not count.
+        leaves: Parameters of losses, by id, where no optimizer was made since lints
+            watch.
+        steps: How many steps it has made. Steps of an optimizer within those of another
+            one do not count.
         scale: The scale of mixed precision; None if there is none.
         skips: How many steps `GradScaler` has skipped.
-        stepping: The optimizer that makes a step now. What it does to gradients and parameters is its own.
+        stepping: The optimizer that makes a step now. What it does to gradients and
+            parameters is its own.
 
-        backwards: The calls of `backward` since the last step, or since gradients were zeroed.
+        backwards: The calls of `backward` since the last step, or since gradients were
+            zeroed.
         called: The keys of models that were called since the last step, to be trained.
         synchronized: The keys of those that were called outside of `no_sync`.
         left_open: The keys of those whose last call was in `no_sync`.
-        gradients: Where gradients were after the last `backward`: the address by the id of the parameter.
+        gradients: Where gradients were after the last `backward`: the address by the id
+            of the parameter.
         addresses: All of these addresses.
         factors: By what gradients were multiplied since then, by their address.
         clipped: By what `clip_grad_norm_` multiplied them, which `factors` leaves out.
         flats: What the program has put together of gradients, as one tensor.
-        reduced: How gradients were reduced by collectives of the program, by their address.
+        reduced: How gradients were reduced by collectives of the program, by their
+            address.
         reducers: Among whom that was.
-        apart: The addresses of gradients that were reduced in a flat tensor, and that are as they were.
-        was_awaited: Whether the step has read no gradient that a collective has still to write.
+        apart: The addresses of gradients that were reduced in a flat tensor, and that
+            are as they were.
+        was_awaited: Whether the step has read no gradient that a collective has still
+            to write.
         has_had_optimizers: Whether it has had some, which may be gone.
-        given: What `torch.autograd.grad` has returned, by the id of the parameter, where there is no optimizer.
-        used: With what gradients a step of the program's own has changed parameters, by their id.
+        given: What `torch.autograd.grad` has returned, by the id of the parameter,
+            where there is no optimizer.
+        used: With what gradients a step of the program's own has changed parameters, by
+            their id.
     """
 
     rank: int
@@ -160,8 +174,8 @@ class Facts:
     def add_leaves(self, leaves: Sequence[torch.Tensor]) -> None:
         """Notes leaves of losses.
 
-        An input with a gradient does not count beside the parameters of a model: it is written for an attack, say, and
-        not to train.
+        An input with a gradient does not count beside the parameters of a model: it is
+        written for an attack, say, and not to train.
         """
         there = {own: leaf for own, leaf in self.leaves.items() if leaf() is not None}
         there |= {id(leaf): weakref.ref(leaf) for leaf in leaves}
@@ -173,28 +187,32 @@ class Facts:
         self.leaves = parameters or there
 
     def gradient_of(self, parameter: torch.Tensor) -> torch.Tensor | None:
-        """The gradient of a parameter: its own, or what `torch.autograd.grad` has returned."""
+        """The gradient of a parameter: its own, or what `torch.autograd.grad` gave."""
         if parameter.grad is not None:
             return parameter.grad
         given = self.given.get(id(parameter))
         return None if given is None else given()
 
     def address_of_gradient(self, parameter: torch.Tensor) -> int:
-        """Where its gradient of the last `backward` is; 0 if the program has put another one there.
+        """Where its gradient of the last `backward` is; 0 if the program replaced that.
 
-        Those of `torch.autograd.grad` may be gone: a program may keep what it has put together of them alone. Another
-        tensor may be where the gradient of another parameter was.
+        Those of `torch.autograd.grad` may be gone: a program may keep what it has put
+        together of them alone. Another tensor may be where the gradient of another
+        parameter was.
         """
         made = self.gradients.get(id(parameter), 0)
         is_given = parameter.grad is None and id(parameter) in self.given
         return made if is_given or address_of(parameter.grad) == made else 0
 
     def gradients_in(self, written: Any) -> set[int]:
-        """The addresses of gradients among what an operator writes: a tensor, or several."""
+        """The addresses of gradients in the tensor or tensors an operator writes."""
         return self.addresses.intersection(addresses_of(written)) - {0}
 
     def puts_together(self, flat: torch.Tensor, parts: Sequence[Any]) -> None:
-        """Notes which gradients a tensor has copies of: some parts were written beside each other."""
+        """Notes which gradients a tensor has copies of.
+
+        Some parts were written beside each other.
+        """
         gradients = [
             address
             for address in addresses_of(parts)
@@ -228,7 +246,10 @@ class Facts:
         self.reducers = tuple(ranks)
 
     def takes_flats(self) -> None:
-        """A step is made with what is in flat tensors: what these were multiplied by, the gradients were."""
+        """A step is made with what is in flat tensors.
+
+        What these were multiplied by, the gradients were.
+        """
         for flat in self.flats.facts():
             if flat.is_reduced and flat.factor is not None:
                 self.multiplies(self.apart & flat.parts.keys(), *flat.factor)
@@ -236,19 +257,28 @@ class Facts:
     def multiplies(
         self, gradients: Iterable[int], number: float | None, place: Place
     ) -> None:
-        """The program multiplies gradients, given by their addresses; by None: nobody knows by what."""
+        """The program multiplies gradients, given by their addresses.
+
+        By None: nobody knows by what.
+        """
         for address in gradients:
             self.factors[address] = Factor(
                 _product(self.factor_at(address), number), place
             )
 
     def factor_at(self, address: int) -> float | None:
-        """By what number the program has multiplied a gradient, apart from clipping; None if nobody knows."""
+        """By what number the program has multiplied a gradient, apart from clipping.
+
+        It is None if nobody knows.
+        """
         factor = self.factors.get(address)
         return 1.0 if factor is None else factor.number
 
     def multiplied(self, gradient: torch.Tensor | None) -> Factor | None:
-        """By what a gradient was multiplied since the last `backward`; None of one that was not."""
+        """By what a gradient was multiplied since the last `backward`, or None.
+
+        It is None if it was not multiplied.
+        """
         address = 0 if gradient is None else address_of(gradient)
         by_hand, clipped = self.factors.get(address), self.clipped.get(address)
         if by_hand is None or clipped is None:
@@ -256,7 +286,10 @@ class Facts:
         return Factor(_product(by_hand.number, clipped.number), clipped.place)
 
     def companions(self) -> tuple[int, ...]:
-        """The ranks with which this one trains one model, as far as its calls since the last step say."""
+        """The ranks with which this one trains one model.
+
+        Its calls since the last step say so, as far as they go.
+        """
         for model in self.models:
             if model.key in self.called:
                 return model.ranks
@@ -287,19 +320,28 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 
 def members_of(group: Any) -> list[Any]:
-    """The parameters of a group of an optimizer, or their positions in a state; some of the program's own have none."""
+    """The parameters of an optimizer's group, or their positions in a state.
+
+    Some optimizers of the program's own have none.
+    """
     members = entry_of(group, "params")
     return list(members) if isinstance(members, (list, tuple)) else []
 
 
 def has_step_of_torch(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the step of an optimizer is that of torch: it reads learning rates as they are, and keeps no weights."""
+    """Whether the step of an optimizer is that of torch.
+
+    It reads learning rates as they are, and keeps no weights.
+    """
     step = inspect.unwrap(type(optimizer).step)
     return str(step.__module__).startswith("torch.optim.")
 
 
 def tensors_in(values: Iterable[Any], depth: int = _DEEPEST) -> Iterator[torch.Tensor]:
-    """The tensors among what an operator gets or makes, also those in lists. A list may have itself."""
+    """The tensors among what an operator gets or makes, also those in lists.
+
+    A list may have itself.
+    """
     for value in values:
         if isinstance(value, torch.Tensor):
             yield value
@@ -308,12 +350,15 @@ def tensors_in(values: Iterable[Any], depth: int = _DEEPEST) -> Iterator[torch.T
 
 
 def address_of(tensor: Any) -> int:
-    """Where the numbers of a tensor are; 0 of none, or of one that has them elsewhere."""
+    """Where a tensor's numbers are; 0 of none, or of one with them elsewhere."""
     return tensor.data_ptr() if is_plain(tensor) else 0
 
 
 def addresses_of(written: Any) -> list[int]:
-    """Where the numbers of a tensor are, or of each of several: what an operator gets as its first argument."""
+    """Where the numbers of a tensor are, or of each of several.
+
+    That is what an operator gets as its first argument.
+    """
     return list(
         map(address_of, written if isinstance(written, (list, tuple)) else [written])
     )

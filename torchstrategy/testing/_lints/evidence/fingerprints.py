@@ -23,7 +23,10 @@ _PRIME = 7919
 
 
 class Fingerprint(NamedTuple):
-    """What is kept of a tensor. Each NaN in a sample is the one object `math.nan`, so that two samples can be equal."""
+    """What is kept of a tensor.
+
+    Each NaN in a sample is the one object `math.nan`, so that two samples can be equal.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -32,16 +35,22 @@ class Fingerprint(NamedTuple):
 
     @property
     def is_drawn(self) -> bool:
-        """Whether the numbers differ, as random ones do: all zeros say nothing of what ranks are to share."""
+        """Whether the numbers differ, as random ones do.
+
+        All zeros say nothing of what ranks are to share.
+        """
         return len(set(self.sample)) > 2
 
     def divided_by(self, number: float) -> Fingerprint:
-        """What is kept of a tensor that became this one when it was multiplied by a number; no checksum."""
+        """What is kept of a tensor that was multiplied by a number to be this one.
+
+        There is no checksum.
+        """
         sample = tuple(one if one is math.nan else one / number for one in self.sample)
         return self._replace(checksum=0, sample=sample)
 
     def is_close_to(self, other: Fingerprint) -> bool:
-        """Whether two tensors differ by rounding only, as far as some of their numbers say."""
+        """Whether two tensors differ by rounding only, as far as some numbers say."""
         if self.shape != other.shape:
             return False
         size = max(
@@ -84,12 +93,15 @@ _READABLE = _ORDINARY | {
 
 
 def has_ordinary_numbers(tensor: torch.Tensor) -> bool:
-    """Whether a tensor can be read, and its numbers can be taken apart: no complex, quantized or packed ones."""
+    """Whether a tensor can be read, and its numbers can be taken apart.
+
+    Complex, quantized or packed ones cannot.
+    """
     return tensor.dtype in _ORDINARY and can_be_read(tensor)
 
 
 def can_be_read(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has numbers of its own, in one piece of memory, which is there."""
+    """Whether a tensor has its own numbers, in one piece of memory, which is there."""
     if not is_plain(tensor) or tensor.dtype not in _READABLE:
         return False
     if tensor.numel() and own_storage(tensor) is None:  # the program may have freed it
@@ -98,7 +110,10 @@ def can_be_read(tensor: torch.Tensor) -> bool:
 
 
 def numbers_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The numbers of a tensor, on the CPU, in one piece. Nobody is told that they are read."""
+    """The numbers of a tensor, on the CPU, in one piece.
+
+    Nobody is told that they are read.
+    """
     with torch.no_grad(), unwatched(), without_modes():
         tensor = tensor.detach()
         return (on_cpu(tensor) if is_simulated(tensor) else tensor).contiguous()
@@ -130,7 +145,10 @@ def fingerprint(tensor: torch.Tensor | None) -> Fingerprint | None:
 
 
 def of_sparse(tensor: torch.Tensor) -> tuple[Fingerprint | None, tuple[int, int]]:
-    """What is kept of a sparse tensor: of its numbers, whatever their order is, and checksums of indices and values."""
+    """What is kept of a sparse tensor.
+
+    It is of its numbers, whatever their order is, and checksums of indices and values.
+    """
     with torch.no_grad(), unwatched(), without_modes():
         here = (
             on_cpu(tensor.detach()) if is_simulated(tensor) else tensor.detach().cpu()
@@ -163,9 +181,8 @@ def hashes_of_rows(tensor: torch.Tensor) -> list[int]:
     numbers = numbers_of(tensor)
     with torch.no_grad(), unwatched(), without_modes():
         flat = numbers.reshape(len(numbers), -1)
-        if (
-            flat.shape[1] > _SAMPLED
-        ):  # with equal steps it could be one of several features each time
+        # With equal steps it could be one of several features each time.
+        if flat.shape[1] > _SAMPLED:
             flat = flat[:, torch.arange(_SAMPLED) * _PRIME % flat.shape[1]]
         return [hash(tuple(row)) for row in flat.tolist()]
 
@@ -180,7 +197,10 @@ def few_numbers(tensor: torch.Tensor) -> list[Any] | None:
 
 
 def number_of(value: Any) -> float | None:
-    """The number that a value is, or that a tensor has; None if there is none, or it cannot be read."""
+    """The number that a value is, or that a tensor has.
+
+    It is None if there is none, or it cannot be read.
+    """
     if not isinstance(value, torch.Tensor):
         # A whole number may be too large.
         return (

@@ -13,7 +13,10 @@ T = TypeVar("T")
 
 
 def is_plain(tensor: Any) -> bool:
-    """Whether something is a tensor with memory of its own, and not one that stands for others."""
+    """Whether something is a tensor with memory of its own.
+
+    It stands for no others then.
+    """
     if (
         type(tensor) not in (torch.Tensor, torch.nn.Parameter)
         or tensor.layout is not torch.strided
@@ -23,7 +26,10 @@ def is_plain(tensor: Any) -> bool:
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """How often a tensor was written on, as torch counts; 0 of one of inference mode, where nobody counts."""
+    """How often a tensor was written on, as torch counts.
+
+    It is 0 in inference mode, where nobody counts.
+    """
     return 0 if tensor.is_inference() else tensor._version
 
 

@@ -1,4 +1,7 @@
-"""Of what a loss is made, as autograd's graph says: means, over how many numbers, and what they were multiplied by."""
+"""Of what a loss is made, as autograd's graph says.
+
+It is made of means, over how many numbers, and what they were multiplied by.
+"""
 
 from __future__ import annotations
 
@@ -93,9 +96,8 @@ def terms_of(loss: torch.Tensor, scale: float | None = None) -> list[Term]:
             )
             is_division = name.startswith("Div")
             if is_division and followers[0] is None:
-                found.append(
-                    _end(None, "", divisors, multipliers)
-                )  # a number divided by the loss
+                # A number divided by the loss.
+                found.append(_end(None, "", divisors, multipliers))
             elif not is_division and scale is not None and number == scale:
                 waiting.append((following, divisors, multipliers))
             elif is_division:
@@ -108,7 +110,10 @@ def terms_of(loss: torch.Tensor, scale: float | None = None) -> list[Term]:
 
 
 def is_scaled(loss: torch.Tensor, scale: float | None) -> bool:
-    """Whether the last thing that was done to a loss is to multiply it by the scale of mixed precision."""
+    """Whether a loss was last multiplied by the scale of mixed precision.
+
+    Nothing else was done to it afterwards.
+    """
     node = loss.grad_fn
     if (
         scale is None
@@ -138,7 +143,10 @@ def leaves_of(loss: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _number_at(node: Any) -> float | None:
-    """The number that a node multiplies or divides by; None if both of its operands have gradients."""
+    """The number that a node multiplies or divides by.
+
+    It is None if both of its operands have gradients.
+    """
     with_gradient = [
         following for following, _ in node.next_functions if following is not None
     ]
@@ -188,7 +196,10 @@ def _end(node: Any, name: str, divisors: Numbers, multipliers: Numbers) -> Term:
 
 
 def _multipliers_before(node: Any) -> Iterator[float]:
-    """The numbers by which all that is added up was multiplied, right before that. A mask may be between them."""
+    """The numbers by which all that is added up was multiplied, right before that.
+
+    A mask may be between them.
+    """
     for _ in range(_MOST_NODES_BEFORE):
         followers = [
             following for following, _ in node.next_functions if following is not None

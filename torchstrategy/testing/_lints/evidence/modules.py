@@ -15,10 +15,10 @@ from torchstrategy.testing._lints.torch_internals import Dropout, NormBase, held
 WRAPPER = "module."  # how `DistributedDataParallel` calls what it wraps
 _STATISTICS = "running_mean"
 
-# Note [Modules of the program]
-# A class of the program may have a `parameters` of its own, with other arguments or groups for an optimizer. It may
-# have no hash, or an `==` that gives a tensor, and its `__init__` may not have called that of torch. So lints ask for
-# what a module has by these functions, which call nothing of the program.
+# Note [Modules of the program] A class of the program may have a `parameters` of its
+# own, with other arguments or groups for an optimizer. It may have no hash, or an `==`
+# that gives a tensor, and its `__init__` may not have called that of torch. So lints
+# ask for what a module has by these functions, which call nothing of the program.
 
 
 def living_modules() -> Iterator[nn.Module]:
@@ -63,14 +63,20 @@ def joined(prefix: str, name: str) -> str:
 
 
 def has_statistics(module: nn.Module) -> bool:
-    """Whether a module is a norm with statistics of several rows. One that was scripted has another class."""
+    """Whether a module is a norm with statistics of several rows.
+
+    One that was scripted has another class.
+    """
     return isinstance(module, NormBase) or any(
         name == _STATISTICS for name, _ in own_buffers(module)
     )
 
 
 def rate_of_dropout(layer: nn.Module) -> float:
-    """How much a layer drops; 0 if the program has put something else there than a number, as a layer of its own."""
+    """How much a layer drops; 0 if the program has put no number there.
+
+    It may have put a layer of its own there.
+    """
     return (
         number_of(attribute(layer, "p" if isinstance(layer, Dropout) else "dropout"))
         or 0.0
@@ -87,7 +93,10 @@ def owners_of(parameter: torch.Tensor) -> list[nn.Module]:
 
 
 def longest_names(parameters: Sequence[torch.Tensor]) -> dict[int, str]:
-    """The name of each in the largest module that has it, by id. Those that no module has are left out."""
+    """The name of each in the largest module that has it, by id.
+
+    Those that no module has are left out.
+    """
     wanted = {id(parameter) for parameter in parameters}
     names: dict[int, str] = {}
     for module in living_modules():
@@ -98,7 +107,7 @@ def longest_names(parameters: Sequence[torch.Tensor]) -> dict[int, str]:
 
 
 def names_of(parameters: Sequence[torch.Tensor]) -> list[str]:
-    """The name of each in what the program has wrapped; its shape if no module has it."""
+    """The name of each in what the program wrapped; else its shape."""
     names = longest_names(parameters)
     return [
         names.get(id(one), "").removeprefix(WRAPPER) or nameless(one.shape)

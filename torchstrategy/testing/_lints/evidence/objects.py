@@ -14,7 +14,8 @@ V = TypeVar("V")
 class Objects(MutableMapping[K, V]):
     """A dictionary whose keys are objects, and does not keep them.
 
-    It goes by which object it is. A program's own class may have no hash, or an `==` that gives a tensor.
+    It goes by which object it is. A program's own class may have no hash, or an `==`
+    that gives a tensor.
     """
 
     def __init__(self) -> None:
@@ -52,7 +53,10 @@ class Objects(MutableMapping[K, V]):
 
 @final
 class _Kept:
-    """What a reference to an object would be, for one that nobody can refer to without keeping it."""
+    """What a reference would be for an object that nobody can refer to otherwise.
+
+    Who refers to such an object keeps it.
+    """
 
     def __init__(self, key: Any) -> None:
         self._key = key

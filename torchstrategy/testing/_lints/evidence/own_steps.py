@@ -1,4 +1,7 @@
-"""Steps that a program makes itself: it writes on its parameters, and has no optimizer of torch."""
+"""Steps that a program makes itself, without an optimizer of torch.
+
+It writes on its parameters.
+"""
 
 from __future__ import annotations
 
@@ -32,16 +35,21 @@ WRITES = frozenset(
         _aten._foreach_addcmul_.Scalar,
     }
 )
-"""With what programs update parameters. `copy_` also puts other weights there: averages, or those of a checkpoint."""
+"""With what programs update parameters.
+
+`copy_` also puts other weights there: averages, or those of a checkpoint.
+"""
 
 
 @final
 class OwnOptimizer(torch.optim.Optimizer):
-    """Stands for the optimizer that a rank does not have. Its parameters are those of the rank's losses."""
+    """Stands for the optimizer that a rank does not have.
 
-    def __init__(
-        self, facts: Facts
-    ) -> None:  # not torch's, which would be told to lints
+    Its parameters are those of the rank's losses.
+    """
+
+    # Not torch's, which would be told to lints.
+    def __init__(self, facts: Facts) -> None:
         self._facts = facts
         self.defaults = {}
         self.state = defaultdict(dict)
@@ -61,9 +69,10 @@ class OwnOptimizer(torch.optim.Optimizer):
 class OwnStep:
     """The step that a rank makes with the gradients of its last calls of `backward`.
 
-    It begins before the first write on a parameter that has got one of these gradients. It is over when all of these
-    parameters are written, or where something begins that comes after a step. What a program writes on parameters
-    after that, as in a second loop over them, is seen with the next step.
+    It begins before the first write on a parameter that has got one of these gradients.
+    It is over when all of these parameters are written, or where something begins that
+    comes after a step. What a program writes on parameters after that, as in a second
+    loop over them, is seen with the next step.
 
     Attributes:
         optimizer: What lints are told as the optimizer.
@@ -73,9 +82,8 @@ class OwnStep:
     def __init__(self, facts: Facts) -> None:
         self.optimizer = OwnOptimizer(facts)
         self.place: Place | None = None
-        self._waiting: dict[
-            int, weakref.ref[torch.Tensor]
-        ] = {}  # parameters with a gradient, by their address
+        # Parameters with a gradient, by their address.
+        self._waiting: dict[int, weakref.ref[torch.Tensor]] = {}
 
     @property
     def is_complete(self) -> bool:
@@ -90,15 +98,14 @@ class OwnStep:
         self._waiting.pop(0, None)
 
     def written(self, target: Any) -> list[torch.Tensor]:
-        """Which parameters an operator is going to write for the first time in this step."""
+        """Which parameters an operator will write for the first time in this step."""
         if not self._waiting:
             return []
         found = []
         for address in addresses_of(target):
             parameter = self._waiting[address]() if address in self._waiting else None
-            if (
-                parameter is not None and address_of(parameter) == address
-            ):  # it may have got other memory
+            # It may have got other memory.
+            if parameter is not None and address_of(parameter) == address:
                 del self._waiting[address]
                 found.append(parameter)
         return found

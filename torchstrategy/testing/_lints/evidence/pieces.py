@@ -1,4 +1,4 @@
-"""Memory that holds something of which lints know a fact, and what is computed from it."""
+"""Memory of which lints know a fact, and what is computed from it."""
 
 from __future__ import annotations
 
@@ -63,7 +63,10 @@ class Pieces(Generic[Fact]):
     def follow(
         self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any
     ) -> None:
-        """An operator has run: what it has made of a piece is a piece, and what it has written over is none."""
+        """An operator has run: what it has made of a piece is a piece.
+
+        What it has written over is none.
+        """
         if func is _COPY and self.find(args[1]) is None:
             self.drop(args[0])
             return
@@ -84,7 +87,7 @@ class Pieces(Generic[Fact]):
                 self.add(made, fact)
 
     def drop(self, tensor: torch.Tensor) -> None:
-        """Forgets what is known of the numbers of a tensor, and of nothing beside them."""
+        """Forgets what is known of a tensor's numbers, and of nothing beside them."""
         address = tensor.untyped_storage().data_ptr() if is_plain(tensor) else 0
         if address in self._pieces and tensor.numel():
             start, end = span(tensor)

@@ -19,17 +19,15 @@ from torchstrategy.testing._lints.torch_internals import replaced_functions
 from torchstrategy.testing._ranks.lines import is_the_users, places_of_the_user
 
 CHECKPOINTS = "torch.utils.checkpoint"
-_AGAIN = (
-    "unpack_hook",
-    "backward",
-)  # its functions that backward calls, without and with `use_reentrant`
-CLIPPING = (
-    "torch.nn.utils.clip_grad"  # it multiplies gradients by what keeps their norm small
-)
+# Its functions that backward calls, without and with `use_reentrant`.
+_AGAIN = ("unpack_hook", "backward")
+# It multiplies gradients by what keeps their norm small.
+CLIPPING = "torch.nn.utils.clip_grad"
 # In whose frames a function with a backward of its own runs.
 FUNCTIONS = ("torch.autograd.function", replaced_functions.__module__)
 _COLLECTIVES = "torch.distributed.nn"  # whose collectives are such functions
-_NEAR = 15  # from an operator to the function of torch that called it, there are fewer calls
+# From an operator to the function of torch that called it, there are fewer calls.
+_NEAR = 15
 _COMMENT = re.compile(r"#.*\btorchstrategy:\s*ignore\[([^\]]*)\]")
 
 
@@ -47,11 +45,14 @@ class Place(NamedTuple):
         )
 
     def silences(self, name: str) -> bool:
-        """Whether the statement on this line has a comment `# torchstrategy: ignore[name]`."""
+        """Whether the statement here has a comment `# torchstrategy: ignore[name]`."""
         return name in _silenced(self.file, self.line)
 
     def mentions(self, name: str, what: str) -> bool:
-        """Whether a line of the file has a name and matches an expression, as where the name gets its value."""
+        """Whether a line of the file has a name and matches an expression.
+
+        It is a line where the name gets its value, for example.
+        """
         expression = re.compile(what)
         return any(
             expression.search(line) and re.search(rf"\b{name}\b", line)
@@ -97,7 +98,10 @@ def way_here() -> tuple[Place, ...]:
 def frames_of(
     module: str | tuple[str, ...], most: int | None = _NEAR
 ) -> Iterator[FrameType]:
-    """The calls of functions of a module that an operator comes from, among the innermost ones; `most` None: of all."""
+    """The calls of functions of a module that an operator comes from.
+
+    It looks among so many innermost ones; `most` None: among all.
+    """
     modules = (module,) if isinstance(module, str) else module
     for frame in islice(_frames(), most):
         if frame.f_globals.get("__name__") in modules:
@@ -113,14 +117,20 @@ def _frames() -> Iterator[FrameType]:
 
 
 def calls_of_the_user() -> Iterator[FrameType]:
-    """The calls that are under way of functions that are neither torch's nor this library's, the innermost first."""
+    """The calls under way of the program's functions, the innermost first.
+
+    They are neither torch's nor this library's.
+    """
     return (frame for frame in _frames() if is_the_users(frame))
 
 
 def lines_around(module: str) -> tuple[Place | None, Place | None]:
-    """The innermost lines of the program on both sides of functions of a module from which an operator comes.
+    """The innermost lines of the program around functions of a module.
 
-    The first one is called by them, and the second one calls them. Both are None if it comes from elsewhere.
+    They are on both sides of those; an operator comes from them.
+
+    The first one is called by them, and the second one calls them. Both are None if it
+    comes from elsewhere.
     """
     inside: Place | None = None
     is_there = False
@@ -136,12 +146,18 @@ def lines_around(module: str) -> tuple[Place | None, Place | None]:
 
 
 def is_within(module: str, most: int | None = _NEAR) -> bool:
-    """Whether an operator comes from a function of a module, among the innermost calls; `most` None: among all."""
+    """Whether an operator comes from a function of a module.
+
+    It looks among so many innermost calls; `most` None: among all.
+    """
     return next(frames_of(module, most), None) is not None
 
 
 def is_computed_again() -> bool:
-    """Whether backward computes a part of a model again, of which `torch.utils.checkpoint` has kept the input alone."""
+    """Whether backward computes a part of a model again.
+
+    `torch.utils.checkpoint` has kept the input of this part alone.
+    """
     return any(frame.f_code.co_name in _AGAIN for frame in frames_of(CHECKPOINTS, None))
 
 
@@ -151,9 +167,12 @@ def is_in_a_function() -> bool:
 
 
 def exchanging_function_here() -> Any:
-    """The program's function with a backward of its own, a subclass of `torch.autograd.Function`, that calls this.
+    """The program's function with a backward of its own that calls this.
 
-    None outside of such a function, and in one of torch's that does other things, as `fully_shard` does.
+    It is a subclass of `torch.autograd.Function`.
+
+    None outside of such a function, and in one of torch's that does other things, as
+    `fully_shard` does.
     """
     for frame in frames_of(FUNCTIONS, None):
         if frame.f_code.co_name == "apply":
@@ -188,7 +207,10 @@ def _lines(file: str) -> list[str]:
 
 @functools.cache
 def _statements(file: str) -> list[tuple[int, int]]:
-    """The first and the last line of each statement; of one with a body, of what stands before it."""
+    """The first and the last line of each statement.
+
+    Of one with a body, they are those of what stands before it.
+    """
     try:
         tree = ast.parse("\n".join(_lines(file)))
     except SyntaxError:

@@ -1,4 +1,7 @@
-"""Parameters at the same position of an optimizer in several ranks: how they begin, and when they part."""
+"""Parameters at the same position of an optimizer in several ranks.
+
+How they begin, and when they part.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,10 @@ from torchstrategy.testing._lints.evidence.objects import Objects
 from torchstrategy.testing._lints.evidence.places import Place
 
 EXCHANGING = ("all_to_all", "send", "recv")
-"""Collectives of programs whose ranks have other parts of a model, as stages of a pipeline and experts."""
+"""Collectives of programs whose ranks have other parts of a model.
+
+Stages of a pipeline are such parts, and experts.
+"""
 _ENOUGH_STEPS = 3  # after these, copies that no rank has trained alone stay alike
 
 
@@ -48,7 +54,7 @@ class Track:
 
     @property
     def is_whole(self) -> bool:
-        """Whether all ranks began with the same random numbers: no parts of anything."""
+        """Whether all ranks began with the same random numbers, not with parts."""
         return self.copies.began_alike
 
     @property
@@ -57,7 +63,10 @@ class Track:
         return self.copies.began_apart or not self.copies.was_compared
 
     def parted(self) -> Parted | None:
-        """Since when it differs between ranks, by gradients that differed; None if it does not, or has another name."""
+        """Since when it differs between ranks, by gradients that differed.
+
+        It is None if it does not, or has another name.
+        """
         found, owners = self.copies.parted, self.owners or []
         if (
             found is None
@@ -71,15 +80,16 @@ class Track:
 
 @final
 class Tracks:
-    """Follows the parameters of optimizers. A caller says which, and among what ranks."""
+    """Follows the parameters of optimizers.
+
+    A caller says which, and among what ranks.
+    """
 
     def __init__(self) -> None:
-        self._tracks: dict[
-            tuple[tuple[int, ...], int, int], Track
-        ] = {}  # by ranks, optimizer and position
-        self._of: dict[
-            tuple[int, int], tuple[weakref.ref[torch.Tensor], Track]
-        ] = {}  # by rank and id
+        # By ranks, optimizer and position.
+        self._tracks: dict[tuple[tuple[int, ...], int, int], Track] = {}
+        # By rank and id.
+        self._of: dict[tuple[int, int], tuple[weakref.ref[torch.Tensor], Track]] = {}
         self._numbers: dict[int, Objects[torch.optim.Optimizer, int]] = defaultdict(
             Objects
         )
@@ -91,7 +101,7 @@ class Tracks:
         parameters: Sequence[tuple[int, torch.Tensor]],
         ranks: tuple[int, ...],
     ) -> list[Track]:
-        """Parameters of an optimizer that is going to make a step, each with its position."""
+        """Parameters, with positions, of an optimizer that is going to make a step."""
         known = self._numbers[facts.rank]
         number = known.setdefault(optimizer, len(known))
         tracks = [

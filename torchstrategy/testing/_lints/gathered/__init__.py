@@ -1,10 +1,11 @@
 """Rows that ranks gather from each other for a loss.
 
-It answers: do they keep their gradients, and do they stand in the order of what they are compared with?
+It answers: do they keep their gradients, and do they stand in the order of what they
+are compared with?
 
     gathered         tensors that lose their gradients when they are gathered
-    gathered_orders  rows that are gathered in another order than what they are compared with
-    one_sided        rows that are gathered for a loss, and get no gradient from other ranks
+    gathered_orders  rows gathered in another order than what they meet
+    one_sided        rows gathered for a loss, without others' gradients
     positives        targets among gathered rows that are those of another rank
 """
 

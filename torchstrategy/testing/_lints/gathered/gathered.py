@@ -26,7 +26,10 @@ class _Own(NamedTuple):
 
 @final
 class Gathered(Follower):
-    """Follows what a rank gathers of its own tensors that have gradients, until a loss is made of it."""
+    """Follows what a rank gathers of its own tensors that have gradients.
+
+    It does until a loss is made of it.
+    """
 
     def __init__(self) -> None:
         self._pieces: dict[int, Pieces[_Own]] = {}
@@ -61,7 +64,8 @@ class Gathered(Follower):
         kwargs: dict[str, Any],
         result: Any,
     ) -> None:
-        # What is written over is gone, such as by the rank's own tensor, which has its gradient.
+        # What is written over is gone, such as by the rank's own tensor, which has its
+        # gradient.
         self._pieces[facts.rank].follow(func, args, kwargs, result)
 
     @override
@@ -82,10 +86,12 @@ class Gathered(Follower):
         return [
             finding(
                 "gathered-without-gradient",
-                f"The loss at {backward} is made of what was gathered at {place}, a tensor of {shape} that has a "
-                "gradient and loses it there, also in the part of the rank itself.",
-                "`torch.distributed.nn.functional.all_gather(tensor)` has a gradient for the parts of all ranks. If "
-                "each rank compares all rows with all rows, it is enough to put its own back: `parts[rank] = tensor`.",
+                f"The loss at {backward} is made of what was gathered at {place}, a "
+                f"tensor of {shape} that has a gradient and loses it there, also in "
+                "the part of the rank itself.",
+                "`torch.distributed.nn.functional.all_gather(tensor)` has a gradient "
+                "for the parts of all ranks. If each rank compares all rows with all "
+                "rows, it is enough to put its own back: `parts[rank] = tensor`.",
                 [place, backward],
             )
             for place, (shape, backward) in self._found.items()

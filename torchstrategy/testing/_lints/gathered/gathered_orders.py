@@ -1,4 +1,4 @@
-"""Rows that are gathered rank after rank, and compared with others in the order of the data."""
+"""Rows gathered rank after rank, and compared with others in the data's order."""
 
 from __future__ import annotations
 
@@ -47,7 +47,8 @@ _PASSING = (
         _aten.ge.Scalar,
     ),
 )
-# What compares the rows of its first two arguments, each with the one at the same place.
+# What compares the rows of its first two arguments, each with the one at the same
+# place.
 _COMPARING = (
     *(_aten.mse_loss.default, _aten.smooth_l1_loss.default, _aten.huber_loss.default),
     *(
@@ -76,7 +77,7 @@ class _Read:
 
 
 class _Gathered(NamedTuple):
-    """Rows of all ranks: where their loaders were read, and where they were gathered."""
+    """All ranks' rows: where their loaders were read, and where they were gathered."""
 
     read: Place
     place: Place
@@ -86,7 +87,10 @@ class _Gathered(NamedTuple):
 
 
 class _Piece(NamedTuple):
-    """Memory that has those rows: of one of the ranks, or, if `number` is None, of all, rank after rank."""
+    """Memory that has those rows, of one rank or of all.
+
+    If `number` is None, it has those of all, rank after rank.
+    """
 
     gathered: _Gathered
     number: int | None
@@ -94,9 +98,12 @@ class _Piece(NamedTuple):
 
 @final
 class GatheredOrders(Lint):
-    """Looks for what a rank gathers after it has read every n-th row of a data set, as `DistributedSampler` deals them.
+    """Looks for what a rank gathers after it has read every n-th row of a data set.
 
-    What it is compared with has to be a column of this data set, with the numbers in the same order.
+    `DistributedSampler` deals rows so.
+
+    What it is compared with has to be a column of this data set, with the numbers in
+    the same order.
     """
 
     def __init__(self) -> None:
@@ -159,12 +166,13 @@ class GatheredOrders(Lint):
         return [
             finding(
                 "rows-in-other-order",
-                f"The rows that are gathered at {one.place} are compared with numbers in the order of the data "
-                f"({place}), but come rank after rank: the sampler of the loader ({one.read}) deals rows out in turn. "
-                f"The second of {one.rows * one.ranks} gathered rows is row {one.ranks} of the data, counted from 0, "
-                "and is compared with row 1.",
-                "Put them into the order of the data, `torch.stack(parts, 1).flatten(0, 1)`, or gather the "
-                "targets in the same way.",
+                f"The rows that are gathered at {one.place} are compared with numbers "
+                f"in the order of the data ({place}), but come rank after rank: the "
+                f"sampler of the loader ({one.read}) deals rows out in turn. The "
+                f"second of {one.rows * one.ranks} gathered rows is row {one.ranks} of "
+                "the data, counted from 0, and is compared with row 1.",
+                "Put them into the order of the data, `torch.stack(parts, "
+                "1).flatten(0, 1)`, or gather the targets in the same way.",
                 list(dict.fromkeys([place, one.place, one.read])),
             )
             for place, one in self._found.items()
@@ -221,7 +229,10 @@ def _rows_of(tensor: torch.Tensor) -> int:
 
 
 def _is_from_the_first(tensor: torch.Tensor) -> bool:
-    """Whether the rows of a tensor are those of its memory, in order: what is turned around or taken apart is not."""
+    """Whether the rows of a tensor are those of its memory, in order.
+
+    What is turned around or taken apart is not.
+    """
     return tensor.is_contiguous() and tensor.storage_offset() == 0
 
 
@@ -235,7 +246,10 @@ def _print_of(tensor: torch.Tensor) -> Fingerprint | None:
 
 
 def _columns(read: _Read, ranks: int, rank: int) -> set[Fingerprint]:
-    """What the data set of a loader has in its order, if a rank has read every n-th row, and if the order matters."""
+    """What the data set of a loader has in its order.
+
+    It matters if a rank has read every n-th row, and if the order counts.
+    """
     dataset = read.loader.dataset
     size = length_of(dataset)
     if size is None or not all(isinstance(row, (int, np.integer)) for row in read.rows):

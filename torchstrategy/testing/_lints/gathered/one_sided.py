@@ -1,4 +1,7 @@
-"""Rows of a rank that a loss compares with rows gathered from all ranks, to which no gradient goes back."""
+"""Rows of a rank that a loss compares with rows gathered from all ranks.
+
+No gradient goes back to these.
+"""
 
 from __future__ import annotations
 
@@ -24,11 +27,8 @@ from torchstrategy.testing._ranks.witnesses import Told
 
 _ENOUGH = 2  # backward passes
 _aten = torch.ops.aten
-_PUTTING = (
-    _aten.cat.default,
-    _aten.stack.default,
-    _aten.copy_.default,
-)  # which put rows beside others
+# Which put rows beside others.
+_PUTTING = (_aten.cat.default, _aten.stack.default, _aten.copy_.default)
 _TURNING = ("TBackward", "TransposeBackward")
 # Each with the positions of the two factors.
 _PRODUCTS = {
@@ -39,9 +39,12 @@ _PRODUCTS = {
 
 
 class _Gathered(NamedTuple):
-    """Rows of all ranks: where they were gathered, among how many, by which function, and the shape of those of one.
+    """Rows of all ranks: where they were gathered, among how many, and how.
 
-    The function has a backward of its own; None if the program has gathered without one.
+    It also has by which function, and the shape of the rows of one rank.
+
+    The function has a backward of its own; None if the program has gathered without
+    one.
     """
 
     place: Place
@@ -57,26 +60,24 @@ class _Compared(NamedTuple):
 
 @final
 class OneSided(Follower):
-    """Looks for products of n rows of a rank with the n rows of each rank, both with gradients.
+    """Looks for products of n rows of a rank with each rank's n, both with gradients.
 
-    Each rank has a loss of its own rows then, and a row has a gradient from the losses of all ranks. A function with a
-    backward of its own that gathers has to send it back. Where each rank compares all rows with all rows, nothing has
-    to be sent. Who gathers without such a function leaves these gradients out on purpose, unless the rank puts its own
-    rows, which have a gradient, among those that it has gathered.
+    Each rank has a loss of its own rows then, and a row has a gradient from the losses
+    of all ranks. A function with a backward of its own that gathers has to send it
+    back. Where each rank compares all rows with all rows, nothing has to be sent. Who
+    gathers without such a function leaves these gradients out on purpose, unless the
+    rank puts its own rows, which have a gradient, among those that it has gathered.
     """
 
     def __init__(self) -> None:
         self._pieces: dict[int, Pieces[_Gathered]] = {}
-        self._compared: dict[int, dict[_Compared, Any]] = defaultdict(
-            dict
-        )  # by rank, each with its function
-        self._has_own: dict[int, set[Place]] = defaultdict(
-            set
-        )  # by rank: where it has gathered the others
+        # By rank, each with its function.
+        self._compared: dict[int, dict[_Compared, Any]] = defaultdict(dict)
+        # By rank: where it has gathered the others.
+        self._has_own: dict[int, set[Place]] = defaultdict(set)
         self._is_back: set[int] = set()
-        self._sends_back: set[Any] = (
-            set()
-        )  # the functions that exchange something in their backward
+        # The functions that exchange something in their backward.
+        self._sends_back: set[Any] = set()
         self._times: Counter[tuple[_Compared, Any]] = Counter()
 
     @override
@@ -128,7 +129,8 @@ class OneSided(Follower):
             ):
                 rows, columns = sorted(result.shape[-2:])
                 other = factors[0] if found[0] is None else factors[1]
-                # The rows of all ranks may be of several views, beside each other, and so may those of the rank.
+                # The rows of all ranks may be of several views, beside each other, and
+                # so may those of the rank.
                 is_of_all = columns % (rows * gathered.ranks) == 0 and rows > 1
                 is_one_sided = (
                     is_of_all
@@ -144,7 +146,7 @@ class OneSided(Follower):
         pieces.follow(func, args, kwargs, result)
 
     def _puts_own(self, facts: Facts, args: Sequence[Any]) -> None:
-        """Notes that a rank puts rows with a gradient among those that it has gathered."""
+        """Notes that a rank puts rows with a gradient among those that it gathered."""
         pieces, together = self._pieces[facts.rank], list(tensors_in(args))
         gathered = next(
             (found for one in together if (found := pieces.find(one)) is not None), None
@@ -186,7 +188,10 @@ class OneSided(Follower):
 
 
 def _is_of_rows(factor: torch.Tensor, shape: tuple[int, ...]) -> bool:
-    """Whether a factor has the rows that a rank has given of this shape, or such rows of several views."""
+    """Whether a factor has the rows that a rank has given of this shape.
+
+    It may have such rows of several views.
+    """
     if sorted(factor.shape[-2:]) == sorted(shape[-2:]):
         return True
     node = node_behind(factor.grad_fn, _TURNING)
@@ -197,7 +202,10 @@ def _is_of_rows(factor: torch.Tensor, shape: tuple[int, ...]) -> bool:
 
 
 def _is_weight(facts: Facts, factor: torch.Tensor) -> bool:
-    """Whether a factor is a parameter, or one in another dtype, which may have as many rows as a rank has."""
+    """Whether a factor is a parameter, or one in another dtype.
+
+    It may have as many rows as a rank has.
+    """
     of_leaf = (
         leaf_of(node_behind(factor.grad_fn, (*_TURNING, "ToCopyBackward"))) is not None
     )
@@ -209,10 +217,12 @@ def _is_weight(facts: Facts, factor: torch.Tensor) -> bool:
 def _finding(compared: _Compared) -> Finding | None:
     return finding(
         "gradient-not-sent-back",
-        f"The loss compares the rows of each rank with the rows of all ranks (the product at {compared.compared_at}), "
-        f"which are gathered at {compared.gathered_at}, and backward sends nothing to the ranks that they are from. "
-        "The gradient of a row lacks what the losses of other ranks add.",
-        "Gather with `torch.distributed.nn.functional.all_gather(rows)`, whose backward sends the gradients back; or "
-        "compare all gathered rows with all of them, on each rank.",
+        "The loss compares the rows of each rank with the rows of all ranks (the "
+        f"product at {compared.compared_at}), which are gathered at "
+        f"{compared.gathered_at}, and backward sends nothing to the ranks that they "
+        "are from. The gradient of a row lacks what the losses of other ranks add.",
+        "Gather with `torch.distributed.nn.functional.all_gather(rows)`, whose "
+        "backward sends the gradients back; or compare all gathered rows with all of "
+        "them, on each rank.",
         [compared.gathered_at, compared.compared_at],
     )

@@ -1,4 +1,7 @@
-"""Contrastive losses whose targets are rows that another rank has gathered, since they lack the offset of the rank."""
+"""Contrastive losses whose targets are rows that another rank has gathered.
+
+They lack the offset of the rank.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,8 @@ from torchstrategy.testing._simulation.program import unwatched
 
 _MOST_KEPT, _MOST_ELEMENTS, _MOST_NODES, _ENOUGH_RIGHT = 8, 500_000, 200, 3
 _CLOSE = 0.02  # rows of length 1 may be in half precision
-# What may be between a product and a loss, besides what changes no number: a temperature, and the softmax itself.
+# What may be between a product and a loss, besides what changes no number: a
+# temperature, and the softmax itself.
 _BETWEEN = ("LogSoftmaxBackward", "MulBackward", "DivBackward")
 
 
@@ -38,7 +42,10 @@ class _Kept:
 
 
 class _Targets(NamedTuple):
-    """Rows that a loss takes as targets, one after the other, and the node of the numbers that it compares."""
+    """Rows that a loss takes as targets, one after the other.
+
+    With them is the node of the numbers that it compares.
+    """
 
     first: int
     size: int
@@ -47,14 +54,16 @@ class _Targets(NamedTuple):
 
 @final
 class Positives(Lint):
-    """Keeps what ranks gather, until a loss is made of it, and looks whose rows the targets of that loss are."""
+    """Keeps what ranks gather, and looks whose rows the targets of a loss are.
+
+    It keeps it until a loss is made of it.
+    """
 
     def __init__(self) -> None:
         self._kept: dict[Hashable, _Kept] = {}
         self._right: dict[tuple[int, Place], int] = {}
-        self._found: dict[
-            Place, tuple[str, Place]
-        ] = {}  # of a loss, once, however many terms it has
+        # Of a loss, once, however many terms it has.
+        self._found: dict[Place, tuple[str, Place]] = {}
 
     @override
     def told(self, facts: Facts, told: Told, is_of_torch: bool) -> None:
@@ -112,7 +121,8 @@ class Positives(Lint):
             finding(
                 "positives-of-another-rank",
                 says,
-                "Add the offset of the rank to the targets: `torch.arange(n) + dist.get_rank() * n`.",
+                "Add the offset of the rank to the targets: `torch.arange(n) + "
+                "dist.get_rank() * n`.",
                 list(dict.fromkeys([gathered, place])),
             )
             for place, (says, gathered) in self._found.items()
@@ -122,7 +132,10 @@ class Positives(Lint):
 def _fault(
     rank: int, kept: _Kept, targets: _Targets, rows: Any, place: Place
 ) -> str | None:
-    """What is wrong with the targets of a rank; nothing if they are its own rows; None if nobody can say."""
+    """What is wrong with the targets of a rank; nothing if they are its own rows.
+
+    It is None if nobody can say.
+    """
     first, count, mine = targets.first, targets.size, kept.given[rank]
     size = len(mine)
     starts = [
@@ -134,15 +147,17 @@ def _fault(
         return None
     if any(start <= first < start + size for start in starts):
         return ""
-    # The rows may stand beside others, which this rank has not gathered: only those of another rank are wrong.
+    # The rows may stand beside others, which this rank has not gathered: only those of
+    # another rank are wrong.
     for other in kept.ranks:
         its = kept.given[other]
         part = its[first % len(its) : first % len(its) + count]
         if other != rank and len(part) == count and _are_alike(rows, first, part):
             return (
-                f"On rank {rank}, the loss ({place}) compares its rows with {len(rows)} that all ranks have gathered "
-                f"({kept.place}). Its targets are rows {first} to {first + count - 1}, those of rank {other}; its own "
-                f"are {starts[0]} to {starts[0] + size - 1}."
+                f"On rank {rank}, the loss ({place}) compares its rows with "
+                f"{len(rows)} that all ranks have gathered ({kept.place}). Its targets "
+                f"are rows {first} to {first + count - 1}, those of rank {other}; its "
+                f"own are {starts[0]} to {starts[0] + size - 1}."
             )
     return None
 
@@ -160,7 +175,10 @@ def _are_alike(rows: torch.Tensor, start: int, part: torch.Tensor) -> bool:
 
 
 def _targets_of(losses: Sequence[torch.Tensor]) -> Iterator[_Targets]:
-    """The targets of the losses that a sum is made of, where they are rows one after the other."""
+    """The targets of the losses that a sum is made of.
+
+    They are rows one after the other.
+    """
     waiting: list[Any] = [loss.grad_fn for loss in losses]
     seen: set[Any] = set()
     while waiting and len(seen) < _MOST_NODES:
@@ -204,7 +222,10 @@ def _of_cross_entropy(node: Any) -> _Targets | None:
 
 
 def _compared_with(node: Any, kept: Sequence[_Kept]) -> torch.Tensor | None:
-    """The rows, of length 1, with whose products a loss begins; None if it is made of something else."""
+    """The rows, of length 1, with whose products a loss begins.
+
+    It is None if the loss is made of something else.
+    """
     waiting = [node]
     for _ in range(_MOST_NODES):
         if not waiting:

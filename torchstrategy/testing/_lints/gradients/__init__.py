@@ -5,7 +5,7 @@ It answers: does every gradient come to the step that it is for, and whole?
     clipped_alone   gradients that each rank clips before they are reduced
     gradient_hooks  hooks of gradients whose result is no mean over ranks
     zeroed          gradients that are set to zero before anything has read them
-    dropped         results that are computed from parameters or gradients and thrown away
+    dropped         results computed from parameters or gradients, and dropped
     opponents       gradients that are left from the step of an opponent
 """
 

@@ -32,7 +32,10 @@ class _Reduced(NamedTuple):
 
 @final
 class ClippedAlone(Lint):
-    """Looks for `clip_grad_norm_` before the collective that reduces gradients, with another factor on each rank."""
+    """Looks for `clip_grad_norm_` before the collective that reduces gradients.
+
+    The factor is another one on each rank.
+    """
 
     def __init__(self) -> None:
         self._steps: dict[tuple[int, tuple[int, ...]], dict[int, _Reduced]] = (
@@ -113,9 +116,12 @@ def _finding(step: int, by_rank: dict[int, _Reduced]) -> Finding | None:
     places = list(dict.fromkeys([one.clipped.place, one.place]))
     return finding(
         "clipped-before-reduced",
-        f"`clip_grad_norm_` ({one.clipped.place}) multiplies the gradients of each rank by a number of its own before "
-        f"they are reduced ({one.place}): in step {step}, {one.clipped.number:.4g} on rank {first} and "
-        f"{other.clipped.number:.4g} on rank {second}. The rows of ranks with large gradients count less.",
-        "Reduce the gradients first, and clip what comes out: it is the same on all ranks.",
+        f"`clip_grad_norm_` ({one.clipped.place}) multiplies the gradients of each "
+        f"rank by a number of its own before they are reduced ({one.place}): in step "
+        f"{step}, {one.clipped.number:.4g} on rank {first} and "
+        f"{other.clipped.number:.4g} on rank {second}. The rows of ranks with large "
+        "gradients count less.",
+        "Reduce the gradients first, and clip what comes out: it is the same on all "
+        "ranks.",
         places,
     )

@@ -1,4 +1,7 @@
-"""Results that are computed from parameters or gradients and thrown away, where a write in place was meant."""
+"""Results that are computed from parameters or gradients and thrown away.
+
+A write in place was meant.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +23,12 @@ from torchstrategy.testing._ranks.lines import is_of_a_package
 from torchstrategy.testing._ranks.witnesses import Told
 from torchstrategy.testing._simulation.ordinals import is_simulated
 
-_ENOUGH, _ENOUGH_STEPS = (
-    4,
-    2,
-)  # results, and steps of the optimizer between which they were thrown away
+# Results, and steps of the optimizer between which they were thrown away.
+_ENOUGH, _ENOUGH_STEPS = 4, 2
 _LONGEST = 8  # operators: a result that is there for longer is kept for something
-_KEPT = 2  # results of a call that are there at once: one may be in a variable, until the next one is assigned to it
+# Results of a call that are there at once: one may be in a variable, until the next one
+# is assigned to it.
+_KEPT = 2
 _IN_PLACE = ("all_reduce", "broadcast")
 _aten = torch.ops.aten
 _ARITHMETIC = (
@@ -95,16 +98,18 @@ class _Seen:
 
 @final
 class Dropped(Follower):
-    """Looks for calls all of whose results are gone, soon after they were made, before anything has read them.
+    """Looks for calls all of whose results are gone soon after they were made.
 
-    Results of a call that are there at once are in a list, or will be in a file. The lint looks at simulated devices
-    alone: NumPy, which nobody sees, may read what is on the CPU.
+    Nothing has read them before.
+
+    Results of a call that are there at once are in a list, or will be in a file. The
+    lint looks at simulated devices alone: NumPy, which nobody sees, may read what is on
+    the CPU.
     """
 
     def __init__(self) -> None:
-        self._pieces: dict[
-            int, list[_Result]
-        ] = {}  # by rank, those that nothing has read
+        # By rank, those that nothing has read.
+        self._pieces: dict[int, list[_Result]] = {}
         self._parameters: dict[int, set[int]] = {}  # by rank, where they are
         self._copies: dict[int, Known[_Spot]] = defaultdict(Known)  # of gradients
         self._calls: dict[_Spot, _Seen] = defaultdict(_Seen)
@@ -133,13 +138,11 @@ class Dropped(Follower):
         left = []
         for one in there:
             one.age += 1
-            if (
-                one.address not in read or one.address in made
-            ):  # it is another one, or it is written in place
+            # It is another one, or it is written in place.
+            if one.address not in read or one.address in made:
                 left.append(one)
-            elif (
-                not is_continued
-            ):  # otherwise what becomes of the new one says what both are for
+            # Otherwise what becomes of the new one says what both are for.
+            elif not is_continued:
                 self._calls[one.spot].is_used = True
         self._keep(facts.rank, left)
 
@@ -197,7 +200,7 @@ class Dropped(Follower):
                 self._follow(facts, result, _spot_here())
 
     def _is_watched(self, facts: Facts, address: int) -> bool:
-        """Whether a parameter, a gradient, or a result that nothing has read is there."""
+        """Whether a parameter, gradient or result that nothing has read is there."""
         if facts.rank not in self._parameters:
             self._parameters[facts.rank] = {
                 address_of(one) for one in facts.parameters()
@@ -230,7 +233,10 @@ class Dropped(Follower):
         self._keep(facts.rank, there)
 
     def _those_left(self, rank: int, steps: int) -> list[_Result]:
-        """The results that are still there. Those that are gone have been thrown away."""
+        """The results that are still there.
+
+        Those that are gone have been thrown away.
+        """
         left = []
         for one in self._pieces.get(rank, ()):
             seen = self._calls[one.spot]
@@ -252,7 +258,10 @@ class Dropped(Follower):
 
 
 def _spot_here() -> _Spot:
-    """The innermost call that is neither torch's nor this library's; one of no file if it is that of a package."""
+    """The innermost call that is neither torch's nor this library's.
+
+    It is one of no file if it is that of a package.
+    """
     frame = next(calls_of_the_user(), None)
     if frame is None or is_of_a_package(frame):
         return _Spot(Place("", 0), 0)
@@ -267,9 +276,11 @@ def _finding(place: Place, seen: _Seen) -> Finding | None:
     )
     return finding(
         "result-thrown-away",
-        f"The result of a call at {place}{exchange} is thrown away each time, {seen.dropped} times in this run. It is "
-        "computed from parameters or gradients, nothing reads it, and nothing is written.",
-        "Write in place, as with `value.mul_(decay).add_(...)` or `parameter.grad.div_(count)`, or copy the result "
-        "back with `tensor.copy_(result)`.",
+        f"The result of a call at {place}{exchange} is thrown away each time, "
+        f"{seen.dropped} times in this run. It is computed from parameters or "
+        "gradients, nothing reads it, and nothing is written.",
+        "Write in place, as with `value.mul_(decay).add_(...)` or "
+        "`parameter.grad.div_(count)`, or copy the result back with "
+        "`tensor.copy_(result)`.",
         [place, *([] if seen.exchanged_at is None else [seen.exchanged_at])],
     )

@@ -29,7 +29,8 @@ from torchstrategy.testing._simulation.program import unwatched
 
 _MOST_CALLS, _MOST_NUMBERS = 6, 4096
 _ENOUGH_STEPS = 2
-_ROUNDING = 0.03  # of the whole bucket: eight bits of bfloat16 are 0.004, and some hooks send fewer
+# Of the whole bucket: eight bits of bfloat16 are 0.004, and some hooks send fewer.
+_ROUNDING = 0.03
 _SAME = 0.01  # a number by which hooks multiply is the same in all steps
 _OTHER = 0.05  # what is no mean
 
@@ -42,7 +43,8 @@ class _Call:
         step: How many steps the rank has made before.
         gives: Some numbers of the bucket.
         gets: The same of what the hook has returned.
-        is_of_means: Whether the gradients are those of a mean, and nothing has divided them later.
+        is_of_means: Whether the gradients are those of a mean, and nothing has divided
+            them later.
     """
 
     step: int
@@ -62,9 +64,12 @@ class _Hook:
 
 @final
 class GradientHooks(Lint):
-    """Compares what hooks return with the mean of what the ranks have given them, for one bucket of the first steps.
+    """Compares what hooks return with the mean of what the ranks have given them.
 
-    Only where losses are means, and nothing else divides: the sum is right for a loss that is divided by all rows.
+    It does so for one bucket of the first steps.
+
+    Only where losses are means, and nothing else divides: the sum is right for a loss
+    that is divided by all rows.
     """
 
     def __init__(self) -> None:
@@ -134,8 +139,8 @@ def _finding(hook: _Hook, factor: float) -> Finding | None:
         what, write = f"about {times} times the mean of what {of}", "Return the mean"
     return finding(
         "hook-is-no-mean",
-        f"The hook that `register_comm_hook` was given ({hook.place}) returns {what}. DistributedDataParallel does not "
-        "divide what a hook returns.",
+        f"The hook that `register_comm_hook` was given ({hook.place}) returns {what}. "
+        "DistributedDataParallel does not divide what a hook returns.",
         f"{write}: `buffer.div_(dist.get_world_size())`."
         if "Divide" in write
         else f"{write}.",

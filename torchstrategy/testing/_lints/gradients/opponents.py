@@ -1,4 +1,7 @@
-"""Gradients that are left from the step of another optimizer, and work against those they are added to."""
+"""Gradients that are left from the step of another optimizer.
+
+They work against those they are added to.
+"""
 
 from __future__ import annotations
 
@@ -23,14 +26,15 @@ from torchstrategy.testing._lints.torch_internals import held_here, without_mode
 from torchstrategy.testing._simulation.program import unwatched
 
 _ENOUGH_STEPS = 4
-_OPPOSED = -0.7  # the cosine of the angle: gradients of other losses are near 0, those of GANs below -0.8
+# The cosine of the angle: gradients of other losses are near 0, those of GANs below
+# -0.8.
+_OPPOSED = -0.7
 _PARAMETERS, _NUMBERS = 32, 256  # how many are compared, and how many numbers of each
 _MOST_CALLS = 1000  # without a step
 _MOST_SAMPLES = 50  # of an optimizer that makes no such step
 
-Sample = dict[
-    int, torch.Tensor
-]  # some numbers of gradients, by the position of the parameter in its optimizer
+# Some numbers of gradients, by the position of the parameter in its optimizer.
+Sample = dict[int, torch.Tensor]
 
 
 @final
@@ -42,7 +46,8 @@ class _Left:
         calls: The `backward` calls that they come from.
         step_at: Where the other optimizer has made its step.
         before: Some of their numbers.
-        after: The same after the next `backward` calls have added to them; None before these.
+        after: The same after the next `backward` calls have added to them; None before
+            these.
         added: These calls.
     """
 
@@ -59,7 +64,8 @@ class _Seen:
     """What is known of an optimizer.
 
     Attributes:
-        steps: How many steps, from its first one on, it has made with gradients that work against each other.
+        steps: How many steps, from its first one on, it has made with gradients that
+            work against each other.
         samples: How often its gradients were looked at.
         is_over: Whether it has made another step, or was found.
     """
@@ -79,14 +85,14 @@ class _Found(NamedTuple):
 class Opponents(Lint):
     """Looks for the gradients that a generator gets from the loss of its discriminator.
 
-    A program may add the gradients of several losses, and make steps of other optimizers in between. No program means
-    to add gradients that are opposed in each step from the first one on.
+    A program may add the gradients of several losses, and make steps of other
+    optimizers in between. No program means to add gradients that are opposed in each
+    step from the first one on.
     """
 
     def __init__(self) -> None:
-        self._calls: dict[int, list[Backward]] = defaultdict(
-            list
-        )  # by rank, since the last step
+        # By rank, since the last step.
+        self._calls: dict[int, list[Backward]] = defaultdict(list)
         self._left: dict[int, Objects[torch.optim.Optimizer, _Left]] = defaultdict(
             Objects
         )
@@ -99,9 +105,8 @@ class Opponents(Lint):
             return
         for optimizer, left in list(self._left[facts.rank].items()):
             if left.after is None and not _are_equal(left.before, _sample(optimizer)):
-                del self._left[facts.rank][
-                    optimizer
-                ]  # they were zeroed, as they should be
+                # They were zeroed, as they should be.
+                del self._left[facts.rank][optimizer]
 
     @override
     def went_back(self, facts: Facts) -> None:
@@ -183,7 +188,10 @@ def _are_equal(before: Sample, after: Sample) -> bool:
 
 
 def _cosine(left: _Left | None) -> float | None:
-    """Of the angle between what was left and what was added; None if it is not known, or one loop made both."""
+    """Of the angle between what was left and what was added.
+
+    It is None if it is not known, or one loop made both.
+    """
     if (
         left is None
         or left.after is None
@@ -208,11 +216,14 @@ def _finding(found: _Found) -> Finding | None:
     left, added = found.left.calls[-1].way[0], found.left.added[-1].way[0]
     return finding(
         "gradient-of-other-step",
-        f"`backward` at {left} gives gradients to the parameters of two optimizers. One makes its step "
-        f"({found.left.step_at}); the gradients of the other one stay, and `backward` at {added} adds to them before "
-        f"its step ({found.steps_at}). The two work against each other in each of the first {_ENOUGH_STEPS} steps: the "
-        f"cosine of the angle between them is {found.cosine:.2f}.",
-        "Detach what the model of the other optimizer has made, as in `discriminator(fake.detach())`, or call "
-        "`zero_grad()` of an optimizer right before its own `backward`.",
+        f"`backward` at {left} gives gradients to the parameters of two optimizers. "
+        f"One makes its step ({found.left.step_at}); the gradients of the other one "
+        f"stay, and `backward` at {added} adds to them before its step "
+        f"({found.steps_at}). The two work against each other in each of the first "
+        f"{_ENOUGH_STEPS} steps: the cosine of the angle between them is "
+        f"{found.cosine:.2f}.",
+        "Detach what the model of the other optimizer has made, as in "
+        "`discriminator(fake.detach())`, or call `zero_grad()` of an optimizer right "
+        "before its own `backward`.",
         [left, found.left.step_at, added, found.steps_at],
     )

@@ -76,7 +76,8 @@ class _Seen:
         count: How many steps in a row this is so.
         zeroed_at: Where gradients were zeroed last.
         is_back: Whether `backward` runs.
-        is_over: Whether it is known what this rank does: gradients are used, or it was found.
+        is_over: Whether it is known what this rank does: gradients are used, or it was
+            found.
     """
 
     calls: list[_Call] = field(default_factory=list)
@@ -88,7 +89,10 @@ class _Seen:
 
     @property
     def is_suspicious(self) -> bool:
-        """Whether the next step decides, so that it is watched who reads gradients until then."""
+        """Whether the next step decides.
+
+        So it is watched who reads gradients until then.
+        """
         return self.count == _ENOUGH_STEPS - 1 and not self.is_over
 
 
@@ -100,11 +104,15 @@ class _Found(NamedTuple):
 
 @final
 class Zeroed(Follower):
-    """Looks for steps before each of which gradients of the same lines are thrown away, in the same number.
+    """Looks for steps before which gradients of the same lines are thrown away.
 
-    Some programs throw gradients away on purpose: a generator's after the step of the discriminator, those of a batch
-    that is skipped, those of an attack that needs the gradient of its input alone. They do so on a line of its own,
-    with a step in between, or now and then, or have an input with a gradient. Others read gradients first.
+    There are as many of them before each step.
+
+    Some programs throw gradients away on purpose: a generator's after the step of the
+    discriminator, those of a batch that is skipped, those of an attack that needs the
+    gradient of its input alone. They do so on a line of its own, with a step in
+    between, or now and then, or have an input with a gradient. Others read gradients
+    first.
     """
 
     def __init__(self) -> None:
@@ -243,7 +251,10 @@ def _is_lost(facts: Facts, call: _Call) -> bool:
 
 
 def _has_other_leaves(facts: Facts, loss: torch.Tensor) -> bool:
-    """Whether a loss has a gradient for what is no parameter, such as the input of an attack."""
+    """Whether a loss has a gradient for what is no parameter, such as an input.
+
+    An attack has such an input.
+    """
     owned = {id(parameter) for parameter in facts.parameters()}
     return any(
         not isinstance(leaf, nn.Parameter) and id(leaf) not in owned
@@ -252,7 +263,7 @@ def _has_other_leaves(facts: Facts, loss: torch.Tensor) -> bool:
 
 
 def _kind_of(calls: Sequence[_Call]) -> _Kind | None:
-    """What calls are like; None if gradients are used, or calls are of several kinds."""
+    """What calls are like; None if gradients are used, or calls are of many kinds."""
     last = calls[-1]
     is_alike = all(call.way == last.way and call.is_lost for call in calls[:-1])
     if not is_alike or (len(calls) == 1 and not last.is_lost):
@@ -273,16 +284,20 @@ def _finding(found: _Found) -> Finding | None:
     if kind.is_last_lost:
         return finding(
             "gradient-thrown-away",
-            f"All gradients of `backward` ({kind.way[0]}) are set to zero{zeroed} before the step of the optimizer "
-            f"({found.steps_at}), in {_ENOUGH_STEPS} steps in a row, and nothing has read them: nothing is trained.",
-            "Call `zero_grad()` before `backward` or after `optimizer.step()`, and not in between.",
+            f"All gradients of `backward` ({kind.way[0]}) are set to zero{zeroed} "
+            f"before the step of the optimizer ({found.steps_at}), in {_ENOUGH_STEPS} "
+            "steps in a row, and nothing has read them: nothing is trained.",
+            "Call `zero_grad()` before `backward` or after `optimizer.step()`, and not "
+            "in between.",
             places,
         )
     return finding(
         "gradient-thrown-away",
-        f"`backward` is called {kind.calls} times ({kind.way[0]}) before each step of the optimizer "
-        f"({found.steps_at}). All gradients but those of the last call are set to zero{zeroed}, and nothing has read "
-        "them: each step is of one micro-batch.",
-        "Call `zero_grad()` once for each step: after `optimizer.step()`, or before the first micro-batch.",
+        f"`backward` is called {kind.calls} times ({kind.way[0]}) before each step of "
+        f"the optimizer ({found.steps_at}). All gradients but those of the last call "
+        f"are set to zero{zeroed}, and nothing has read them: each step is of one "
+        "micro-batch.",
+        "Call `zero_grad()` once for each step: after `optimizer.step()`, or before "
+        "the first micro-batch.",
         places,
     )

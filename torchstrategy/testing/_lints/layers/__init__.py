@@ -1,7 +1,9 @@
-"""Layers that compute one thing in training and another in evaluation, and the statistics that they keep.
+"""Layers that compute one thing in training and another in evaluation.
 
-Batch norm and dropout. It answers: which rows do their statistics come from, and is the mode the one that the program
-means?
+The statistics that they keep are looked at, too.
+
+Batch norm and dropout. It answers: which rows do their statistics come from, and is the
+mode the one that the program means?
 
     batch_norm     batch norm with the statistics of one rank
     frozen_norms   batch norm of a frozen part that is in training mode

@@ -1,4 +1,7 @@
-"""Averages of weights that are evaluated with statistics of batch norm which no batch has changed."""
+"""Averages of weights that are evaluated with unchanged statistics.
+
+They are those of batch norm, which no batch has changed.
+"""
 
 from __future__ import annotations
 
@@ -30,21 +33,19 @@ class _Unchanged(NamedTuple):
 
 @final
 class Averages(Lint):
-    """Looks for batch norm in evaluation with trained weights, and mean 0 and variance 1.
+    """Looks for batch norm in evaluation with trained weights, mean 0 and variance 1.
 
-    Weights of a model that is new are all 1 or all 0; trained ones differ from channel to channel.
+    Weights of a model that is new are all 1 or all 0; trained ones differ from channel
+    to channel.
     """
 
     def __init__(self) -> None:
-        self._trained: dict[int, dict[int, Place]] = defaultdict(
-            dict
-        )  # where, by rank and number of channels
-        self._times: Counter[tuple[int, int]] = (
-            Counter()
-        )  # by rank and number of channels
-        self._changed: dict[int, Known[bool]] = defaultdict(
-            Known
-        )  # statistics that are not those of a new layer
+        # Where, by rank and number of channels.
+        self._trained: dict[int, dict[int, Place]] = defaultdict(dict)
+        # By rank and number of channels.
+        self._times: Counter[tuple[int, int]] = Counter()
+        # Statistics that are not those of a new layer.
+        self._changed: dict[int, Known[bool]] = defaultdict(Known)
         self._found: dict[Place, _Unchanged] = {}
 
     @override
@@ -58,10 +59,13 @@ class Averages(Lint):
         return [
             finding(
                 "statistics-not-averaged",
-                f"The model that is called at {one.place} is evaluated with trained weights, and its batch norm of "
-                f"{one.channels} channels has mean 0 and variance 1, as a new one has. A batch norm of that size is "
-                f"trained in the model that is called at {one.trained}: its statistics were not copied.",
-                "Copy the buffers, too: `for e, b in zip(average.buffers(), model.buffers()): e.copy_(b)`, or use "
+                f"The model that is called at {one.place} is evaluated with trained "
+                f"weights, and its batch norm of {one.channels} channels has mean 0 "
+                "and variance 1, as a new one has. A batch norm of that size is "
+                f"trained in the model that is called at {one.trained}: its statistics "
+                "were not copied.",
+                "Copy the buffers, too: `for e, b in zip(average.buffers(), "
+                "model.buffers()): e.copy_(b)`, or use "
                 "`torch.optim.swa_utils.AveragedModel(model)`, which does so.",
                 [one.place],
             )
@@ -71,7 +75,7 @@ class Averages(Lint):
     def _synchronizes(
         self, facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], result: Any
     ) -> None:
-        """`SyncBatchNorm` computes its statistics of those of all ranks, and only in training."""
+        """`SyncBatchNorm` computes statistics of all ranks', and only in training."""
         if args[3] is not None:
             self._notes_training(facts, args[3].numel())
 
@@ -118,7 +122,10 @@ def _are_all(tensor: torch.Tensor, number: float) -> bool:
 
 
 def _are_trained(facts: Facts, tensor: torch.Tensor | None) -> bool:
-    """Whether weights have been written since they were made, and not by an optimizer: that trains without a mean."""
+    """Whether weights were written since they were made, and not by an optimizer.
+
+    An optimizer trains without a mean.
+    """
     if tensor is None or not can_be_read(tensor):
         return False
     if any(

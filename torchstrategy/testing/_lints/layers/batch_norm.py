@@ -16,10 +16,10 @@ from torchstrategy.testing._lints.findings import Finding, finding, some
 from torchstrategy.testing._lints.lint import Lint, Seen
 from torchstrategy.testing._lints.torch_internals import BatchNorm
 
-_FEW = 16  # values of a channel: with fewer, training with batch norm is known to get worse
-_TRAINING = (
-    5  # which argument of the operators says that statistics are those of the batch
-)
+# Values of a channel: with fewer, training with batch norm is known to get worse.
+_FEW = 16
+# Which argument of the operators says that statistics are those of the batch.
+_TRAINING = 5
 _aten = torch.ops.aten
 # Those with the arguments input, weight, bias, mean, variance, training.
 BATCH_NORMS = (
@@ -27,7 +27,8 @@ BATCH_NORMS = (
     _aten.cudnn_batch_norm.default,
     _aten._native_batch_norm_legit.default,
 )
-# With the arguments input, means, inverses of deviations, mean, variance: those of `SyncBatchNorm` in training.
+# With the arguments input, means, inverses of deviations, mean, variance: those of
+# `SyncBatchNorm` in training.
 SYNCHRONIZED = _aten.batch_norm_gather_stats_with_counts.default
 
 
@@ -39,18 +40,16 @@ class _Seen(NamedTuple):
 
 @final
 class FewStatistics(Lint):
-    """Looks for layers of batch norm in models that are trained by `DistributedDataParallel`."""
+    """Looks for batch norm in models that `DistributedDataParallel` trains."""
 
     def __init__(self, is_named: Callable[[int], bool]) -> None:
         """`is_named` says whether another lint names a layer, by its id."""
         self._is_named = is_named
         self._called: dict[tuple[int, Any], _Seen] = {}
-        self._most: dict[
-            Any, int
-        ] = {}  # the most values of a channel that a model was called with
-        self._running: dict[
-            int, tuple[Any, int | None]
-        ] = {}  # by rank: a model, and the fewest values of its layers
+        # The most values of a channel that a model was called with.
+        self._most: dict[Any, int] = {}
+        # By rank: a model, and the fewest values of its layers.
+        self._running: dict[int, tuple[Any, int | None]] = {}
         self._found: dict[Any, _Seen] = {}
 
     @override
@@ -87,11 +86,13 @@ class FewStatistics(Lint):
         return [
             finding(
                 "statistics-of-one-rank",
-                f"{some(layers)} of the model that is called at {seen.place} normalize with only {values} values "
-                f"of each channel, those of one rank, of the {values * seen.ranks} of all ranks, and their running "
-                "statistics are those of rank 0.",
-                "`model = nn.SyncBatchNorm.convert_sync_batchnorm(model)` before it is wrapped, a norm without a "
-                f"batch, or more rows for each rank: more than {_FEW} values of a channel.",
+                f"{some(layers)} of the model that is called at {seen.place} normalize "
+                f"with only {values} values of each channel, those of one rank, of the "
+                f"{values * seen.ranks} of all ranks, and their running statistics are "
+                "those of rank 0.",
+                "`model = nn.SyncBatchNorm.convert_sync_batchnorm(model)` before it is "
+                "wrapped, a norm without a batch, or more rows for each rank: more "
+                f"than {_FEW} values of a channel.",
                 [seen.place],
             )
             for key, seen in self._found.items()
@@ -106,7 +107,10 @@ class FewStatistics(Lint):
     def _normalizes(
         self, facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], result: Any
     ) -> None:
-        """A layer has run: how many values of each channel its statistics are of, where it has several places."""
+        """A layer has run: how many values of each channel its statistics are of.
+
+        It has several places then.
+        """
         if facts.rank not in self._running or not args[_TRAINING] or args[0].dim() < 2:
             return
         key, fewest = self._running[facts.rank]

@@ -1,4 +1,7 @@
-"""Batch norm whose statistics count a batch again when `torch.utils.checkpoint` computes a part of a model again."""
+"""Batch norm whose statistics count a batch again.
+
+They do when `torch.utils.checkpoint` computes a part of a model again.
+"""
 
 from __future__ import annotations
 
@@ -27,9 +30,8 @@ class CountedAgain(Lint):
     """Looks for batch norm in training mode in a part that backward computes again."""
 
     def __init__(self) -> None:
-        self._again: Counter[Place] = (
-            Counter()
-        )  # by where the program has called the part
+        # By where the program has called the part.
+        self._again: Counter[Place] = Counter()
 
     @override
     def operators(self) -> dict[Any, Seen]:
@@ -40,10 +42,13 @@ class CountedAgain(Lint):
         return [
             finding(
                 "statistics-counted-twice",
-                f"Backward computes the part that is called at {place} again, and batch norm in it moves its running "
-                "statistics again: each batch counts twice. They follow the last batches more closely than `momentum` "
-                "says, and evaluation has other numbers than without `checkpoint`.",
-                "Leave batch norm out of the part, or use a norm without running statistics.",
+                f"Backward computes the part that is called at {place} again, and "
+                "batch norm in it moves its running statistics again: each batch "
+                "counts twice. They follow the last batches more closely than "
+                "`momentum` says, and evaluation has other numbers than without "
+                "`checkpoint`.",
+                "Leave batch norm out of the part, or use a norm without running "
+                "statistics.",
                 [place],
             )
             for place, times in self._again.items()

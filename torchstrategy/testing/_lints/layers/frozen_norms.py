@@ -1,4 +1,4 @@
-"""Batch norm of a frozen part of a model that is in training mode, and changes its statistics."""
+"""Batch norm of a frozen part that is in training mode, and changes statistics."""
 
 from __future__ import annotations
 
@@ -33,10 +33,8 @@ from torchstrategy.testing._lints.lint import Lint, Seen
 from torchstrategy.testing._lints.torch_internals import BatchNorm, without_modes
 from torchstrategy.testing._simulation.program import unwatched
 
-_FIRST_LOOK, _SECOND_LOOK = (
-    2,
-    4,
-)  # after so many steps with such a layer: weights that stay the same are no average
+# After so many steps with such a layer: weights that stay the same are no average.
+_FIRST_LOOK, _SECOND_LOOK = 2, 4
 _CLOSE = 1e-4
 _aten = torch.ops.aten
 
@@ -58,7 +56,8 @@ class _Norm:
         mean: Its running mean.
         place: Where it is called.
         channels: How many channels it has.
-        is_used: Whether it, or what is before it, is trained, or its statistics began as those of a new layer.
+        is_used: Whether it, or what is before it, is trained, or its statistics began
+            as those of a new layer.
         steps: How many steps were made after it was called, frozen.
         steps_at: Where the last one was made.
         part: The layer and what is before it, after the first look.
@@ -77,17 +76,19 @@ class _Norm:
 
 @final
 class FrozenNorms(Lint):
-    """Looks for batch norm in training mode that is frozen, with all that it gets its input from, from the beginning.
+    """Looks for batch norm in training mode that is frozen from the beginning.
 
-    What gets its input from a part that is trained may have to follow it. So may the discriminator of a generator,
-    which is frozen in turns, and a slow copy whose weights are averages.
+    All that it gets its input from is frozen, too.
+
+    What gets its input from a part that is trained may have to follow it. So may the
+    discriminator of a generator, which is frozen in turns, and a slow copy whose
+    weights are averages.
     """
 
     def __init__(self) -> None:
         self._norms: dict[int, Known[_Norm]] = defaultdict(Known)
-        self._called: dict[int, dict[int, _Norm]] = defaultdict(
-            dict
-        )  # by rank and id, since the last step
+        # By rank and id, since the last step.
+        self._called: dict[int, dict[int, _Norm]] = defaultdict(dict)
         self._all: list[_Norm] = []
         self._found: dict[int, _Norm] = {}  # by the id of the layer
 
@@ -192,15 +193,17 @@ class FrozenNorms(Lint):
 def _frozen_before(
     layer: nn.Module, modules: Sequence[nn.Module]
 ) -> list[nn.Parameter] | None:
-    """The parameters of a layer and those before it, in the smallest module with weights there; None if some train."""
+    """The parameters of a layer and those before it; None if some train.
+
+    They are in the smallest module with weights there.
+    """
     smallest: list[nn.Parameter] | None = None
     size = 0
     for module in modules:
         parameters = parameters_in(module)
         at = next((at for at, one in enumerate(parameters) if one is layer.weight), 0)
-        has_weights = any(
-            one.dim() > 1 for one in parameters[:at]
-        )  # a norm before it has none
+        # A norm before it has none.
+        has_weights = any(one.dim() > 1 for one in parameters[:at])
         if has_weights and (smallest is None or len(parameters) < size):
             smallest, size = [*parameters[:at], *parameters_in(layer)], len(parameters)
     return (
@@ -217,7 +220,10 @@ def _values_of(
 
 
 def _is_new(mean: torch.Tensor, batch: torch.Tensor, momentum: float) -> bool:
-    """Whether the running mean was 0, as in a new layer, before it got its share of the mean of a batch."""
+    """Whether the running mean was 0, as in a new layer.
+
+    That is before it got its share of the mean of a batch.
+    """
     if not can_be_read(batch) or momentum >= 1:
         return True
     now, its = numbers_of(mean), numbers_of(batch)
@@ -238,10 +244,12 @@ def _finding(norms: Sequence[_Norm]) -> Finding | None:
     is_one = len(names) == 1
     return finding(
         "frozen-norm-in-training",
-        f"{some(names)} {'is' if is_one else 'are'} frozen, as all weights before {'it' if is_one else 'them'}, but in "
-        f"training mode: each call ({first.place}) changes the running statistics, and normalizes with those of the "
-        f"batch. That was so in {first.steps} steps ({first.steps_at}). Evaluation uses other statistics than the part "
-        "was frozen with.",
-        "Call `.eval()` on the frozen part after each `model.train()`: that puts all parts into training mode.",
+        f"{some(names)} {'is' if is_one else 'are'} frozen, as all weights before "
+        f"{'it' if is_one else 'them'}, but in training mode: each call "
+        f"({first.place}) changes the running statistics, and normalizes with those of "
+        f"the batch. That was so in {first.steps} steps ({first.steps_at}). Evaluation "
+        "uses other statistics than the part was frozen with.",
+        "Call `.eval()` on the frozen part after each `model.train()`: that puts all "
+        "parts into training mode.",
         [first.place, first.steps_at],
     )

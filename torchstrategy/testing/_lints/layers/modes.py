@@ -1,4 +1,7 @@
-"""Models that are trained in evaluation mode, since nobody has put them back after an evaluation."""
+"""Models that are trained in evaluation mode.
+
+Nobody has put them back after an evaluation.
+"""
 
 from __future__ import annotations
 
@@ -38,11 +41,13 @@ _DROPOUTS = (
     nn.AlphaDropout,
     nn.FeatureAlphaDropout,
 )
-# The first operators of layers: what else uses a parameter, as an average of weights does, is no evaluation.
+# The first operators of layers: what else uses a parameter, as an average of weights
+# does, is no evaluation.
 _LAYERS = {
-    "addmm", "mm", "bmm", "matmul", "linear", "convolution", "_convolution", "conv1d", "conv2d", "conv3d", "embedding",
-    "native_batch_norm", "cudnn_batch_norm", "_native_batch_norm_legit", "batch_norm", "native_layer_norm",
-    "layer_norm", "native_group_norm", "group_norm",
+    "addmm", "mm", "bmm", "matmul", "linear", "convolution", "_convolution", "conv1d",
+    "conv2d", "conv3d", "embedding", "native_batch_norm", "cudnn_batch_norm",
+    "_native_batch_norm_legit", "batch_norm", "native_layer_norm", "layer_norm",
+    "native_group_norm", "group_norm",
 }  # fmt: skip
 
 
@@ -57,8 +62,10 @@ class _Evaluation:
         names: Their names and kinds.
         parameters: The parameters of the model, by id.
         optimizers: Those that have trained it.
-        evaluated_at: Where it was called without gradients since then; None if it was not, so far.
-        is_backward: Whether `backward` has changed its gradients since the last step, all of it in evaluation mode.
+        evaluated_at: Where it was called without gradients since then; None if it was
+            not, so far.
+        is_backward: Whether `backward` has changed its gradients since the last step,
+            all of it in evaluation mode.
         steps: How many steps were made so.
         steps_at: Where the last one was made.
     """
@@ -81,22 +88,26 @@ class _Found(NamedTuple):
 
 @final
 class Modes(Follower):
-    """Looks for `eval()`, a call without gradients, and then training with no call of `train()` or `eval()` in between.
+    """Looks for `eval()`, a call without gradients, and then training.
 
-    Who trains in evaluation mode on purpose does so from the beginning, or calls `eval()` before the training and not
-    before an evaluation. After an evaluation that was ever followed by `train()`, training mode is known of.
+    No call of `train()` or `eval()` is in between.
+
+    Who trains in evaluation mode on purpose does so from the beginning, or calls
+    `eval()` before the training and not before an evaluation. After an evaluation that
+    was ever followed by `train()`, training mode is known of.
     """
 
     def __init__(self) -> None:
-        self._pieces = {}  # by rank, the addresses of parameters of a model that nobody has called since `eval()`
+        # By rank, the addresses of parameters of a model that nobody has called since
+        # `eval()`.
+        self._pieces = {}
         self._evaluations: dict[int, list[_Evaluation]] = defaultdict(list)
         self._steps: dict[int, Objects[torch.optim.Optimizer, int]] = defaultdict(
             Objects
         )
         self._changed: dict[int, Objects[nn.Module, int]] = defaultdict(Objects)
-        self._right: set[tuple[int, tuple[Place, ...]]] = (
-            set()
-        )  # by rank and way, what was followed by `train()`
+        # By rank and way, what was followed by `train()`.
+        self._right: set[tuple[int, tuple[Place, ...]]] = set()
         self._found: dict[tuple[Place, ...], _Found] = {}
 
     @override
@@ -115,7 +126,8 @@ class Modes(Follower):
         trained = [(layer, name) for layer, name in layers.items() if layer.training]
         self._pieces.pop(facts.rank, None)
         if not is_training and not trained and known:
-            # The next evaluation, or training in evaluation mode that is meant: the next call says which.
+            # The next evaluation, or training in evaluation mode that is meant: the
+            # next call says which.
             known[-1].evaluated_at, known[-1].steps = None, 0
             self._pieces[facts.rank] = _addresses_of(module), known[-1]
             return
@@ -186,7 +198,10 @@ class Modes(Follower):
     def _begins(
         self, facts: Facts, module: nn.Module, layers: Sequence[tuple[nn.Module, str]]
     ) -> None:
-        """`eval()` is called on a model; it is followed if it was trained before, in training mode."""
+        """`eval()` is called on a model.
+
+        The model is followed if it was trained before, in training mode.
+        """
         since = max(
             (self._changed[facts.rank].get(layer, 0) for layer, _ in layers), default=0
         )
@@ -237,9 +252,12 @@ def _finding(found: _Found) -> Finding | None:
     places = [one.way[0], found.evaluated_at, one.steps_at]
     return finding(
         "trained-in-eval-mode",
-        f"`eval()` is called ({one.way[0]}), the model is evaluated ({found.evaluated_at}), and training goes on "
-        f"without `train()` ({in_words([one.steps_at])}). These layers no longer drop values, or no longer "
-        f"use the statistics of the batch, as in the steps before: {some(one.names)}.",
-        "Call `model.train()` after each evaluation. If it is meant, call `model.eval()` where training goes on.",
+        f"`eval()` is called ({one.way[0]}), the model is evaluated "
+        f"({found.evaluated_at}), and training goes on without `train()` "
+        f"({in_words([one.steps_at])}). These layers no longer drop values, or no "
+        "longer use the statistics of the batch, as in the steps before: "
+        f"{some(one.names)}.",
+        "Call `model.train()` after each evaluation. If it is meant, call "
+        "`model.eval()` where training goes on.",
         places,
     )

@@ -1,4 +1,7 @@
-"""Dropout that drops other values when `torch.utils.checkpoint` computes a part of a model again."""
+"""Dropout that drops other values when a part of a model is computed again.
+
+`torch.utils.checkpoint` computes it again.
+"""
 
 from __future__ import annotations
 
@@ -48,13 +51,16 @@ class _Drawn:
 
 @final
 class Recomputed(Lint):
-    """Compares what dropout draws in a part that is computed again with what it has drawn there before."""
+    """Compares what dropout draws in a part that is computed again.
+
+    It compares this with what dropout has drawn there before.
+    """
 
     def __init__(self) -> None:
-        self._masks: dict[int, set[tuple[int, int]]] = defaultdict(
-            set
-        )  # by rank: numbers, and sums of their bytes
-        # By rank and line of the program in the part; None: there are only modules of torch.
+        # By rank: numbers, and sums of their bytes.
+        self._masks: dict[int, set[tuple[int, int]]] = defaultdict(set)
+        # By rank and line of the program in the part; None: there are only modules of
+        # torch.
         self._drawn: dict[int, dict[Place | None, _Drawn]] = defaultdict(dict)
         self._again: dict[int, int] = defaultdict(int)
 
@@ -97,9 +103,11 @@ def _finding(drawn: _Drawn, place: Place | None) -> Finding | None:
     where = "" if place is None else f" ({place})"
     return finding(
         "recomputed-with-other-dropout",
-        f"Backward computes the part that is called at {drawn.part} again, and dropout in it{where} drops other values "
-        f"than in the forward pass, {drawn.again} of {drawn.again} times: `checkpoint` has not restored the state of "
-        "the random generators. The gradient is not that of the loss.",
-        "Leave `preserve_rng_state=False` out: `checkpoint(block, x, use_reentrant=False)`.",
+        f"Backward computes the part that is called at {drawn.part} again, and dropout "
+        f"in it{where} drops other values than in the forward pass, {drawn.again} of "
+        f"{drawn.again} times: `checkpoint` has not restored the state of the random "
+        "generators. The gradient is not that of the loss.",
+        "Leave `preserve_rng_state=False` out: `checkpoint(block, x, "
+        "use_reentrant=False)`.",
         [drawn.part] if place is None else [drawn.part, place],
     )

@@ -1,4 +1,7 @@
-"""Frozen parts that were put into evaluation mode, and are back in training mode with what is around them."""
+"""Frozen parts that were put into evaluation mode, and are back in training mode.
+
+They went back with what is around them.
+"""
 
 from __future__ import annotations
 
@@ -36,8 +39,10 @@ class _Part:
     Attributes:
         module: It.
         evaluated_at: Where that was.
-        undone_at: Where `train()` of a larger module has undone it; None if nothing has.
-        steps: How many steps were made since then in which it may have dropped something.
+        undone_at: Where `train()` of a larger module has undone it; None if nothing
+            has.
+        steps: How many steps were made since then in which it may have dropped
+            something.
     """
 
     module: weakref.ref[nn.Module]
@@ -48,10 +53,13 @@ class _Part:
 
 @final
 class UndoneModes(Lint):
-    """Looks for frozen parts with dropout whose `eval()` is undone by `train()` of the model that has them.
+    """Looks for frozen parts with dropout whose `eval()` is undone by `train()`.
 
-    Dropout has to act on something without a gradient in each step: only a part that is frozen, or rows, have none.
-    Frozen parts on which nobody has called `eval()` by itself may be meant to drop.
+    `train()` of the model that has them undoes it.
+
+    Dropout has to act on something without a gradient in each step: only a part that is
+    frozen, or rows, have none. Frozen parts on which nobody has called `eval()` by
+    itself may be meant to drop.
     """
 
     def __init__(self) -> None:
@@ -141,9 +149,11 @@ def _finding(undone_at: Place, part: _Part) -> Finding | None:
     shown = f" ({some(names)})" if names else ""
     return finding(
         "eval-mode-undone",
-        f"`eval()` was called on a frozen part ({part.evaluated_at}), and `train()` of a larger module ({undone_at}) "
-        f"puts it back into training mode: its dropout{shown} acts in {part.steps} steps.",
-        "Override `train` of the larger module, and call `self.part.eval()` in it after `super().train(mode)`; or call "
-        "`eval()` of the part after each `train()`.",
+        f"`eval()` was called on a frozen part ({part.evaluated_at}), and `train()` of "
+        f"a larger module ({undone_at}) puts it back into training mode: its "
+        f"dropout{shown} acts in {part.steps} steps.",
+        "Override `train` of the larger module, and call `self.part.eval()` in it "
+        "after `super().train(mode)`; or call `eval()` of the part after each "
+        "`train()`.",
         [part.evaluated_at, undone_at],
     )

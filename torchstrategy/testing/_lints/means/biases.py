@@ -1,4 +1,7 @@
-"""Biases that each rank adds to its part of a sum, before the sum is made: they count once for each rank."""
+"""Biases that each rank adds to its part of a sum, before the sum is made.
+
+They count once for each rank.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,8 @@ from torchstrategy.testing._lints.lint import Lint
 from torchstrategy.testing._ranks.witnesses import Told
 
 _MOST_CALLS, _MOST_WAITING, _MOST_PASSED = 100, 64, 10
-# Where the weights of a layer are among the inputs of its node. The bias is the first input of `addmm`.
+# Where the weights of a layer are among the inputs of its node. The bias is the first
+# input of `addmm`.
 _PRODUCTS = (
     "MmBackward",
     "BmmBackward",
@@ -48,7 +52,10 @@ class _Layer(NamedTuple):
 
 @final
 class Biases(Lint):
-    """Looks at the layer whose output an `all_reduce` of a forward pass adds up: only at collectives, by the graph."""
+    """Looks at the layer whose output an `all_reduce` of a forward pass adds up.
+
+    It looks only at collectives, by the graph.
+    """
 
     def __init__(self) -> None:
         self._waiting: dict[Hashable, dict[int, _Layer | None]] = {}
@@ -69,9 +76,8 @@ class Biases(Lint):
         if self._calls[facts.rank, place] > _MOST_CALLS:
             return
         if told.key not in self._waiting and len(self._waiting) >= _MOST_WAITING:
-            del self._waiting[
-                next(iter(self._waiting))
-            ]  # the others will never look at it
+            # The others will never look at it.
+            del self._waiting[next(iter(self._waiting))]
         layer = _layer_under(node)
         sizes = told.gives[0].shape
         is_flat = told.kind == "reduce_scatter"  # its pieces have no other sizes
@@ -88,9 +94,11 @@ class Biases(Lint):
         return [
             finding(
                 "bias-of-each-rank",
-                f"{count} ranks add up the outputs of a layer ({in_words(places)}). Each has a part of the weight, and "
-                f"has added the same bias, of {bias.shape[0]} numbers: the bias counts {count} times.",
-                "Add the bias after the sum: `all_reduce` the result of `F.linear(x, weight)`, and then `+ bias`.",
+                f"{count} ranks add up the outputs of a layer ({in_words(places)}). "
+                "Each has a part of the weight, and has added the same bias, of "
+                f"{bias.shape[0]} numbers: the bias counts {count} times.",
+                "Add the bias after the sum: `all_reduce` the result of `F.linear(x, "
+                "weight)`, and then `+ bias`.",
                 list(places),
             )
             for places, (count, bias) in self._found.items()
@@ -104,17 +112,19 @@ class Biases(Lint):
         )
         if len(there) == len(layers) == len(weights) and len(biases) == 1:
             bias = there[0].bias
-            if (
-                len(set(bias.sample)) > 1
-            ):  # all zeros are alike without a reason, and count nothing
+            # All zeros are alike without a reason, and count nothing.
+            if len(set(bias.sample)) > 1:
                 places = tuple(dict.fromkeys(layer.place for layer in there))
                 self._found.setdefault(places, (len(layers), bias))
 
 
 def _input_of_the_function() -> Any:
-    """The node of what a function with a backward of its own, whose forward calls the collective, gets; None if none.
+    """The node of what a function with a backward of its own gets; None if none.
 
-    The collective itself gets a copy there, without a graph. But `ctx` is the node of the function.
+    Its forward calls the collective.
+
+    The collective itself gets a copy there, without a graph. But `ctx` is the node of
+    the function.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -137,7 +147,10 @@ def _input_of_the_function() -> Any:
 
 
 def _layer_under(node: Any) -> _Layer | None:
-    """The layer whose output a node has, with its weight and its bias; None if it is something else."""
+    """The layer whose output a node has, with its weight and bias.
+
+    It is None if it is something else.
+    """
     node = _passed(node)
     if node is None:
         return None

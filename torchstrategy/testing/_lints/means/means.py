@@ -1,4 +1,7 @@
-"""Means of means, over numbers of rows or tokens that are not the same: in metrics and in training."""
+"""Means of means, over numbers of rows or tokens that are not the same.
+
+They are in metrics and in training.
+"""
 
 from __future__ import annotations
 
@@ -37,9 +40,12 @@ Counts = tuple[float | None, ...]
 
 
 class _Mean(NamedTuple):
-    """A mean over so many numbers, or their sum; or shares of several classes, which have so many together.
+    """A mean over so many numbers, or their sum, or shares of several classes.
 
-    `is_of_training` says that it was made of numbers with gradients: it is a loss, and no metric, if it is shown.
+    The classes have so many numbers together.
+
+    `is_of_training` says that it was made of numbers with gradients: it is a loss, and
+    no metric, if it is shown.
     """
 
     over: float
@@ -63,9 +69,8 @@ class _Total(NamedTuple):
     most: float  # how many numbers were added up: no count of them is larger
     place: Place
     ranks: tuple[int, ...]
-    reduced: tuple[
-        Hashable, ...
-    ]  # the keys of the numbers that the rank has added up over ranks in this step
+    # The keys of the numbers that the rank has added up over ranks in this step.
+    reduced: tuple[Hashable, ...]
 
 
 _OfRank = TypeVar("_OfRank", _Brought, _Total)
@@ -73,32 +78,28 @@ _OfRank = TypeVar("_OfRank", _Brought, _Total)
 
 @final
 class Means(Lint):
-    """Follows means until they are reduced, and compares over how many numbers they are on each rank."""
+    """Follows means until they are reduced.
+
+    Compares over how many numbers they are on each rank.
+    """
 
     def __init__(self) -> None:
         self._known: dict[int, Known[_Mean]] = defaultdict(Known)
-        self._read: dict[int, dict[float, float]] = defaultdict(
-            dict
-        )  # counts by the number that a rank has read
+        # Counts by the number that a rank has read.
+        self._read: dict[int, dict[float, float]] = defaultdict(dict)
         self._metrics: dict[Hashable, dict[int, _Brought]] = defaultdict(dict)
-        self._losses: dict[int, dict[int, _Brought]] = defaultdict(
-            dict
-        )  # by step and rank
-        self._sums: dict[int, dict[int, _Brought]] = defaultdict(
-            dict
-        )  # losses that are a sum, divided by a number
-        self._totals: dict[int, dict[int, _Total]] = defaultdict(
-            dict
-        )  # the same by the number of all ranks
-        self._brought: dict[Hashable, dict[int, float]] = defaultdict(
-            dict
-        )  # single numbers that ranks add up
-        self._reduced: dict[int, list[Hashable]] = defaultdict(
-            list
-        )  # of a step, by rank
-        self._called_with: dict[
-            int, int
-        ] = {}  # how many rows a model was called with last, by rank
+        # By step and rank.
+        self._losses: dict[int, dict[int, _Brought]] = defaultdict(dict)
+        # Losses that are a sum, divided by a number.
+        self._sums: dict[int, dict[int, _Brought]] = defaultdict(dict)
+        # The same by the number of all ranks.
+        self._totals: dict[int, dict[int, _Total]] = defaultdict(dict)
+        # Single numbers that ranks add up.
+        self._brought: dict[Hashable, dict[int, float]] = defaultdict(dict)
+        # Of a step, by rank.
+        self._reduced: dict[int, list[Hashable]] = defaultdict(list)
+        # How many rows a model was called with last, by rank.
+        self._called_with: dict[int, int] = {}
         self._accumulated: dict[Place, list[Counts]] = defaultdict(list)
 
     @override
@@ -171,9 +172,8 @@ class Means(Lint):
         factor, micro = factor_of(several) if several else None, len(several)
         weight = factor_of_gradients(facts, several) if several else None
         ranks, is_summed = ranks_of(facts, several) if several else (0, False)
-        of_ranks = (
-            ranks if is_summed and weight == 1 else 1
-        )  # a loss that is divided by the ranks, for a sum over them
+        # A loss that is divided by the ranks, for a sum over them.
+        of_ranks = ranks if is_summed and weight == 1 else 1
         if (
             factor is None
             or abs(factor * micro * of_ranks - 1) > 1e-6
@@ -189,13 +189,17 @@ class Means(Lint):
         if accumulated(calls) and len(counts) == micro:
             self._accumulated[place].append(counts)
         if len(companions) > 1:
-            # Of several tasks, ranks may add the losses in other orders, each in that of its own rows.
+            # Of several tasks, ranks may add the losses in other orders, each in that
+            # of its own rows.
             self._losses[facts.steps][facts.rank] = _Brought(
                 _known(counts), place, companions, weight
             )
 
     def _steps_with_a_sum(self, facts: Facts, calls: Sequence[Backward]) -> None:
-        """Notes by how many numbers a rank has divided sums to have means: the losses of a step."""
+        """Notes by how many numbers a rank has divided sums to have means.
+
+        These are the losses of a step.
+        """
         ranks, rows = facts.companions(), self._called_with.pop(facts.rank, None)
         several = accumulated(calls) or (calls if len(calls) == 1 else [])
         if not several or facts.steps >= _MOST_STEPS or rows == 1:
@@ -222,7 +226,10 @@ class Means(Lint):
             self._sums[facts.steps][facts.rank] = _Brought(_known(counts), place, ranks)
 
     def _steps_with_a_total(self, facts: Facts, calls: Sequence[Backward]) -> None:
-        """Notes by how many numbers of all ranks a rank has divided a sum, of which the ranks take the mean."""
+        """Notes by how many numbers of all ranks a rank has divided a sum.
+
+        The ranks take the mean of it.
+        """
         reduced, sums = self._reduced.pop(facts.rank, []), []
         calls = accumulated(calls) or (calls if len(calls) == 1 else [])
         if calls and reduced and facts.steps < _MOST_STEPS:
@@ -248,7 +255,9 @@ class Means(Lint):
             [one.summed for one in terms if one.summed is not None],
         )
         if any(ranks in one.multipliers for one in sums if one.divisors[-1] == divisor):
-            return  # the program knows of the mean over ranks: the others may be of weights, alike on all of them
+            # The program knows of the mean over ranks: the others may be of weights,
+            # alike on all of them.
+            return
         # A sum of as many numbers as a parameter has may be one of weights, too.
         if divisor == ranks or any(one.numel() in summed for one in facts.parameters()):
             return
@@ -258,7 +267,10 @@ class Means(Lint):
         self._totals[facts.steps][facts.rank] = total
 
     def _is_of_all(self, by_rank: dict[int, _Total]) -> bool:
-        """Whether all ranks have divided by the same number, which is the sum of what they count."""
+        """Whether all ranks have divided by the same number.
+
+        It is the sum of what they count.
+        """
         totals = list(by_rank.values())
         if len({total.divisor for total in totals}) > 1:
             return False
@@ -276,7 +288,10 @@ class Means(Lint):
         return False
 
     def _divided_by_all(self) -> list[Finding | None]:
-        """The places where most losses were divided by the numbers of all ranks, and then averaged."""
+        """The places where most losses were divided by all ranks' numbers.
+
+        They were averaged then.
+        """
         found = []
         for those in _complete_by_place(self._totals.values()):
             wrong = list(filter(self._is_of_all, those))
@@ -315,7 +330,10 @@ class Means(Lint):
         brought: list[dict[int, _Brought]],
         are_uneven: Callable[[dict[int, _Brought]], bool],
     ) -> list[tuple[dict[int, _Brought], int, int]]:
-        """Those places where most means were over different numbers; the last batch of an epoch is one of many."""
+        """Those places where most means were over different numbers.
+
+        The last batch of an epoch is one of many.
+        """
         cases = []
         for those in _complete_by_place(brought):
             uneven = list(filter(are_uneven, those))
@@ -348,9 +366,8 @@ class Means(Lint):
     ) -> None:
         loss, total = result
         count = number_of(total)
-        if (
-            args[3] == 1 and args[2] is None and count is not None
-        ):  # a mean, and all classes weigh the same
+        # A mean, and all classes weigh the same.
+        if args[3] == 1 and args[2] is None and count is not None:
             self._known[facts.rank].put(loss, _Mean(count, True, args[0].requires_grad))
 
     def _is_passed(
@@ -394,7 +411,10 @@ class Means(Lint):
     def _are_shares(
         self, facts: Facts, args: Sequence[Any], result: torch.Tensor
     ) -> None:
-        """Notes shares of several classes, each of its own number, as an intersection over a union."""
+        """Notes shares of several classes, each of its own number.
+
+        An intersection over a union is such a share.
+        """
         is_of_classes = 1 < result.numel() <= _MOST_CLASSES and not result.is_complex()
         has_gradient = any(
             isinstance(one, torch.Tensor) and one.requires_grad for one in args
@@ -419,7 +439,10 @@ class Means(Lint):
     def _carry_shares(
         self, facts: Facts, shares: torch.Tensor, result: torch.Tensor
     ) -> bool:
-        """Whether a result is the mean or the sum of such shares; notes it as one of them then."""
+        """Whether a result is the mean or the sum of such shares.
+
+        Notes it as one of them then.
+        """
         mean = self._known[facts.rank].get(shares)
         if mean is None or not mean.is_mean or shares.numel() == 1:
             return False
@@ -451,12 +474,11 @@ class Means(Lint):
         if mean.is_mean:
             read[_rounded(float(result))] = mean.over
         else:
-            read[_rounded(float(result) / mean.over)] = (
-                mean.over
-            )  # of a sum, Python may make the mean
+            # Of a sum, Python may make the mean.
+            read[_rounded(float(result) / mean.over)] = mean.over
 
     def _count_of_number(self, rank: int, tensor: torch.Tensor) -> float | None:
-        """Over how many numbers a mean is that was read as a number, and made a tensor again."""
+        """Over how many numbers a mean is that was read, and made a tensor again."""
         number = (
             number_of(tensor) if can_be_read(tensor) and rank in self._read else None
         )
@@ -468,7 +490,10 @@ class Means(Lint):
 def _complete_by_place(
     brought: Iterable[dict[int, _OfRank]],
 ) -> list[list[dict[int, _OfRank]]]:
-    """What all ranks that belong together have brought, put together by the line of the first of them."""
+    """What all ranks that belong together have brought.
+
+    It is put together by the line of the first of them.
+    """
     by_place: dict[Place, list[dict[int, _OfRank]]] = defaultdict(list)
     for by_rank in brought:
         first = by_rank[min(by_rank)]
@@ -483,9 +508,12 @@ def _known(counts: Counts) -> tuple[float, ...]:
 
 
 def _count_of_mean(term: Term, micro: int) -> float | None:
-    """The count by which a sum was divided to be a mean, one of so many of a step; None if it was something else.
+    """The count by which a sum was divided to be a mean, one of so many of a step.
 
-    It was divided by a count of what was added, by the number of micro-batches, and by nothing else.
+    It is None if it was something else.
+
+    It was divided by a count of what was added, by the number of micro-batches, and by
+    nothing else.
     """
     for count in term.divisors:
         is_mean = abs(term.factor * count * micro - 1) <= 1e-6
@@ -524,7 +552,10 @@ def _is_share(hits: torch.Tensor, count: float) -> bool:
 
 
 def _have_hooks(facts: Facts) -> bool:
-    """Whether the program reduces the gradients of a wrapped model itself, and may weigh them by numbers of rows."""
+    """Whether the program reduces the gradients of a wrapped model itself.
+
+    It may weigh them by numbers of rows.
+    """
     return any(
         has_hook_of_gradients(one.model())
         for one in facts.models
@@ -546,7 +577,7 @@ def _differ(by_rank: dict[int, _Brought]) -> bool:
 
 
 def _are_apart(by_rank: dict[int, _Brought]) -> bool:
-    """Whether ranks have brought means over numbers that differ so much that it matters."""
+    """Whether ranks brought means over numbers that differ by more than a little."""
     of_term = zip(*(one.counts for one in by_rank.values()), strict=False)
     known = [[count for count in counts if count is not None] for counts in of_term]
     return any(
@@ -557,7 +588,8 @@ def _are_apart(by_rank: dict[int, _Brought]) -> bool:
 
 def _of_rank(by_rank: dict[int, _Brought]) -> str:
     return ", ".join(
-        f"{' and '.join(f'{count:g}' for count in one.counts if count is not None)} on rank {rank}"
+        f"{' and '.join(f'{count:g}' for count in one.counts if count is not None)} on "
+        f"rank {rank}"
         for rank, one in sorted(by_rank.items())
     )
 
@@ -566,8 +598,8 @@ def _of_metric(by_rank: dict[int, _Brought], uneven: int, total: int) -> Finding
     places = [one.place for one in by_rank.values()]
     return finding(
         "mean-of-means",
-        f"The means that are reduced at {in_words(places)} are over different numbers, {_of_rank(by_rank)}, and count "
-        f"the same ({uneven} of {total} times).",
+        f"The means that are reduced at {in_words(places)} are over different numbers, "
+        f"{_of_rank(by_rank)}, and count the same ({uneven} of {total} times).",
         "Reduce the sum and the number of each rank, and divide one by the other then.",
         places,
     )
@@ -577,10 +609,11 @@ def _of_loss(by_rank: dict[int, _Brought], uneven: int, total: int) -> Finding |
     places = [one.place for one in by_rank.values()]
     return finding(
         "mean-of-means",
-        f"The losses at {in_words(places)} are means over different numbers, {_of_rank(by_rank)}, and their gradients "
-        f"count the same ({uneven} of {total} steps).",
-        "Divide the sum of each rank by the number of all ranks, `loss = total * ranks / number_of_all`, or give all "
-        "ranks the same number.",
+        f"The losses at {in_words(places)} are means over different numbers, "
+        f"{_of_rank(by_rank)}, and their gradients count the same ({uneven} of {total} "
+        "steps).",
+        "Divide the sum of each rank by the number of all ranks, `loss = total * ranks "
+        "/ number_of_all`, or give all ranks the same number.",
         places,
     )
 
@@ -590,9 +623,10 @@ def _of_all_ranks(by_rank: dict[int, _Total], wrong: int, steps: int) -> Finding
     count = len(by_rank)
     return finding(
         "loss-divided-twice",
-        f"In the losses at {in_words(places)}, a sum is divided by {first.divisor:g}, which is the number of all "
-        f"{count} ranks, and its gradients are averaged over the ranks: they are 1/{count} of those of the mean "
-        f"({wrong} of {steps} steps).",
+        f"In the losses at {in_words(places)}, a sum is divided by {first.divisor:g}, "
+        f"which is the number of all {count} ranks, and its gradients are averaged "
+        f"over the ranks: they are 1/{count} of those of the mean ({wrong} of {steps} "
+        "steps).",
         "Multiply by the number of ranks, `loss = total * ranks / number_of_all`.",
         places,
     )
@@ -602,7 +636,8 @@ def _of_accumulation(counts: Counts, place: Place) -> Finding | None:
     shown = ", ".join(f"{count:g}" for count in counts if count is not None)
     return finding(
         "mean-of-means",
-        f"The losses that a step adds at {place} are means over different numbers, {shown}, and count the same.",
+        f"The losses that a step adds at {place} are means over different numbers, "
+        f"{shown}, and count the same.",
         "Divide the sum of each micro-batch by the number of the whole batch.",
         [place],
     )

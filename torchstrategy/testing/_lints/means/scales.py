@@ -1,4 +1,7 @@
-"""Losses that are divided too often or not at all, by the number of micro-batches or of ranks."""
+"""Losses divided too often or not at all, by the micro-batches or ranks.
+
+They are divided by the number of these.
+"""
 
 from __future__ import annotations
 
@@ -58,15 +61,18 @@ class _Count:
 
 @final
 class Scales(Lint):
-    """Follows by what the mean losses of a step are multiplied, until the optimizer has their gradients."""
+    """Follows by what the mean losses of a step are multiplied.
+
+    It does until the optimizer has their gradients.
+    """
 
     def __init__(self) -> None:
         self._counts: dict[Place, _Count] = defaultdict(_Count)
-        # Where a number was divided by the number of ranks, or by that of the rows of all ranks.
+        # Where a number was divided by the number of ranks, or by that of the rows of
+        # all ranks.
         self._divided: dict[int, Known[Place]] = defaultdict(Known)
-        self._by_ranks: dict[int, list[Place]] = defaultdict(
-            list
-        )  # of the losses of a step, those places
+        # Of the losses of a step, those places.
+        self._by_ranks: dict[int, list[Place]] = defaultdict(list)
 
     @override
     def operators(self) -> dict[Any, Seen]:
@@ -89,7 +95,8 @@ class Scales(Lint):
         calls = [call for call in facts.backwards if call.is_plain]
         several = accumulated(calls)
         if (several or len(calls) == 1) and (last := (several or calls)[-1]):
-            # A program that updates weights itself may divide in the update, where nobody sees it.
+            # A program that updates weights itself may divide in the update, where
+            # nobody sees it.
             self._judge(
                 facts,
                 several or calls,
@@ -122,9 +129,8 @@ class Scales(Lint):
         total, micro = loss * gradient, len(calls)
         ranks, is_summed = ranks_of(facts, calls)
         count = self._counts[last.place]
-        of_ranks = (
-            1 / ranks if is_summed else 1
-        )  # what a mean over ranks multiplies by, where they are added
+        # What a mean over ranks multiplies by, where they are added.
+        of_ranks = 1 / ranks if is_summed else 1
         if may_divide_later and total > of_ranks / micro:
             return
         if micro > 1 and (_is(total, 1) or _is(total, of_ranks)):
@@ -147,7 +153,10 @@ class Scales(Lint):
     def _judge_sums(
         self, facts: Facts, calls: Sequence[Backward], last: Backward
     ) -> None:
-        """Looks for sums that are divided by the number of rows of all ranks, and averaged over ranks then."""
+        """Looks for sums that are divided by the number of rows of all ranks.
+
+        They are averaged over ranks then.
+        """
         ranks, is_summed = ranks_of(facts, calls)
         if ranks < 2 or is_summed:
             return
@@ -184,7 +193,10 @@ class Scales(Lint):
     def _scaled_a_number(
         self, facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], result: Any
     ) -> None:
-        """Notes where a single number is divided by the number of ranks, and the line says that it is this number."""
+        """Notes where a single number is divided by the number of ranks.
+
+        The line has to say that it is this number.
+        """
         is_number = is_plain(args[0]) and not args[0].dim() and not result.dim()
         if facts.size < 2 or not is_number:
             return
@@ -197,19 +209,26 @@ class Scales(Lint):
 
 
 def _says_ranks(number: float, ranks: int, place: Place) -> bool:
-    """Whether a number is that of the ranks, or may be that of their rows, and its line says that it is."""
+    """Whether a number is that of the ranks, or may be that of their rows.
+
+    The line of the number says that it is.
+    """
     text = place.text()
     if _is(number, ranks) or _is(number, 1 / ranks):
         names = _BINARY.findall(text)
         return bool(_RANKS.search(text)) or any(
             place.mentions(name, "world_size|WORLD_SIZE") for name in names
         )
-    # Without such a word it may be the number of other things: `sum / (2 * rows)` is the half of a mean.
+    # Without such a word it may be the number of other things: `sum / (2 * rows)` is
+    # the half of a mean.
     return number > ranks and number % ranks == 0 and bool(_ROWS_OF_ALL.search(text))
 
 
 def _is_divided_by_all(call: Backward, times: int) -> bool:
-    """Whether a loss is one sum, divided by some times as many numbers as it is a sum of, and by nothing else."""
+    """Whether a loss is one sum, divided by some times as many numbers as it has.
+
+    It is divided by nothing else.
+    """
     if len(call.terms) != 1:
         return False
     (term,) = call.terms
@@ -218,7 +237,10 @@ def _is_divided_by_all(call: Backward, times: int) -> bool:
 
 
 def accumulated(calls: Sequence[Backward]) -> list[Backward]:
-    """Those calls, through the same lines, that add to gradients of the same parameters, if there are several."""
+    """Those calls, through the same lines, that add to the same gradients.
+
+    They are gradients of the same parameters, if there are several.
+    """
     by_way: dict[tuple[Place, ...], list[Backward]] = defaultdict(list)
     for call in calls:
         if not call.is_given:
@@ -232,7 +254,7 @@ def accumulated(calls: Sequence[Backward]) -> list[Backward]:
 
 
 def ranks_of(facts: Facts, calls: Sequence[Backward]) -> tuple[int, bool]:
-    """Among how many ranks gradients are reduced, and whether as a sum; 0 if nobody knows."""
+    """Among how many ranks gradients are reduced, and if as a sum; 0 if unknown."""
     called = [model for model in facts.models if model.key in facts.called]
     if called:
         is_known = not facts.reduced and not has_hook_of_gradients(called[0].model())
@@ -240,10 +262,8 @@ def ranks_of(facts: Facts, calls: Sequence[Backward]) -> tuple[int, bool]:
     of_calls = set().union(*(call.changed for call in calls))
     addresses = {address for own, address in facts.gradients.items() if own in of_calls}
     if not isinstance(facts.stepping, OwnOptimizer) and addresses & facts.apart:
-        return (
-            0,
-            False,
-        )  # a flat tensor was reduced, to be looked at, and not the gradients
+        # A flat tensor was reduced, to be looked at, and not the gradients.
+        return (0, False)
     ways = {facts.reduced.get(address) for address in addresses}
     if ways == {"sum"}:
         return len(facts.reducers), True
@@ -251,7 +271,10 @@ def ranks_of(facts: Facts, calls: Sequence[Backward]) -> tuple[int, bool]:
 
 
 def factor_of(calls: Sequence[Backward]) -> float | None:
-    """What the means in some losses are multiplied by, all the same; None if there is no such number."""
+    """What the means in some losses are multiplied by, all the same.
+
+    It is None if there is no such number.
+    """
     factors = set()
     for call in calls:
         means = [abs(term.factor) for term in call.terms if term.is_mean]
@@ -260,7 +283,10 @@ def factor_of(calls: Sequence[Backward]) -> float | None:
 
 
 def factor_of_gradients(facts: Facts, calls: Sequence[Backward]) -> float | None:
-    """What the program has multiplied all gradients by since `backward`; None if nobody knows."""
+    """What the program multiplied all gradients by since `backward`; else None.
+
+    It is None if nobody knows.
+    """
     changed = set.intersection(*(call.changed for call in calls))
     factors: set[float | None] = set()
     for parameter in facts.parameters():
@@ -276,8 +302,9 @@ def _is(number: float, expected: float) -> bool:
 
 def _not_divided(micro: int, place: Place) -> _Case:
     return _Case(
-        f"The gradients of {micro} mean losses ({place}) are added in each step, and nothing is divided by {micro}: "
-        f"the step is {micro} times as long as one with the mean of them.",
+        f"The gradients of {micro} mean losses ({place}) are added in each step, and "
+        f"nothing is divided by {micro}: the step is {micro} times as long as one with "
+        "the mean of them.",
         f"`(loss / {micro}).backward()`, with the number of micro-batches.",
         [place],
     )
@@ -285,8 +312,10 @@ def _not_divided(micro: int, place: Place) -> _Case:
 
 def _summed(ranks: int, place: Place) -> _Case:
     return _Case(
-        f"The gradients of mean losses ({place}) are added over {ranks} ranks, and nothing is divided by {ranks}.",
-        "Reduce them with `op=dist.ReduceOp.AVG`, or divide them by the number of ranks.",
+        f"The gradients of mean losses ({place}) are added over {ranks} ranks, and "
+        f"nothing is divided by {ranks}.",
+        "Reduce them with `op=dist.ReduceOp.AVG`, or divide them by the number of "
+        "ranks.",
         [place],
     )
 
@@ -294,8 +323,8 @@ def _summed(ranks: int, place: Place) -> _Case:
 def _twice(number: int, of: str, *places: Place) -> _Case:
     why = ": their gradients are averaged already" if of == "ranks" else ""
     return _Case(
-        f"The loss at {places[0]} is divided by {number}, the number of {of}, once too often{why}"
-        f"{f'; {places[1]} divides by it' if len(places) > 1 else ''}.",
+        f"The loss at {places[0]} is divided by {number}, the number of {of}, once too "
+        f"often{why}{f'; {places[1]} divides by it' if len(places) > 1 else ''}.",
         "Leave one of the two divisions away.",
         list(dict.fromkeys(places)),
     )
@@ -303,10 +332,12 @@ def _twice(number: int, of: str, *places: Place) -> _Case:
 
 def _by_all(ranks: int, divides: Place, goes_back: Place) -> _Case:
     return _Case(
-        f"Each rank divides the sum of its own losses by the number of losses of all {ranks} ranks ({divides}), and "
-        f"their gradients are averaged over the ranks besides ({goes_back}): the step is a part of {ranks} of the one "
-        "that is meant.",
-        "Divide by the number of the rank's own losses, or multiply the loss by the number of ranks.",
+        "Each rank divides the sum of its own losses by the number of losses of all "
+        f"{ranks} ranks ({divides}), and their gradients are averaged over the ranks "
+        f"besides ({goes_back}): the step is a part of {ranks} of the one that is "
+        "meant.",
+        "Divide by the number of the rank's own losses, or multiply the loss by the "
+        "number of ranks.",
         list(dict.fromkeys([divides, goes_back])),
     )
 

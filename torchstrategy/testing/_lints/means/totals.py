@@ -36,7 +36,8 @@ class _Total:
         extent: Where the sum begins and ends in memory.
         ranks: Whose sum it is.
         place: Where it was made.
-        version: How often the memory was written on, as torch counts, if nothing has happened but additions.
+        version: How often the memory was written on, as torch counts, if nothing has
+            happened but additions.
         has_numbers: Whether the rank has given something else than zeros.
         added: Where something was added; None while nothing was.
         storage: The memory, while it is there.
@@ -52,7 +53,7 @@ class _Total:
 
 
 class _Again(NamedTuple):
-    """A sum that a rank gives to be added up again: which one, where, and what it is then."""
+    """A sum that a rank gives to be added up again: which, where, and what it is."""
 
     total: _Total
     place: Place
@@ -63,18 +64,16 @@ class _Again(NamedTuple):
 class Totals(Lint):
     """Follows sums over ranks until they are added up again.
 
-    All ranks have to do so: some programs let one rank keep the sum, and the others begin with zero. The ranks have to
-    give other numbers: else they may take the mean of what all have. Any writing that is no addition ends it, such as a
-    division.
+    All ranks have to do so: some programs let one rank keep the sum, and the others
+    begin with zero. The ranks have to give other numbers: else they may take the mean
+    of what all have. Any writing that is no addition ends it, such as a division.
     """
 
     def __init__(self) -> None:
-        self._totals: dict[int, dict[int, list[_Total]]] = defaultdict(
-            dict
-        )  # by rank and address of a storage
-        self._again: dict[Hashable, dict[int, _Again]] = defaultdict(
-            dict
-        )  # by collective and rank
+        # By rank and address of a storage.
+        self._totals: dict[int, dict[int, list[_Total]]] = defaultdict(dict)
+        # By collective and rank.
+        self._again: dict[Hashable, dict[int, _Again]] = defaultdict(dict)
         self._found: dict[Place, _Again] = {}
 
     @override
@@ -140,7 +139,10 @@ class Totals(Lint):
     def _added(
         self, facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], result: Any
     ) -> None:
-        """Something was added to a tensor. torch counts that it was written on only afterwards."""
+        """Something was added to a tensor.
+
+        Torch counts that it was written on only afterwards.
+        """
         for total in self._of(facts.rank, args[0]):
             if _is_as_left(total, args[0]):
                 total.version += 1
@@ -156,7 +158,7 @@ class Totals(Lint):
     def _copied(
         self, facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], result: Any
     ) -> None:
-        """`total[0] += 1` adds to a part of a tensor, and then writes this part on itself."""
+        """`total[0] += 1` adds to a tensor's part, then writes this part on itself."""
         for total in self._of(facts.rank, args[0]):
             is_itself = (
                 is_plain(args[1]) and args[1].numel() and span(args[0]) == span(args[1])
@@ -214,10 +216,11 @@ def _finding(total: _Total, place: Place) -> Finding | None:
     ranks = len(total.ranks)
     return finding(
         "sum-added-up-again",
-        f"The tensor of the `all_reduce` at {place} has the sum over {ranks} ranks of an earlier one ({total.place}), "
-        f"to which each rank has added ({total.added}): the earlier sum counts {ranks} times now.",
-        "Reduce a copy, `total = total.clone()`, and keep what each rank has added up for itself; or set it to zero "
-        "after each `all_reduce`.",
+        f"The tensor of the `all_reduce` at {place} has the sum over {ranks} ranks of "
+        f"an earlier one ({total.place}), to which each rank has added "
+        f"({total.added}): the earlier sum counts {ranks} times now.",
+        "Reduce a copy, `total = total.clone()`, and keep what each rank has added up "
+        "for itself; or set it to zero after each `all_reduce`.",
         list(dict.fromkeys([place, total.place, total.added])),
     )
 

@@ -1,6 +1,7 @@
 """What optimizers and schedulers have, and when they are stepped.
 
-It answers: does each parameter belong to an optimizer that steps, and does each step use the rate that is meant?
+It answers: does each parameter belong to an optimizer that steps, and does each step
+use the rate that is meant?
 
     scheduled            schedulers of learning rates, and where they are stepped
     schedulers           schedules that count micro-batches
@@ -9,8 +10,8 @@ It answers: does each parameter belong to an optimizer that steps, and does each
     captured_rates       learning rates of steps that a CUDA graph has captured
     metrics              metrics of schedulers that differ between ranks
     orphans              optimizers whose parameters nobody trains
-    frozen_updates       parameters that are frozen, and that their optimizer goes on changing
-    group_settings       settings of groups of parameters that are overwritten with one value
+    frozen_updates       frozen parameters that their optimizer still changes
+    group_settings       settings of groups that one value overwrites
 """
 
 from torchstrategy.testing._lints.lint import Lint

@@ -1,4 +1,7 @@
-"""Rates that are numbers while a CUDA graph captures a step, and other numbers when the graph runs again."""
+"""Rates that are numbers while a CUDA graph captures a step.
+
+They are other numbers when the graph runs again.
+"""
 
 from __future__ import annotations
 
@@ -20,15 +23,8 @@ from torchstrategy.testing._lints.findings import Finding, finding
 from torchstrategy.testing._lints.lint import Lint
 
 _ENOUGH = 2  # replays
-_NAMES = (
-    "lr",
-    "momentum",
-    "dampening",
-    "weight_decay",
-    "betas",
-    "alpha",
-    "lr_decay",
-)  # what schedules change
+# What schedules change.
+_NAMES = ("lr", "momentum", "dampening", "weight_decay", "betas", "alpha", "lr_decay")
 
 
 class _Rate(NamedTuple):
@@ -47,9 +43,11 @@ class _Captured:
     Attributes:
         optimizer: Whose step it is.
         place: Where it was captured.
-        rates: The learning rates, decays and so on of its groups then, of those that are numbers.
+        rates: The learning rates, decays and so on of its groups then, of those that
+            are numbers.
         replays: How often the graph has run with other ones.
-        rate: The name of one of them, what it was, and what it was in the last of these.
+        rate: The name of one of them, what it was, and what it was in the last of
+            these.
         replayed_at: Where that was.
     """
 
@@ -63,7 +61,10 @@ class _Captured:
 
 @final
 class CapturedRates(Lint):
-    """Looks for schedules that change a number in a captured step: a graph has the number of the capture."""
+    """Looks for schedules that change a number in a captured step.
+
+    A graph has the number of the capture.
+    """
 
     def __init__(self) -> None:
         self._capturing: dict[int, Any] = {}  # by rank, the graph
@@ -110,7 +111,10 @@ class CapturedRates(Lint):
 
 
 def _rates_of(optimizer: torch.optim.Optimizer) -> dict[_Rate, float]:
-    """The settings of groups that are numbers. The kernels of a graph read those in tensors."""
+    """The settings of groups that are numbers.
+
+    The kernels of a graph read those in tensors.
+    """
     if not has_step_of_torch(optimizer):
         return {}  # it may write them into a tensor before a graph runs
     trained = {
@@ -138,16 +142,19 @@ def _name_of(rate: _Rate) -> str:
 def _finding(captured: _Captured, replayed_at: Place) -> Finding | None:
     name, before, now = captured.rate
     write = (
-        "Make the learning rate a tensor, `lr=torch.tensor(0.01, device=device)` with `capturable=True`: a scheduler "
-        "writes into it, and the graph reads it."
+        "Make the learning rate a tensor, `lr=torch.tensor(0.01, device=device)` with "
+        "`capturable=True`: a scheduler writes into it, and the graph reads it."
     )
     if name != "lr":
-        write = "Capture the graph again after you have changed it, or leave the step out of the graph."
+        write = (
+            "Capture the graph again after you have changed it, or leave the step out "
+            "of the graph."
+        )
     return finding(
         "rate-in-a-graph",
-        f"A CUDA graph has captured `optimizer.step()` ({captured.place}) with {name}={before:g}. It ran "
-        f"{captured.replays} times ({replayed_at}) after {name} was changed, to {now:g} in the last: it still uses "
-        f"{before:g}.",
+        f"A CUDA graph has captured `optimizer.step()` ({captured.place}) with "
+        f"{name}={before:g}. It ran {captured.replays} times ({replayed_at}) after "
+        f"{name} was changed, to {now:g} in the last: it still uses {before:g}.",
         write,
         [captured.place, replayed_at],
     )

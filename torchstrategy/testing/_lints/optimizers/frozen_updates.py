@@ -1,4 +1,7 @@
-"""Parameters that are frozen while they are trained, and that their optimizer goes on changing."""
+"""Parameters that are frozen while they train, and that their optimizer changes.
+
+It goes on changing them.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +43,8 @@ class _Seen:
     Attributes:
         steps: How many steps it has made.
         trained: The parameters that required a gradient at one of them, and had it.
-        before: What frozen parameters with a gradient of zeros were before the step that it is making.
+        before: What frozen parameters with a gradient of zeros were before the step
+            that it is making.
         changed: How many steps in a row have changed some of them.
         is_over: Whether that has been found.
     """
@@ -54,10 +58,12 @@ class _Seen:
 
 @final
 class FrozenUpdates(Lint):
-    """Looks for steps that change parameters without `requires_grad` whose gradient is zero, and that were trained.
+    """Looks for steps that change parameters without `requires_grad`.
 
-    Momentum, the moments of Adam and the decay of weights change such a parameter. One whose gradient is None is left
-    as it is, by all optimizers of torch.
+    Their gradient is zero, and they were trained.
+
+    Momentum, the moments of Adam and the decay of weights change such a parameter. One
+    whose gradient is None is left as it is, by all optimizers of torch.
     """
 
     def __init__(self) -> None:
@@ -109,11 +115,13 @@ class FrozenUpdates(Lint):
         return [
             finding(
                 "frozen-but-updated",
-                f"The optimizer changes {some(one.names)} in its steps ({one.steps_at}), since step {one.since}, "
-                "though `requires_grad` is False now. They were trained before, and their gradients are zero and not "
-                "None: momentum and decay of weights go on.",
-                "Set their gradients to None when you freeze them, as `optimizer.zero_grad(set_to_none=True)` does, or "
-                "make an optimizer without them.",
+                f"The optimizer changes {some(one.names)} in its steps "
+                f"({one.steps_at}), since step {one.since}, though `requires_grad` is "
+                "False now. They were trained before, and their gradients are zero and "
+                "not None: momentum and decay of weights go on.",
+                "Set their gradients to None when you freeze them, as "
+                "`optimizer.zero_grad(set_to_none=True)` does, or make an optimizer "
+                "without them.",
                 [one.steps_at],
             )
             for one in self._found.values()

@@ -1,4 +1,7 @@
-"""Groups of parameters that get settings of their own, and one value for all before the first step."""
+"""Groups of parameters with settings of their own, which become one value.
+
+They have one value for all before the first step.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,8 @@ class _Seen:
 
     Attributes:
         made_at: Where it was made.
-        apart: The settings of its groups, by name, of those that differ between groups and never have in a step.
+        apart: The settings of its groups, by name, of those that differ between groups
+            and never have in a step.
         rank: Whose it is.
         steps: In how many steps a setting was the same for all groups, by its name.
         last: What it was in the last of them.
@@ -47,10 +51,13 @@ class _Seen:
 
 @final
 class GroupSettings(Lint):
-    """Looks for optimizers whose groups were made with values that differ, and have made no step with them.
+    """Looks for optimizers whose groups were made with values that differ.
 
-    Steps with a value for all that is not above those of the groups do not count: warmups begin so. Nor does an
-    optimizer after which another one makes more steps, as that of a search for a learning rate.
+    They have made no step with them.
+
+    Steps with a value for all that is not above those of the groups do not count:
+    warmups begin so. Nor does an optimizer after which another one makes more steps, as
+    that of a search for a learning rate.
     """
 
     def __init__(self) -> None:
@@ -74,9 +81,8 @@ class GroupSettings(Lint):
     def restored_optimizer(
         self, facts: Facts, optimizer: torch.optim.Optimizer, state: Any
     ) -> None:
-        seen = self._by_optimizer.pop(
-            optimizer, None
-        )  # its settings are those of the checkpoint
+        # Its settings are those of the checkpoint.
+        seen = self._by_optimizer.pop(optimizer, None)
         if seen is not None:
             self._all.remove(seen)
 
@@ -118,7 +124,9 @@ class GroupSettings(Lint):
 
 
 def _settings_of(optimizer: torch.optim.Optimizer, name: str) -> list[Hashable] | None:
-    """The numbers that groups have for a setting; None if one is no number, such as a tensor, which is not read.
+    """The numbers that groups have for a setting; None if one is no number.
+
+    A tensor is none, and is not read.
 
     Nor can a number be compared with several.
     """
@@ -147,10 +155,12 @@ def _finding(seen: _Seen, name: str) -> Finding | None:
     places = [seen.made_at, seen.steps_at]
     return finding(
         "group-settings-overwritten",
-        f"The groups of the optimizer get {name!r} of their own ({seen.made_at}): {shown}{more}. All "
-        f"{seen.steps[name]} steps ({in_words([seen.steps_at])}) are made with one value for all groups, such as "
-        f"{seen.last[name]} in the last: something has written it into each.",
-        f'Write what belongs to the group: `group["{name}"] = value * group["scale"]`. `OneCycleLR` and `CyclicLR` '
+        f"The groups of the optimizer get {name!r} of their own ({seen.made_at}): "
+        f"{shown}{more}. All {seen.steps[name]} steps ({in_words([seen.steps_at])}) "
+        f"are made with one value for all groups, such as {seen.last[name]} in the "
+        "last: something has written it into each.",
+        f'Write what belongs to the group: `group["{name}"] = value * group["scale"]`. '
+        "`OneCycleLR` and `CyclicLR` "
         "take a list with a value for each group.",
         places,
     )

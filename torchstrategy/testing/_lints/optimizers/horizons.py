@@ -1,4 +1,7 @@
-"""Schedules of the learning rate that count the batches of all ranks, where each rank has a part of them."""
+"""Schedules of the learning rate that count the batches of all ranks.
+
+Each rank has only a part of them.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +25,8 @@ from torchstrategy.testing._lints.findings import Finding, finding
 from torchstrategy.testing._lints.lint import Lint
 
 _HORIZONS = ("T_max", "total_steps", "total_iters")
-_OF_RANKS = (
-    "get_world_size",
-    "WORLD_SIZE",
-)  # a function that uses one may count the steps of all ranks
+# A function that uses one may count the steps of all ranks.
+_OF_RANKS = ("get_world_size", "WORLD_SIZE")
 _ENOUGH = 2  # epochs: a trial of one epoch, of two that are meant, is no mistake
 
 
@@ -53,7 +54,8 @@ class _Epochs:
     """The epochs in which a rank has trained.
 
     Attributes:
-        sizes: For each: how many rows its data set has, how many a batch, and how many batches and rows were drawn.
+        sizes: For each: how many rows its data set has, how many a batch, and how many
+            batches and rows were drawn.
         drawn: The same of the one that has begun; None if there is none.
         is_training: Whether a step was made in that one.
         is_cut: Whether some epoch was left before its end.
@@ -67,7 +69,10 @@ class _Epochs:
 
 @final
 class Horizons(Lint):
-    """Compares how long a schedule is with how many steps a rank has made, when it has trained to the end."""
+    """Compares how long a schedule is with how many steps a rank has made.
+
+    It has trained to the end.
+    """
 
     def __init__(self) -> None:
         self._schedules: dict[int, Objects[Any, _Schedule]] = defaultdict(Objects)
@@ -138,9 +143,8 @@ class Horizons(Lint):
         ):
             return []
         size, batch, batches, rows = epochs.sizes[0]
-        if (
-            abs(rows * ranks - size) >= batch * ranks
-        ):  # its sampler does not divide the rows
+        # Its sampler does not divide the rows.
+        if abs(rows * ranks - size) >= batch * ranks:
             return []
         found = []
         for schedule in self._in_order[rank]:
@@ -186,7 +190,10 @@ def _horizons_of(scheduler: Any) -> dict[str, int]:
 def _counts_of_all(
     schedule: _Schedule, epochs: int, size: int, batch: int, batches: int
 ) -> set[int]:
-    """How long it were if one rank had all rows; nothing if it was not used for all batches of this rank."""
+    """How long it were if one rank had all rows.
+
+    It is nothing if it was not used for all batches of this rank.
+    """
     if schedule.steps < 1 or schedule.steps % epochs:
         return set()
     every = max(1, round(batches / (schedule.steps // epochs)))  # batches in a step
@@ -212,9 +219,11 @@ def _finding(
     horizon = schedule.horizons[name]
     return finding(
         "schedule-of-all-ranks",
-        f"The {schedule.kind} that is made at {schedule.place} has {name}={horizon}, which is for "
-        f"{epochs} epochs of all {whole} batches, and each of {ranks} ranks has {batches} of them: training ended "
-        f"after {schedule.steps} of its {horizon} steps.",
-        "Count with the loader of a rank, `epochs * len(loader)`, and not with `len(dataset)`.",
+        f"The {schedule.kind} that is made at {schedule.place} has {name}={horizon}, "
+        f"which is for {epochs} epochs of all {whole} batches, and each of {ranks} "
+        f"ranks has {batches} of them: training ended after {schedule.steps} of its "
+        f"{horizon} steps.",
+        "Count with the loader of a rank, `epochs * len(loader)`, and not with "
+        "`len(dataset)`.",
         [schedule.place],
     )

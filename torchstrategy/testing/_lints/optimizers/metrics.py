@@ -1,4 +1,4 @@
-"""Schedulers that lower the learning rate by a metric, and get another one on each rank."""
+"""Schedulers that lower the learning rate by another metric on each rank."""
 
 from __future__ import annotations
 
@@ -30,16 +30,17 @@ class _Metric(NamedTuple):
 
 @final
 class Metrics(Lint):
-    """Compares the metrics that `ReduceLROnPlateau` gets on ranks whose optimizers train one model."""
+    """Compares the metrics that `ReduceLROnPlateau` gets on ranks.
+
+    The optimizers of these ranks train one model.
+    """
 
     def __init__(self) -> None:
         self._numbers: dict[int, Objects[Any, int]] = defaultdict(Objects)
-        self._counts: dict[tuple[int, int], int] = defaultdict(
-            int
-        )  # by rank and scheduler
-        self._metrics: dict[tuple[int, int], dict[int, _Metric]] = defaultdict(
-            dict
-        )  # by scheduler and turn, by rank
+        # By rank and scheduler.
+        self._counts: dict[tuple[int, int], int] = defaultdict(int)
+        # By scheduler and turn, by rank.
+        self._metrics: dict[tuple[int, int], dict[int, _Metric]] = defaultdict(dict)
 
     @override
     def measured(self, facts: Facts, scheduler: Any, metric: Any) -> None:
@@ -75,7 +76,10 @@ class Metrics(Lint):
 
 
 def _ranks_of(facts: Facts, optimizer: torch.optim.Optimizer) -> tuple[int, ...]:
-    """The ranks that have copies of what an optimizer trains, by `DistributedDataParallel`; none if there are none."""
+    """The ranks that have copies of what an optimizer trains.
+
+    They have them by `DistributedDataParallel`; there may be none.
+    """
     own = set(map(id, parameters_of(optimizer)))
     for model in facts.models:
         wrapped = model.model()
@@ -94,10 +98,11 @@ def _finding(
 ) -> Finding | None:
     return finding(
         "metric-of-one-rank",
-        f"`ReduceLROnPlateau.step` at {one.place} gets a metric that differs between ranks which train one model: in "
-        f"call {turn + 1}, {one.number:.6g} on rank {first} and {other.number:.6g} on rank {rank}. Their learning "
-        "rates part as soon as one of them sees a plateau.",
-        "Give all ranks the metric of all rows: `dist.all_reduce` of sums and counts. `dist.reduce` gives the sum to "
-        "`dst` alone.",
+        f"`ReduceLROnPlateau.step` at {one.place} gets a metric that differs between "
+        f"ranks which train one model: in call {turn + 1}, {one.number:.6g} on rank "
+        f"{first} and {other.number:.6g} on rank {rank}. Their learning rates part as "
+        "soon as one of them sees a plateau.",
+        "Give all ranks the metric of all rows: `dist.all_reduce` of sums and counts. "
+        "`dist.reduce` gives the sum to `dst` alone.",
         list(dict.fromkeys([one.place, other.place])),
     )

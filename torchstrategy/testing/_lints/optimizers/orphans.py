@@ -1,4 +1,7 @@
-"""Optimizers whose parameters, or some of them, are no longer those of the model that is trained."""
+"""Optimizers whose parameters, or some, are not those of the trained model.
+
+They no longer are.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,9 @@ from torchstrategy.testing._lints.findings import Finding, finding, some
 from torchstrategy.testing._lints.lint import Lint
 from torchstrategy.testing._lints.torch_internals import held_here
 
-_ENOUGH_STEPS = 3  # one or two steps without a gradient can be on purpose, as where a part is trained later
+# One or two steps without a gradient can be on purpose, as where a part is trained
+# later.
+_ENOUGH_STEPS = 3
 
 
 class _Gradient(NamedTuple):
@@ -61,8 +66,10 @@ class _Seen:
         names: Parameters that were trained in the place of its own, by name.
         count: How many parameters it has.
         has_gradients: Whether a parameter of it had a gradient, in any step.
-        left: The gradients that parameters of no optimizer had one step before, by id, each with its version.
-        stale: The positions of parameters that had no gradient in any step; None before the first.
+        left: The gradients that parameters of no optimizer had one step before, by id,
+            each with its version.
+        stale: The positions of parameters that had no gradient in any step; None before
+            the first.
         is_partial: Whether others had some by the time when it was found.
         is_over: Whether it is not looked at any more.
         versions: Of the parameters without a gradient, before a step.
@@ -83,17 +90,19 @@ class _Seen:
 
 @final
 class Orphans(Lint):
-    """Looks for optimizers without any gradient, while parameters that no optimizer has get some.
+    """Looks for optimizers without any gradient, while other parameters get some.
 
-    Of an optimizer with gradients for some of its parameters, it looks at the others, if no module has them any more.
+    No optimizer has these.
+
+    Of an optimizer with gradients for some of its parameters, it looks at the others,
+    if no module has them any more.
     """
 
     def __init__(self) -> None:
         self._seen: Objects[torch.optim.Optimizer, _Seen] = Objects()
         self._all: list[_Seen] = []
-        self._went_back: set[int] = (
-            set()
-        )  # the ranks that have called `backward` since their last step
+        # The ranks that have called `backward` since their last step.
+        self._went_back: set[int] = set()
 
     @override
     def has_optimizer(self, facts: Facts, optimizer: torch.optim.Optimizer) -> None:
@@ -144,10 +153,8 @@ class Orphans(Lint):
                 versions.get(id(one), version_of(one)) != version_of(one)
                 for one in parameters_of(optimizer)
             ):
-                seen.names, seen.is_over = (
-                    [],
-                    True,
-                )  # the step changes them: it has their gradients from elsewhere
+                # The step changes them: it has their gradients from elsewhere.
+                seen.names, seen.is_over = [], True
 
     @override
     def findings(self) -> list[Finding | None]:
@@ -174,18 +181,22 @@ class Orphans(Lint):
             found.append(
                 finding(
                     "optimizer-of-other-parameters",
-                    f"The optimizer that is made at {seen.made_at} has made {seen.steps} steps "
-                    f"({in_words([seen.steps_at])}), and {which} parameters {had}. "
-                    f"Parameters of the same shapes that no optimizer has got the gradients: {some(seen.names)}.",
-                    "Make the optimizer last, from `model.parameters()`: after `fully_shard`, and after modules are "
-                    "copied or replaced.",
+                    f"The optimizer that is made at {seen.made_at} has made "
+                    f"{seen.steps} steps ({in_words([seen.steps_at])}), and {which} "
+                    f"parameters {had}. Parameters of the same shapes that no "
+                    f"optimizer has got the gradients: {some(seen.names)}.",
+                    "Make the optimizer last, from `model.parameters()`: after "
+                    "`fully_shard`, and after modules are copied or replaced.",
                     places,
                 )
             )
         return found
 
     def _of_no_optimizer(self) -> Iterator[tuple[str, Any]]:
-        """The parameters of modules that have gradients and are in no optimizer, with their names."""
+        """The parameters with gradients that are in no optimizer, with their names.
+
+        They are parameters of modules.
+        """
         owned = {
             id(parameter)
             for each in list(self._seen)
@@ -199,9 +210,12 @@ class Orphans(Lint):
     def _trained_in_place_of(
         self, stale: Sequence[torch.Tensor], left: dict[int, _Gradient]
     ) -> list[str]:
-        """Parameters of no optimizer that this step gives gradients; none if they are not like those without any.
+        """Parameters of no optimizer that this step gives gradients.
 
-        A model of earlier, whose optimizer nobody has seen, keeps the gradients that it had one step before.
+        There are none if they are not like those without any.
+
+        A model of earlier, whose optimizer nobody has seen, keeps the gradients that it
+        had one step before.
         """
         wanted = Counter(tuple(parameter.shape) for parameter in stale)
         names: dict[int, str] = {}

@@ -21,9 +21,8 @@ from torchstrategy.testing._lints.optimizers.scheduled import (
     rates_of,
 )
 
-_ENOUGH = (
-    3  # steps of the scheduler: one or two more at the end of a schedule change nothing
-)
+# Steps of the scheduler: one or two more at the end of a schedule change nothing.
+_ENOUGH = 3
 
 
 @final
@@ -48,12 +47,16 @@ class _Seen(Scheduled):
     """What is known of a scheduler.
 
     Attributes:
-        rates: The learning rates of its optimizer when another one made the first step in its place.
+        rates: The learning rates of its optimizer when another one made the first step
+            in its place.
         last_rates: The last ones.
         steps: How many steps its optimizer has made.
-        schedules: How often it was stepped since then, each time after steps of another optimizer.
-        others: These optimizers, and all others that are asked for; None: one with other parameters.
-        has_schedule: Whether the learning rates of one of them change, or it has a scheduler of its own.
+        schedules: How often it was stepped since then, each time after steps of another
+            optimizer.
+        others: These optimizers, and all others that are asked for; None: one with
+            other parameters.
+        has_schedule: Whether the learning rates of one of them change, or it has a
+            scheduler of its own.
         other: That which has made the last step.
         is_awaited: Whether one of them has made a step since the scheduler was stepped.
         is_over: Whether it was seen that its optimizer is used, too.
@@ -74,10 +77,12 @@ class _Seen(Scheduled):
 
 @final
 class ReplacedOptimizers(OfSchedulers[_Seen]):
-    """Looks for schedulers that are stepped while only another optimizer steps, whose learning rate stays as it is.
+    """Looks for schedulers that are stepped while only another optimizer steps.
 
-    The learning rate of a wrapper that shares its groups with an optimizer follows the schedule. Optimizers that take
-    turns are left alone.
+    The learning rate of this one stays as it is.
+
+    The learning rate of a wrapper that shares its groups with an optimizer follows the
+    schedule. Optimizers that take turns are left alone.
     """
 
     def __init__(self) -> None:
@@ -100,9 +105,8 @@ class ReplacedOptimizers(OfSchedulers[_Seen]):
                 continue
             if own is optimizer:
                 seen.steps += 1
-                seen.is_over = (
-                    seen.schedules > 0 or seen.other is not None
-                )  # they take turns
+                # They take turns.
+                seen.is_over = seen.schedules > 0 or seen.other is not None
             else:
                 self._steps_instead(seen, own, optimizer)
 
@@ -172,10 +176,13 @@ def _finding(seen: _Seen) -> Finding | None:
     )
     return finding(
         "scheduler-of-other-optimizer",
-        f"The scheduler that is stepped at {seen.place} changes the learning rate of an optimizer that {made}, from "
-        f"{max(seen.rates):.3g} to {max(seen.last_rates):.3g}. Another optimizer of the same parameters makes the "
-        f"steps ({other.steps_at}), with a learning rate of {max(other.rates):.3g} in all of its {other.steps} steps.",
-        "Make the scheduler after the optimizer that it is for, and again wherever you replace the optimizer.",
+        f"The scheduler that is stepped at {seen.place} changes the learning rate of "
+        f"an optimizer that {made}, from {max(seen.rates):.3g} to "
+        f"{max(seen.last_rates):.3g}. Another optimizer of the same parameters makes "
+        f"the steps ({other.steps_at}), with a learning rate of {max(other.rates):.3g} "
+        f"in all of its {other.steps} steps.",
+        "Make the scheduler after the optimizer that it is for, and again wherever you "
+        "replace the optimizer.",
         [seen.place, other.steps_at],
     )
 
@@ -190,7 +197,10 @@ def _has_parameters_of(
 
 
 def _has_scheduler(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether there is a scheduler for an optimizer, also one that has not changed anything yet."""
+    """Whether there is a scheduler for an optimizer.
+
+    It may not have changed anything yet.
+    """
     schedulers = [
         thing for thing in gc.get_objects() if issubclass(type(thing), LRScheduler)
     ]

@@ -66,7 +66,10 @@ class OfSchedulers(Lint, Generic[Seen]):
 
 
 def rates_of(optimizer: torch.optim.Optimizer) -> list[float] | None:
-    """The learning rates; None if one is in a tensor, which is not read, since that would wait for the device."""
+    """The learning rates; None if one is in a tensor.
+
+    A tensor is not read, since that would wait for the device.
+    """
     rates = [entry_of(group, "lr") for group in optimizer.param_groups]
     numbers = [float(rate) for rate in rates if isinstance(rate, (int, float))]
     return numbers if numbers and len(numbers) == len(rates) else None

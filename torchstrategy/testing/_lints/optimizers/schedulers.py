@@ -1,4 +1,7 @@
-"""Schedulers that are stepped for each micro-batch, though their schedule counts steps of the optimizer."""
+"""Schedulers that are stepped for each micro-batch.
+
+Their schedule counts steps of the optimizer.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,10 @@ _ENOUGH_AT_ZERO = 2  # the last step of a right schedule can have a learning rat
 
 
 class _Window(NamedTuple):
-    """From one step of the optimizer to the next: how often each was called, and whether the rate was 0 then."""
+    """From one step of the optimizer to the next: how often each was called.
+
+    It also says whether the rate was 0 then.
+    """
 
     backwards: int
     schedules: int
@@ -40,7 +46,8 @@ class _Seen(Scheduled):
         windows: The steps of its optimizer.
         backwards: The calls of `backward` since the last one.
         schedules: How often it was stepped since then.
-        is_first: Whether the optimizer has not made a step since lints know of the scheduler.
+        is_first: Whether the optimizer has not made a step since lints know of the
+            scheduler.
         in_a_row: How often it was stepped since the last `backward`.
         was_repeated: Whether it was ever stepped more than once there.
     """
@@ -58,7 +65,8 @@ class _Seen(Scheduled):
 class Schedulers(OfSchedulers[_Seen]):
     """Looks for schedules that are over early, since they count micro-batches.
 
-    A schedule may count micro-batches on purpose. One that leaves the learning rate at 0 for the last steps does not.
+    A schedule may count micro-batches on purpose. One that leaves the learning rate at
+    0 for the last steps does not.
     """
 
     def __init__(self) -> None:
@@ -119,10 +127,12 @@ def _finding(seen: _Seen) -> Finding | None:
     most = max(window.schedules for window in seen.windows)
     return finding(
         "scheduler-counts-backwards",
-        f"The scheduler is stepped {most} times ({seen.place}) for each step of its optimizer ({seen.steps_at}), once "
-        f"after each `backward`. Its schedule is over early: the learning rate was 0 in the last "
-        f"{_steps_at_zero(seen)} of {len(seen.windows) + 1} steps.",
-        "Call `scheduler.step()` only after `optimizer.step()`, or count micro-batches in the whole schedule.",
+        f"The scheduler is stepped {most} times ({seen.place}) for each step of its "
+        f"optimizer ({seen.steps_at}), once after each `backward`. Its schedule is "
+        f"over early: the learning rate was 0 in the last {_steps_at_zero(seen)} of "
+        f"{len(seen.windows) + 1} steps.",
+        "Call `scheduler.step()` only after `optimizer.step()`, or count micro-batches "
+        "in the whole schedule.",
         [seen.place, seen.steps_at],
     )
 

@@ -1,12 +1,13 @@
 """Mixed precision: losses with a scale, and weights in few bits.
 
-It answers: is the scale of the loss gone when something reads the gradients, and does an update change any bit?
+It answers: is the scale of the loss gone when something reads the gradients, and does
+an update change any bit?
 
     clipping          gradients that are clipped while they are scaled
-    scaled_steps      steps with gradients that are multiplied by the scale of mixed precision
+    scaled_steps      steps with gradients that are still scaled
     unscaled_sums     scaled gradients that are added to unscaled ones
     mixed_scales      gradients of losses that have different scales of mixed precision
-    scales_of_ranks   gradients that ranks reduce together, and that each has multiplied by another scale
+    scales_of_ranks   gradients reduced together, each with another scale
     scaled_penalties  penalties of gradients that are those of a scaled loss
     roundings         weights in bfloat16 that their updates do not change
 """

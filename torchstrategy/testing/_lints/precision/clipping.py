@@ -1,4 +1,4 @@
-"""Gradients that are clipped while they are multiplied by the scale of mixed precision."""
+"""Gradients that are clipped while multiplied by mixed precision's scale."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from torchstrategy.testing._lints.lint import Lint, Seen
 from torchstrategy.testing._lints.torch_internals import UNSCALE
 
 _LIMITS = ("max_norm", "clip_value")  # what its functions call the limit
-_FAR_BELOW = 100  # a limit that the program has multiplied by the scale is not so far below the scale
+# A limit that the program has multiplied by the scale is not so far below the scale.
+_FAR_BELOW = 100
 _aten = torch.ops.aten
 
 
@@ -35,12 +36,14 @@ class _Clipped(NamedTuple):
 
 @final
 class Clipping(Lint):
-    """Sees what `clip_grad_norm_` and `clip_grad_value_` write, and whether `unscale_` came before."""
+    """Sees what `clip_grad_norm_` and `clip_grad_value_` write.
+
+    It sees whether `unscale_` came before.
+    """
 
     def __init__(self) -> None:
-        self._unscaled: dict[int, set[int]] = defaultdict(
-            set
-        )  # the addresses of gradients, by rank
+        # The addresses of gradients, by rank.
+        self._unscaled: dict[int, set[int]] = defaultdict(set)
         self._found: dict[Place, _Clipped] = {}
 
     @override
@@ -71,9 +74,11 @@ class Clipping(Lint):
         return [
             finding(
                 "clipped-while-scaled",
-                f"Gradients of a loss that a GradScaler has multiplied by {one.scale:g} are clipped at {one.place} to "
-                f"{'a norm' if one.is_norm else 'values'} of {one.limit:g}, before they are divided by it: of the "
-                f"true gradients, that is {one.limit / one.scale:.2g}.",
+                "Gradients of a loss that a GradScaler has multiplied by "
+                f"{one.scale:g} are clipped at {one.place} to "
+                f"{'a norm' if one.is_norm else 'values'} of {one.limit:g}, before "
+                "they are divided by it: of the true gradients, that is "
+                f"{one.limit / one.scale:.2g}.",
                 "Call `scaler.unscale_(optimizer)` before you clip.",
                 [one.place],
             )
@@ -83,9 +88,8 @@ class Clipping(Lint):
     def _unscales(
         self, facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], result: Any
     ) -> None:
-        if (
-            _scale(facts) is not None
-        ):  # what the program has multiplied or written itself may be unscaled
+        # What the program has multiplied or written itself may be unscaled.
+        if _scale(facts) is not None:
             self._unscaled[facts.rank] |= _gradients(facts, args[0])
 
     def _writes(

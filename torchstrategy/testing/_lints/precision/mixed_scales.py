@@ -1,4 +1,7 @@
-"""Gradients that are sums of those of losses with different scales of mixed precision."""
+"""Gradients that add up those of losses with different scales.
+
+They are scales of mixed precision.
+"""
 
 from __future__ import annotations
 
@@ -45,19 +48,19 @@ class _Scaled(NamedTuple):
 
 @final
 class MixedScales(Lint):
-    """Looks for `update` between micro-batches of one step: it is for once, after the last of them.
+    """Looks for `update` between micro-batches of one step: it is for the last one.
 
-    Only gradients that an optimizer uses count. The loss of a generator goes through the discriminator, too, whose
-    gradients of it are set to zero.
+    It is to be called once, after the last of them.
+
+    Only gradients that an optimizer uses count. The loss of a generator goes through
+    the discriminator, too, whose gradients of it are set to zero.
     """
 
     def __init__(self) -> None:
-        self._scaled: dict[int, dict[int, _Scaled]] = defaultdict(
-            dict
-        )  # by rank and id of the parameter
-        self._untouched: dict[
-            int, set[int]
-        ] = {}  # by rank, those of them that `backward` finds as they were
+        # By rank and id of the parameter.
+        self._scaled: dict[int, dict[int, _Scaled]] = defaultdict(dict)
+        # By rank, those of them that `backward` finds as they were.
+        self._untouched: dict[int, set[int]] = {}
         self._found: dict[tuple[Place, Place], Finding | None] = {}
 
     @override
@@ -112,21 +115,22 @@ class MixedScales(Lint):
         if not scaled:
             return
         inverse = number_of(args[2])
-        # By what the gradients are divided; by nothing if it only looks for overflows, as for a fused optimizer.
+        # By what the gradients are divided; by nothing if it only looks for overflows,
+        # as for a fused optimizer.
         now = 1 / inverse if inverse and inverse != 1 else None
         if not any(
             one.before is not None or _is_other(one.scale, now)
             for one in scaled.values()
         ):
             return
-        gradients = set(addresses_of(args[0])) - {
-            0
-        }  # also those of an optimizer that steps after another one
+        # Also those of an optimizer that steps after another one.
+        gradients = set(addresses_of(args[0])) - {0}
         for parameter in facts.parameters() if gradients else ():
             one, gradient = scaled.get(id(parameter)), parameter.grad
             if one is None or gradient is None or one.address not in gradients:
                 continue
-            # Nobody has written on it but `unscale_` now: what is set to zero before a step counts nowhere.
+            # Nobody has written on it but `unscale_` now: what is set to zero before a
+            # step counts nowhere.
             if (
                 address_of(gradient) != one.address
                 or version_of(gradient) > one.version + 1
@@ -148,7 +152,7 @@ def _is_other(scale: float, now: float | None) -> bool:
 
 
 def _is_at(gradient: torch.Tensor | None, scaled: _Scaled) -> bool:
-    """Whether a gradient is what `backward` has left: nobody has written on it since then."""
+    """Whether a gradient is what `backward` left: nobody has written on it since."""
     if (
         gradient is None
         or gradient.is_inference()
@@ -161,9 +165,11 @@ def _is_at(gradient: torch.Tensor | None, scaled: _Scaled) -> bool:
 def _finding_of_step(one: _Scaled, now: float, place: Place) -> Finding | None:
     return finding(
         "gradients-of-other-scales",
-        f"A GradScaler divides gradients by {now:g} ({place}), and has multiplied their loss by {one.scale:g} "
-        f"({one.place}): `scaler.update()` has changed the scale between them.",
-        "Call `scaler.update()` once for each step, after `scaler.step(optimizer)` of the last optimizer.",
+        f"A GradScaler divides gradients by {now:g} ({place}), and has multiplied "
+        f"their loss by {one.scale:g} ({one.place}): `scaler.update()` has changed the "
+        "scale between them.",
+        "Call `scaler.update()` once for each step, after `scaler.step(optimizer)` of "
+        "the last optimizer.",
         list(dict.fromkeys([one.place, place])),
     )
 
@@ -171,10 +177,12 @@ def _finding_of_step(one: _Scaled, now: float, place: Place) -> Finding | None:
 def _finding(before: _Scaled, after: _Scaled) -> Finding | None:
     return finding(
         "gradients-of-other-scales",
-        f"`backward` of a loss that a GradScaler has multiplied by {after.scale:g} ({after.place}) adds to gradients "
-        f"of a loss that it has multiplied by {before.scale:g} ({before.place}): `scaler.update()` has changed the "
-        "scale between them. All are divided by one scale later.",
-        "Call `scaler.update()` once for each step, after `backward` of its last micro-batch. Optimizers that make "
-        "their steps at other times need a GradScaler each.",
+        f"`backward` of a loss that a GradScaler has multiplied by {after.scale:g} "
+        f"({after.place}) adds to gradients of a loss that it has multiplied by "
+        f"{before.scale:g} ({before.place}): `scaler.update()` has changed the scale "
+        "between them. All are divided by one scale later.",
+        "Call `scaler.update()` once for each step, after `backward` of its last "
+        "micro-batch. Optimizers that make their steps at other times need a "
+        "GradScaler each.",
         list(dict.fromkeys([before.place, after.place])),
     )

@@ -73,10 +73,12 @@ class _Seen:
 
 @final
 class Roundings(Lint):
-    """Compares some numbers of parameters in bfloat16 or float16 before and after five steps of an optimizer of torch.
+    """Compares parameters before and after five steps of an optimizer of torch.
 
-    Optimizers of others may keep weights in float32, or round at random: they are left alone. So is the beginning of a
-    schedule, while the learning rate rises.
+    It compares some numbers of those in bfloat16 or float16.
+
+    Optimizers of others may keep weights in float32, or round at random: they are left
+    alone. So is the beginning of a schedule, while the learning rate rises.
     """
 
     def __init__(self) -> None:
@@ -134,11 +136,14 @@ class Roundings(Lint):
         return [
             finding(
                 "updates-rounded-away",
-                f"The optimizer makes its steps ({one.steps_at}) on weights in {one.dtype}, of which there are no "
-                f"copies in float32. In {_LOOKS} steps, {one.share:.0%} of the elements with a gradient stayed as they "
-                f"were, since the update was too small for this dtype: {some(one.names)}.",
-                f"Keep the weights in float32 and compute in `torch.autocast(device, dtype=torch.{one.dtype})`, or use "
-                "an optimizer that keeps weights in float32 or rounds at random.",
+                f"The optimizer makes its steps ({one.steps_at}) on weights in "
+                f"{one.dtype}, of which there are no copies in float32. In {_LOOKS} "
+                f"steps, {one.share:.0%} of the elements with a gradient stayed as "
+                "they were, since the update was too small for this dtype: "
+                f"{some(one.names)}.",
+                "Keep the weights in float32 and compute in `torch.autocast(device, "
+                f"dtype=torch.{one.dtype})`, or use an optimizer that keeps weights in "
+                "float32 or rounds at random.",
                 [one.steps_at],
             )
             for one in self._found.values()

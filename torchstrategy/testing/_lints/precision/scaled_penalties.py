@@ -33,19 +33,21 @@ _ADDING = {_aten.add, _aten.add_, _aten.sub, _aten.sub_, _aten.rsub}
 
 @final
 class ScaledPenalties(Follower):
-    """Follows what is computed from the gradients of a scaled loss, as their norm, until a constant is taken from it.
+    """Follows what is computed from the gradients of a scaled loss, as their norm.
 
-    The penalty of a gradient is a loss itself. `GradScaler` divides the gradients of all losses once, and not what a
-    loss is computed from. A gradient that is multiplied or divided before, by whatever, is left alone: by the scale,
-    or by its own norm. So is what has no constant: it may be scaled once, and on purpose.
+    It does until a constant is taken from it.
+
+    The penalty of a gradient is a loss itself. `GradScaler` divides the gradients of
+    all losses once, and not what a loss is computed from. A gradient that is multiplied
+    or divided before, by whatever, is left alone: by the scale, or by its own norm. So
+    is what has no constant: it may be scaled once, and on purpose.
     """
 
     def __init__(self) -> None:
         self._pieces: dict[int, Pieces[Place]] = {}
         self._has_constant: set[int] = set()  # ranks
-        self._scales: dict[Place, list[float]] = defaultdict(
-            list
-        )  # of each call of `backward`
+        # Of each call of `backward`.
+        self._scales: dict[Place, list[float]] = defaultdict(list)
 
     @override
     def differentiated(
@@ -112,11 +114,11 @@ class ScaledPenalties(Follower):
         return [
             finding(
                 "gradient-still-scaled",
-                f"A loss is computed from gradients of a loss that a GradScaler has multiplied by {scales[0]:g} "
-                f"({place}), and nothing has divided them: the penalty is one of gradients {scales[0]:g} times as "
-                "large.",
-                "Divide them first, `gradients = [one / scaler.get_scale() for one in gradients]`, and compute the "
-                "penalty of the result.",
+                "A loss is computed from gradients of a loss that a GradScaler has "
+                f"multiplied by {scales[0]:g} ({place}), and nothing has divided them: "
+                f"the penalty is one of gradients {scales[0]:g} times as large.",
+                "Divide them first, `gradients = [one / scaler.get_scale() for one in "
+                "gradients]`, and compute the penalty of the result.",
                 [place],
             )
             for place, scales in self._scales.items()

@@ -28,7 +28,7 @@ _STILL_SCALED = 8  # what is left of the scale: less can be what a program means
 
 
 class _Scaled(NamedTuple):
-    """The gradient of a loss that `GradScaler` has multiplied, as it was after `backward`."""
+    """The gradient of a loss that `GradScaler` scaled, as it was after `backward`."""
 
     parameter: weakref.ref[torch.Tensor]
     address: int
@@ -45,21 +45,21 @@ class _Found(NamedTuple):
 
 @final
 class ScaledSteps(Lint):
-    """Looks for steps with gradients of a scaled loss that nobody has written since, nor `GradScaler` has looked at.
+    """Looks for steps with gradients of a scaled loss that nobody has looked at.
 
-    What the program has written in another way than by numbers that are known may be unscaled: it is left alone.
+    Nobody has written them since, nor has `GradScaler` looked at them.
+
+    What the program has written in another way than by numbers that are known may be
+    unscaled: it is left alone.
     """
 
     def __init__(self) -> None:
-        self._scaled: dict[int, dict[int, _Scaled]] = defaultdict(
-            dict
-        )  # by rank and id of the parameter
-        self._unscaled: dict[int, set[int]] = defaultdict(
-            set
-        )  # the addresses of gradients, by rank
-        self._open: dict[
-            int, list[_Scaled]
-        ] = {}  # with what the step that a rank is making has begun
+        # By rank and id of the parameter.
+        self._scaled: dict[int, dict[int, _Scaled]] = defaultdict(dict)
+        # The addresses of gradients, by rank.
+        self._unscaled: dict[int, set[int]] = defaultdict(set)
+        # With what the step that a rank is making has begun.
+        self._open: dict[int, list[_Scaled]] = {}
         self._steps: Objects[torch.optim.Optimizer, int] = Objects()
         self._found: dict[Place, _Found] = {}
 
@@ -139,10 +139,12 @@ class ScaledSteps(Lint):
         return [
             finding(
                 "gradient-still-scaled",
-                f"The optimizer makes its step ({one.steps_at}) with gradients of a loss that a GradScaler has "
-                f"multiplied by {one.scale:g} ({one.backward_at}), and nothing has divided them by it. Nor is a step "
-                "with inf or NaN left out.",
-                "`scaler.step(optimizer)` and `scaler.update()` in place of `optimizer.step()`.",
+                f"The optimizer makes its step ({one.steps_at}) with gradients of a "
+                f"loss that a GradScaler has multiplied by {one.scale:g} "
+                f"({one.backward_at}), and nothing has divided them by it. Nor is a "
+                "step with inf or NaN left out.",
+                "`scaler.step(optimizer)` and `scaler.update()` in place of "
+                "`optimizer.step()`.",
                 [one.backward_at, one.steps_at],
             )
             for one in self._found.values()
@@ -166,9 +168,8 @@ class ScaledSteps(Lint):
         if factor is None:
             return False
         is_written = version_of(gradient) != scaled.version
-        was_reduced = (
-            scaled.address in facts.reduced
-        )  # which writes it, and a division by the ranks comes with it
+        # Which writes it, and a division by the ranks comes with it.
+        was_reduced = scaled.address in facts.reduced
         return (not is_written or was_reduced) and abs(
             factor * scaled.scale
         ) >= _STILL_SCALED

@@ -1,4 +1,7 @@
-"""Gradients that ranks reduce together, and that each has multiplied by another scale of mixed precision."""
+"""Gradients that ranks reduce together, each with another scale.
+
+They are multiplied by scales of mixed precision.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,10 @@ _REDUCTIONS = ("all_reduce", "reduce_scatter", "reduce")
 
 
 class _Scaled(NamedTuple):
-    """The loss whose gradients a rank has: by what it was multiplied, and where its `backward` was called."""
+    """The loss whose gradients a rank has.
+
+    By what it was multiplied, and where its `backward` was called.
+    """
 
     scale: float
     place: Place
@@ -43,10 +49,11 @@ class _Meeting:
 
 @final
 class ScalesOfRanks(Lint):
-    """Compares the scales of all ranks when they reduce gradients that are still scaled.
+    """Compares all ranks' scales when they reduce gradients that are still scaled.
 
-    A rank that skips a step alone, since it has looked for overflows in its own part alone, goes on with a smaller
-    scale. So does one that has loaded the state of its `GradScaler` alone.
+    A rank that skips a step alone, since it has looked for overflows in its own part
+    alone, goes on with a smaller scale. So does one that has loaded the state of its
+    `GradScaler` alone.
     """
 
     def __init__(self) -> None:
@@ -87,7 +94,8 @@ class ScalesOfRanks(Lint):
             return  # the program may have divided by the scale itself
         meeting = self._meetings.setdefault(told.key, _Meeting())
         meeting.by_rank[facts.rank] = mine
-        # In a rank that steps a part of the parameters alone, the gradients of others are not known as gradients.
+        # In a rank that steps a part of the parameters alone, the gradients of others
+        # are not known as gradients.
         if facts.rank in self._going_back or any(
             _is_of_gradients(facts, one) for one in told.gives
         ):
@@ -128,9 +136,11 @@ def _finding(by_rank: dict[int, _Scaled]) -> Finding | None:
     )
     return finding(
         "gradients-of-other-scales",
-        f"Ranks reduce gradients of losses ({', '.join(map(str, places))}) that a GradScaler has multiplied by scales "
-        f"that differ: {scales}. Each rank divides the result by its own scale.",
-        "All ranks have to skip the same steps, and to load the same state: reduce `found_inf` over the ranks with "
-        "`MAX` before `scaler.step(optimizer)`, and call `scaler.load_state_dict(state)` on all ranks.",
+        f"Ranks reduce gradients of losses ({', '.join(map(str, places))}) that a "
+        f"GradScaler has multiplied by scales that differ: {scales}. Each rank divides "
+        "the result by its own scale.",
+        "All ranks have to skip the same steps, and to load the same state: reduce "
+        "`found_inf` over the ranks with `MAX` before `scaler.step(optimizer)`, and "
+        "call `scaler.load_state_dict(state)` on all ranks.",
         places,
     )

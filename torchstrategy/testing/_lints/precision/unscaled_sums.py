@@ -28,7 +28,8 @@ class _Rank:
     Attributes:
         addresses: Where gradients are that were unscaled.
         place: Where that was.
-        left: The parameters, by id, that have such a gradient, which is not zero, when `backward` begins.
+        left: The parameters, by id, that have such a gradient, which is not zero, when
+            `backward` begins.
     """
 
     addresses: set[int] = field(default_factory=set)
@@ -43,7 +44,10 @@ class _Added(NamedTuple):
 
 @final
 class UnscaledSums(Lint):
-    """Looks for `unscale_` between micro-batches of one step: it is for once, after the last of them."""
+    """Looks for `unscale_` between micro-batches of one step.
+
+    It is to be called once, after the last of them.
+    """
 
     def __init__(self) -> None:
         self._ranks: dict[int, _Rank] = defaultdict(_Rank)
@@ -98,11 +102,12 @@ class UnscaledSums(Lint):
         return [
             finding(
                 "scaled-added-to-unscaled",
-                f"`backward` of a scaled loss ({added.backward_at}) adds to gradients that were unscaled before "
-                f"({added.unscaled_at}), {times} times: the gradients of one micro-batch are as much larger than "
-                "those of another as the scale says, or are divided by the scale twice.",
-                "Call `scaler.unscale_(optimizer)` and `scaler.update()` once for each step: after `backward` of the "
-                "last micro-batch.",
+                f"`backward` of a scaled loss ({added.backward_at}) adds to gradients "
+                f"that were unscaled before ({added.unscaled_at}), {times} times: the "
+                "gradients of one micro-batch are as much larger than those of another "
+                "as the scale says, or are divided by the scale twice.",
+                "Call `scaler.unscale_(optimizer)` and `scaler.update()` once for each "
+                "step: after `backward` of the last micro-batch.",
                 [added.unscaled_at, added.backward_at],
             )
             for added, times in self._added.items()

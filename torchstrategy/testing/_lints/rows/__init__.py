@@ -1,16 +1,16 @@
 """Which rows ranks train on, and with which random numbers.
 
-It answers: does each row of the data count once, and do ranks draw the same numbers where they should, and others
-where they should?
+It answers: does each row of the data count once, and do ranks draw the same numbers
+where they should, and others where they should?
 
     orders             orders of rows, one for all ranks or another one on each
     rows               rows that several ranks get, or none
-    fed_rows           rows that a program cuts into batches itself, and that ranks have in common
-    streams            data sets without numbers of rows (`IterableDataset`) that give all ranks the same rows
+    fed_rows           rows of a program's own batches that ranks share
+    streams            `IterableDataset`s that give all ranks the same rows
     padding            rows of an evaluation that count twice
     generators         random numbers that are alike on ranks
     noise              random numbers that all ranks put together with rows that differ
-    worker_generators  generators of a data set of which each worker of a loader has a copy
+    worker_generators  a data set's generators, copied to each loader worker
     divided_rows       rows that differ between ranks which divide a model
 """
 

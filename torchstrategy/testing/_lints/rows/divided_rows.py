@@ -1,4 +1,4 @@
-"""Ranks that divide a model, and get other rows from a sampler that knows nothing of it."""
+"""Ranks that divide a model, and get other rows from a sampler not told of it."""
 
 from __future__ import annotations
 
@@ -32,9 +32,11 @@ class _Step:
     """What a rank has done since its last step.
 
     Attributes:
-        exchanged: Where activations were added up within a layer, by the ranks that did.
+        exchanged: Where activations were added up within a layer, by the ranks that
+            did.
         reduced: Where gradients were reduced, by the ranks that did.
-        read_at: Where rows were drawn from a `DistributedSampler` that deals them out to all ranks.
+        read_at: Where rows were drawn from a `DistributedSampler` that deals them out
+            to all ranks.
         rows: These rows.
     """
 
@@ -54,9 +56,12 @@ class _Mixed(NamedTuple):
 
 @final
 class DividedRows(Lint):
-    """Looks for ranks that add up activations, while their gradients never meet, and that draw other rows.
+    """Looks for ranks that add up activations, and that draw other rows.
 
-    Experts that ranks exchange rows with are something else: what all ranks have is reduced over all of them then.
+    Their gradients never meet.
+
+    Experts that ranks exchange rows with are something else: what all ranks have is
+    reduced over all of them then.
     """
 
     def __init__(self) -> None:
@@ -65,9 +70,8 @@ class DividedRows(Lint):
         self._rows: dict[tuple[Group, int], dict[int, tuple[Any, ...]]] = defaultdict(
             dict
         )  # by group and step
-        self._mixed: dict[int, list[_Mixed]] = defaultdict(
-            list
-        )  # by rank, in its first steps
+        # By rank, in its first steps.
+        self._mixed: dict[int, list[_Mixed]] = defaultdict(list)
         self._right: set[int] = set()  # ranks that have made another step
 
     @override
@@ -138,7 +142,7 @@ class DividedRows(Lint):
         return list(found.values())
 
     def _have_other_rows(self, divides: Group) -> bool:
-        """Whether no two ranks of a group have drawn the same rows in any of the steps."""
+        """Whether no two ranks of a group have drawn the same rows in any step."""
         steps = [rows for (group, _), rows in self._rows.items() if group == divides]
         return all(
             len(rows) == len(set(rows.values())) == len(divides) for rows in steps
@@ -149,10 +153,13 @@ def _finding(mixed: _Mixed) -> Finding | None:
     added_at, reduced_at, read_at = mixed.places
     return finding(
         "divided-model-of-other-rows",
-        f"Ranks {listed_ranks(mixed.divides)} add up activations ({added_at}), as ranks that divide a model do, and "
-        f"each gets other rows: the DistributedSampler of the loader ({read_at}) deals them out to all ranks. "
-        f"Gradients are reduced among ranks {listed_ranks(mixed.reduces)} only ({reduced_at}).",
-        "Give the ranks that divide a model the same rows, with the group whose ranks reduce gradients: "
-        "`DistributedSampler(data, num_replicas=dist.get_world_size(group), rank=dist.get_rank(group))`.",
+        f"Ranks {listed_ranks(mixed.divides)} add up activations ({added_at}), as "
+        "ranks that divide a model do, and each gets other rows: the "
+        f"DistributedSampler of the loader ({read_at}) deals them out to all ranks. "
+        f"Gradients are reduced among ranks {listed_ranks(mixed.reduces)} only "
+        f"({reduced_at}).",
+        "Give the ranks that divide a model the same rows, with the group whose ranks "
+        "reduce gradients: `DistributedSampler(data, "
+        "num_replicas=dist.get_world_size(group), rank=dist.get_rank(group))`.",
         [added_at, reduced_at, read_at],
     )

@@ -39,7 +39,10 @@ _aten = torch.ops.aten
 
 
 class _Feed(NamedTuple):
-    """Where a program brings rows to its device, or to its model: which of the tensors of a step."""
+    """Where a program brings rows to its device, or to its model.
+
+    It says which of the tensors of a step has them.
+    """
 
     place: Place
     number: int
@@ -47,15 +50,16 @@ class _Feed(NamedTuple):
 
 @final
 class FedRows(Lint):
-    """Compares the rows that ranks bring to their devices or models in each step, if no loader has numbers of them.
+    """Compares the rows that ranks bring to their devices or models in each step.
+
+    It does if no loader has numbers of them.
 
     Each rank has to take its part of one order of all rows.
     """
 
     def __init__(self) -> None:
-        self._since: dict[int, dict[_Feed, list[int]]] = defaultdict(
-            dict
-        )  # by rank, since its last step
+        # By rank, since its last step.
+        self._since: dict[int, dict[_Feed, list[int]]] = defaultdict(dict)
         self._counts: dict[int, Counter[Place]] = defaultdict(Counter)
         self._usual: dict[int, Counter[Place]] = {}  # of the first step
         self._rows: dict[_Feed, dict[int, list[int]]] = defaultdict(
@@ -63,9 +67,8 @@ class FedRows(Lint):
         )
         self._most: Counter[_Feed] = Counter()  # the most rows that a step brings
         self._hashed: Counter[int] = Counter()  # rows, by rank
-        self._tables: dict[int, Known[tuple[int, int]]] = defaultdict(
-            Known
-        )  # the version and the numbers of tables
+        # The version and the numbers of tables.
+        self._tables: dict[int, Known[tuple[int, int]]] = defaultdict(Known)
         self._companions: tuple[int, ...] = ()
         self._has_numbers = False
 
@@ -138,9 +141,8 @@ class FedRows(Lint):
         self, facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], result: Any
     ) -> None:
         given = args[0]
-        if not isinstance(
-            given, torch.Tensor
-        ):  # in `vmap`, the 2 of `x * 2` is copied, too
+        # In `vmap`, the 2 of `x * 2` is copied, too.
+        if not isinstance(given, torch.Tensor):
             return
         is_weight = isinstance(given, nn.Parameter) or given.requires_grad
         if (
@@ -164,7 +166,10 @@ class FedRows(Lint):
             self._takes(facts, args[0], args[2])
 
     def _takes(self, facts: Facts, table: torch.Tensor, numbers: torch.Tensor) -> None:
-        """Rows of a table are taken by their numbers. It counts if all ranks have this table."""
+        """Rows of a table are taken by their numbers.
+
+        It counts if all ranks have this table.
+        """
         is_data = (
             facts.size > 1
             and not isinstance(table, nn.Parameter)
@@ -223,9 +228,10 @@ def _finding(
 ) -> Finding | None:
     return finding(
         "same-rows",
-        f"Of the first {count} rows that each of ranks {ranks[0]} and {ranks[1]} trains with ({place}), none of them "
-        f"twice, they have {common} in common: each rank draws an order of its own.",
-        "Draw one order for all ranks, from a generator with a seed of the epoch alone, and let each rank take its "
-        "part of that: `order[rank::ranks]`.",
+        f"Of the first {count} rows that each of ranks {ranks[0]} and {ranks[1]} "
+        f"trains with ({place}), none of them twice, they have {common} in common: "
+        "each rank draws an order of its own.",
+        "Draw one order for all ranks, from a generator with a seed of the epoch "
+        "alone, and let each rank take its part of that: `order[rank::ranks]`.",
         [place],
     )

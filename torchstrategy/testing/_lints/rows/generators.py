@@ -1,4 +1,7 @@
-"""Random numbers that are alike on ranks where they should differ: dropout, and rows that are chosen at random."""
+"""Random numbers that are alike on ranks where they should differ.
+
+They are those of dropout, and of rows that are chosen at random.
+"""
 
 from __future__ import annotations
 
@@ -35,18 +38,19 @@ class _Drawn(NamedTuple):
 
 @final
 class Generators(Lint):
-    """Compares what ranks draw at the same places, in models that `DistributedDataParallel` trains."""
+    """Compares what ranks draw at the same places in models that DDP trains.
+
+    That is `DistributedDataParallel`.
+    """
 
     def __init__(self) -> None:
-        self._masks: dict[tuple[str, int], dict[int, _Drawn]] = defaultdict(
-            dict
-        )  # by place and number, and by rank
+        # By place and number, and by rank.
+        self._masks: dict[tuple[str, int], dict[int, _Drawn]] = defaultdict(dict)
         self._noise: dict[tuple[str, int], dict[int, _Drawn]] = defaultdict(dict)
         self._rows: dict[tuple[str, int], dict[int, _Drawn]] = defaultdict(dict)
         self._inputs: dict[tuple[Any, int], dict[int, int]] = defaultdict(dict)
-        self._called: dict[Any, dict[int, Place]] = defaultdict(
-            dict
-        )  # by model and rank: where
+        # By model and rank: where.
+        self._called: dict[Any, dict[int, Place]] = defaultdict(dict)
         self._has_loaders = False
         self._times: Counter[tuple[int, Any]] = Counter()
         self._indices: dict[int, Known[bool]] = defaultdict(Known)
@@ -117,10 +121,12 @@ class Generators(Lint):
             found.append(_of_masks(masks, len(self._companions)))
         if has_other_inputs and (noise := self._alike(self._noise, _TWICE)):
             found.append(_of_noise(noise, len(self._companions)))
-        # What is alike may be a part of what a model gets, such as points at which all rows are looked at.
+        # What is alike may be a part of what a model gets, such as points at which all
+        # rows are looked at.
         rows = [] if has_other_inputs else self._alike(self._rows, _TWICE)
         found += [_of_rows(one, len(self._companions)) for one in rows]
-        # With loaders, rows that are alike in all models are those of a loader, which `Rows` and `Streams` name.
+        # With loaders, rows that are alike in all models are those of a loader, which
+        # `Rows` and `Streams` name.
         if not rows and (not self._has_loaders or has_other_inputs):
             found += [
                 _of_inputs(places)
@@ -130,7 +136,10 @@ class Generators(Lint):
         return found
 
     def _are_alike(self, key: Any) -> bool:
-        """Whether all ranks that train a model call it with the same rows, each time with other ones."""
+        """Whether all ranks that train a model call it with the same rows.
+
+        They do so each time with other ones.
+        """
         sums = [self._inputs[key, number] for number in range(_MOST)]
         ranks = set(self._called[key])
         are_there = len(ranks) > 1 and all(set(those) == ranks for those in sums)
@@ -223,7 +232,10 @@ class Generators(Lint):
             self._note(facts, args[0], args[2])
 
     def _note(self, facts: Facts, source: torch.Tensor, index: torch.Tensor) -> None:
-        """Notes which rows are chosen at random, if these are some of many; a shuffled batch has all of its rows."""
+        """Notes which rows are chosen at random, if these are some of many.
+
+        A shuffled batch has all of its rows.
+        """
         if facts.size < 2 or not self._indices[facts.rank].get(index):
             return
         if (
@@ -249,9 +261,11 @@ def _of_masks(masks: list[_Drawn], ranks: int) -> Finding | None:
     places = list(dict.fromkeys(mask.place for mask in masks))
     return finding(
         "random-numbers-alike",
-        f"All {ranks} ranks drop the same of {masks[0].length} numbers, each time, in the model that is called at "
-        f"{in_words(places)}, of rows that differ: their generators have the same seed.",
-        "Seed each rank differently after the model is built: `torch.manual_seed(seed + rank)`.",
+        f"All {ranks} ranks drop the same of {masks[0].length} numbers, each time, in "
+        f"the model that is called at {in_words(places)}, of rows that differ: their "
+        "generators have the same seed.",
+        "Seed each rank differently after the model is built: `torch.manual_seed(seed "
+        "+ rank)`.",
         places,
     )
 
@@ -260,9 +274,11 @@ def _of_noise(noise: list[_Drawn], ranks: int) -> Finding | None:
     places = list(dict.fromkeys(one.place for one in noise))
     return finding(
         "random-numbers-alike",
-        f"All {ranks} ranks draw the same {noise[0].length} numbers at {in_words(places)}, each time, for rows that "
-        "differ: their generators have the same seed.",
-        "Seed each rank differently after the model is built: `torch.manual_seed(seed + rank)`.",
+        f"All {ranks} ranks draw the same {noise[0].length} numbers at "
+        f"{in_words(places)}, each time, for rows that differ: their generators have "
+        "the same seed.",
+        "Seed each rank differently after the model is built: `torch.manual_seed(seed "
+        "+ rank)`.",
         places,
     )
 
@@ -270,9 +286,10 @@ def _of_noise(noise: list[_Drawn], ranks: int) -> Finding | None:
 def _of_rows(rows: _Drawn, ranks: int) -> Finding | None:
     return finding(
         "same-rows",
-        f"All {ranks} ranks choose the same {rows.length} rows at random at {rows.place}, each time: their generators "
-        "have the same seed.",
-        "Draw them from a generator with a seed of the rank: `torch.Generator().manual_seed(seed + rank)`.",
+        f"All {ranks} ranks choose the same {rows.length} rows at random at "
+        f"{rows.place}, each time: their generators have the same seed.",
+        "Draw them from a generator with a seed of the rank: "
+        "`torch.Generator().manual_seed(seed + rank)`.",
         [rows.place],
     )
 
@@ -281,9 +298,10 @@ def _of_inputs(places: dict[int, Place]) -> Finding | None:
     where = list(dict.fromkeys(places.values()))
     return finding(
         "same-rows",
-        f"All {len(places)} ranks call the model that they train ({in_words(where)}) with the same rows, each time: "
-        "what makes or chooses the rows has the same seed on all of them.",
-        "Give each rank rows of its own: `torch.manual_seed(seed + rank)` after the model is built, or a part of the "
-        "data.",
+        f"All {len(places)} ranks call the model that they train ({in_words(where)}) "
+        "with the same rows, each time: what makes or chooses the rows has the same "
+        "seed on all of them.",
+        "Give each rank rows of its own: `torch.manual_seed(seed + rank)` after the "
+        "model is built, or a part of the data.",
         where,
     )

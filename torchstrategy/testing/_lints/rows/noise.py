@@ -66,7 +66,7 @@ class _Draw(NamedTuple):
 
 
 class _Use(NamedTuple):
-    """Checksums of what was drawn, or was made of that, and of what it is put together with."""
+    """Checksums of what was drawn, or made of that, and of what it is combined with."""
 
     drawn: int
     other: int
@@ -74,10 +74,13 @@ class _Use(NamedTuple):
 
 @final
 class Noise(Follower):
-    """Follows normal noise that ranks draw before `backward`, until it is put together with a tensor of its shape.
+    """Follows normal noise that ranks draw before `backward`.
 
-    Ranks may draw the same numbers on purpose, as for all rows of all ranks, of which each takes its own: what a rank
-    uses differs then. Nor is it a mistake to change weights by the same numbers on all ranks, which are alike.
+    It does until it is put together with a tensor of its shape.
+
+    Ranks may draw the same numbers on purpose, as for all rows of all ranks, of which
+    each takes its own: what a rank uses differs then. Nor is it a mistake to change
+    weights by the same numbers on all ranks, which are alike.
     """
 
     def __init__(self) -> None:
@@ -87,9 +90,8 @@ class Noise(Follower):
             lambda: defaultdict(list)
         )
         self._lengths: dict[Place, int] = {}
-        self._followed: Counter[int] = (
-            Counter()
-        )  # operators since the last draw, by rank
+        # Operators since the last draw, by rank.
+        self._followed: Counter[int] = Counter()
         self._companions: tuple[int, ...] = ()
 
     @override
@@ -159,7 +161,8 @@ class Noise(Follower):
     def _draws(
         self, facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], result: Any
     ) -> None:
-        # What is drawn after `backward` is for gradients or weights. Single numbers choose how rows are changed.
+        # What is drawn after `backward` is for gradients or weights. Single numbers
+        # choose how rows are changed.
         if (
             facts.size < 2
             or facts.backwards
@@ -189,16 +192,18 @@ class Noise(Follower):
     def _finding(self, place: Place) -> Finding | None:
         return finding(
             "random-numbers-alike",
-            f"All {len(self._companions)} ranks draw the same {self._lengths[place]} numbers at {place}, each time, "
-            "and put them together with rows that differ: their generators have the same seed.",
-            "Draw them from a generator with a seed of the rank: `torch.Generator().manual_seed(seed + rank)`, or call "
+            f"All {len(self._companions)} ranks draw the same {self._lengths[place]} "
+            f"numbers at {place}, each time, and put them together with rows that "
+            "differ: their generators have the same seed.",
+            "Draw them from a generator with a seed of the rank: "
+            "`torch.Generator().manual_seed(seed + rank)`, or call "
             "`torch.manual_seed(seed + rank)` after the model is built.",
             [place],
         )
 
 
 def _keeps_numbers(func: Any, args: Sequence[Any], result: Any) -> bool:
-    """Whether a result has as many numbers as one of its operands, and none that mixes many."""
+    """Whether a result has as many numbers as an operand, and none mixes many."""
     name = func.overloadpacket.__name__
     if (
         not isinstance(result, torch.Tensor)
@@ -213,7 +218,10 @@ def _keeps_numbers(func: Any, args: Sequence[Any], result: Any) -> bool:
 
 
 def _alike(uses: Sequence[Sequence[_Use]]) -> set[int] | None:
-    """What all ranks have drawn alike, and put together with other numbers; None if that was not so."""
+    """What all ranks have drawn alike, and put together with other numbers.
+
+    It is None if that was not so.
+    """
     for those in zip(*uses, strict=False):
         if len({use.drawn for use in those}) == 1 and len(
             {use.other for use in those}

@@ -1,4 +1,4 @@
-"""Orders of rows from which ranks take their parts: one for all ranks, or another one on each."""
+"""Orders of rows from which ranks take their parts: one order, or one per rank."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ def without_repeats(rows: Sequence[int]) -> int:
 
 
 def are_of_other_orders(rows: Sequence[int], others: Sequence[int], ranks: int) -> bool:
-    """Whether two of some ranks took their parts from orders that each had drawn itself.
+    """Whether two ranks took their parts from orders that each had drawn itself.
 
-    No row comes twice on a rank, and of the rows of one rank, as many are on the other as parts of all rows have by
-    chance: a half of them with two ranks. What fills up batches, a context around rows, or rows that are drawn one by
-    one give other numbers.
+    No row comes twice on a rank, and of the rows of one rank, as many are on the other
+    as parts of all rows have by chance: a half of them with two ranks. What fills up
+    batches, a context around rows, or rows that are drawn one by one give other
+    numbers.
     """
     count = min(len(rows), len(others))
     common = len(set(rows) & set(others))
     expected = count / ranks
-    deviation = math.sqrt(expected) * (
-        1 - 1 / ranks
-    )  # of the number of common rows of two parts
+    # Of the number of common rows of two parts.
+    deviation = math.sqrt(expected) * (1 - 1 / ranks)
     allowed = max(_SHARE * expected, _DEVIATIONS * deviation)
     return common >= _FEWEST and abs(common - expected) <= allowed

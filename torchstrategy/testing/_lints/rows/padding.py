@@ -1,4 +1,7 @@
-"""Rows of an evaluation that count twice, since a `DistributedSampler` gives all ranks the same number of rows."""
+"""Rows of an evaluation that count twice.
+
+A `DistributedSampler` gives all ranks the same number of rows.
+"""
 
 from __future__ import annotations
 
@@ -52,27 +55,25 @@ class _Open:
 
 class _Case(NamedTuple):
     padded: _Padded
-    number: tuple[
-        int, int
-    ]  # of those that are reduced: the number of the tensor, and that within it
+    # Of those that are reduced: the number of the tensor, and that within it.
+    number: tuple[int, int]
     place: Place
 
 
 @final
 class Padding(Lint):
-    """Looks for sums of the numbers of rows, over all ranks, that are those of padded samplers.
+    """Looks for sums of the numbers of rows, over all ranks, of padded samplers.
 
-    The ranks that have padding may leave it out of their number. So each rank has to give all of its rows.
+    The ranks that have padding may leave it out of their number. So each rank has to
+    give all of its rows.
     """
 
     def __init__(self) -> None:
         self._open: dict[int, _Open] = {}
-        self._padded: dict[int, list[_Padded]] = defaultdict(
-            list
-        )  # since the last `backward`
-        self._given: dict[Hashable, dict[int, list[_Case]]] = defaultdict(
-            dict
-        )  # by collective and rank
+        # Since the last `backward`.
+        self._padded: dict[int, list[_Padded]] = defaultdict(list)
+        # By collective and rank.
+        self._given: dict[Hashable, dict[int, list[_Case]]] = defaultdict(dict)
         self._found: dict[tuple[Place, Place], _Case] = {}
 
     @override
@@ -140,11 +141,12 @@ def _finding(case: _Case) -> Finding | None:
     rows = "one row counts" if more == 1 else f"{more} rows count"
     return finding(
         "rows-counted-twice",
-        f"The DistributedSampler of the evaluation at {padded.place} gives each of {padded.ranks} ranks {padded.rows} "
-        f"rows, and the sum of their numbers ({case.place}) is {padded.given}, of {padded.size} rows that there are: "
+        f"The DistributedSampler of the evaluation at {padded.place} gives each of "
+        f"{padded.ranks} ranks {padded.rows} rows, and the sum of their numbers "
+        f"({case.place}) is {padded.given}, of {padded.size} rows that there are: "
         f"{rows} twice in what you measure.",
-        "Evaluate each row once, `Subset(dataset, range(rank, len(dataset), ranks))`, or cut what you gather to "
-        "`len(dataset)` rows before you count.",
+        "Evaluate each row once, `Subset(dataset, range(rank, len(dataset), ranks))`, "
+        "or cut what you gather to `len(dataset)` rows before you count.",
         [case.place, padded.place],
     )
 

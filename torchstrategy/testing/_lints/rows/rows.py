@@ -1,4 +1,4 @@
-"""Rows of a data set that several ranks get, or none, and the same order in every epoch."""
+"""Rows of a data set that several ranks or none get; one order in all epochs."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ from torchstrategy.testing._lints.rows.orders import (
 from torchstrategy.testing._lints.torch_internals import is_subset
 
 _MOST_EPOCHS, _MOST_ROWS, _ENOUGH, _ENOUGH_BATCHES, _SHARE = 3, 2_000_000, 8, 4, 0.05
-_FEWEST_STEPS = 2  # between the rows of an order: those of a part in turn, and one to what fills it up
+# Between the rows of an order: those of a part in turn, and one to what fills it up.
+_FEWEST_STEPS = 2
 _OF_TORCH = (
     DistributedSampler,
     RandomSampler,
@@ -51,9 +52,12 @@ _OF_TORCH = (
 @final
 @dataclass
 class _Epoch:
-    """One pass over a loader: its rows, as numbers in the data set below all subsets of one rank.
+    """One pass over a loader: its rows, as numbers in the data set.
 
-    `is_told` says whether `set_epoch` of its sampler was called before it, and after the pass before.
+    The data set is the one below all subsets of one rank.
+
+    `is_told` says whether `set_epoch` of its sampler was called before it, and after
+    the pass before.
     """
 
     is_told: bool = False
@@ -70,14 +74,17 @@ class _Loader:
     Attributes:
         place: Where it is read.
         sampler: What chooses its rows.
-        is_of_batches: Whether that is no `loader.sampler`, since the loader was given a batch sampler.
+        is_of_batches: Whether that is no `loader.sampler`, since the loader was given a
+            batch sampler.
         subset: The rows of its data set in the one below; None if it is no subset.
         size: How many rows the data set has.
         below: How many rows the data set below a subset has.
         batch: How many rows a batch has, at most.
-        leaves_out: Whether it was told to leave out what does not fill a batch, or all ranks.
+        leaves_out: Whether it was told to leave out what does not fill a batch, or all
+            ranks.
         dataset: The data set, while it is there.
-        content: What is kept of what it holds; of a subset, of what the data set below holds.
+        content: What is kept of what it holds; of a subset, of what the data set below
+            holds.
         companions: The ranks that train the same model with its rows.
     """
 
@@ -112,12 +119,10 @@ class Rows(Lint):
     def __init__(self) -> None:
         self._loaders: dict[int, Objects[Any, _Loader]] = defaultdict(Objects)
         self._in_order: dict[int, list[_Loader]] = defaultdict(list)
-        self._last: dict[
-            int, tuple[_Loader, _Epoch]
-        ] = {}  # from which a rank has drawn last
-        self._told: dict[int, dict[int, Any]] = defaultdict(
-            dict
-        )  # the samplers, by id, whose `set_epoch` was called
+        # From which a rank has drawn last.
+        self._last: dict[int, tuple[_Loader, _Epoch]] = {}
+        # The samplers, by id, whose `set_epoch` was called.
+        self._told: dict[int, dict[int, Any]] = defaultdict(dict)
 
     @override
     def opened(self, facts: Facts, loader: Any) -> None:
@@ -132,7 +137,10 @@ class Rows(Lint):
         of_rank[loader].epochs.append(_Epoch(told is not None))
 
     def _known(self, rank: int, loader: Any) -> _Loader | None:
-        """What is known of an earlier loader in the place of this one: some programs make one for each epoch."""
+        """What is known of an earlier loader in the place of this one.
+
+        Some programs make one for each epoch.
+        """
         place = here()
         for known in self._in_order[rank]:
             if known.place == place and known.dataset() is loader.dataset:
@@ -186,7 +194,7 @@ class Rows(Lint):
         return found
 
     def _together(self) -> list[dict[int, _Loader]]:
-        """The loaders that belong together, of the ranks that train one model with them."""
+        """The loaders that belong together, of ranks that train one model with them."""
         together = []
         ranks = sorted(self._in_order)
         for index, first in enumerate(self._in_order[ranks[0]] if ranks else []):
@@ -221,7 +229,7 @@ def _described(loader: Any, ranks: int, place: Place) -> _Loader:
 
 
 def _answered(loader: Any, ranks: int, place: Place) -> _Loader:
-    """What a loader says of itself, with its data set and its samplers, which may refuse."""
+    """What a loader, its data set and its samplers say, which may refuse."""
     dataset, sampler, batches = (
         loader.dataset,
         _sampler_of(loader),
@@ -253,7 +261,10 @@ def _answered(loader: Any, ranks: int, place: Place) -> _Loader:
 
 
 def _sampler_of(loader: Any) -> Any:
-    """What chooses the rows of a loader: `loader.sampler` is another one if a batch sampler was given."""
+    """What chooses the rows of a loader.
+
+    `loader.sampler` is another one if a batch sampler was given.
+    """
     batches = loader.batch_sampler
     if batches is None:
         return loader.sampler
@@ -267,9 +278,8 @@ def _nothing() -> None:
 
 
 def _belong_together(loader: _Loader, other: _Loader) -> bool:
-    is_shared = (
-        loader.dataset() is not None and loader.dataset() is other.dataset()
-    )  # ranks are threads here
+    # Ranks are threads here.
+    is_shared = loader.dataset() is not None and loader.dataset() is other.dataset()
     has_same_rows = loader.below == other.below and (
         is_shared or loader.content == other.content
     )
@@ -286,7 +296,10 @@ def _is(sampler: Any, *kinds: Any) -> bool:
 
 
 def _chooses_as_it_likes(sampler: Any) -> bool:
-    """Whether no class of torch gives the rows: then a setting, as `shuffle`, may say nothing of them."""
+    """Whether no class of torch gives the rows.
+
+    Then a setting, as `shuffle`, may say nothing of them.
+    """
     own = attribute(type(sampler), "__iter__")
     return all(vars(kind)["__iter__"] is not own for kind in _OF_TORCH)
 
@@ -296,7 +309,7 @@ def _is_shuffled(sampler: Any) -> bool:
 
 
 def _shuffling(sampler: Any, epochs: list[_Epoch]) -> Any:
-    """What shuffles the rows: a sampler, or one that a batch sampler of the program's own has.
+    """What shuffles the rows: a sampler, or one in the program's own batch sampler.
 
     None if nothing does, or if the program has told a sampler of its own the epoch.
     """
@@ -327,7 +340,10 @@ def _shuffling(sampler: Any, epochs: list[_Epoch]) -> Any:
 
 
 def _steps(epochs: list[_Epoch]) -> int:
-    """How many steps there are between rows: nothing else says whether a sampler of the program's own shuffles."""
+    """How many steps there are between rows.
+
+    Nothing else says whether a sampler of the program's own shuffles.
+    """
     return len({later - earlier for earlier, later in pairwise(epochs[0].rows)})
 
 
@@ -352,8 +368,9 @@ def _same_order(loader: _Loader) -> Finding | None:
     kind = type(sampler).__name__
     return finding(
         "same-order",
-        f"The loader that is read at {loader.place} is shuffled by `{kind}`, and the first {count} rows of the second "
-        f"epoch have the order of the first epoch: {', '.join(map(str, first[:4]))}, ...",
+        f"The loader that is read at {loader.place} is shuffled by `{kind}`, and the "
+        f"first {count} rows of the second epoch have the order of the first epoch: "
+        f"{', '.join(map(str, first[:4]))}, ...",
         write,
         [loader.place],
     )
@@ -389,9 +406,12 @@ def _have_too_many_in_common(
 def _are_drawn_apart(
     loader: _Loader, rows: list[int], others: list[int], ranks: int
 ) -> bool:
-    """Whether a sampler of the program's own gives ranks parts of orders that they draw apart, or all the same rows.
+    """Whether a sampler of the program's own gives ranks parts of different orders.
 
-    It may also give each row to several ranks at nearly the same time, with other augmentation.
+    They draw these apart. It may also give all the same rows.
+
+    It may also give each row to several ranks at nearly the same time, with other
+    augmentation.
     """
     if len(rows) < _ENOUGH_BATCHES * loader.batch or without_repeats(rows) < len(rows):
         return False
@@ -420,7 +440,10 @@ def _shared_finding(
 ) -> Finding | None:
     loader, other = loaders[first], loaders[second]
     place, sampler = loader.place, loader.sampler
-    says = f"Of the first {count} rows of an epoch at {place}, ranks {first} and {second} have {both} in common"
+    says = (
+        f"Of the first {count} rows of an epoch at {place}, ranks {first} and {second} "
+        f"have {both} in common"
+    )
     if (
         loader.subset is not None
         and other.subset is not None
@@ -428,27 +451,39 @@ def _shared_finding(
     ):
         return finding(
             "random-split-differs",
-            f"{says}: their subsets of the data were chosen at random, with other seeds.",
+            f"{says}: their subsets of the data were chosen at random, with other "
+            "seeds.",
             "Give `random_split` a generator with the same seed on all ranks: "
             "`generator=torch.Generator().manual_seed(0)`.",
             [place],
         )
-    write = "Give the loader `sampler=DistributedSampler(dataset)`, and it no `shuffle=True`."
+    write = (
+        "Give the loader `sampler=DistributedSampler(dataset)`, and it no "
+        "`shuffle=True`."
+    )
     if not isinstance(sampler, _OF_TORCH) and type(sampler).__module__.partition(".")[
         0
     ] in ("torch", "builtins"):
-        write = "Draw one order on all ranks, and give the loader a part of it, `sampler=order[rank::ranks]`."
+        write = (
+            "Draw one order on all ranks, and give the loader a part of it, "
+            "`sampler=order[rank::ranks]`."
+        )
     elif not isinstance(sampler, _OF_TORCH):
         write = (
-            f"Let {type(sampler).__name__} draw one order for all ranks, from a generator with a seed of the epoch "
-            "alone, and take a part of it for each rank."
+            f"Let {type(sampler).__name__} draw one order for all ranks, from a "
+            "generator with a seed of the epoch alone, and take a part of it for each "
+            "rank."
         )
     if isinstance(sampler, DistributedSampler):
         is_same_rank = number_in(sampler, "rank") == number_in(other.sampler, "rank")
         write = (
-            "Let its DistributedSampler have the rank of the process: leave `rank` and `num_replicas` away."
+            "Let its DistributedSampler have the rank of the process: leave `rank` and "
+            "`num_replicas` away."
             if is_same_rank
-            else "Give DistributedSampler the same `seed` on all ranks: it cuts one order into parts."
+            else (
+                "Give DistributedSampler the same `seed` on all ranks: it cuts one "
+                "order into parts."
+            )
         )
     return finding("same-rows", f"{says}.", write, [place])
 
@@ -481,9 +516,11 @@ def _divided_twice(loaders: dict[int, _Loader]) -> list[Finding | None]:
     return [
         finding(
             "divided-twice",
-            f"Each of {len(loaders)} ranks has a part of the data of its own at {in_words(places)}, {len(taken)} rows "
-            f"together, and its DistributedSampler takes a part of that again: {rows} rows in an epoch.",
-            "Give DistributedSampler the whole data set on all ranks, or leave it away.",
+            f"Each of {len(loaders)} ranks has a part of the data of its own at "
+            f"{in_words(places)}, {len(taken)} rows together, and its "
+            f"DistributedSampler takes a part of that again: {rows} rows in an epoch.",
+            "Give DistributedSampler the whole data set on all ranks, or leave it "
+            "away.",
             places,
         )
     ]
@@ -509,14 +546,23 @@ def _left_out(loaders: dict[int, _Loader]) -> list[Finding | None]:
         offered.update(loader.offered())
     missing = offered - drawn
     is_cut = any(loader.subset != first.subset for loader in loaders.values())
-    write = "The data are divided among ranks twice: by a subset for each rank, and by its sampler. Leave one away."
+    write = (
+        "The data are divided among ranks twice: by a subset for each rank, and by its "
+        "sampler. Leave one away."
+    )
     if not is_cut:
-        write = "Give the sampler the number of ranks that there are: `num_replicas=dist.get_world_size()`."
+        write = (
+            "Give the sampler the number of ranks that there are: "
+            "`num_replicas=dist.get_world_size()`."
+        )
     elif not missing:
         # Parts of equal size leave out fewer rows than there are ranks, at the end.
         end = max(offered, default=-1) + 1
         missing = set(range(end, first.below))
-        write = "Give the first ranks one row more, `range(rank, len(dataset), ranks)`, or use DistributedSampler."
+        write = (
+            "Give the first ranks one row more, `range(rank, len(dataset), ranks)`, or "
+            "use DistributedSampler."
+        )
         if len(missing) >= len(loaders) or len(offered) != end:
             return []
     if not missing:
@@ -526,8 +572,8 @@ def _left_out(loaders: dict[int, _Loader]) -> list[Finding | None]:
     return [
         finding(
             "rows-on-none",
-            f"{len(missing)} of {first.below} rows are drawn by no rank in any epoch at {in_words(places)}: {shown}"
-            f"{', ...' if len(missing) > 4 else ''}.",
+            f"{len(missing)} of {first.below} rows are drawn by no rank in any epoch "
+            f"at {in_words(places)}: {shown}{', ...' if len(missing) > 4 else ''}.",
             write,
             places,
         )

@@ -1,4 +1,7 @@
-"""Data sets without numbers of rows, that give all ranks, or all workers of a loader, the same rows."""
+"""Data sets without numbers of rows, that give all ranks the same rows.
+
+They may give them to all workers of a loader.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +58,10 @@ class _Stream:
     companions: tuple[int, ...] = ()
 
     def takes(self, tensors: list[torch.Tensor]) -> None:
-        """Notes the rows of a batch, each with its part of all tensors. Short ones are alike by chance."""
+        """Notes the rows of a batch, each with its part of all tensors.
+
+        Short ones are alike by chance.
+        """
         count = len(tensors[0]) if tensors[0].dim() else 0
         parts = [
             one
@@ -69,9 +75,8 @@ class _Stream:
         ):
             return
         for row in map(hash, zip(*map(hashes_of_rows, parts), strict=True)):
-            if row == next(
-                iter(self.rows), None
-            ):  # the next pass over the data set has begun
+            # The next pass over the data set has begun.
+            if row == next(iter(self.rows), None):
                 self.is_over = True
             if self.is_over:
                 return
@@ -83,9 +88,12 @@ class _Stream:
 
 @final
 class Streams(Lint):
-    """Compares the first batches and rows that ranks, and workers, get from an `IterableDataset`, which they divide.
+    """Compares the first batches and rows of an `IterableDataset` that are divided.
 
-    Rows that are drawn with replacement also come again on one rank, and count as no mistake.
+    Ranks, and workers, divide it and get them.
+
+    Rows that are drawn with replacement also come again on one rank, and count as no
+    mistake.
     """
 
     def __init__(self) -> None:
@@ -158,7 +166,10 @@ def _are_alike(stream: _Stream, other: _Stream) -> bool:
 
 
 def _common(stream: _Stream, other: _Stream) -> tuple[int, int] | None:
-    """How many of the first rows of a rank another one has, too, and of how many; None if they are few."""
+    """How many of the first rows of a rank another one has, too, and of how many.
+
+    It is None if they are few.
+    """
     if stream.place != other.place or max(
         stream.repeats, other.repeats
     ) > _MOST_REPEATS * len(stream.rows):
@@ -172,7 +183,8 @@ def _common(stream: _Stream, other: _Stream) -> tuple[int, int] | None:
     ]
     if count < _FEWEST_ROWS or len(moved) <= count / 2:
         return None
-    # A rank that goes through all rows in an order of its own may do so on purpose: rows are moved by a third of all.
+    # A rank that goes through all rows in an order of its own may do so on purpose:
+    # rows are moved by a third of all.
     has_one_order = sum(moved) < _MOST_MOVED * count * len(moved)
     return (len(moved), count) if has_one_order else None
 
@@ -196,10 +208,12 @@ def _has_workers_alike(stream: _Stream) -> bool:
 def _finding_of_workers(stream: _Stream) -> Finding | None:
     return finding(
         "same-rows",
-        f"The {stream.workers} workers of the loader at {stream.place} give the same batches: each row comes "
-        f"{stream.workers} times. Its data set has no numbers of rows, so each worker has all of it.",
-        "Let `__iter__` of the data set give each worker a part: `info = torch.utils.data.get_worker_info()`, and "
-        "`islice(rows, info.id, None, info.num_workers)`.",
+        f"The {stream.workers} workers of the loader at {stream.place} give the same "
+        f"batches: each row comes {stream.workers} times. Its data set has no numbers "
+        "of rows, so each worker has all of it.",
+        "Let `__iter__` of the data set give each worker a part: `info = "
+        "torch.utils.data.get_worker_info()`, and `islice(rows, info.id, None, "
+        "info.num_workers)`.",
         [stream.place],
     )
 
@@ -209,10 +223,11 @@ def _finding_of_rows(
 ) -> Finding | None:
     return finding(
         "same-rows",
-        f"Of the first {count} rows that each of {ranks} ranks gets from the loader at {stream.place}, {common} are "
-        "the same on all of them: the parts that its data set gives to ranks and workers overlap.",
-        "Give each worker of each rank a part of its own, with the same step for all: `islice(rows, rank * workers + "
-        "worker, None, ranks * workers)`.",
+        f"Of the first {count} rows that each of {ranks} ranks gets from the loader at "
+        f"{stream.place}, {common} are the same on all of them: the parts that its "
+        "data set gives to ranks and workers overlap.",
+        "Give each worker of each rank a part of its own, with the same step for all: "
+        "`islice(rows, rank * workers + worker, None, ranks * workers)`.",
         [stream.place],
     )
 
@@ -220,15 +235,20 @@ def _finding_of_rows(
 def _finding(stream: _Stream, ranks: int) -> Finding | None:
     return finding(
         "same-rows",
-        f"All {ranks} ranks train with the same batches of the loader at {stream.place}: its data set has no numbers "
-        "of rows, and no sampler divides it.",
-        "Let `__iter__` of the data set give each rank a part: `islice(rows, rank, None, ranks)`.",
+        f"All {ranks} ranks train with the same batches of the loader at "
+        f"{stream.place}: its data set has no numbers of rows, and no sampler divides "
+        "it.",
+        "Let `__iter__` of the data set give each rank a part: `islice(rows, rank, "
+        "None, ranks)`.",
         [stream.place],
     )
 
 
 def _tensors(batch: Any, depth: int = _DEEPEST) -> Iterator[torch.Tensor]:
-    """The tensors of a batch, which may have lists and dictionaries. One of them may have itself."""
+    """The tensors of a batch, which may have lists and dictionaries.
+
+    One of them may have itself.
+    """
     if isinstance(batch, torch.Tensor):
         if can_be_read(batch) and batch.numel() > 1:
             yield batch

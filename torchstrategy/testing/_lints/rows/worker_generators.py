@@ -1,4 +1,7 @@
-"""Generators of random numbers in a data set, of which each worker of a loader has a copy in the same state."""
+"""Generators of random numbers in a data set, copied in the same state.
+
+Each worker of a loader has a copy.
+"""
 
 from __future__ import annotations
 
@@ -36,18 +39,11 @@ _GENERATORS = (
     random.Random,
     torch.Generator,
 )
-_ENTRIES = (
-    "__getitem__",
-    "__getitems__",
-    "__call__",
-    "forward",
-)  # what a worker calls, of data sets and transforms
+# What a worker calls, of data sets and transforms.
+_ENTRIES = ("__getitem__", "__getitems__", "__call__", "forward")
 _NAMED = ("LOAD_ATTR", "LOAD_METHOD")
-_DEEPEST, _MOST, _MOST_OF_ALL = (
-    4,
-    64,
-    2000,
-)  # how far from the data set, how many parts of a list, and of all
+# How far from the data set, how many parts of a list, and of all.
+_DEEPEST, _MOST, _MOST_OF_ALL = 4, 64, 2000
 # By their ids: a global of the program may refuse to be compared, as an array does.
 _OF_THE_PROCESS = frozenset(
     map(id, (torch, np, random, os, torch.utils.data.get_worker_info, int, range))
@@ -75,12 +71,16 @@ class _Seen:
 
 @final
 class WorkerGenerators(Lint):
-    """Looks for data sets with a generator that was seeded before the workers of a loader get a copy of it.
+    """Looks for data sets with a generator that was seeded too early.
 
-    A row is drawn twice in a process of its own, each time from another state of the generator: it has to change, and
-    to come out different, since a row that seeds it ends with the same state. Loaders that do not shuffle are left
-    alone: some programs want each evaluation to draw the same. So are those with a `worker_init_fn` that may seed what
-    the data set has, and not only the generators that each process has anyway.
+    It was before the workers of a loader get a copy of it.
+
+    A row is drawn twice in a process of its own, each time from another state of the
+    generator: it has to change, and to come out different, since a row that seeds it
+    ends with the same state. Loaders that do not shuffle are left alone: some programs
+    want each evaluation to draw the same. So are those with a `worker_init_fn` that may
+    seed what the data set has, and not only the generators that each process has
+    anyway.
     """
 
     def __init__(self) -> None:
@@ -107,7 +107,8 @@ class WorkerGenerators(Lint):
                 asked(partial(_state_of, generator), None),
             )
             if state is None:
-                continue  # that of the system has no state: each worker draws other numbers
+                # That of the system has no state: each worker draws other numbers.
+                continue
             if (at, name) not in known:
                 known[at, name] = _Seen(here(), name, loader.num_workers, Counter())
                 if _draws(loader.dataset, generator):
@@ -123,10 +124,10 @@ class WorkerGenerators(Lint):
 
 
 def _may_seed(init: Any) -> bool:
-    """Whether a `worker_init_fn` may change the data set of its worker; None changes nothing.
+    """Whether a `worker_init_fn` may change its worker's data set; None does not.
 
-    It does not if it asks nobody but torch, NumPy and Python, and for no data set: it seeds the generators then that
-    each process has anyway.
+    It does not if it asks nobody but torch, NumPy and Python, and for no data set: it
+    seeds the generators then that each process has anyway.
     """
     if init is None:
         return False
@@ -161,7 +162,10 @@ def _is_wrong(seen: _Seen) -> bool:
 def _generators_in(
     thing: Any, depth: int, passed: set[int]
 ) -> Iterator[tuple[Any, str, Any]]:
-    """The generators that parts of a data set draw from in a worker, each with its owner and the name there."""
+    """The generators that parts of a data set draw from in a worker.
+
+    Each comes with its owner and the name there.
+    """
     if id(thing) in passed or len(passed) > _MOST_OF_ALL:
         return
     passed.add(id(thing))
@@ -186,7 +190,10 @@ def _generators_in(
 
 
 def _names_used_in_workers(kind: type) -> set[str]:
-    """The attributes that what a worker calls of a class uses. Whether it draws is asked later."""
+    """The attributes that what a worker calls of a class uses.
+
+    Whether it draws is asked later.
+    """
     used: set[str] = set()
     waiting, known = list(_ENTRIES), set(_ENTRIES)
     while waiting:
@@ -217,7 +224,7 @@ def _instructions_of(code: CodeType) -> Iterator[dis.Instruction]:
 
 
 def _is_in_order(loader: Any) -> bool:
-    """Whether the rows of a loader come in the order of the data set, as in an evaluation."""
+    """Whether a loader's rows come in the data set's order, as in an evaluation."""
     sampler = loader.sampler
     if loader.batch_size is None:  # the sampler gives batches
         sampler = attribute(sampler, "sampler", sampler)
@@ -230,14 +237,16 @@ def _is_in_order(loader: Any) -> bool:
 
 
 def _draws(dataset: Any, generator: Any) -> bool:
-    """Whether a row draws from a generator, and does not seed it. Asked in a process that ends then, as a worker."""
+    """Whether a row draws from a generator, and does not seed it.
+
+    Asked in a process that ends then, as a worker.
+    """
     if not hasattr(os, "fork"):
         return False
     reading, writing = os.pipe()
     with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore"
-        )  # of other threads, which a worker does not have either
+        # Of other threads, which a worker does not have either.
+        warnings.simplefilter("ignore")
         child = os.fork()
     if child == 0:
         answer = b"?"
@@ -297,9 +306,12 @@ def _finding(seen: _Seen) -> Finding | None:
     again = f", and the same again in each of {times} epochs" if times > 1 else ""
     return finding(
         "loader-workers-draw-alike",
-        f"The data set of the loader ({seen.opened_at}) has a generator, `{seen.name}`, of which the {workers} of the "
-        f"loader {'get a copy each' if seen.workers > 1 else 'gets a copy'}, in the same state. {alike}{again}.",
-        "Make it in the worker, when it is used first: `np.random.default_rng(torch.initial_seed())`. "
-        "`torch.initial_seed()` is another number in each worker and in each epoch.",
+        f"The data set of the loader ({seen.opened_at}) has a generator, "
+        f"`{seen.name}`, of which the {workers} of the loader "
+        f"{'get a copy each' if seen.workers > 1 else 'gets a copy'}, in the same "
+        f"state. {alike}{again}.",
+        "Make it in the worker, when it is used first: "
+        "`np.random.default_rng(torch.initial_seed())`. `torch.initial_seed()` is "
+        "another number in each worker and in each epoch.",
         [seen.opened_at],
     )

@@ -1,4 +1,7 @@
-"""Parameters that all ranks have whole, in a model that they divide among themselves, and that part."""
+"""Parameters that all ranks have whole, in a model that they divide, and part.
+
+They divide it among themselves.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +58,9 @@ class _Mask(NamedTuple):
 @final
 @dataclass
 class _Region:
-    """A part of a graph, as far as it goes without a function that hands activations from rank to rank.
+    """A part of a graph, as far as it goes without a function between ranks.
+
+    Such a function hands activations from rank to rank.
 
     Attributes:
         parameters: Those that it uses, by id.
@@ -70,27 +75,28 @@ class _Region:
 
 @final
 class Divided(Lint):
-    """Looks at programs that write their own functions for parallel layers, whose parameters nobody wraps.
+    """Looks at programs that write their own functions for parallel layers.
 
-    Between two such functions, where ranks have other weights, each rank has its part of the model. Outside of these
-    regions, all ranks have the same parameters, and only gradients that are alike keep them so. Random numbers that
-    are alike show that. Ones and zeros do not, but where such numbers are beside them, or as those of a norm in the
-    region in which the loss is made.
+    Nobody wraps the parameters of these.
+
+    Between two such functions, where ranks have other weights, each rank has its part
+    of the model. Outside of these regions, all ranks have the same parameters, and only
+    gradients that are alike keep them so. Random numbers that are alike show that. Ones
+    and zeros do not, but where such numbers are beside them, or as those of a norm in
+    the region in which the loss is made.
     """
 
     def __init__(self) -> None:
-        self._functions: dict[int, set[str]] = defaultdict(
-            set
-        )  # the names of their nodes, by rank
+        # The names of their nodes, by rank.
+        self._functions: dict[int, set[str]] = defaultdict(set)
         self._groups: dict[int, set[tuple[int, ...]]] = defaultdict(set)
         self._roots: dict[int, Any] = {}
         self._regions: dict[int, list[_Region]] = {}
         self._tracks = Tracks()
         self._open: dict[int, list[Track]] = {}
         self._has_parts = False
-        self._masks: dict[tuple[Place, int], dict[int, _Mask]] = defaultdict(
-            dict
-        )  # by place and number, and by rank
+        # By place and number, and by rank.
+        self._masks: dict[tuple[Place, int], dict[int, _Mask]] = defaultdict(dict)
         self._times: Counter[tuple[int, Place]] = Counter()
 
     @override
@@ -168,18 +174,24 @@ class Divided(Lint):
             return None
         names = [owner.name for track, _ in found for owner in (track.owners or [])[:1]]
         parted = [one for _, one in found]
-        which = f"{plural(len(names), 'parameter')} that were alike on them, and these differ since then: {some(names)}"
+        which = (
+            f"{plural(len(names), 'parameter')} that were alike on them, and these "
+            f"differ since then: {some(names)}"
+        )
         others = listed_ranks(ranks)
         masks = self._other_masks(ranks)
         if masks:
             at = list(dict.fromkeys(mask.place for mask in masks))
             return finding(
                 "random-numbers-differ",
-                f"Ranks {others} divide a model, and drop other ones of {masks[0].numbers} numbers that are alike on "
-                f"all of them ({in_words(at)}): their generators differ. In step {parted[0].step} they have called "
-                f"the optimizer ({in_words(places_of(parted))}) with other gradients of {which}.",
-                "Seed the ranks that divide a model alike, `torch.manual_seed(seed)`, and draw with another seed of "
-                "the rank only what is dropped of a part.",
+                f"Ranks {others} divide a model, and drop other ones of "
+                f"{masks[0].numbers} numbers that are alike on all of them "
+                f"({in_words(at)}): their generators differ. In step {parted[0].step} "
+                f"they have called the optimizer ({in_words(places_of(parted))}) with "
+                f"other gradients of {which}.",
+                "Seed the ranks that divide a model alike, `torch.manual_seed(seed)`, "
+                "and draw with another seed of the rank only what is dropped of a "
+                "part.",
                 at,
             )
         apart = multiplied_apart(parted)
@@ -188,10 +200,12 @@ class Divided(Lint):
         places = places_of(parted)
         return finding(
             "gradient-not-reduced",
-            f"Ranks {others} divide a model, and in step {parted[0].step} they have called the optimizer "
-            f"({in_words(places)}) with other gradients of {which}.",
-            "If each rank has its own rows there, as with a divided sequence, add the gradients up before the step: "
-            "`dist.all_reduce(p.grad)`. If not, all of them have to get the same batch and the same activations.",
+            f"Ranks {others} divide a model, and in step {parted[0].step} they have "
+            f"called the optimizer ({in_words(places)}) with other gradients of "
+            f"{which}.",
+            "If each rank has its own rows there, as with a divided sequence, add the "
+            "gradients up before the step: `dist.all_reduce(p.grad)`. If not, all of "
+            "them have to get the same batch and the same activations.",
             places,
         )
 
@@ -228,7 +242,8 @@ class Divided(Lint):
                     found[id(track)] = track, parted
                 elif is_of_a_norm:
                     norms[id(track)] = track, parted
-        # Norms before the first layer that is divided, of which nothing else says that they are those of all ranks.
+        # Norms before the first layer that is divided, of which nothing else says that
+        # they are those of all ranks.
         return sorted((found and norms | found).values(), key=lambda one: one[1].step)
 
     def _other_masks(self, ranks: tuple[int, ...]) -> list[_Mask]:
@@ -265,7 +280,10 @@ class Divided(Lint):
 
 
 def _input_of_dropout() -> torch.Tensor | None:
-    """The input of the function that drops: on the CPU, the operator draws numbers, and does not know for what."""
+    """The input of the function that drops.
+
+    On the CPU, the operator draws numbers, and does not know for what.
+    """
     for frame in frames_of(_DROPOUT):
         given = frame.f_locals.get("input")
         if "dropout" in frame.f_code.co_name and isinstance(given, torch.Tensor):
@@ -274,10 +292,12 @@ def _input_of_dropout() -> torch.Tensor | None:
 
 
 def _regions_of(root: Any, functions: set[str]) -> list[_Region]:
-    """The parts of a graph between functions of some names. Those that one parameter joins are several all the same."""
-    nodes: dict[int, Any] = {
-        id(root): root
-    }  # which keeps them, and with them their ids
+    """The parts of a graph between functions of some names.
+
+    Those that one parameter joins are several all the same.
+    """
+    # Which keeps them, and with them their ids.
+    nodes: dict[int, Any] = {id(root): root}
     leader: dict[int, int] = {id(root): id(root)}
 
     def leader_of(one: int) -> int:

@@ -50,14 +50,18 @@ class _Trained(NamedTuple):
 
 @final
 class ShardedApart(Lint):
-    """Compares the weights that ranks have when they shard them, if nothing else is written before the first step.
+    """Compares the weights that ranks have when they shard them.
 
-    A rank has to have loaded them. Where all draw random weights, those of several ranks are as random as those of one.
+    It does if nothing else is written before the first step.
+
+    A rank has to have loaded them. Where all draw random weights, those of several
+    ranks are as random as those of one.
     """
 
     def __init__(self) -> None:
         self._sharded: dict[int, list[_Sharded]] = defaultdict(list)
-        # By rank, the shapes of what it has loaded: `.to(device)` may have made other parameters of these since then.
+        # By rank, the shapes of what it has loaded: `.to(device)` may have made other
+        # parameters of these since then.
         self._loaded: dict[int, set[torch.Size]] = defaultdict(set)
         self._trained: dict[int, dict[int, _Trained]] = {}  # by rank and position
 
@@ -135,11 +139,11 @@ class ShardedApart(Lint):
 def _finding(place: Place, rank: int, other: int, names: list[str]) -> Finding | None:
     return finding(
         "weights-differ",
-        f"When `fully_shard` ({place}) divides the parameters, rank {rank} and {named_ranks([other])} have other "
-        f"weights: {some(names)}. It takes the part of each rank from the weights of this rank, and broadcasts "
-        "nothing.",
-        "Load the weights on all ranks before `fully_shard`; or load them after it, with "
-        "`set_model_state_dict(model, state, options=StateDictOptions(full_state_dict=True, "
-        "broadcast_from_rank0=True))`.",
+        f"When `fully_shard` ({place}) divides the parameters, rank {rank} and "
+        f"{named_ranks([other])} have other weights: {some(names)}. It takes the part "
+        "of each rank from the weights of this rank, and broadcasts nothing.",
+        "Load the weights on all ranks before `fully_shard`; or load them after it, "
+        "with `set_model_state_dict(model, state, "
+        "options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))`.",
         [place],
     )

@@ -1,4 +1,7 @@
-"""Gradients whose parts ranks multiply by numbers that differ, as by clipping with the norm of a part."""
+"""Gradients whose parts ranks multiply by numbers that differ.
+
+They do by clipping with the norm of a part, for example.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +29,9 @@ from torchstrategy.testing._ranks.witnesses import Told
 _MOST_STEPS, _CLOSE = 1000, 1e-3
 _ENOUGH, _MOST_FOLLOWED = 2, 8  # steps
 _WRITE = (
-    "Add the squares of the norms of all parts, `dist.all_reduce(squared)`, before you take the root, or clip with "
-    "`torch.nn.utils.clip_grad_norm_`, which knows of parts."
+    "Add the squares of the norms of all parts, `dist.all_reduce(squared)`, before you "
+    "take the root, or clip with `torch.nn.utils.clip_grad_norm_`, which knows of "
+    "parts."
 )
 _COLLECTIVES = ("c10d", "_c10d_functional")  # the namespaces of their operators
 
@@ -35,7 +39,10 @@ _COLLECTIVES = ("c10d", "_c10d_functional")  # the namespaces of their operators
 @final
 @dataclass
 class _Factor:
-    """By what the part of a gradient was multiplied since `backward`, and where last; None if nobody knows."""
+    """By what the part of a gradient was multiplied since `backward`, and where last.
+
+    It is None if nobody knows.
+    """
 
     number: float | None
     place: Place
@@ -45,25 +52,25 @@ class _Factor:
 
 @final
 class Shards(Follower):
-    """Notes by what each rank multiplies its parts of gradients between `backward` and the step.
+    """Notes by what each rank multiplies its gradients between `backward` and the step.
 
-    Parts are those of `DTensor`, and what the program itself gets from `reduce_scatter`, if it is a gradient in a step.
-    In the first steps, it follows what is computed from parts, until a collective adds it up.
+    These are its parts of gradients.
+
+    Parts are those of `DTensor`, and what the program itself gets from
+    `reduce_scatter`, if it is a gradient in a step. In the first steps, it follows what
+    is computed from parts, until a collective adds it up.
     """
 
     def __init__(self) -> None:
-        self._parts: dict[int, dict[int, _Factor | None]] = defaultdict(
-            dict
-        )  # by rank and address
-        self._scattered: dict[int, dict[int, tuple[int, ...]]] = defaultdict(
-            dict
-        )  # by rank and address: among whom
+        # By rank and address.
+        self._parts: dict[int, dict[int, _Factor | None]] = defaultdict(dict)
+        # By rank and address: among whom.
+        self._scattered: dict[int, dict[int, tuple[int, ...]]] = defaultdict(dict)
         self._steps: dict[tuple[Any, ...], dict[int, _Factor]] = defaultdict(dict)
         self._whole: dict[int, tuple[weakref.ref[torch.Tensor], bool]] = {}  # by id
         self._pieces: dict[int, Pieces[bool]] = {}
-        self._own: dict[Place, dict[int, dict[int, float | None]]] = defaultdict(
-            dict
-        )  # by step and rank
+        # By step and rank.
+        self._own: dict[Place, dict[int, dict[int, float | None]]] = defaultdict(dict)
 
     @override
     def operators(self) -> dict[Any, Seen]:
@@ -88,7 +95,8 @@ class Shards(Follower):
         if facts.rank in self._pieces:
             for tensor in told.gives:
                 self._pieces[facts.rank].drop(tensor)
-        # Of several tensors, each may be a whole gradient, for the rank that owns the parameter.
+        # Of several tensors, each may be a whole gradient, for the rank that owns the
+        # parameter.
         memory = {
             one.untyped_storage().data_ptr() for one in told.gives if is_plain(one)
         }
@@ -138,7 +146,8 @@ class Shards(Follower):
                         else factor
                     )
             factors = [factor for factor in found.values() if factor is not None]
-            # A norm of all parts is one number for all of them. Norms of single rows or layers are others.
+            # A norm of all parts is one number for all of them. Norms of single rows or
+            # layers are others.
             if (
                 not factors
                 or len(factors) < len(found)
@@ -186,7 +195,7 @@ class Shards(Follower):
     def _part_of(
         self, facts: Facts, parameter: torch.Tensor
     ) -> tuple[torch.Tensor | None, tuple[int, ...]]:
-        """The part of a gradient that this rank has, and the ranks that have the others."""
+        """This rank's part of a gradient, and the ranks that have the others."""
         gradient: Any = parameter.grad
         part = part_of(gradient)
         if part is not None:
@@ -199,7 +208,10 @@ class Shards(Follower):
         return (None, ()) if ranks is None else (gradient, ranks)
 
     def _is_whole(self, parameter: torch.Tensor) -> bool:
-        """Whether a module has a parameter: its rank owns all of it then, and its gradient is no part of a flat one."""
+        """Whether a module has a parameter.
+
+        Its rank owns all of it then, and its gradient is no part of a flat one.
+        """
         there, is_whole = self._whole.get(id(parameter), (None, False))
         if there is None or there() is not parameter:
             is_whole = bool(owners_of(parameter))
@@ -252,8 +264,8 @@ def _finding(
     )
     return finding(
         "shards-scaled-apart",
-        f"In step {step}, ranks multiply their parts of the same gradients at {in_words(places)} by numbers that "
-        f"differ: {shown}.",
+        f"In step {step}, ranks multiply their parts of the same gradients at "
+        f"{in_words(places)} by numbers that differ: {shown}.",
         _WRITE,
         places,
     )
@@ -269,8 +281,10 @@ def _finding_of_own(
     )
     return finding(
         "shards-scaled-apart",
-        f"In step {step}, ranks multiply their parts of gradients at {place} by a number that each rank computes from "
-        f"its own parts alone{f': {shown}' if shown else ''}. No collective adds these up in between.",
+        f"In step {step}, ranks multiply their parts of gradients at {place} by a "
+        "number that each rank computes from its own parts "
+        f"alone{f': {shown}' if shown else ''}. No collective adds these up in "
+        "between.",
         _WRITE,
         [place],
     )

@@ -37,7 +37,8 @@ class _Seen:
     """What is known of an optimizer.
 
     Attributes:
-        models: The modules of `fully_shard` that have its parameters; None before anybody has looked for them.
+        models: The modules of `fully_shard` that have its parameters; None before
+            anybody has looked for them.
         steps: How many steps in a row it has made while gradients were waiting.
     """
 
@@ -47,9 +48,12 @@ class _Seen:
 
 @final
 class Unreduced(Lint):
-    """Looks into the modules of `fully_shard` before a step that has several `backward` calls, or no gradients.
+    """Looks into modules of `fully_shard` before a step with several `backward` calls.
 
-    After `set_requires_gradient_sync(False)` they keep whole gradients for a later `backward`. No optimizer sees them.
+    It also does before one with no gradients.
+
+    After `set_requires_gradient_sync(False)` they keep whole gradients for a later
+    `backward`. No optimizer sees them.
     """
 
     def __init__(self) -> None:
@@ -59,9 +63,8 @@ class Unreduced(Lint):
 
     @override
     def goes_back(self, facts: Facts, losses: Sequence[torch.Tensor]) -> None:
-        self._backwards[facts.rank][1:] = [
-            here()
-        ]  # the first and the last one are enough
+        # The first and the last one are enough.
+        self._backwards[facts.rank][1:] = [here()]
 
     @override
     def steps(self, facts: Facts, optimizer: torch.optim.Optimizer) -> None:
@@ -95,11 +98,13 @@ class Unreduced(Lint):
         return [
             finding(
                 "step-before-reduction",
-                f"The optimizer makes a step ({one.steps_at}) while whole gradients of {one.waiting} of its "
-                f"{one.parameters} parameters wait to be reduced: the last `backward` before it ({one.backward_at}) "
-                "came after `set_requires_gradient_sync(False)`. They count in a later step, or in none.",
-                "Call `model.set_requires_gradient_sync(True)` before the last micro-batch of each step, and with "
-                "False before the others.",
+                f"The optimizer makes a step ({one.steps_at}) while whole gradients of "
+                f"{one.waiting} of its {one.parameters} parameters wait to be reduced: "
+                f"the last `backward` before it ({one.backward_at}) came after "
+                "`set_requires_gradient_sync(False)`. They count in a later step, or "
+                "in none.",
+                "Call `model.set_requires_gradient_sync(True)` before the last "
+                "micro-batch of each step, and with False before the others.",
                 [one.backward_at, one.steps_at],
             )
             for one in self._found.values()
@@ -134,10 +139,12 @@ def _waiting_in(
 
 
 def _is_waiting(parameter: Any) -> bool:
-    """Whether a parameter of a group has a whole gradient: that of another dtype is kept apart."""
+    """Whether a group's parameter has a whole gradient, kept apart.
+
+    That of another dtype is kept apart.
+    """
     if parameter.unsharded_accumulated_grad is not None:
         return True
-    whole = getattr(
-        parameter, "unsharded_param", None
-    )  # there is none before the first forward
+    # There is none before the first forward.
+    whole = getattr(parameter, "unsharded_param", None)
     return whole is not None and whole.grad is not None

@@ -50,16 +50,19 @@ class _Seen:
 
 @final
 class Unsharded(Lint):
-    """Compares the other parameters of an optimizer that has parameters of `fully_shard`, if they begin alike."""
+    """Compares other parameters of an optimizer with parameters of `fully_shard`.
+
+    It does if they begin alike.
+    """
 
     def __init__(self) -> None:
         self._tracks = Tracks()
         self._seen: Objects[torch.optim.Optimizer, _Seen] = Objects()
-        self._all: dict[
-            int, _Seen
-        ] = {}  # of each optimizer of the first rank, by the id of what is known
+        # Of each optimizer of the first rank, by the id of what is known.
+        self._all: dict[int, _Seen] = {}
         self._has_parts = False
-        self._passes_on = False  # whether a function of the program hands activations from rank to rank
+        # Whether a function of the program hands activations from rank to rank.
+        self._passes_on = False
 
     @override
     def told(self, facts: Facts, told: Told, is_of_torch: bool) -> None:
@@ -99,13 +102,18 @@ class Unsharded(Lint):
         )
 
     def _finding(self, seen: _Seen) -> Finding | None:
-        """What to say of an optimizer. Ones and zeros are alike without a reason where others differ, as in experts."""
+        """What to say of an optimizer.
+
+        Ones and zeros are alike without a reason where others differ, as in experts.
+        """
         if any(track.is_part for track in seen.tracks):
             there = [
                 track for track in seen.tracks if track.is_whole and not self._passes_on
             ]
         elif self._passes_on and any(track.is_whole for track in seen.tracks):
-            there = []  # these can be experts, each with rows of all ranks, that begin from one seed
+            # These can be experts, each with rows of all ranks, that begin from one
+            # seed.
+            there = []
         else:
             there = seen.tracks
         found = [
@@ -119,13 +127,16 @@ class Unsharded(Lint):
         places = places_of([since for _, since in found])
         return finding(
             "gradient-not-reduced",
-            f"In step {first.step}, ranks {listed_ranks([seen.ranks[0], *first.ranks])} have called the "
-            f"optimizer ({in_words(places)}) with other gradients of {plural(len(names), 'parameter')} that "
-            f"`fully_shard` does not have, beside {seen.sharded} that it has, and these differ since then: "
+            f"In step {first.step}, ranks "
+            f"{listed_ranks([seen.ranks[0], *first.ranks])} have called the optimizer "
+            f"({in_words(places)}) with other gradients of "
+            f"{plural(len(names), 'parameter')} that `fully_shard` does not have, "
+            f"beside {seen.sharded} that it has, and these differ since then: "
             f"{some(names)}.",
-            "Take them out of `ignored_params`, or call `fully_shard` on a module that has them: it reduces gradients "
-            "of its own parameters only. Or reduce them before each step, `dist.all_reduce(p.grad)`, and divide by the "
-            "number of ranks.",
+            "Take them out of `ignored_params`, or call `fully_shard` on a module that "
+            "has them: it reduces gradients of its own parameters only. Or reduce them "
+            "before each step, `dist.all_reduce(p.grad)`, and divide by the number of "
+            "ranks.",
             places,
         )
 

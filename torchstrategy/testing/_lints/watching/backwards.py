@@ -24,7 +24,10 @@ class _Here(threading.local):
 
 @final
 class Backwards:
-    """Replaces what begins a backward pass. Those within another one, as of a checkpoint, are parts of it."""
+    """Replaces what begins a backward pass.
+
+    Those within another one, as of a checkpoint, are parts of it.
+    """
 
     def __init__(self, telling: Telling) -> None:
         self._telling = telling
@@ -75,7 +78,8 @@ class Backwards:
             if isinstance(inputs, Iterator):  # which can be gone through only once
                 inputs = tuple(inputs)
             losses, parameters = listed(outputs), listed(inputs)
-            # Gradients of a graph of gradients, or of rows, are for a loss and not for a step.
+            # Gradients of a graph of gradients, or of rows, are for a loss and not for
+            # a step.
             is_plain = not args and not kwargs.get("create_graph") and len(losses) == 1
             are_of_parameters = len(parameters) > 1 and all(
                 _is_tensor(one) and one.is_leaf for one in parameters
@@ -100,7 +104,10 @@ class Backwards:
         return told
 
     def _has_optimizers(self) -> bool:
-        """Whether nobody has to be told what `torch.autograd.grad` returns: an optimizer of torch makes the steps."""
+        """Whether nobody has to be told what `torch.autograd.grad` returns.
+
+        An optimizer of torch makes the steps.
+        """
         session = self._telling.session()
         return session is None or session.has_had_optimizers(current_rank())
 
@@ -108,7 +115,10 @@ class Backwards:
     def _going_back(
         self, losses: list[Any], is_plain: bool
     ) -> Iterator[Backward | None]:
-        """A block in which a backward pass runs. It gets what the session has made of the call."""
+        """A block in which a backward pass runs.
+
+        It gets what the session has made of the call.
+        """
         call = self._telling.tell("goes_back", losses, is_plain)
         self._here.depth += 1
         try:

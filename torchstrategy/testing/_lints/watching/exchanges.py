@@ -1,4 +1,7 @@
-"""Collectives, messages, groups, files, and waits for the device: what one rank knows of others, and when."""
+"""Collectives, messages, groups, files, and waits for the device.
+
+What one rank knows of others, and when.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,7 @@ class _Here(threading.local):
 
 @final
 class Exchanges:
-    """Is told of collectives and messages by ranks themselves, and replaces what says the rest."""
+    """Is told of collectives and messages by ranks, and replaces what says the rest."""
 
     def __init__(self, telling: Telling) -> None:
         self._telling = telling
@@ -89,9 +92,8 @@ class Exchanges:
                 if len(args) > 3
                 else kwargs.get("use_local_synchronization", False)
             )
-            if (
-                not is_local
-            ):  # all ranks have to make the call, and not only the members
+            # All ranks have to make the call, and not only the members.
+            if not is_local:
                 self._telling.saw("groups", None if ranks is None else list(ranks))
             return make(ranks, *args, **kwargs)
 

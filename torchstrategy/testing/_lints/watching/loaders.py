@@ -50,7 +50,7 @@ class Loaders:
         self._telling.saw("sets_epoch", sampler)
 
     def _watch_sampler(self, sampler: Any) -> None:
-        """Watches `set_epoch` of a sampler of the program's own, from its first loader on."""
+        """Watches `set_epoch` of a program's own sampler, from its first loader on."""
         kind = next(
             (one for one in type(sampler).__mro__ if "set_epoch" in vars(one)), None
         )
@@ -72,9 +72,8 @@ class Loaders:
                 attribute(batches, "sampler"),
                 attribute(loader, "sampler"),
             ):
-                asked(
-                    functools.partial(self._watch_sampler, sampler), None
-                )  # its class may refuse to be changed
+                # Its class may refuse to be changed.
+                asked(functools.partial(self._watch_sampler, sampler), None)
             if not isinstance(loader.dataset, IterableDataset):
                 self._telling.saw("opened", loader)
             before, self._here.opening = self._here.opening, loader
@@ -82,7 +81,8 @@ class Loaders:
                 iterator = iterate(loader)
             finally:
                 self._here.opening = before
-            # `for batch in DataLoader(...)` keeps the iterator alone. One that keeps its iterator is kept by others.
+            # `for batch in DataLoader(...)` keeps the iterator alone. One that keeps
+            # its iterator is kept by others.
             keeps = bool(getattr(loader, "persistent_workers", False))
             self._loaders[iterator] = (
                 weakref.ref(loader) if keeps else functools.partial(_same, loader)
@@ -105,7 +105,8 @@ class Loaders:
     def _drawing(self, draw: Method) -> Method:
         @functools.wraps(draw)
         def told(iterator: Any) -> Any:
-            # It draws rows already while the iterator is made. A loader is false, or asks for its length, as a bool.
+            # It draws rows already while the iterator is made. A loader is false, or
+            # asks for its length, as a bool.
             opening = self._here.opening
             loader = self._loader_of(iterator) if opening is None else opening
             if loader is None or isinstance(loader.dataset, IterableDataset):

@@ -35,7 +35,8 @@ _SHOWING = ("__repr__", "__format__")
 
 @final
 class _Here(threading.local):
-    is_changing = False  # whether the mode of a module is changed, and with it that of the modules in it
+    # Whether the mode of a module is changed, and with it that of the modules in it.
+    is_changing = False
 
 
 @final
@@ -71,7 +72,10 @@ class Models:
         ]
 
     def watch_sharding(self) -> None:
-        """Watches `fully_shard` from the first event on after the program has imported it: its import is slow."""
+        """Watches `fully_shard` once the program has imported it, as imports are slow.
+
+        It does from the first event on after that.
+        """
         kind = None if self._watches_sharding else sharded_parameter_class()
         if kind is None or not self._late.is_open:
             return

@@ -1,4 +1,7 @@
-"""Functions that tell before or after they are called, and what is replaced late in a block."""
+"""Functions that tell before or after they are called, and late replacements.
+
+These are replaced late in a block.
+"""
 
 from __future__ import annotations
 

@@ -19,7 +19,10 @@ class _Known(threading.local):
 
 @final
 class Telling:
-    """Tells the session of each run what its program does: of ranks, or of the thread of the block."""
+    """Tells the session of each run what its program does.
+
+    It is the program of ranks, or of the thread of the block.
+    """
 
     def __init__(self) -> None:
         self._thread = threading.get_ident()
@@ -28,7 +31,10 @@ class Telling:
         self._alone: Session | None = None
         self._known = _Known()
         self.looks_for_more: Callable[[], None] = lambda: None
-        """Is called before most events: what the program has imported meanwhile may have to be watched, too."""
+        """Is called before most events, to look for what has to be watched now.
+
+        That is what the program has imported meanwhile.
+        """
 
     def findings(self) -> list[Finding]:
         """What was found, each thing once."""
@@ -43,7 +49,7 @@ class Telling:
         return any(session.follows for session in self._sessions)
 
     def session(self) -> Session | None:
-        """The run of this thread; None if it is a thread of the program that is no rank."""
+        """The run of this thread; None if it is a program's thread that is no rank."""
         world = current_world()
         known = self._known.run
         if known is not None and known[0] is world:
@@ -62,7 +68,10 @@ class Telling:
         return made
 
     def say(self, what: str, *args: Any) -> Any:
-        """Calls a method of the session. An error of its own is none of the program's."""
+        """Calls a method of the session.
+
+        An error of its own is none of the program's.
+        """
         session = self.session()
         if session is None:
             return None
@@ -77,5 +86,5 @@ class Telling:
         return self.say(what, current_rank(), *args)
 
     def saw(self, what: str, *args: Any) -> None:
-        """Tells the lints of something for which the session has no method of its own."""
+        """Tells the lints of something for which the session has no method."""
         self.tell("saw", what, *args)

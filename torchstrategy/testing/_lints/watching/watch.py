@@ -24,7 +24,10 @@ from torchstrategy.testing._simulation.replacing import replacing
 
 @final
 class Watch:
-    """Watches the programs of ranks, or the thread that has made it. Operators are told by the caller."""
+    """Watches the programs of ranks, or the thread that has made it.
+
+    Operators are told by the caller.
+    """
 
     def __init__(self) -> None:
         self._telling, self._late = Telling(), Late()

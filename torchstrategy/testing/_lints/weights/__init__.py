@@ -1,16 +1,17 @@
 """Weights and buffers that are to be alike, or to share their memory.
 
-It answers: do all copies of a parameter or buffer still hold the same values, and if not, since which step and why?
+It answers: do all copies of a parameter or buffer still hold the same values, and if
+not, since which step and why?
 
-    multiplied_apart  gradients that ranks have alike, and multiply by numbers that differ
+    multiplied_apart  equal gradients that ranks multiply by other numbers
     causes            why copies have parted
-    left_out          gradients that a program leaves out when it reduces those of other parameters
+    left_out          gradients that a program forgets to reduce
     replicas          weights that differ between ranks
-    untrained_copies  models that ranks train together, and copies of them that nobody trains
+    untrained_copies  models that ranks train, and copies that nobody trains
     unlike_models     models that all ranks call without gradients, and that differ
-    kept_buffers      buffers that a program leaves out when it broadcasts the parameters of a model
-    thrown_replicas   what a module writes on itself where replicas of it are thrown away
-    old_copies        copies of parameters that were made before the last steps, and with which losses are computed
+    kept_buffers      buffers that a program forgets to broadcast
+    thrown_replicas   what a module writes on replicas that are thrown away
+    old_copies        copies from before the last steps that losses still use
     aliases           averages of weights that share their memory
     ties              parameters that share their memory
     lost_ties         parameters that shared their memory until their module was moved

@@ -39,7 +39,8 @@ class _Seen:
     """What a rank has done since its last step.
 
     Attributes:
-        decays: By what memory was multiplied, if it was a number between 0 and 1, by its address.
+        decays: By what memory was multiplied, if it was a number between 0 and 1, by
+            its address.
         averaged: Memory that was averaged with itself.
         place: Where that was.
         steps: How many steps in a row this was so for most parameters.
@@ -53,9 +54,12 @@ class _Seen:
 
 @final
 class Aliases(Lint):
-    """Looks for `average = decay * average + (1 - decay) * parameter`, in place, where both are the same memory.
+    """Looks for moving averages in place of parameters with the average's memory.
 
-    `p.add_(p, alpha=-rate)` is decay of weights, and no average: the two factors have to be 1 together.
+    `average = decay * average + (1 - decay) * parameter` is one.
+
+    `p.add_(p, alpha=-rate)` is decay of weights, and no average: the two factors have
+    to be 1 together.
     """
 
     def __init__(self) -> None:
@@ -101,11 +105,13 @@ class Aliases(Lint):
         return [
             finding(
                 "average-is-the-weights",
-                f"The average of weights that is updated at {place} has the memory of the weights themselves, for "
-                f"{found.averaged} of {found.parameters} parameters. It is no average, since it follows each step, and "
-                "an update that multiplies and adds changes the weights.",
-                "Begin the average with copies, `p.detach().clone()` or `copy.deepcopy(model)`: `p.data` and "
-                "`model.state_dict()` share the memory of the parameters.",
+                f"The average of weights that is updated at {place} has the memory of "
+                f"the weights themselves, for {found.averaged} of {found.parameters} "
+                "parameters. It is no average, since it follows each step, and an "
+                "update that multiplies and adds changes the weights.",
+                "Begin the average with copies, `p.detach().clone()` or "
+                "`copy.deepcopy(model)`: `p.data` and `model.state_dict()` share the "
+                "memory of the parameters.",
                 [place],
             )
             for place, found in self._found.items()
@@ -156,6 +162,6 @@ def _note(seen: _Seen, address: int) -> None:
 
 
 def _of_both(args: Sequence[Any]) -> list[int]:
-    """The addresses that a place of the first argument and the same place of the second one have."""
+    """The addresses that one place of the first and second argument have."""
     pairs = zip(addresses_of(args[0]), addresses_of(args[1]), strict=False)
     return [own for own, other in pairs if own and own == other]

@@ -16,9 +16,14 @@ def cause_of(copies: Copies, parted: Parted) -> tuple[str, str]:
         for parts in sparse
     ):
         return (
-            ", sparse ones, whose values are alike while their indices differ: values of other rows were added",
-            "Gather the indices and the values of all ranks and make one sparse gradient of them, or reduce "
-            "`p.grad.to_dense()`.",
+            (
+                ", sparse ones, whose values are alike while their indices differ: "
+                "values of other rows were added"
+            ),
+            (
+                "Gather the indices and the values of all ranks and make one sparse "
+                "gradient of them, or reduce `p.grad.to_dense()`."
+            ),
         )
     if copies.key[0] == "beside":
         return (
@@ -28,12 +33,18 @@ def cause_of(copies: Copies, parted: Parted) -> tuple[str, str]:
     if not copies.is_wrapped:
         return (
             "",
-            "Reduce the gradients of all parameters in all steps: `dist.all_reduce(p.grad)`, and divide them.",
+            (
+                "Reduce the gradients of all parameters in all steps: "
+                "`dist.all_reduce(p.grad)`, and divide them."
+            ),
         )
     if not all(one.way.was_called for one in taken):
         return (
             ", and the model was called past DistributedDataParallel",
-            "Call the wrapped model, `model(x)`, and not `model.module(x)`: only then the gradients are reduced.",
+            (
+                "Call the wrapped model, `model(x)`, and not `model.module(x)`: only "
+                "then the gradients are reduced."
+            ),
         )
     if not all(one.way.was_synchronized for one in taken):
         return (
@@ -42,31 +53,50 @@ def cause_of(copies: Copies, parted: Parted) -> tuple[str, str]:
         )
     if all(one.way.was_left_open for one in taken):
         return (
-            ", and the last forward pass before it was in `no_sync()`: what its backward has added is of one rank",
-            "Leave `no_sync()` for the last of the micro-batches of a step, and for no other one.",
+            (
+                ", and the last forward pass before it was in `no_sync()`: what its "
+                "backward has added is of one rank"
+            ),
+            (
+                "Leave `no_sync()` for the last of the micro-batches of a step, and "
+                "for no other one."
+            ),
         )
     if copies.begun.isdisjoint(parted.names):
         return (
-            f" of parameters that were added to the model after DistributedDataParallel wrapped it "
-            f"({copies.wrapped_at}): it never reduces their gradients",
-            "Wrap the model after you have built all of it, or again, `model = DistributedDataParallel(net)`, on all "
-            "ranks.",
+            (
+                " of parameters that were added to the model after "
+                f"DistributedDataParallel wrapped it ({copies.wrapped_at}): it never "
+                "reduces their gradients"
+            ),
+            (
+                "Wrap the model after you have built all of it, or again, `model = "
+                "DistributedDataParallel(net)`, on all ranks."
+            ),
         )
     if copies.frozen.issuperset(parted.names):
         return (
-            f" of parameters whose `requires_grad` was False when DistributedDataParallel wrapped the model "
-            f"({copies.wrapped_at}): it never reduces their gradients",
-            "Wrap the model again after you have unfrozen them, `model = DistributedDataParallel(net)`, on all ranks.",
+            (
+                " of parameters whose `requires_grad` was False when "
+                f"DistributedDataParallel wrapped the model ({copies.wrapped_at}): it "
+                "never reduces their gradients"
+            ),
+            (
+                "Wrap the model again after you have unfrozen them, `model = "
+                "DistributedDataParallel(net)`, on all ranks."
+            ),
         )
     return (
         "",
-        "Let backward of the wrapped model make all of the gradient: what is added to `p.grad` later, or by another "
-        "backward, is of one rank.",
+        (
+            "Let backward of the wrapped model make all of the gradient: what is added "
+            "to `p.grad` later, or by another backward, is of one rank."
+        ),
     )
 
 
 def cause_of_other_updates(parted: Parted) -> tuple[str, str]:
-    """Why values differ though gradients were alike, as a sentence, and what to write."""
+    """Why values differ though gradients were alike, in a sentence; what to write."""
     ways = {rank: taken.way for rank, taken in sorted(parted.snapshots.items())}
     first, *others = ways
     for rank in others:
@@ -74,9 +104,15 @@ def cause_of_other_updates(parted: Parted) -> tuple[str, str]:
         for rate, other_rate in rates:
             if rate != other_rate:
                 return (
-                    f" Their learning rates differ: {rate:g} on rank {first} and {other_rate:g} on rank {rank}.",
-                    "Change the learning rate alike on all ranks: a scheduler that gets a metric, as "
-                    "`ReduceLROnPlateau` does, needs that of all ranks, after `dist.all_reduce`.",
+                    (
+                        f" Their learning rates differ: {rate:g} on rank {first} and "
+                        f"{other_rate:g} on rank {rank}."
+                    ),
+                    (
+                        "Change the learning rate alike on all ranks: a scheduler that "
+                        "gets a metric, as `ReduceLROnPlateau` does, needs that of all "
+                        "ranks, after `dist.all_reduce`."
+                    ),
                 )
         for name, kept in ways[first].state.items():
             other = ways[rank].state.get(name)
@@ -89,19 +125,27 @@ def cause_of_other_updates(parted: Parted) -> tuple[str, str]:
                 else "differs"
             )
             return (
-                f" Their optimizers have kept something else of earlier steps: {name!r} {shown}.",
-                "Load the state of the optimizer on all ranks: DistributedDataParallel broadcasts the weights of rank "
-                "0, and nothing of an optimizer.",
+                (
+                    " Their optimizers have kept something else of earlier steps: "
+                    f"{name!r} {shown}."
+                ),
+                (
+                    "Load the state of the optimizer on all ranks: "
+                    "DistributedDataParallel broadcasts the weights of rank 0, and "
+                    "nothing of an optimizer."
+                ),
             )
     return (
         "",
-        "Let no rank alone write there: all need the same learning rate and the same clipping, and what one rank "
-        "computes for all has to be broadcast.",
+        (
+            "Let no rank alone write there: all need the same learning rate and the "
+            "same clipping, and what one rank computes for all has to be broadcast."
+        ),
     )
 
 
 def skipped_apart(copies: Copies, parted: Parted) -> tuple[str, str] | None:
-    """What to say if `GradScaler` has skipped steps on some ranks only; None if it has not."""
+    """What to say if `GradScaler` skipped steps on some ranks only; else None."""
     skips = {rank: parted.snapshots[rank].way.skips for rank in copies.ranks}
     most, least = max(skips.values()), min(skips.values())
     if most == least:
@@ -109,9 +153,15 @@ def skipped_apart(copies: Copies, parted: Parted) -> tuple[str, str] | None:
     skipped = [rank for rank in copies.ranks if skips[rank] == most]
     made = [rank for rank in copies.ranks if skips[rank] == least]
     return (
-        f"`GradScaler` has skipped {plural(most, 'step')} on {named_ranks(skipped)} and {least} on "
-        f"{named_ranks(made)}: "
-        "`unscale_` has found an infinity or NaN in the gradients of some ranks only (found_inf)",
-        "Reduce the gradients of all ranks before `scaler.unscale_(optimizer)`, or before `scaler.step(optimizer)` if "
-        "you do not unscale. All ranks then find the same, and skip the same steps.",
+        (
+            f"`GradScaler` has skipped {plural(most, 'step')} on "
+            f"{named_ranks(skipped)} and {least} on {named_ranks(made)}: `unscale_` "
+            "has found an infinity or NaN in the gradients of some ranks only "
+            "(found_inf)"
+        ),
+        (
+            "Reduce the gradients of all ranks before `scaler.unscale_(optimizer)`, or "
+            "before `scaler.step(optimizer)` if you do not unscale. All ranks then "
+            "find the same, and skip the same steps."
+        ),
     )

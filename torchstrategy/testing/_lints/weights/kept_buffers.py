@@ -63,7 +63,10 @@ class _Buffer:
         self.changes = self.changes or value != self.first.setdefault(rank, value)
 
     def is_apart(self, ranks: tuple[int, ...]) -> bool:
-        """Whether it has stayed what it was on each rank, with other numbers there, and the same shape."""
+        """Whether it has stayed what it was on each rank, with other numbers there.
+
+        The shape is the same.
+        """
         counts = {self.looks[rank] for rank in ranks}
         if self.changes or len(counts) > 1 or min(counts) < _FEWEST_LOOKS:
             return False
@@ -78,15 +81,15 @@ class _Buffer:
 class KeptBuffers(Lint):
     """Compares the buffers of models on several ranks, after some of their steps.
 
-    Nobody keeps buffers alike where a program broadcasts parameters and reduces gradients itself. Ranks may have
-    buffers of their own. It is a mistake if a program broadcasts the parameters of a module, and not a buffer that
-    checkpoints have, and that stays as it is. Running statistics of batch norm are left alone.
+    Nobody keeps buffers alike where a program broadcasts parameters and reduces
+    gradients itself. Ranks may have buffers of their own. It is a mistake if a program
+    broadcasts the parameters of a module, and not a buffer that checkpoints have, and
+    that stays as it is. Running statistics of batch norm are left alone.
     """
 
     def __init__(self) -> None:
-        self._broadcast: dict[int, set[int]] = defaultdict(
-            set
-        )  # by rank: the addresses of what was broadcast
+        # By rank: the addresses of what was broadcast.
+        self._broadcast: dict[int, set[int]] = defaultdict(set)
         self._buffers: dict[_Key, dict[str, _Buffer]] = defaultdict(
             lambda: defaultdict(_Buffer)
         )
@@ -102,9 +105,8 @@ class KeptBuffers(Lint):
     @override
     def stepped(self, facts: Facts, optimizer: torch.optim.Optimizer) -> None:
         step = facts.steps + 1
-        is_looked_at = (
-            not step & (step - 1) and step <= 1 << _MOST_LOOKS
-        )  # the steps 1, 2, 4, 8, ...
+        # The steps 1, 2, 4, 8, ...
+        is_looked_at = not step & (step - 1) and step <= 1 << _MOST_LOOKS
         if (
             len(facts.reducers) < 2
             or facts.called
@@ -131,7 +133,10 @@ class KeptBuffers(Lint):
         return found
 
     def _models_of(self, facts: Facts) -> list[tuple[_Key, nn.Module]]:
-        """The models of which the program has broadcast parameters, and whose gradients it reduces, with their keys."""
+        """The models whose parameters the program has broadcast, with their keys.
+
+        It reduces their gradients, too.
+        """
         positions = {id(one): at for at, one in enumerate(facts.parameters())}
         reduced = {
             own for own, address in facts.gradients.items() if address in facts.reduced
@@ -169,9 +174,10 @@ def _buffers_of(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
 def _not_sent(names: list[str], ranks: tuple[int, ...], place: Place) -> Finding | None:
     return finding(
         "weights-differ",
-        f"Rank {ranks[0]} and {named_ranks(ranks[1:])} have other numbers in buffers of the model that they train "
-        f"({place}): {some(names)}. The program has broadcast its parameters, and not these.",
-        "Broadcast the buffers with the parameters: "
-        "`for tensor in [*model.parameters(), *model.buffers()]: dist.broadcast(tensor.detach(), 0)`.",
+        f"Rank {ranks[0]} and {named_ranks(ranks[1:])} have other numbers in buffers "
+        f"of the model that they train ({place}): {some(names)}. The program has "
+        "broadcast its parameters, and not these.",
+        "Broadcast the buffers with the parameters: `for tensor in "
+        "[*model.parameters(), *model.buffers()]: dist.broadcast(tensor.detach(), 0)`.",
         [place],
     )

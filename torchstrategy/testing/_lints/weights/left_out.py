@@ -20,7 +20,9 @@ from torchstrategy.testing._lints.weights.multiplied_apart import multiplied_apa
 
 
 class _Late(NamedTuple):
-    """A parameter whose gradients differ between ranks, though they had the same numbers until then.
+    """A parameter whose gradients differ between ranks, though its numbers did not.
+
+    It had the same numbers until then.
 
     Attributes:
         name: What it is called.
@@ -35,10 +37,12 @@ class _Late(NamedTuple):
 
 @final
 class LeftOut:
-    """Looks among the parameters that a program keeps alike itself for those whose gradients it does not reduce.
+    """Looks for parameters whose gradients a program does not reduce.
 
-    A head of each rank's own is no mistake. So a parameter counts if the program reduces the gradient of another one of
-    the same layer.
+    It looks among those that the program keeps alike itself.
+
+    A head of each rank's own is no mistake. So a parameter counts if the program
+    reduces the gradient of another one of the same layer.
     """
 
     def __init__(self) -> None:
@@ -49,7 +53,10 @@ class LeftOut:
         return copies.key in self._late
 
     def stepped(self, facts: Facts, there: Mapping[int, Copies]) -> None:
-        """A rank has made a step. Its parameters are given as the ids of their tensors, with their copies."""
+        """A rank has made a step.
+
+        Its parameters are given as the ids of their tensors, with their copies.
+        """
         late = {
             own: one
             for own, one in there.items()
@@ -101,9 +108,11 @@ class LeftOut:
         at = f" ({in_words(where)})" if where else ""
         return finding(
             "gradient-not-reduced",
-            f"In step {first + 1}, rank {copies.ranks[0]} and {named_ranks(parted.ranks)} have made the step "
-            f"({in_words(places)}) with gradients that differ for parameters that were alike until then: "
-            f"{some(names)}. Those of {len(reduced)} other parameters are alike, since they are reduced{at}.",
+            f"In step {first + 1}, rank {copies.ranks[0]} and "
+            f"{named_ranks(parted.ranks)} have made the step ({in_words(places)}) with "
+            "gradients that differ for parameters that were alike until then: "
+            f"{some(names)}. Those of {len(reduced)} other parameters are alike, since "
+            f"they are reduced{at}.",
             "Reduce the gradients of all parameters that ranks have copies of.",
             [*places, *where],
         )

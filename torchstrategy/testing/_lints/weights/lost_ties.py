@@ -1,4 +1,7 @@
-"""Parameters that shared their memory until their module was moved, as `.data` ties them, and are trained apart."""
+"""Parameters that shared their memory until their module was moved.
+
+`.data` ties them, and they are trained apart.
+"""
 
 from __future__ import annotations
 
@@ -51,9 +54,12 @@ class _Found(NamedTuple):
 
 @final
 class LostTies(Lint):
-    """Looks for two parameters of an optimizer with a gradient each, which had the same memory before `.to()`.
+    """Looks for two parameters of an optimizer that had one memory before `.to()`.
 
-    One parameter under two names stays one. A tie that the program makes again after it has moved the module is there.
+    They have a gradient each.
+
+    One parameter under two names stays one. A tie that the program makes again after it
+    has moved the module is there.
     """
 
     def __init__(self) -> None:
@@ -101,11 +107,12 @@ class LostTies(Lint):
         return [
             finding(
                 "tie-is-lost",
-                f"{found.names[0]} and {found.names[1]} are two parameters, which had the same memory until their "
-                f"module was moved ({moved_at}), and have not since then. The optimizer updates both "
-                f"({found.steps_at}), each with the gradient of its own use alone, and they part.",
-                "Give both modules one parameter, as in `head.weight = embed.weight`, and not its `.data`. `.to()` "
-                "keeps that.",
+                f"{found.names[0]} and {found.names[1]} are two parameters, which had "
+                f"the same memory until their module was moved ({moved_at}), and have "
+                f"not since then. The optimizer updates both ({found.steps_at}), each "
+                "with the gradient of its own use alone, and they part.",
+                "Give both modules one parameter, as in `head.weight = embed.weight`, "
+                "and not its `.data`. `.to()` keeps that.",
                 [moved_at, found.steps_at],
             )
             for moved_at, found in self._found.items()
@@ -113,7 +120,10 @@ class LostTies(Lint):
 
 
 def _ties_of(module: torch.nn.Module) -> Names:
-    """The names of parameters that have the same memory and layout, and are not one parameter."""
+    """The names of parameters with the same memory that are not one parameter.
+
+    They have the same layout, too.
+    """
     known: dict[tuple[object, ...], str] = {}
     ties = []
     for name, parameter in named_parameters(module):
@@ -134,16 +144,14 @@ def replaced(tell: Callable[..., None]) -> list[tuple[Any, str, Any]]:
 
     @functools.wraps(apply)
     def moving(module: Any, *args: Any, **kwargs: Any) -> Any:
-        if (
-            getattr(here_now, "is_moving", False) or torch.compiler.is_compiling()
-        ):  # a module within another one
+        # A module within another one.
+        if getattr(here_now, "is_moving", False) or torch.compiler.is_compiling():
             return apply(module, *args, **kwargs)
         here_now.is_moving = True
         try:
             ties: Names = []
-            with suppress(
-                Exception
-            ):  # a module of the program's own may have parameters of another kind
+            # A module of the program's own may have parameters of another kind.
+            with suppress(Exception):
                 ties = _ties_of(module)
             result = apply(module, *args, **kwargs)
         finally:

@@ -27,17 +27,22 @@ class MultipliedApart(NamedTuple):
         numbers = " and by ".join(f"{factor.number:.4g}" for factor in self.factors)
         return finding(
             "gradients-scaled-apart",
-            f"Ranks {self.ranks[0]} and {self.ranks[1]} have the same gradients, and multiply them by numbers that "
-            f"differ ({in_words(places)}): in step {self.step}, by {numbers}. Their weights differ since then.",
-            "Multiply them by the same number on all ranks. To clip where ranks have parts of a model, add up the "
-            "squared norms of all parts with `dist.all_reduce(squared)`, and count a parameter that all ranks have "
+            f"Ranks {self.ranks[0]} and {self.ranks[1]} have the same gradients, and "
+            f"multiply them by numbers that differ ({in_words(places)}): in step "
+            f"{self.step}, by {numbers}. Their weights differ since then.",
+            "Multiply them by the same number on all ranks. To clip where ranks have "
+            "parts of a model, add up the squared norms of all parts with "
+            "`dist.all_reduce(squared)`, and count a parameter that all ranks have "
             "only once.",
             places,
         )
 
 
 def multiplied_apart(parted: Iterable[Parted]) -> MultipliedApart | None:
-    """Ranks whose gradients were alike before they multiplied them; None if these differed, or nobody knows."""
+    """Ranks whose gradients were alike before they multiplied them.
+
+    It is None if these differed, or nobody knows.
+    """
     for one in parted:
         first, *others = sorted(one.snapshots)
         for name in one.names:

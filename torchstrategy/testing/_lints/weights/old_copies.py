@@ -1,4 +1,7 @@
-"""Copies of parameters that were made before the last steps, and with which losses are computed still."""
+"""Copies of parameters from before the last steps that losses still use.
+
+The losses are computed with them.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,8 @@ from torchstrategy.testing._lints.lint import Lint
 _LOOKED_AT = 6  # steps
 _ENOUGH_STEPS = 2
 _MOST_NODES = 20_000
-_SEEN = "torchstrategy.versions"  # in the metadata of a node: the versions of parameters when it was seen first
+# In the metadata of a node: the versions of parameters when it was seen first.
+_SEEN = "torchstrategy.versions"
 _COPIES = (
     "ToCopyBackward",
     "CloneBackward",
@@ -53,10 +57,13 @@ class _Found(NamedTuple):
 
 @final
 class OldCopies(Lint):
-    """Looks in the graphs of losses for copies of a parameter that has changed since they were made.
+    """Looks in the graphs of losses for copies of a parameter that has changed.
 
-    torch says so if it needs the parameter again in backward. A copy needs nothing: `weight.to(device)` that is made
-    once gives gradients to the parameter in each step, and never sees what the optimizer writes.
+    It has since they were made.
+
+    torch says so if it needs the parameter again in backward. A copy needs nothing:
+    `weight.to(device)` that is made once gives gradients to the parameter in each step,
+    and never sees what the optimizer writes.
     """
 
     def __init__(self) -> None:
@@ -88,11 +95,13 @@ class OldCopies(Lint):
         return [
             finding(
                 "copied-before-the-step",
-                f"`backward` ({place}) goes through copies of parameters that were made before the last steps: "
-                f"{some(found.names)}. The optimizer changes the parameters, and the loss is computed with the copies, "
+                f"`backward` ({place}) goes through copies of parameters that were "
+                f"made before the last steps: {some(found.names)}. The optimizer "
+                "changes the parameters, and the loss is computed with the copies, "
                 "which stay as they are.",
-                "Move the module with `model.to(device)`, or make parameters of the copies, before you make the "
-                "optimizer: `self.weight = nn.Parameter(weight.to(device))`.",
+                "Move the module with `model.to(device)`, or make parameters of the "
+                "copies, before you make the optimizer: `self.weight = "
+                "nn.Parameter(weight.to(device))`.",
                 [place],
             )
             for place, found in self._found.items()
@@ -101,10 +110,12 @@ class OldCopies(Lint):
 
 
 def _uses(roots: Sequence[Any]) -> Iterator[tuple[Any, torch.Tensor]]:
-    """The nodes of a graph that have computed something from a leaf, or from a view of it, each with the leaf."""
-    waiting = [
-        (root, None) for root in roots
-    ]  # each with what has used its result, views left out
+    """The nodes of a graph that computed something from a leaf, each with the leaf.
+
+    They may have computed it from a view of the leaf.
+    """
+    # Each with what has used its result, views left out.
+    waiting = [(root, None) for root in roots]
     seen: set[Any] = set()
     while waiting and len(seen) < _MOST_NODES:
         node, user = waiting.pop()

@@ -1,4 +1,7 @@
-"""Weights that differ between ranks: at the beginning, by gradients that were not reduced, or by something else."""
+"""Weights that differ between ranks.
+
+They do at the beginning, by gradients that were not reduced, or by something else.
+"""
 
 from __future__ import annotations
 
@@ -63,11 +66,8 @@ from torchstrategy.testing._lints.weights.left_out import LeftOut
 from torchstrategy.testing._lints.weights.multiplied_apart import multiplied_apart
 from torchstrategy.testing._ranks.witnesses import Told
 
-_EXCHANGING = (
-    "all_to_all",
-    "send",
-    "recv",
-)  # of programs whose ranks have parts of a model
+# Of programs whose ranks have parts of a model.
+_EXCHANGING = ("all_to_all", "send", "recv")
 
 
 class _Shared(NamedTuple):
@@ -93,8 +93,9 @@ class _Part(NamedTuple):
 class Replicas(Lint):
     """Compares the parameters and buffers that ranks have copies of, after each step.
 
-    What has copies: the models of `DistributedDataParallel`; other parameters of their optimizers, if they begin alike;
-    and what the program itself broadcasts, or whose gradients it reduces.
+    What has copies: the models of `DistributedDataParallel`; other parameters of their
+    optimizers, if they begin alike; and what the program itself broadcasts, or whose
+    gradients it reduces.
     """
 
     def __init__(self) -> None:
@@ -103,9 +104,8 @@ class Replicas(Lint):
             tuple[int, int], tuple[weakref.ref[torch.Tensor], Copies]
         ] = {}  # by rank and id
         self._shared: dict[tuple[int, int], _Shared] = {}  # by rank and address
-        self._in_flats: dict[int, dict[int, _Part]] = defaultdict(
-            dict
-        )  # by rank and address of a gradient, of a step
+        # By rank and address of a gradient, of a step.
+        self._in_flats: dict[int, dict[int, _Part]] = defaultdict(dict)
         self._numbered: Counter[int] = Counter()  # optimizers, by rank
         self._left_out = LeftOut()
         self._optimizers: dict[int, Objects[torch.optim.Optimizer, int]] = defaultdict(
@@ -158,7 +158,8 @@ class Replicas(Lint):
         is_own = isinstance(optimizer, OwnOptimizer)
         for copies in self._copies_in(facts, optimizer):
             made = copies.steps[facts.rank]
-            # A program that makes its steps itself may have moved weights to look from there, and not to stay.
+            # A program that makes its steps itself may have moved weights to look from
+            # there, and not to stay.
             is_first = not made and not (facts.steps and is_own)
             if is_first or copies.parted is not None:
                 # Copies that have parted may have been averaged since the last step.
@@ -239,14 +240,20 @@ class Replicas(Lint):
         )
 
     def have_parted(self, key: tuple[Any, ...]) -> bool:
-        """Whether the copies with a key have parted after some step, even if they came together again."""
+        """Whether the copies with a key have parted after some step.
+
+        They may have come together again.
+        """
         copies = self._copies.get(key)
         return copies is not None and copies.parted is not None
 
     def _most_are_reduced(self, optimizer: int) -> bool:
-        """Whether the gradients of most parameters of an optimizer are alike, of those that begin with other numbers.
+        """Whether the gradients of most parameters of an optimizer are alike.
 
-        Those of a last bias alone are alike where ranks add up the outputs of models of their own.
+        It looks at parameters that begin with other numbers.
+
+        Those of a last bias alone are alike where ranks add up the outputs of models of
+        their own.
         """
         guesses = [
             copies
@@ -257,9 +264,12 @@ class Replicas(Lint):
         return 2 * sum(apart) >= len(apart)
 
     def _partial(self) -> list[Finding | None]:
-        """Gradients of parameters that all ranks have, of a model whose other parameters are parts.
+        """Gradients of parameters that all ranks have, of a model that is divided.
 
-        The loss of the first step says that: it is the same to the bit, though ranks have other weights.
+        Its other parameters are parts.
+
+        The loss of the first step says that: it is the same to the bit, though ranks
+        have other weights.
         """
         guesses = [copies for copies in self._copies.values() if copies.is_a_guess]
         losses = set(self._losses.values())
@@ -272,9 +282,8 @@ class Replicas(Lint):
         ):
             return []
         loss = losses.pop()
-        if (
-            loss is None or not math.isfinite(loss) or loss.is_integer()
-        ):  # a constant is alike without a reason
+        # A constant is alike without a reason.
+        if loss is None or not math.isfinite(loss) or loss.is_integer():
             return []
         late = [
             (copies, copies.late)
@@ -293,11 +302,13 @@ class Replicas(Lint):
         return [
             finding(
                 "gradient-is-partial",
-                f"In step 1, ranks {listed_ranks([copies.ranks[0], *parted.ranks])} have called the optimizer "
-                f"({in_words(places)}) with gradients that differ for parameters that were alike: {some(names)}. Their "
-                "losses were alike to the bit, with parts of other weights on each rank.",
-                "Add the gradient of the input of a layer that is divided, in backward: a function whose forward "
-                "returns its input, and whose backward does `dist.all_reduce(gradient)`.",
+                f"In step 1, ranks {listed_ranks([copies.ranks[0], *parted.ranks])} "
+                f"have called the optimizer ({in_words(places)}) with gradients that "
+                f"differ for parameters that were alike: {some(names)}. Their losses "
+                "were alike to the bit, with parts of other weights on each rank.",
+                "Add the gradient of the input of a layer that is divided, in "
+                "backward: a function whose forward returns its input, and whose "
+                "backward does `dist.all_reduce(gradient)`.",
                 places,
             )
         ]
@@ -305,7 +316,10 @@ class Replicas(Lint):
     def _of_a_wrong_group(
         self, groups: list[list[tuple[Copies, Parted]]]
     ) -> tuple[str, str, list[Place]] | None:
-        """What to say if other ranks have the same weights than those whose gradients are reduced together."""
+        """What to say if other ranks have the same weights.
+
+        They are others than those whose gradients are reduced together.
+        """
         ours = [one for members in groups for one in members if one[0].key[0] == "told"]
         reduced = sorted({copies.ranks for copies, _ in ours})
         by_rank: dict[int, list[Any]] = defaultdict(list)
@@ -327,8 +341,11 @@ class Replicas(Lint):
             )
         )
         return (
-            f"Gradients are reduced among ranks {listed_ranks(reduced[0])} ({in_words(places)}), which have other "
-            f"weights from the beginning; ranks {listed_ranks(right[0])} have the same ones.",
+            (
+                f"Gradients are reduced among ranks {listed_ranks(reduced[0])} "
+                f"({in_words(places)}), which have other weights from the beginning; "
+                f"ranks {listed_ranks(right[0])} have the same ones."
+            ),
             "Reduce them over the groups of ranks that have the same weights: "
             f"{' and '.join(map(listed_ranks, right))}.",
             places,
@@ -388,7 +405,7 @@ class Replicas(Lint):
         return is_there
 
     def _number(self, facts: Facts, optimizer: torch.optim.Optimizer) -> int:
-        """Which of the optimizers of a rank it is, in the order of their first steps."""
+        """Which of a rank's optimizers it is, in the order of their first steps."""
         known = self._optimizers[facts.rank]
         if optimizer not in known:  # some may be gone
             known[optimizer] = self._numbered[facts.rank]
@@ -398,7 +415,10 @@ class Replicas(Lint):
     def _singles(
         self, facts: Facts, optimizer: torch.optim.Optimizer
     ) -> dict[int, Copies]:
-        """The copies of parameters of an optimizer that no wrapper has, by the id of the parameter."""
+        """The copies of an optimizer's parameters that no wrapper has, by id.
+
+        It is the id of the parameter.
+        """
         both = (
             (one, self._owners.get((facts.rank, id(one))))
             for one in parameters_of(optimizer)
@@ -410,7 +430,10 @@ class Replicas(Lint):
         }
 
     def _shared_copies(self, facts: Facts, parameter: torch.Tensor) -> Copies | None:
-        """The copies of a parameter that the program has broadcast, or whose gradient it has reduced."""
+        """The copies of a parameter that the program has broadcast.
+
+        It may have reduced the gradient instead.
+        """
         for tensor in (parameter, facts.gradient_of(parameter)):
             shared = self._shared_at(facts, tensor)
             if shared is not None and len(shared.ranks) > 1:
@@ -418,7 +441,8 @@ class Replicas(Lint):
                 copies.reduced_at = None if tensor is parameter else shared.place
                 return copies
         part = self._in_flats[facts.rank].get(facts.address_of_gradient(parameter))
-        # Where there is an optimizer, a flat tensor that does not come back into gradients is only looked at.
+        # Where there is an optimizer, a flat tensor that does not come back into
+        # gradients is only looked at.
         if (
             part is None
             or len(part.ranks) < 2
@@ -461,7 +485,10 @@ class Replicas(Lint):
         return copies
 
     def _forgive(self, facts: Facts, copies: Copies, parameter: torch.Tensor) -> None:
-        """Copies that the program itself reduces or broadcasts after a step are apart in between on purpose."""
+        """Copies that the program itself reduces or broadcasts after a step.
+
+        They are apart in between on purpose.
+        """
         shared = self._shared_at(facts, parameter)
         begun_after = copies.begun_after.setdefault(facts.rank, facts.steps)
         if shared is not None and shared.steps > begun_after:
@@ -486,21 +513,28 @@ class Replicas(Lint):
                 if reduced
                 else ""
             )
-            parts = " If each rank has a part of its own there, such as an expert, do not reduce its gradients."
+            parts = (
+                " If each rank has a part of its own there, such as an expert, do not "
+                "reduce its gradients."
+            )
             return finding(
                 "weights-differ",
-                f"Before the first step ({where}), {ranks} have other weights: {which}.{together}",
-                "Build the model from one seed on all ranks, load one checkpoint, or broadcast the weights of one rank "
-                f"before the first step.{parts if reduced else ''}",
+                f"Before the first step ({where}), {ranks} have other weights: "
+                f"{which}.{together}",
+                "Build the model from one seed on all ranks, load one checkpoint, or "
+                "broadcast the weights of one rank before the first "
+                f"step.{parts if reduced else ''}",
                 [*places, *reduced],
             )
         skipped = skipped_apart(copies, parted)
         if skipped is not None:
             says, write = skipped
-            # Ranks that have skipped other steps come to the same step with other batches.
+            # Ranks that have skipped other steps come to the same step with other
+            # batches.
             return finding(
                 "step-skipped-by-some",
-                f"Until step {parted.step} ({where}), {says}. The weights of {ranks} differ since then: {which}.",
+                f"Until step {parted.step} ({where}), {says}. The weights of {ranks} "
+                f"differ since then: {which}.",
                 write,
                 places,
             )
@@ -508,8 +542,8 @@ class Replicas(Lint):
             cause, write = cause_of_other_updates(parted)
             return finding(
                 "replicas-part",
-                f"Since step {parted.step} ({where}), {ranks} have other values, though their gradients were alike: "
-                f"{which}.{cause}",
+                f"Since step {parted.step} ({where}), {ranks} have other values, "
+                f"though their gradients were alike: {which}.{cause}",
                 write,
                 places,
             )
@@ -519,8 +553,8 @@ class Replicas(Lint):
         cause, write = cause_of(copies, parted)
         return finding(
             "gradient-not-reduced",
-            f"In step {parted.step}, {ranks} have called the optimizer ({where}) with other gradients{cause}, and "
-            f"their weights differ since then: {which}.",
+            f"In step {parted.step}, {ranks} have called the optimizer ({where}) with "
+            f"other gradients{cause}, and their weights differ since then: {which}.",
             write,
             places,
         )
@@ -565,7 +599,10 @@ def _parameters(named: Named) -> Named:
 
 
 def _members_of(model: weakref.ref[Any]) -> dict[str, torch.Tensor]:
-    """The parameters of a model, and the buffers that checkpoints have, by name; not the statistics of norms."""
+    """The parameters of a model, and the buffers that checkpoints have, by name.
+
+    The statistics of norms are left out.
+    """
     wrapped = model()
     if wrapped is None:
         return {}

@@ -1,4 +1,7 @@
-"""What a module writes on itself where `nn.DataParallel` runs replicas of it, and throws them away."""
+"""What a module writes on itself in replicas of `nn.DataParallel`.
+
+`nn.DataParallel` throws these replicas away.
+"""
 
 from __future__ import annotations
 
@@ -24,10 +27,8 @@ from torchstrategy.testing._lints.findings import Finding, finding, some
 from torchstrategy.testing._lints.lint import Lint
 
 _ENOUGH = 2  # calls
-_MOST_CLASSES, _MOST_ANSWERS = (
-    64,
-    1024,
-)  # whose sources are kept, and what was asked of them
+# Whose sources are kept, and what was asked of them.
+_MOST_CLASSES, _MOST_ANSWERS = 64, 1024
 # With these a buffer keeps a part of what it was, and gets a sum.
 _ADDING = ("add_", "mul_", "div_")
 _AVERAGING = {
@@ -42,15 +43,24 @@ _AVERAGING = {
     "min",
     "norm",
 }
-_LOST = "With them goes what they write on themselves: {names}. It has its first value again in the next call."
-_WRITE = "Write it outside of the model, before the call; or `buffer.add_(1)` in place, which the first device keeps."
-_LOST_IN_PART = "Of what they add to {names}, the model keeps what the rows of the first device say; that of the others is lost."
+_LOST = (
+    "With them goes what they write on themselves: {names}. It has its first value "
+    "again in the next call."
+)
+_WRITE = (
+    "Write it outside of the model, before the call; or `buffer.add_(1)` in place, "
+    "which the first device keeps."
+)
+_LOST_IN_PART = (
+    "Of what they add to {names}, the model keeps what the rows of the first device "
+    "say; that of the others is lost."
+)
 _RETURN = (
-    "Return from `forward` what is added, and add it outside, where the results of all devices are together; or use "
-    "`DistributedDataParallel`, and reduce it."
+    "Return from `forward` what is added, and add it outside, where the results of all "
+    "devices are together; or use `DistributedDataParallel`, and reduce it."
 )
 State = dict[tuple[str, str], Any]
-"""What replicas hold, by the name of the module in them and the name of the attribute."""
+"""What replicas hold, by the names of the module in them and of the attribute."""
 
 
 class _Lost(NamedTuple):
@@ -63,9 +73,11 @@ class _Lost(NamedTuple):
 class ThrownReplicas(Lint):
     """Compares what replicas hold after they have run with what they held before.
 
-    Counts, such as `self.steps += 1`, and buffers that are replaced, as by `self.mean = 0.9 * self.mean + ...`. What a
-    module writes and reads in one call is nobody's loss. A buffer of the first device that is written in place is that
-    of the model, and keeps what the rows of this device have added; what those of the others have added is lost.
+    Counts, such as `self.steps += 1`, and buffers that are replaced, as by `self.mean =
+    0.9 * self.mean + ...`. What a module writes and reads in one call is nobody's loss.
+    A buffer of the first device that is written in place is that of the model, and
+    keeps what the rows of this device have added; what those of the others have added
+    is lost.
     """
 
     def __init__(self) -> None:
@@ -115,8 +127,8 @@ def _named(counts: Counter[_Lost]) -> Iterator[tuple[Place, str]]:
 def _finding(place: Place, names: str, what: str, write: str) -> Finding | None:
     return finding(
         "written-on-a-replica",
-        f"`nn.DataParallel` ({place}) runs replicas of the model, and throws them away after each call. "
-        f"{what.format(names=names)}",
+        f"`nn.DataParallel` ({place}) runs replicas of the model, and throws them away "
+        f"after each call. {what.format(names=names)}",
         write,
         [place],
     )
@@ -138,16 +150,22 @@ def state_of(replica: nn.Module) -> State:
 
 
 def _counts_on(kind: type, name: str) -> bool:
-    """Whether a class of modules computes an attribute from its own value, and nowhere sets it anew in a call."""
+    """Whether a class of modules computes an attribute from its own value.
+
+    It nowhere sets the attribute anew in a call.
+    """
     kinds = {_kind(node, name) for node in _nodes_of(kind)}
     return "counts" in kinds and "sets" not in kinds
 
 
 @functools.lru_cache(_MOST_ANSWERS)
 def _adds_in_place(kind: type, name: str) -> bool:
-    """Whether a class of modules adds sums to an attribute in place, and nowhere writes over what it was.
+    """Whether a class of modules adds sums to an attribute in place.
 
-    A mean of the rows of one device is nearly that of all, and some programs take it, as batch norm does.
+    It nowhere writes over what it was.
+
+    A mean of the rows of one device is nearly that of all, and some programs take it,
+    as batch norm does.
     """
     calls = [
         node
@@ -175,7 +193,10 @@ def _adds_in_place(kind: type, name: str) -> bool:
 
 
 def _is_called_on(function: ast.AST, name: str) -> bool:
-    """Whether a method is called on `self.name`, or on what other methods of it return: `self.name.mul_(0.9)`."""
+    """Whether a method is called on `self.name`, or on what its methods return.
+
+    `self.name.mul_(0.9)` is such a call.
+    """
     while isinstance(function, ast.Attribute):
         if _is_own(function, name):
             return True
@@ -188,7 +209,10 @@ def _is_called_on(function: ast.AST, name: str) -> bool:
 
 
 def _with_assigned(kind: type, values: list[ast.expr]) -> list[ast.expr]:
-    """Some expressions in the methods of a class, and what is assigned there to the variables in them."""
+    """Some expressions in the methods of a class, and what their variables are.
+
+    That is what is assigned there to the variables.
+    """
     names = {name for value in values for name in _variables_in(value)}
     assigned = [node for node in _nodes_of(kind) if isinstance(node, ast.Assign)]
     return values + [
@@ -204,10 +228,12 @@ def _variables_in(expression: ast.expr) -> set[str]:
 
 @functools.lru_cache(_MOST_CLASSES)
 def _nodes_of(kind: type) -> list[ast.AST]:
-    """What the methods of a class are made of, but for `__init__`; nothing of one that has no source, or is torch's."""
-    if (
-        kind.__module__.partition(".")[0] == "torch"
-    ):  # batch norm keeps the statistics of the first device, as is said
+    """What the methods of a class are made of, but for `__init__`.
+
+    It is nothing of one that has no source, or is torch's.
+    """
+    # Batch norm keeps the statistics of the first device, as is said.
+    if kind.__module__.partition(".")[0] == "torch":
         return []
     with suppress(OSError, TypeError, SyntaxError):
         made = ast.parse(textwrap.dedent(inspect.getsource(kind)))

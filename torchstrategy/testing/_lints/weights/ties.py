@@ -1,4 +1,4 @@
-"""Parameters that share their memory, and that an optimizer updates one after the other."""
+"""Parameters that share memory, and that an optimizer updates one by one."""
 
 from __future__ import annotations
 
@@ -49,9 +49,12 @@ class _Seen:
 
 @final
 class Ties(Lint):
-    """Looks for two parameters of an optimizer with a gradient each, and with common memory.
+    """Looks for two parameters with common memory and a gradient each.
 
-    One parameter under two names is right: autograd adds up its gradients. Parts of one large buffer are right, too.
+    They are in one optimizer.
+
+    One parameter under two names is right: autograd adds up its gradients. Parts of one
+    large buffer are right, too.
     """
 
     def __init__(self) -> None:
@@ -85,11 +88,13 @@ class Ties(Lint):
         return [
             finding(
                 "parameters-share-memory",
-                f"{one.names[0]} and {one.names[1]} are two parameters with the same memory, and the optimizer updates "
-                f"both in each step ({one.steps_at}): each with the gradient of its own use alone, and not with their "
-                f"sum{_and_others(one.pairs - 1)}.",
-                "Give both modules one parameter, as in `head.weight = embed.weight`, and not its `.data`. Autograd "
-                "adds up its gradients, and the optimizer updates it once.",
+                f"{one.names[0]} and {one.names[1]} are two parameters with the same "
+                "memory, and the optimizer updates both in each step "
+                f"({one.steps_at}): each with the gradient of its own use alone, and "
+                f"not with their sum{_and_others(one.pairs - 1)}.",
+                "Give both modules one parameter, as in `head.weight = embed.weight`, "
+                "and not its `.data`. Autograd adds up its gradients, and the "
+                "optimizer updates it once.",
                 [one.steps_at],
             )
             for one in self._found.values()
@@ -112,7 +117,10 @@ def _updated(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 
 def _is_zero(rate: Any) -> bool:
-    """Whether a learning rate is 0. One in a tensor is not read, since that would wait for the device."""
+    """Whether a learning rate is 0.
+
+    One in a tensor is not read, since that would wait for the device.
+    """
     return isinstance(rate, (int, float)) and rate == 0
 
 
@@ -141,7 +149,10 @@ def _overlapping(parameters: list[torch.Tensor]) -> Iterator[Pair]:
 
 
 def _of_one_layout(parameters: list[torch.Tensor]) -> Iterator[Pair]:
-    """Pairs of parameters with gaps, which may be interwoven with others, but not if they have the same places."""
+    """Pairs of parameters with gaps, which may be interwoven with others.
+
+    They may not have the same places.
+    """
     known: dict[tuple[object, ...], torch.Tensor] = {}
     for parameter in parameters:
         if not _is_in_one_piece(parameter):
@@ -165,7 +176,7 @@ def _is_in_one_piece(tensor: torch.Tensor) -> bool:
 
 
 def have_one_gradient(first: torch.Tensor, second: torch.Tensor) -> bool:
-    """Whether the program has added up their gradients itself, and given both the sum."""
+    """Whether the program added up their gradients itself, and gave both the sum."""
     one, other = first.grad, second.grad
     if (
         one is None

@@ -1,4 +1,7 @@
-"""Models that all ranks call without gradients, and that differ from rank to rank though nothing says they should."""
+"""Models that all ranks call without gradients, and that differ by rank.
+
+Nothing says that they should differ.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,8 @@ from torchstrategy.testing._ranks.witnesses import Told
 _COLLECTIVES = ("all_reduce", "reduce", "all_gather", "gather")
 _MOST_KEPT = 8  # looks at one model that differs, and collectives after one look
 _aten = torch.ops.aten
-# The first operators of layers. In inference mode torch does not take `linear` and others apart.
+# The first operators of layers. In inference mode torch does not take `linear` and
+# others apart.
 _LAYERS = (
     *(
         _aten.addmm.default,
@@ -67,8 +71,10 @@ class _Look:
         steps: How many steps the rank had made.
         values: What the model was.
         rows: What its first layer got.
-        reduced: Where collectives of the program came after it, before the next `backward`, by their keys.
-        used_at: Where something with gradients is computed from what the model has returned.
+        reduced: Where collectives of the program came after it, before the next
+            `backward`, by their keys.
+        used_at: Where something with gradients is computed from what the model has
+            returned.
     """
 
     called: Called
@@ -88,30 +94,34 @@ class _Difference(NamedTuple):
 
 @final
 class UnlikeModels(Follower):
-    """Compares the models that ranks train together, and untrained copies of their parts, where all ranks call them.
+    """Compares the models that ranks train together, and untrained copies of parts.
 
-    That is a mistake if ranks call them with other rows, and their results come together: in a collective, or in the
-    loss of the model that they train together. Each of these has right programs without the other: ranks may evaluate
-    models of their own on the same rows, and only one of them may use what it gets. A copy has to follow the model:
-    another rank may have another teacher or opponent, which is loaded and then stays as it is.
+    It does where all ranks call them.
+
+    That is a mistake if ranks call them with other rows, and their results come
+    together: in a collective, or in the loss of the model that they train together.
+    Each of these has right programs without the other: ranks may evaluate models of
+    their own on the same rows, and only one of them may use what it gets. A copy has to
+    follow the model: another rank may have another teacher or opponent, which is loaded
+    and then stays as it is.
     """
 
     def __init__(self, have_parted: Callable[[tuple[Any, ...]], bool]) -> None:
-        """`have_parted` says whether the trained weights of a model have parted: then another lint names that."""
+        """`have_parted` says whether the trained weights of a model have parted.
+
+        Then another lint names that.
+        """
         self._have_parted = have_parted
-        self._pieces: dict[
-            int, Known[_Look]
-        ] = {}  # by rank, what is computed from what a copy has returned
+        # By rank, what is computed from what a copy has returned.
+        self._pieces: dict[int, Known[_Look]] = {}
         self._modules: dict[int, CalledModules] = defaultdict(CalledModules)
         self._optimizers: dict[int, Objects[torch.optim.Optimizer, None]] = defaultdict(
             Objects
         )
-        self._loads: dict[int, Known[list[int]]] = defaultdict(
-            Known
-        )  # by rank and parameter: after how many steps
-        self._open: dict[int, list[_Look]] = defaultdict(
-            list
-        )  # by rank, since the last `backward`
+        # By rank and parameter: after how many steps.
+        self._loads: dict[int, Known[list[int]]] = defaultdict(Known)
+        # By rank, since the last `backward`.
+        self._open: dict[int, list[_Look]] = defaultdict(list)
         self._waiting: dict[Hashable, dict[int, _Look]] = defaultdict(dict)
         self._apart: dict[Hashable, list[dict[int, _Look]]] = defaultdict(list)
 
@@ -243,9 +253,8 @@ class UnlikeModels(Follower):
         called.last[way] = facts.steps
         called.counts[way] += 1
         number = called.counts[way]
-        if number & (
-            number - 1
-        ):  # the numbers of all parameters are read: not at each step
+        # The numbers of all parameters are read: not at each step.
+        if number & (number - 1):
             return
         rows = next(
             (
@@ -281,21 +290,23 @@ class UnlikeModels(Follower):
     def _follow(
         self, facts: Facts, called: Called, look: _Look, parameter: nn.Parameter
     ) -> None:
-        """Notes whether a copy is written on, other than by a checkpoint that it loads."""
+        """Notes whether a copy is written on, except by a checkpoint that it loads."""
         loads = self._loads[facts.rank].get(parameter) or []
         writes = version_of(parameter)
         if called.first is None:
             called.first = look.values
-        is_loaded_again = len(loads) > 1 or any(
-            loads
-        )  # as one opponent after the other is
+        # As one opponent after the other is.
+        is_loaded_again = len(loads) > 1 or any(loads)
         called.has_moved = not is_loaded_again and (
             called.first != look.values or writes > len(loads)
         )
 
 
 def _parameter_of(tensor: Any) -> nn.Parameter | None:
-    """The parameter that a tensor is, or of which it is a view, as the transposed weight of `nn.Linear` is."""
+    """The parameter that a tensor is, or of which it is a view.
+
+    The transposed weight of `nn.Linear` is such a view.
+    """
     if isinstance(tensor, nn.Parameter):
         return tensor
     base = tensor._base if isinstance(tensor, torch.Tensor) else None
@@ -311,7 +322,10 @@ def _have_other_rows(looks: dict[int, _Look]) -> bool:
 
 
 def _difference(looks: dict[int, _Look]) -> _Difference | None:
-    """What differs between the first rank and another one; None if nothing does by more than rounding."""
+    """What differs between the first rank and another one.
+
+    It is None if nothing does by more than rounding.
+    """
     first, *others = sorted(looks)
     mine = looks[first].values
     for rank in others:
@@ -335,7 +349,10 @@ def _are_unlike(mine: Fingerprint | None, theirs: Fingerprint | None) -> bool:
 
 
 def _places_of_a_mistake(looks: dict[int, _Look]) -> list[Place]:
-    """Where a model that differs was called, and where results come together; nothing if that may be meant."""
+    """Where a model that differs was called, and where results come together.
+
+    It is nothing if that may be meant.
+    """
     first = looks[min(looks)]
     called = first.called
     follows = called.part is None or any(
@@ -378,9 +395,11 @@ def _finding(looks: dict[int, _Look], places: list[Place]) -> Finding | None:
     )
     return finding(
         "models-differ",
-        f"All {len(looks)} ranks call {what} without gradients ({places[0]}), each with other rows, and {how} "
-        f"({places[1]}). But it is another model on each rank: {names[0]} has {one:.4g} on rank {mine} where it has "
-        f"{other:.4g} on rank {theirs}{f', and {len(names) - 1} more differ' if len(names) > 1 else ''}.",
+        f"All {len(looks)} ranks call {what} without gradients ({places[0]}), each "
+        f"with other rows, and {how} ({places[1]}). But it is another model on each "
+        f"rank: {names[0]} has {one:.4g} on rank {mine} where it has {other:.4g} on "
+        "rank "
+        f"{theirs}{f', and {len(names) - 1} more differ' if len(names) > 1 else ''}.",
         _mend(looks, names),
         places,
     )
@@ -397,21 +416,25 @@ def _mend(looks: dict[int, _Look], names: list[str]) -> str:
                 else "No collective reduces buffers"
             )
             return (
-                f"{why}, and each rank has the statistics of its own rows. "
-                "Give all ranks the same ones before you evaluate, `for b in model.buffers(): dist.broadcast(b, 0)`, "
-                "or their mean."
+                f"{why}, and each rank has the statistics of its own rows. Give all "
+                "ranks the same ones before you evaluate, `for b in model.buffers(): "
+                "dist.broadcast(b, 0)`, or their mean."
             )
-        return "Write on the weights of all ranks, or `for p in model.parameters(): dist.broadcast(p.data, 0)`."
+        return (
+            "Write on the weights of all ranks, or `for p in model.parameters(): "
+            "dist.broadcast(p.data, 0)`."
+        )
     broadcast = "`for p in copy.parameters(): dist.broadcast(p.data, 0)`"
     stayed = [
         rank for rank, look in looks.items() if look.steps and not look.called.has_moved
     ]
     if stayed and len(stayed) < len(looks):
         return (
-            f"On {named_ranks(sorted(stayed))} it is still as it was made. Update it on all ranks, or give all ranks "
-            f"the weights of one before they call it: {broadcast}."
+            f"On {named_ranks(sorted(stayed))} it is still as it was made. Update it "
+            "on all ranks, or give all ranks the weights of one before they call it: "
+            f"{broadcast}."
         )
     return (
-        "Make the copy after `DistributedDataParallel(model)`, which gives all ranks the weights of rank 0, or "
-        f"{broadcast}."
+        "Make the copy after `DistributedDataParallel(model)`, which gives all ranks "
+        f"the weights of rank 0, or {broadcast}."
     )

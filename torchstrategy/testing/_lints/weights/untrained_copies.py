@@ -1,4 +1,7 @@
-"""Models that ranks train together, and copies of their parts that nobody trains, such as averages and teachers."""
+"""Models that ranks train together, and copies of their parts.
+
+Nobody trains these copies, such as averages and teachers.
+"""
 
 from __future__ import annotations
 
@@ -25,9 +28,8 @@ from torchstrategy.testing._lints.evidence.modules import (
 from torchstrategy.testing._lints.evidence.places import Place
 from torchstrategy.testing._lints.torch_internals import NormBase, ignored_names
 
-_FEWEST_MATRICES = (
-    2  # of a part: smaller ones, as a single layer, look alike without being copies
-)
+# Of a part: smaller ones, as a single layer, look alike without being copies.
+_FEWEST_MATRICES = 2
 _MOST_SEARCHES = 64  # through all objects of Python
 
 Prints = dict[str, Fingerprint | None]
@@ -42,7 +44,8 @@ class Trained:
     Attributes:
         key: The same for its copies in all ranks.
         ranks: Who has copies.
-        is_wrapped: Whether `DistributedDataParallel` has it; if not, the program reduces its gradients.
+        is_wrapped: Whether `DistributedDataParallel` has it; if not, the program
+            reduces its gradients.
         has_own_buffers: Whether nobody gives the others the buffers of one rank.
         parts: The names of its parts, by the names and shapes of their parameters.
         begun: What its parameters were after it was wrapped.
@@ -63,7 +66,7 @@ class Trained:
 @final
 @dataclass(eq=False)
 class Called:
-    """A module that a rank calls: a trained model itself, or a copy of a part that nobody trains.
+    """A module that a rank calls: a trained model, or an untrained copy of a part.
 
     Attributes:
         module: It, while it is there.
@@ -71,12 +74,15 @@ class Called:
         part: Of which part it is a copy; None if it is the model itself.
         number: Which of the copies of this part, in the order of their first calls.
         entries: The ids of the parameters of its first layer, which gets the rows.
-        counts: In how many periods between steps it was called without gradients, by way.
+        counts: In how many periods between steps it was called without gradients, by
+            way.
         last: The last of these, by way.
         trains: In which period it was last called with gradients.
-        is_trained: Whether a copy was called with parameters that get gradients: it is trained by itself then.
+        is_trained: Whether a copy was called with parameters that get gradients: it is
+            trained by itself then.
         first: What it was at the first look.
-        has_moved: Whether its parameters have been changed in place, and by more than a loaded checkpoint.
+        has_moved: Whether its parameters have been changed in place, and by more than a
+            loaded checkpoint.
     """
 
     module: weakref.ref[nn.Module]
@@ -98,7 +104,8 @@ class Called:
             return {}
         compared = dict(self._parameters(module))
         if self.part is None and self.trained.has_own_buffers:
-            # If not, the others get those of rank 0 at their next call through the wrapper.
+            # If not, the others get those of rank 0 at their next call through the
+            # wrapper.
             compared |= _statistics(module)
         return {
             name: fingerprint(tensor)
@@ -107,7 +114,10 @@ class Called:
         }
 
     def begun(self) -> Prints:
-        """What its parameters would be if it were a copy that was made after the model was wrapped."""
+        """What its parameters would be if it were a copy of a wrapped model.
+
+        The copy was made after the model was wrapped.
+        """
         return {
             name: value
             for name, value in self.trained.begun.items()
@@ -161,7 +171,10 @@ class CalledModules:
         self._note(wrapped.module, trained, None)
 
     def add_owner(self, parameter: torch.Tensor, ranks: tuple[int, ...]) -> None:
-        """Adds the largest module that has a parameter, whose gradient the program reduces itself."""
+        """Adds the largest module that has a parameter.
+
+        The program reduces the gradient of the parameter itself.
+        """
         owner = max(owners_of(parameter), key=_number_of_parameters, default=None)
         if owner is not None and len(ranks) > 1:
             key = (
@@ -233,7 +246,7 @@ def _signature(module: nn.Module) -> Signature:
 
 
 def _statistics(module: nn.Module) -> dict[str, torch.Tensor]:
-    """The statistics of norms that are in evaluation mode, which they normalize with."""
+    """The statistics of norms in evaluation mode, which they normalize with."""
     found: dict[str, Any] = {}
     for prefix, layer in modules_in(module):
         if (
