@@ -25,7 +25,7 @@ from problems import (
     where_it_is,
 )
 from runs import per_replica
-from topologies import SIMULATED, TOPOLOGIES, central, compute_devices
+from topologies import SIMULATED, central, compute_devices
 from torchstrategy import RunOptions, Strategy
 from torchstrategy.nn import compute_average_loss, scale_regularization_loss
 from torchstrategy.testing import assert_same_as_plain
@@ -553,7 +553,3 @@ def test_unlike_rows_of_a_replica_that_counts_0_are_refused_as_with_numbers() ->
         args=batches,
         options=RunOptions(examples=lambda a, b: len(b)),
     )
-
-
-def test_all_kinds_of_strategies_were_tested() -> None:
-    assert {"default", "one_device", "central_3", "mirrored_2"} <= TOPOLOGIES.keys()

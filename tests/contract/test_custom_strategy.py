@@ -57,10 +57,6 @@ def test_the_examples_of_the_page_run() -> None:
     examples_run_on(PAGE, EXAMPLE)
 
 
-def test_the_example_has_fewer_than_60_lines() -> None:
-    assert len([line for line in CODE.splitlines() if line.strip()]) < 60
-
-
 # The example
 
 

@@ -21,6 +21,7 @@ from torch.optim.optimizer import (
 )
 
 import torchstrategy
+from conditions import for_releases
 from failures import MOMENTS, Problem, Steps, merge, reduce
 
 pytestmark = pytest.mark.usefixtures("a_hang_is_a_failure")
@@ -86,6 +87,7 @@ def test_a_hundred_failures_leak_nothing() -> None:
     assert not grown, f"more than before, of (before, now): {grown}"
 
 
+@for_releases
 @pytest.mark.slow
 def test_failures_do_not_use_up_memory() -> None:
     problem = Problem(torchstrategy.CentralStorageStrategy(["cpu"] * 2))

@@ -36,13 +36,6 @@ def test_a_split_into_more_than_one_part_is_refused(
             ONE.experimental_split_to_logical_devices(tensor, parts)
 
 
-@settings(deadline=None)
-@given(number=st.integers().filter(bool))
-def test_a_logical_device_of_another_number_than_0_is_refused(number: int) -> None:
-    with pytest.raises(ValueError, match=rf"; there is no {number}\.$"):
-        ONE.experimental_assign_to_logical_device(torch.ones(1), number)
-
-
 def test_gradients_flow_through_tensors_that_a_step_assigns_to_logical_devices(
     strategy: Strategy,
 ) -> None:

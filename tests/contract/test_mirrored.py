@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 import torchstrategy
-from conditions import needs_simulated_devices
+from conditions import for_releases, needs_simulated_devices
 from problems import close, data, deal, mse, replica_id
 from topologies import central, compute_devices, mirrored, mirrored_with_copies
 from torchstrategy.testing import assert_replicas_agree, count_traffic
@@ -100,6 +100,7 @@ def test_all_replicas_stay_equal_bit_by_bit(name: str, inside: bool) -> None:
     assert_replicas_agree(strategy, model, optimizer)
 
 
+@for_releases
 @pytest.mark.slow
 def test_fifty_steps_with_dropout_and_adam_leave_all_replicas_equal_bit_by_bit() -> (
     None

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import torchstrategy
-from conditions import for_changes, needs_fork, needs_signals
+from conditions import for_releases, needs_fork, needs_signals
 from processes import python
 
 ROOT = Path(torchstrategy.__file__).resolve().parents[1]
@@ -142,7 +142,7 @@ EVERYWHERE = """
 
 
 @needs_signals
-@for_changes
+@for_releases
 @pytest.mark.slow
 def test_ctrl_c_may_arrive_anywhere() -> None:
     # run: it comes out of `run`. next run: that one works. state: it is that from

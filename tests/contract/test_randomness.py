@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import torchstrategy
-from conditions import for_changes, needs_simulated_devices
+from conditions import for_releases, needs_simulated_devices
 from problems import in_pieces
 from topologies import ALONE, SIMULATED, central
 from torchstrategy._base.context import is_accelerator, using_device
@@ -139,7 +139,7 @@ class Training:
 # The same seed
 
 
-@for_changes
+@for_releases
 @pytest.mark.slow
 def test_fifty_of_fifty_trainings_are_bit_identical_under_the_same_seed() -> None:
     def trained() -> tuple[list[float], list[torch.Tensor], torch.Tensor]:

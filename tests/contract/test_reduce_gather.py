@@ -388,27 +388,6 @@ def test_the_sum_over_one_replica_is_a_tensor_of_its_own(topology: str) -> None:
     assert strategy.reduce("sum", 3, axis=None).item() == 3
 
 
-@pytest.mark.parametrize("components", [1, 3])
-@pytest.mark.parametrize("method", ["reduce", "reduce along an axis", "gather"])
-def test_a_value_with_another_number_of_components_is_refused(
-    method: str, components: int
-) -> None:
-    value = per_replica(central(components), [[1.0]] * components)
-    with pytest.raises(
-        ValueError,
-        match=(
-            rf"^A value with {components} components? was "
-            r"given to a strategy with 2 "
-        ),
-    ):
-        if method == "gather":
-            TWO.gather(value, axis=0)
-        else:
-            TWO.reduce(
-                "sum", value, axis=0 if method == "reduce along an axis" else None
-            )
-
-
 # Nested values: where TensorFlow refuses them or leaves them as they are
 
 
@@ -568,14 +547,6 @@ def test_a_plain_value_is_gathered_as_it_is(strategy: Strategy) -> None:
 def test_a_single_replica_gathers_along_any_axis_what_it_has(topology: str) -> None:
     value = torch.ones(2)
     assert TOPOLOGIES[topology]().gather(value, axis=17) is value
-
-
-@pytest.mark.parametrize("topology", SINGLE)
-def test_a_single_replica_refuses_a_scalar_as_several_do(topology: str) -> None:
-    with pytest.raises(
-        ValueError, match=r"^Scalars cannot be gathered: they have no axis\."
-    ):
-        TOPOLOGIES[topology]().gather(torch.tensor(1.0), axis=0)
 
 
 def test_a_batch_that_was_dealt_is_gathered_whole(several: Strategy) -> None:

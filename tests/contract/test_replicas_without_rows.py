@@ -122,12 +122,6 @@ def test_the_number_of_replicas_in_sync_counts_the_absent_too() -> None:
     ).values == (1003, 1003)
 
 
-def test_where_no_replica_has_a_row_all_run() -> None:
-    strategy = central(3)
-    result = strategy.run(lambda x: (len(x), replica_id()), args=(dealt(strategy, 0),))
-    assert strategy.experimental_local_results(result) == ((0, 0), (0, 1), (0, 2))
-
-
 def test_empty_replicas_can_be_made_to_run() -> None:
     strategy, batch = partial()
     result = strategy.run(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import contextvars
 import re
 import threading
 from collections.abc import Callable
@@ -15,9 +14,8 @@ import torch
 
 from problems import context, replica_id, share_a_place, shown
 from runs import REBUILD, Opaque, from_each, one_of, per_replica
-from topologies import TOPOLOGIES, central, compute_devices
+from topologies import TOPOLOGIES, central
 from torchstrategy import OneDeviceStrategy, RunOptions, Strategy, get_strategy
-from torchstrategy.testing import simulated_devices
 
 # Arguments
 
@@ -217,23 +215,6 @@ def test_messages_say_one_replica_and_not_one_replicas(case: str) -> None:
 # Who runs when
 
 
-def test_replicas_of_one_device_run_one_after_the_other_in_order(
-    in_one_place: Strategy,
-) -> None:
-    log: list[tuple[str, int]] = []
-
-    def step() -> None:
-        log.append(("start", replica_id()))
-        log.append(("end", replica_id()))
-
-    in_one_place.run(step)
-    assert log == [
-        (what, r)
-        for r in range(in_one_place.num_replicas_in_sync)
-        for what in ("start", "end")
-    ]
-
-
 def test_replicas_hand_over_only_where_they_meet(in_one_place: Strategy) -> None:
     log: list[Any] = []
 
@@ -252,11 +233,6 @@ def test_replicas_hand_over_only_where_they_meet(in_one_place: Strategy) -> None
         "second",
         *(("end", r) for r in replicas),
     ]
-
-
-@pytest.mark.parametrize("topology", ["default", "one_device", "central_1", "copies_1"])
-def test_one_replica_runs_on_the_callers_thread(topology: str) -> None:
-    assert TOPOLOGIES[topology]().run(threading.get_ident) == threading.get_ident()
 
 
 def test_replicas_run_on_the_callers_thread_as_long_as_none_of_them_waits(
@@ -282,93 +258,9 @@ def test_replicas_that_wait_run_on_threads_of_their_own_which_stay(
     assert several.run(step).values == idents
 
 
-@pytest.mark.skipif(
-    torch.__version__ < "2.11" and bool(simulated_devices()),
-    reason=(
-        "torch 2.10 takes no default device in the block of another one, and keeps the "
-        "first for later tests"
-    ),
-)
-def test_what_a_step_sets_on_its_thread_stays_in_its_replica(several: Strategy) -> None:
-    """No other replica sees it, nor does the caller."""
-    mine = contextvars.ContextVar("mine", default="the caller's")
-
-    def seen() -> str:
-        mode = (
-            torch.is_grad_enabled(),
-            torch.is_inference_mode_enabled(),
-            torch.is_autocast_enabled("cpu"),
-        )
-        return str((mine.get(), *mode))
-
-    def step() -> str:
-        before = seen()
-        mine.set(f"of replica {replica_id()}")
-        torch.set_grad_enabled(False)
-        torch.set_autocast_enabled("cpu", True)
-        torch.set_default_device("meta")
-        return before
-
-    device = torch.get_default_device()
-    before = seen()
-    for grad in (True, False):
-        with torch.set_grad_enabled(grad):
-            known = seen()
-            assert set(several.run(step).values) == {known}
-            assert seen() == known
-    assert (seen(), torch.get_default_device()) == (before, device)
-    torch.set_default_device("cpu")
-    try:
-        several.run(step)
-        assert torch.get_default_device() == torch.device("cpu")
-    finally:
-        torch.set_default_device(None)
-    assert torch.get_default_device() == device
-
-
 def test_merge_functions_run_on_the_callers_thread(strategy: Strategy) -> None:
     ident = strategy.run(lambda: context().merge_call(lambda _: threading.get_ident()))
     assert one_of(strategy, ident) == threading.get_ident()
-
-
-def test_an_exception_comes_out_as_the_object_that_was_raised(
-    strategy: Strategy,
-) -> None:
-    error = KeyError("mine", 2)
-
-    def step() -> None:
-        if replica_id() == strategy.num_replicas_in_sync - 1:
-            raise error
-
-    with pytest.raises(KeyError) as caught:
-        strategy.run(step)
-    assert caught.value is error
-    assert one_of(strategy, strategy.run(lambda: 1)) == 1
-
-
-def test_an_exception_says_which_replica_raised_it() -> None:
-    def step() -> None:
-        if replica_id() == 1:
-            raise KeyError
-
-    with pytest.raises(KeyError) as caught:
-        central(3).run(step)
-    assert caught.value.__notes__[0].startswith(
-        f"raised by replica 1 of 3 on {compute_devices(3)[1]}"
-    )
-
-
-def test_replicas_after_a_failed_one_do_not_start(in_one_place: Strategy) -> None:
-    started: list[int] = []
-
-    def step() -> None:
-        started.append(replica_id())
-        if replica_id() == 1:
-            raise KeyError
-
-    with pytest.raises(KeyError):
-        in_one_place.run(step)
-    assert started == [0, 1]
 
 
 def test_replicas_that_wait_are_unwound_when_another_fails(several: Strategy) -> None:
@@ -447,10 +339,6 @@ def test_three_threads_may_run_one_strategy_at_once(topology: str) -> None:
 
 
 # Results
-
-
-def test_returning_nothing_returns_none(strategy: Strategy) -> None:
-    assert strategy.run(lambda: None) is None
 
 
 def test_an_object_that_every_replica_returns_is_returned(strategy: Strategy) -> None:

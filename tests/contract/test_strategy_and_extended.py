@@ -126,23 +126,6 @@ def test_a_value_context_is_two_numbers_that_stay() -> None:
 # Logical devices: each replica has one
 
 
-def test_the_one_logical_device_is_number_0(strategy: Strategy) -> None:
-    tensor = torch.ones(2, 3)
-    assert strategy.experimental_assign_to_logical_device(tensor, 0) is tensor
-    assert strategy.experimental_split_to_logical_devices(tensor, [1, 1]) is tensor
-    assert strategy.experimental_replicate_to_logical_devices(tensor) is tensor
-    scalar = torch.tensor(1.0)
-    assert strategy.experimental_split_to_logical_devices(scalar, []) is scalar
-
-
-def test_logical_devices_can_be_named_in_the_step(several: Strategy) -> None:
-    def step() -> bool:
-        tensor = torch.ones(2)
-        return several.experimental_assign_to_logical_device(tensor, 0) is tensor
-
-    assert several.run(step) is True
-
-
 @pytest.mark.parametrize("number", [-1, 1, 7])
 def test_there_is_no_other_logical_device(kind: Strategy, number: int) -> None:
     sentence = rf"^Each replica has 1 logical device, number 0; there is no {number}\."
@@ -201,13 +184,6 @@ def test_what_needs_more_than_one_logical_device_is_refused(
     shape, partition, sentence = SPLITS[case]
     with pytest.raises(ValueError, match="^" + sentence):
         kind.experimental_split_to_logical_devices(torch.ones(shape), partition)
-
-
-@pytest.mark.parametrize("case", SPLITS)
-def test_every_such_error_says_how_many_logical_devices_there_are(case: str) -> None:
-    shape, partition, _ = SPLITS[case]
-    with pytest.raises(ValueError, match=r"1 logical device\b"):
-        central(2).experimental_split_to_logical_devices(torch.ones(shape), partition)
 
 
 # Strategy.extended

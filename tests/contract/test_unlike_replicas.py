@@ -8,17 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 import torchstrategy
-from torchstrategy._copies.replicated_storage import ReplicatedStorage
-from torchstrategy._run import storage
-
-
-def storage_of(strategy: torchstrategy.Strategy) -> ReplicatedStorage:
-    extended: Any = strategy.extended
-    assert isinstance(extended._storage, ReplicatedStorage)
-    return extended._storage
 
 
 def test_half_gradients_of_a_collective_keep_their_bits_if_weights_differ() -> None:
@@ -114,37 +105,6 @@ def test_one_value_is_reduced_by_the_users_reduce_implementation() -> None:
     operations.calls.clear()
     assert strategy.reduce("sum", value, axis=None).item() == 2
     assert operations.calls[:1] == ["reduce"]
-
-
-def test_the_death_of_a_variable_without_copies_leaves_the_copies_of_models() -> None:
-    strategy = torchstrategy.MirroredStrategy(["cpu", "cpu"])
-    with strategy.scope():
-        model = nn.Linear(2, 2)
-    strategy.run(lambda: model(torch.ones(1, 2)))
-    before = storage_of(strategy)._generation
-    with strategy.scope():
-        torchstrategy.Variable(
-            1.0,
-            synchronization=torchstrategy.VariableSynchronization.ON_READ,
-            aggregation=torchstrategy.VariableAggregation.SUM,
-        )
-    strategy.run(lambda: model(torch.ones(1, 2)))
-    assert storage_of(strategy)._generation == before
-
-
-def test_who_owns_a_parameter_is_asked_of_the_modules_that_have_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    strategy = torchstrategy.MirroredStrategy(["cpu", "cpu"])
-    with strategy.scope():
-        model = nn.Linear(2, 2)
-
-    class Unread(dict[Any, Any]):
-        def items(self) -> Any:
-            raise AssertionError("all modules of the process were looked at")
-
-    monkeypatch.setattr(storage, "_owners", Unread())
-    assert strategy.extended.variable_created_in_scope(model.weight)
 
 
 def test_a_scope_cannot_be_left_on_another_thread() -> None:

@@ -24,7 +24,6 @@ from torch.nn.utils import parametrizations, parametrize
 import torchstrategy
 from data_parallel import F64, FIRST, alike, parallel
 from topologies import compute_devices
-from torchstrategy._copies.modules.module_replica import ModuleReplica
 
 # torch compiles some formulas of forward-mode derivatives by its own deprecated
 # compiler.
@@ -509,24 +508,6 @@ def test_a_step_in_a_block_of_cached_parametrizations_is_that_of_plain_pytorch(
         first = plain[0].weight
         assert plain[0].weight is first  # the cache is on outside of the run
     same([p.grad for p in model.parameters()], [p.grad for p in plain.parameters()])
-
-
-def test_replicas_are_kept_when_weights_are_given(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    made: list[object] = []
-    init = ModuleReplica.__init__
-
-    def counting(self: ModuleReplica, *args: Any) -> None:
-        made.append(self)
-        init(self, *args)
-
-    monkeypatch.setattr(ModuleReplica, "__init__", counting)
-    model, plain = alike(net)
-    for seed in range(3):
-        functional_call(model, under("module.", leaves(plain)), (rows(5, seed=seed),))
-        model(rows(5))
-    assert len(made) == 3
 
 
 def test_an_error_in_forward_leaves_the_module_as_it_was() -> None:

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import torchstrategy
+from conditions import for_releases
 from problems import (
     adam,
     assert_close,
@@ -67,6 +68,7 @@ def _has_empty(rows: int, n: int) -> bool:
     return -(-rows // n) * (n - 1) >= rows
 
 
+@for_releases
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "dtype", [torch.float32, torch.float64], ids=["float32", "float64"]
@@ -116,6 +118,7 @@ def test_a_replica_that_runs_without_rows_has_its_gradient_dropped_though_it_is_
                 )
 
 
+@for_releases
 @pytest.mark.slow
 @pytest.mark.parametrize("where", ["inside", "outside"])
 @pytest.mark.parametrize("name", OPTIMIZERS)

@@ -828,6 +828,7 @@ def compiled(how: str, rows: Sequence[int]) -> tuple[Compiled, list[int]]:
     return training, counts
 
 
+@for_releases
 @pytest.mark.slow
 # torch warns of a compiled step with an update, in plain PyTorch too.
 @pytest.mark.filterwarnings("default")
@@ -846,6 +847,7 @@ def test_replicas_share_graphs_and_none_is_compiled_after_the_first_step(
     )
 
 
+@for_releases
 @pytest.mark.slow
 def test_sizes_that_vary_are_compiled_for_once() -> None:
     """One graph for the first size, one for all.

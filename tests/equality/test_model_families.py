@@ -23,6 +23,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import torchstrategy
+from conditions import for_releases
 from problems import assert_close, context, deal, gradients, sgd
 from topologies import SIMULATED, central, central_with_copies, compute_devices
 from torchstrategy.nn import SyncBatchNorm, compute_average_loss
@@ -468,6 +469,7 @@ WAYS = (
 )
 
 
+@for_releases
 @pytest.mark.parametrize("where", WAYS)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_family_trains_in_replicas_as_in_plain_torch(name: str, where: str) -> None:

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 import torchstrategy
+from conditions import for_releases
 from problems import deal
 from topologies import central, mirrored_with_copies
 from torchstrategy import LossWeightWarning, RunOptions
@@ -424,6 +425,7 @@ KINDS = {
 }
 
 
+@for_releases
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", MODELS)
 def test_the_own_loss_of_a_model(name: str, kind: str) -> None:

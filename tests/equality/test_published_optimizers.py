@@ -15,6 +15,7 @@ WHY = (
 for package in ("torch_optimizer", "pytorch_optimizer"):
     pytest.importorskip(package, reason=WHY)
 
+from conditions import for_releases  # noqa: E402
 from published_optimizers.recipes import Recipe, classes  # noqa: E402
 from published_optimizers.trials import PLACES, STRATEGIES, Outcome, tried  # noqa: E402
 from topologies import compute_devices  # noqa: E402
@@ -37,6 +38,7 @@ SAMPLE = [
 ]
 
 
+@for_releases
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize(("name", "made", "stepped"), SAMPLE)

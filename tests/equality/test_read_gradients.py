@@ -15,9 +15,8 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 import torchstrategy
 from problems import assert_close, built, compare, data, deal, gradients, mse, sgd
-from topologies import MAKERS, SIMULATED
+from topologies import SIMULATED
 from torchstrategy import RunOptions
-from torchstrategy._base.torch_internals import raw_grads
 
 # ---- parameters that only some replicas use
 
@@ -230,62 +229,6 @@ def test_a_replica_that_meets_at_another_read_is_told_that_it_missed_one(make):
     assert_close(
         gradients(model), before, "a run that fails leaves gradients as they were"
     )
-
-
-class Many(nn.Module):
-    """More parameters than can be looked at in every read."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weights = nn.ParameterList(
-            nn.Parameter(torch.full((), k / 100, dtype=torch.float64))
-            for k in range(150)
-        )
-        self.heads = nn.ParameterList(
-            nn.Parameter(torch.full((), k / 10, dtype=torch.float64))
-            for k in range(150)
-        )
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        total = torch.stack(
-            [weight for weight in self.weights]
-        ).square().sum() * x.mean(1)
-        kinds = (x[:, 0].abs() * 3).long() % 5
-        for kind in kinds.unique().tolist():
-            total = total + torch.where(kinds == kind, self.heads[kind] * x[:, 1], 0)
-        return total
-
-
-@pytest.mark.parametrize("make", ["mirrored"] if SIMULATED else MAKERS, indirect=True)
-def test_reads_of_many_parameters_look_at_them_a_few_times(make, monkeypatch):
-    """Whether backward ran was found out by a look at all parameters for each of them.
-
-    It was done twice in each pass.
-    """
-    looks: list[int] = []
-
-    def counted(tensors: Any) -> Any:
-        looks.append(1)
-        return raw_grads(tensors)
-
-    monkeypatch.setattr(
-        "torchstrategy._copies.gradients.replica_gradients.raw_grads", counted
-    )
-
-    def step(model: Any, optimizer: Any, batch: Any) -> None:
-        for p in model.weights:
-            if p.grad is not None:
-                p.grad.zero_()
-        model.heads.zero_grad()
-        model(batch[0]).mean().backward()
-        for p in [*reversed(model.heads), *model.weights]:
-            if p.grad is not None:
-                p.grad.mul_(0.5)
-        clip_grad_norm_(model.parameters(), 0.1)
-        optimizer.step()
-
-    compare(make, 2, step, build=Many)
-    assert len(looks) < 3 * 2 * 80
 
 
 # ---- what a step does to gradients, and reads again

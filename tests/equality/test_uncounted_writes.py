@@ -15,7 +15,6 @@ from torch import nn
 
 import torchstrategy
 from topologies import central, compute_devices, mirrored, mirrored_with_copies
-from torchstrategy._base.writes import TrackedTensors
 from torchstrategy.testing import assert_replicas_agree
 
 F64 = {"dtype": torch.float64}
@@ -371,83 +370,3 @@ def test_old_fashioned_clearing_of_gradients_works_after_packed_sums() -> None:
 
 
 # What is looked at
-
-
-def large() -> torch.Tensor:
-    return torch.arange(40_000, **F64)
-
-
-@pytest.mark.parametrize(
-    "make", [lambda: torch.arange(3, **F64), large], ids=["small", "large"]
-)
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda t: t.neg_(),
-        lambda t: t.view(-1)[-1:].add_(1),
-        lambda t: t.copy_(t.flip(0)),
-        lambda t: t.copy_(t.roll(1)),
-        lambda t: t[1:3].copy_(t[1:3].flip(0)),
-    ],
-    ids=["signs", "one number", "reversed", "shifted", "two exchanged"],
-)
-def test_any_change_of_the_memory_of_the_cpu_is_seen(make: Any, change: Any) -> None:
-    tensor = make()
-    originals = TrackedTensors([tensor])
-    originals.watch([0])
-    # Of what is large, a checksum is made when twice nothing was counted.
-    for _ in range(2):
-        originals.take_changes()
-    assert originals.take_changes().all == []
-    change(tensor.data)
-    assert originals.take_changes().all == [0]
-    assert originals.take_changes().all == []
-
-
-def test_what_is_large_counts_as_written_until_there_is_a_checksum() -> None:
-    """With an optimizer in the step, every other call counts a change.
-
-    A checksum in between would be for nothing.
-    """
-    tensor = large()
-    originals = TrackedTensors([tensor])
-    originals.watch([0])
-    for _ in range(2):
-        tensor.add_(1)
-        assert originals.take_changes().all == [0]  # after the optimizer
-        tensor.data.add_(1)
-        assert originals.take_changes().all == [0]  # when the next run begins
-    for _ in range(2):
-        tensor.data.add_(1)
-        assert originals.take_changes().all == [0]
-    assert originals.take_changes().all == []
-
-
-def test_parts_of_memory_that_belong_to_others_are_not_looked_at() -> None:
-    memory = torch.zeros(50_000, **F64)
-    originals = TrackedTensors([memory[10:40_000]])
-    originals.watch([0])
-    for _ in range(2):
-        originals.take_changes()
-    memory.data[:10].add_(1)
-    memory.data[40_000:].add_(1)
-    assert originals.take_changes().all == []
-
-
-def test_on_an_accelerator_nothing_is_read_back(
-    simulated_devices: list[torch.device],
-) -> None:
-    """To compare memory of an accelerator, each run would wait for it."""
-    device = simulated_devices[0]
-    tensor = torch.zeros(3, device=device)
-    originals = TrackedTensors([tensor])
-    originals.watch([0])
-    with torchstrategy.testing.count_traffic() as traffic:
-        assert originals.take_changes().all == []
-        kept = tensor.data
-        assert originals.take_changes().all == [0]
-        assert originals.take_changes().all == [0], "what was given out is still there"
-        del kept
-        assert originals.take_changes().all == [0]
-        assert originals.take_changes().all == []
-    assert traffic.bytes == 0

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from conditions import for_changes, without_simulated_devices
-from gpu.__main__ import NOT_ON_ONE_DEVICE, NOT_ON_THE_CPU, PACKAGES, ROOT, test_files
+from conditions import for_releases, without_simulated_devices
+from gpu.__main__ import PACKAGES, ROOT, test_files
 
 TESTS = ROOT / "tests"
 test_files.__test__ = False  # type: ignore[attr-defined]  # it is no test
@@ -60,24 +60,7 @@ def test_it_needs_no_package_but_torch_numpy_and_pytest() -> None:
     assert needed - at_home <= set(PACKAGES)
 
 
-def test_what_is_left_out_is_there() -> None:
-    files = [
-        path
-        for folder in ("equality", "contract")
-        for path in (TESTS / folder).glob("*.py")
-    ]
-    text = "\n".join(
-        path.name + path.read_text(encoding="utf-8")
-        for path in [*files, *(TESTS / "support").rglob("*.py")]
-    )
-    assert [
-        word
-        for word in (*NOT_ON_ONE_DEVICE, *NOT_ON_THE_CPU)
-        if word.lower() not in text.lower()
-    ] == []
-
-
-@for_changes
+@for_releases
 @without_simulated_devices
 @pytest.mark.parametrize(
     "options", [["ON=cpu"], ["--simulate"]], ids=["on the CPU", "on simulated devices"]

@@ -157,20 +157,6 @@ def test_snippets_of_a_page(
     run_under(name, check)
 
 
-def test_each_exception_is_about_a_snippet_that_there_is() -> None:
-    for page, exceptions in NOT_UNDER.items():
-        sources = [
-            example.source
-            for example in doctest.DocTestParser().get_examples(
-                (DOCS / page).read_text()
-            )
-        ]
-        for start in exceptions:
-            assert any(re.match(start, source) for source in sources), (
-                f"{page} has no {start}"
-            )
-
-
 # Whole programs
 
 

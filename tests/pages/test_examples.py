@@ -6,6 +6,7 @@ The digits programs differ by no more than the README says.
 from __future__ import annotations
 
 import argparse
+import ast
 import difflib
 import importlib
 import re
@@ -18,7 +19,7 @@ import pytest
 import torch
 
 import torchstrategy
-from conditions import for_changes
+from conditions import for_changes, for_releases
 from processes import python
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -66,11 +67,13 @@ def parsed(digits_problem: ModuleType, arguments: str) -> argparse.Namespace:
     return parser.parse_args(arguments.split())
 
 
+def statements_of(name: str) -> list[str]:
+    """The lines of an example, one for each statement however long it is."""
+    return ast.unparse(ast.parse((EXAMPLES / name).read_text())).splitlines()
+
+
 def test_the_digits_programs_differ_in_fewer_than_12_lines() -> None:
-    plain, under_strategy = (
-        (EXAMPLES / name).read_text().splitlines()
-        for name in ("digits_plain.py", "digits.py")
-    )
+    plain, under_strategy = map(statements_of, ("digits_plain.py", "digits.py"))
     # The first two name the files.
     diff = list(difflib.unified_diff(plain, under_strategy, lineterm="", n=0))[2:]
     changed = [line for line in diff if line[0] in "+-"]
@@ -274,6 +277,7 @@ def test_the_check_of_a_sharded_training_fails_when_a_weight_differs(
 PARTS = ("model", "optimizer", "scheduler", "dataset", "random")
 
 
+@for_releases
 @pytest.mark.slow
 @pytest.mark.parametrize("lacking", [None, *PARTS])
 def test_a_checkpoint_needs_all_its_parts(
@@ -371,6 +375,7 @@ def test_the_check_of_the_language_model_fails_for_means_over_each_replicas_word
         language_model.check(options, "float32", updates=2)
 
 
+@for_releases
 @pytest.mark.slow
 def test_a_few_updates_make_the_language_model_better_than_guessing(
     language_model: ModuleType, capsys: pytest.CaptureFixture[str]
@@ -383,6 +388,7 @@ def test_a_few_updates_make_the_language_model_better_than_guessing(
     assert unigram < guessing / 4 and found < guessing / 4
 
 
+@for_releases
 @pytest.mark.slow
 @pytest.mark.parametrize("replicas", [1, 3])
 def test_the_gan_learns_what_it_learns_in_plain_pytorch(
@@ -406,6 +412,7 @@ def test_the_check_of_the_gan_fails_when_each_replica_normalises_its_own_rows(
         gan.check(gan.argument_parser().parse_args([]), steps=2)
 
 
+@for_releases
 @pytest.mark.slow
 def test_what_the_gan_draws_comes_nearer_to_digits(
     gan: ModuleType, capsys: pytest.CaptureFixture[str]
@@ -417,6 +424,7 @@ def test_what_the_gan_draws_comes_nearer_to_digits(
     assert after < before / 2
 
 
+@for_releases
 @pytest.mark.slow
 def test_the_digits_program_draws_both_runs(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="pip install matplotlib")
@@ -436,10 +444,7 @@ def test_the_digits_program_draws_both_runs(tmp_path: Path) -> None:
 
 
 def test_the_trainers_differ_in_fewer_than_20_lines() -> None:
-    plain, under_strategy = (
-        (EXAMPLES / name).read_text().splitlines()
-        for name in ("trainer_plain.py", "trainer.py")
-    )
+    plain, under_strategy = map(statements_of, ("trainer_plain.py", "trainer.py"))
     diff = list(difflib.unified_diff(plain, under_strategy, lineterm="", n=0))[2:]
     new = [line for line in diff if line[0] == "+"]
     assert 0 < len(new) < 20, "\n".join(new)

@@ -30,21 +30,6 @@ def test_who_promises_the_result_of_one_device_names_the_layer_that_needs_a_line
 README = (ROOT / "README.md").read_text()
 
 
-def test_the_readme_is_short_and_has_a_program_of_25_lines() -> None:
-    assert len(README.splitlines()) <= 150
-    (program,) = re.findall(r"^```python\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
-    assert (
-        len(
-            [
-                line
-                for line in program.splitlines()
-                if line.strip() and not line.startswith("#")
-            ]
-        )
-        <= 25
-    )
-
-
 def test_the_links_of_the_readme_lead_somewhere() -> None:
     assert dead_links_of(ROOT / "README.md") == []
     cited = set(re.findall(r"\]\[([\w-]+)\]", README))

@@ -99,11 +99,6 @@ def test_commands_are_the_ones_that_are_checked(block: Block) -> None:
         assert command in checked, f"{block}: .ci/run does not run {command!r}"
 
 
-def test_the_readme_has_a_program_and_commands() -> None:
-    assert blocks("python")
-    assert len(blocks("bash", "sh")) >= 2
-
-
 # A page whose Python blocks are the files of one folder, and whose consoles show what
 # commands print there
 
@@ -198,20 +193,6 @@ def assert_prints(
         shown, output, ELLIPSIS | NORMALIZE_WHITESPACE
     )
     assert is_shown, f"{console}: {command} does not print\n\n{shown}\nbut\n\n{output}"
-
-
-def test_files_of_a_page_are_run_by_a_later_console() -> None:
-    """A console runs with all files before it.
-
-    It runs by pytest, or by the file that it names and what that imports.
-    """
-    for document in {block.document for block in blocks("python") if block.file}:
-        *_, last = [
-            block
-            for block in blocks_of(document)
-            if block.file or block.language == "console"
-        ]
-        assert last.language == "console", f"nothing runs {last}"
 
 
 # The reference of what tests use

@@ -31,7 +31,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
 import torchstrategy
-from conditions import for_changes
+from conditions import for_changes, for_releases
 from documents import dead_links_of
 from processes import NO_ACCELERATOR, python
 from workers.cluster import Cluster, alone, free_ports
@@ -50,22 +50,6 @@ SNIPPETS = [
     if kind == "py"
 ]
 BEGINNING = PROGRAM.partition("\n\nfor epoch")[0]
-
-
-def test_every_block_is_run() -> None:
-    assert {kind for kind, _ in BLOCKS} == {
-        "python",
-        "bash",
-        "shell",
-        "yaml",
-        "diff",
-        "py",
-        "text",
-    }
-    assert len(SNIPPETS) > 10 and len(SHELL) > 4
-    assert sum(kind == "text" for kind, _ in BLOCKS) == sum(
-        shown is not None for _, shown in SNIPPETS
-    )
 
 
 # The program and the commands that start it
@@ -508,6 +492,7 @@ def test_the_table_of_other_ways_says_what_they_have() -> None:
     assert "drop_last" in inspect.signature(DistributedSampler).parameters
 
 
+@for_releases
 def test_the_table_says_what_accelerate_and_fabric_have() -> None:
     accelerate = pytest.importorskip("accelerate")
     fabric = pytest.importorskip("lightning_fabric")

@@ -22,13 +22,11 @@ from torch import nn
 from torch.nn import functional as F
 
 import torchstrategy
+from conditions import for_releases
 from processes import NO_ACCELERATOR, python
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
-RECIPES = [
-    path for path in sorted((DOCS / "recipes").glob("*.md")) if path.name != "index.md"
-]
 
 
 @pytest.fixture
@@ -152,23 +150,6 @@ def test_the_steps_of_the_guide_for_ddp_are_lines_of_the_program_that_is_tested(
 # Recipes: tests/pages/test_readme.py runs them
 
 
-@pytest.mark.parametrize("page", RECIPES, ids=lambda page: page.stem)
-def test_a_recipe_is_one_program_of_at_most_25_lines(page: Path) -> None:
-    """Only the page on validation goes on with a second one.
-
-    A process that validates alone does so otherwise.
-    """
-    programs = re.findall(
-        r"^```python\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL
-    )
-    assert len(programs) == (2 if page.stem == "validation" else 1)
-    assert all(
-        len([line for line in program.splitlines() if line.strip()]) <= 25
-        for program in programs
-    )
-    assert f"({page.name})" in (DOCS / "recipes" / "index.md").read_text()
-
-
 # Every page is found, and looks as it was written
 
 
@@ -213,15 +194,6 @@ def test_every_public_name_has_a_place_in_the_reference(checks: ModuleType) -> N
     assert lacking == []
 
 
-def test_the_pictures_are_as_they_are_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(DOCS / "pictures")
-    drawings: dict[str, str] = importlib.import_module("draw").drawings()
-    for name, text in drawings.items():
-        assert (DOCS / "pictures" / name).read_text() == text, (
-            "run docs/pictures/draw.py"
-        )
-
-
 # The checks
 
 
@@ -263,31 +235,6 @@ def test_a_fault_of_a_page_is_found(
     assert checks.faults_of(site_with(tmp_path, body)) == [fault]
 
 
-def test_links_to_what_there_is_are_no_faults(
-    checks: ModuleType, tmp_path: Path
-) -> None:
-    body = (
-        '<p id="own"></p><a href="#own"><a href="../#here"><a '
-        'href="https://example.org/"><a href="../reference/#x">'
-    )
-    assert checks.faults_of(site_with(tmp_path, body)) == []
-
-
-def test_a_private_module_in_the_reference_and_a_style_from_elsewhere_are_faults(
-    checks: ModuleType, tmp_path: Path
-) -> None:
-    site_with(tmp_path, "torchstrategy._base.no_such_file", "reference/index.html")
-    (tmp_path / "a.css").write_text(
-        "@import 'https://example.org/b.css'; p { background: url(//example.org/c.png) "
-        "}"
-    )
-    assert checks.faults_of(tmp_path) == [
-        "reference/index.html names a private module",
-        "a.css loads https://example.org/b.css from elsewhere",
-        "a.css loads //example.org/c.png from elsewhere",
-    ]
-
-
 # The repository, the version and the releases
 
 REPOSITORY = "https://example.org/somebody/torchstrategy"
@@ -303,25 +250,6 @@ def test_a_page_says_where_it_is_edited_if_the_repository_is_known(
         f"Title\n\npip install git+{REPOSITORY}\n"
     )
     assert build.finished(text, "README.md", "") == text
-
-
-def test_a_page_without_sections_has_no_list_of_them(build: ModuleType) -> None:
-    assert build.finished("# Title\n", "a.md", "") == "---\nhide: [toc]\n---\n# Title\n"
-    for section in ("## Section", "::: torchstrategy.nn"):
-        text = f"# Title\n\n{section}\n"
-        assert build.finished(text, "a.md", "") == text
-
-
-def test_a_cell_names_its_column_for_phones(build: ModuleType) -> None:
-    table = (
-        "<table><tr><th>name</th><th><code>is</code></th></tr>"
-        "<tr><td>a</td><td>b</td></tr></table>"
-    )
-    cells = '<td data-column="name">a</td><td data-column="is">b</td>'
-    assert cells in build.polish(table)
-    assert "data-column" not in build.polish(
-        '<table class="other"><tr><td>a</td></tr></table>'
-    )
 
 
 def rendered(folder: Path, build: ModuleType, repository: str) -> str:
@@ -357,6 +285,7 @@ def rendered(folder: Path, build: ModuleType, repository: str) -> str:
     return (folder / "build" / "site" / "index.html").read_text()
 
 
+@for_releases
 @pytest.mark.parametrize("repository", ["", REPOSITORY])
 def test_the_top_of_a_page_has_the_version_and_the_repository(
     build: ModuleType, tmp_path: Path, repository: str
@@ -370,6 +299,7 @@ def test_the_top_of_a_page_has_the_version_and_the_repository(
     assert 'data-md-component="source"' not in page
 
 
+@for_releases
 def test_a_release_is_put_beside_the_earlier_ones(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

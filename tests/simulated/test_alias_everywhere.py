@@ -19,6 +19,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
+from conditions import for_releases
 from torchstrategy.testing import cuda_alias, run_ranks
 
 
@@ -191,6 +192,7 @@ def test_a_compiled_module_trains(backend: str) -> None:
     ]
 
 
+@for_releases
 @pytest.mark.filterwarnings("ignore")  # of torch's internals, about themselves
 @pytest.mark.parametrize("is_module", [False, True])
 def test_what_is_compiled_as_one_graph_runs_watched_or_not(is_module: bool) -> None:

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from conditions import for_releases
 from torchstrategy.testing import cuda_alias, record_streams
 
 # Libraries of operators. After one has gone, torch 2.10 compiles nothing any more in
@@ -108,6 +109,7 @@ def test_a_scripted_module_moves() -> None:
 # Autocast
 
 
+@for_releases
 def test_autocast_knows_the_operators_that_torch_casts_on_cuda() -> None:
     def has(name: str, key: str) -> bool:
         return bool(torch._C._dispatch_has_kernel_for_dispatch_key(name, key))

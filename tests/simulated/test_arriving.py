@@ -42,9 +42,7 @@ from torchstrategy._base.torch_internals import (
     sparse_values,
 )
 from torchstrategy._data.batch_types import tensors_within
-from torchstrategy._data.reading import Route
 from torchstrategy.testing import count_traffic, record_streams, simulated_devices
-from torchstrategy.testing._simulation import _streams
 
 SIM = simulated_devices()
 CPU = torch.device("cpu")
@@ -495,64 +493,6 @@ def test_a_training_loop_has_no_race(
     assert any(event.what == "use" for event in record.events)
 
 
-def with_no_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_streams.Stream, "wait_event", lambda self, event: None)
-
-
-def with_memory_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.Tensor, "record_stream", lambda self, stream: None)
-
-
-def with_no_event_of_the_reader(monkeypatch: pytest.MonkeyPatch) -> None:
-    stage = Route.stage
-    monkeypatch.setattr(
-        Route, "stage", lambda self, parts: stage(self, parts)._replace(events=[])
-    )
-
-
-def with_no_event_of_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
-    copy = Route.copy
-    monkeypatch.setattr(
-        Route,
-        "copy",
-        lambda self, staged: copy(self, staged)._replace(events=staged.events),
-    )
-
-
-@pytest.mark.parametrize(
-    ("break_it", "loader", "options", "what"),
-    [
-        (with_no_wait, "host", ON_DEMAND, "does not wait for it"),
-        (with_no_wait, "host", AHEAD, "does not wait for it"),
-        (with_no_wait, "device", AHEAD, "does not wait for it"),
-        (with_memory_not_kept, "host", ON_DEMAND, "gets back memory"),
-        (with_memory_not_kept, "host", AHEAD, "gets back memory"),
-        (with_memory_not_kept, "device", AHEAD, "gets back memory"),
-        (with_no_event_of_the_reader, "device", AHEAD, "does not wait for it"),
-        (with_no_event_of_the_worker, "host", ON_DEMAND, "does not wait for it"),
-        (with_no_event_of_the_worker, "host", AHEAD, "does not wait for it"),
-    ],
-)
-def test_no_part_of_the_synchronisation_could_be_left_out(
-    monkeypatch: pytest.MonkeyPatch,
-    break_it: Any,
-    loader: str,
-    options: InputOptions,
-    what: str,
-) -> None:
-    strategy = central(SIM[1], SIM[2], parameters=SIM[1])
-    streams = [torch.Stream(device) for device in SIM]
-    break_it(monkeypatch)
-    with record_streams(check=False) as record:
-        trained = train(
-            strategy,
-            strategy.experimental_distribute_dataset(LOADERS[loader](), options),
-            streams,
-        )
-    assert any(what in race for race in record.races)
-    assert trained
-
-
 @both_ways
 @pytest.mark.parametrize("loader", LOADERS)
 def test_what_the_consumer_holds_stays_valid_while_it_goes_on(
@@ -603,22 +543,6 @@ def test_what_is_made_of_several_tensors_has_no_race_in_any_of_them(
             )
 
 
-def test_all_copies_to_a_device_are_put_on_one_stream_for_good() -> None:
-    strategy = central(SIM[0], SIM[1], SIM[1])
-    with record_streams() as record:
-        for options in (ON_DEMAND, AHEAD, AHEAD):
-            held = [
-                list(strategy.experimental_distribute_dataset(on_the_host(), options))
-                for _ in range(2)
-            ]
-            assert len(held[0]) == 6
-    streams = {event[:2] for event in record.events if event.about == "copy"}
-    assert len(streams) == 2 and {device for device, _ in streams} == {0, 1}
-    assert all(stream for _, stream in streams), (
-        "not on the default stream, where the step computes"
-    )
-
-
 def test_a_batch_waits_on_the_stream_that_is_current_where_it_is_asked_for() -> None:
     dataset = iter(
         central(SIM[0], SIM[1]).experimental_distribute_dataset(
@@ -665,59 +589,6 @@ def test_each_accelerator_replica_has_a_worker_which_ends_with_the_iteration() -
         "torchstrategy-reader",
         "torchstrategy-prefetch-0",
     }
-
-
-def test_a_worker_is_on_its_device_and_its_stream_and_wears_what_the_caller_wears() -> (
-    None
-):
-    seen: list[tuple[str, int, Any, bool]] = []
-
-    class Watched:
-        def __init__(self, x: torch.Tensor) -> None:
-            self.x = x
-
-    def apply(watched: Watched, fn: Any) -> Watched:
-        name, index = (
-            threading.current_thread().name,
-            torch.accelerator.current_device_index(),
-        )
-        if "prefetch" in name:
-            seen.append(
-                (
-                    name,
-                    index,
-                    torch.accelerator.current_stream(),
-                    torch.is_grad_enabled(),
-                )
-            )
-        return Watched(fn(watched.x))
-
-    register_batch_type(
-        Watched,
-        rows=lambda watched: len(watched.x),
-        take=lambda watched, rows: Watched(watched.x[rows]),
-        apply=apply,
-    )
-    strategy = central(SIM[2], SIM[3])
-    with torch.no_grad():
-        list(
-            strategy.experimental_distribute_dataset(
-                [Watched(table(2)), Watched(table(2))], AHEAD
-            )
-        )
-    by_name = {name: (index, stream) for name, index, stream, _ in seen}
-    assert len(seen) == 4 and len(set(seen)) == 2
-    assert {name: index for name, (index, _) in by_name.items()} == {
-        "torchstrategy-prefetch-0": 2,
-        "torchstrategy-prefetch-1": 3,
-    }
-    for device, (_, stream) in zip(
-        SIM[2:], (by_name[name] for name in sorted(by_name)), strict=False
-    ):
-        assert stream.device == device and stream != torch.accelerator.current_stream(
-            device
-        )
-    assert not any(grad for *_, grad in seen)
 
 
 @both_ways

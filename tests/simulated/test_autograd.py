@@ -18,6 +18,7 @@ from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 import torchstrategy
+from conditions import for_releases
 
 ONE, TWO = torch.device("sim:1"), torch.device("sim:2")
 
@@ -701,6 +702,7 @@ def test_forward_mode_carries_tangents_over_devices() -> None:
     assert tangent is not None and tangent.device == TWO and tangent.tolist() == [6, 6]
 
 
+@for_releases
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_torch_compile_traces_devices(backend: str) -> None:

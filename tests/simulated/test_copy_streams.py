@@ -24,13 +24,6 @@ LARGE = 256  # a matrix of this width is sent alone
 MATRIX = 4 * (LARGE + 1) * LARGE
 
 
-def test_each_cargo_has_a_stream_of_its_own() -> None:
-    streams = [copy_stream(SIM[1], cargo) for cargo in Cargo]
-    assert len(set(streams)) == len(Cargo)
-    assert streams == [copy_stream(SIM[1], cargo) for cargo in Cargo]
-    assert sim.default_stream(SIM[1]) not in streams
-
-
 def test_a_batch_does_not_wait_for_the_step_before_it() -> None:
     """The copy of parameters does.
 

@@ -62,13 +62,6 @@ def test_a_hierarchy_crosses_from_group_to_group_once_in_each_direction() -> Non
     assert routes(HierarchicalCopyAllReduce(), 2) == Counter([(1, 0), (0, 1)])
 
 
-def test_packs_take_turns_in_where_they_are_added_up() -> None:
-    first = Counter([(1, 0), (3, 2), (2, 0), (0, 2), (0, 1), (2, 3)])
-    second = Counter([(0, 1), (2, 3), (1, 3), (3, 1), (1, 0), (3, 2)])
-    assert routes(HierarchicalCopyAllReduce(2)) == first + second
-    assert routes(HierarchicalCopyAllReduce(0)) == first + second + first
-
-
 def test_one_device_is_where_all_goes_and_comes_from() -> None:
     # Small values go there together.
     assert routes(ReductionToOneDevice(), 3) == Counter(
@@ -76,15 +69,6 @@ def test_one_device_is_where_all_goes_and_comes_from() -> None:
     )
     assert routes(ReductionToOneDevice(SIM[4]), 2) == Counter(
         {(0, 4): 1, (1, 4): 1, (4, 0): 3, (4, 1): 3}
-    )
-
-
-@pytest.mark.parametrize(("bytes_per_pack", "packs"), [(1, 3), (4 * 4, 2), (4 * 6, 1)])
-def test_so_many_bytes_go_together(bytes_per_pack: int, packs: int) -> None:
-    options = CommunicationOptions(bytes_per_pack=bytes_per_pack)
-    assert sum(routes(HierarchicalCopyAllReduce(), 4, options).values()) == 6 * packs
-    assert routes(ReductionToOneDevice(), 2, options) == Counter(
-        {(1, 0): packs, (0, 1): 3}
     )
 
 

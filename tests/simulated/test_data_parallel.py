@@ -26,7 +26,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import torchstrategy
 from data_parallel import Calls
 from problems import assert_close, data, deal, gradients, mlp, parameters, sgd
-from torchstrategy import RunOptions
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available()
@@ -203,19 +202,6 @@ def test_data_parallel_takes_an_uneven_batch_for_an_even_one() -> None:
     assert UNEVEN.mean().item() == pytest.approx(21.2)
 
 
-def test_a_strategy_weighs_each_replica_by_its_rows() -> None:
-    module, strategy = mean_loss(), central()
-    strategy.distribute_module(module)
-
-    def step(x: torch.Tensor) -> torch.Tensor:
-        module(x).backward()
-        return (module.weight * x).detach()
-
-    losses = strategy.run(step, args=deal(strategy, (UNEVEN,)))
-    assert strategy.reduce("mean", losses, axis=0).item() == pytest.approx(21.2)
-    assert module.weight.grad.item() == pytest.approx(21.2)
-
-
 # Batches that do not fill all devices
 
 
@@ -232,22 +218,6 @@ def test_data_parallel_calls_idle_replicas_without_inputs_if_given_a_keyword() -
     assert model(torch.ones(2, 1)).tolist() == [1, 1]
     with pytest.raises(TypeError, match=r"missing 1 required positional argument: 'x'"):
         model(torch.ones(2, 1), scale=3)
-
-
-@pytest.mark.parametrize(("rows", "counts"), [(9, [3, 3, 3]), (2, [1, 1]), (1, [1])])
-def test_a_strategy_lets_a_replica_without_rows_sit_out_or_run_empty(
-    rows: int, counts: list[int]
-) -> None:
-    module, strategy = counting_rows(), central()
-    strategy.distribute_module(module)
-    for run_empty, expected in (
-        (False, counts),
-        (True, counts + [0] * (4 - len(counts))),
-    ):
-        options = RunOptions(run_empty_replicas=run_empty)
-        args = deal(strategy, (torch.ones(rows, 1),))
-        result = strategy.run(module, args=args, kwargs={"scale": 3}, options=options)
-        assert strategy.gather(result, axis=0).tolist() == expected
 
 
 @given(rows=st.integers(1, 40), devices=st.integers(2, 4))
@@ -272,11 +242,6 @@ def test_data_parallel_drops_rows_if_its_inputs_have_different_numbers_of_them()
     model = parallel(Calls(lambda module, x, mask: x * mask))
     assert model(ROWS, torch.ones(1, 2)).shape == (1, 2)
     assert (ROWS * torch.ones(1, 2)).shape == (4, 2)
-
-
-def test_a_strategy_refuses_inputs_of_different_numbers_of_rows() -> None:
-    with pytest.raises(ValueError, match=r"batch\[0\] has 4 and batch\[1\] has 1"):
-        deal(central(), (ROWS, torch.ones(1, 2)))
 
 
 # What a replica may return
@@ -318,27 +283,6 @@ def test_data_parallel_drops_what_replicas_return_if_the_first_returns_none() ->
     assert parallel(Calls(RESULTS["None from the first"]))(ROWS) is None
 
 
-@pytest.mark.parametrize("name", RESULTS)
-def test_a_strategy_returns_from_each_replica(name: str) -> None:
-    strategy = central()
-    module = strategy.distribute_module(Calls(RESULTS[name]))
-    result = strategy.run(module, args=deal(strategy, (ROWS,)))
-    pieces = [row.view(1, 2).to(f"sim:{index}") for index, row in enumerate(ROWS)]
-    values = (
-        result.values
-        if isinstance(result, torchstrategy.DistributedValues)
-        else (result,) * 4
-    )
-    for got, expected in zip(
-        values, [RESULTS[name](module, piece) for piece in pieces], strict=True
-    ):
-        assert (
-            torch.equal(got, expected)
-            if isinstance(expected, torch.Tensor)
-            else got == expected
-        )
-
-
 # What a replica's module is
 
 
@@ -356,12 +300,6 @@ def test_data_parallel_has_no_parameters_in_its_replicas() -> None:
     seen: list[list[str]] = []
     parallel(listing(seen))(ROWS)
     assert seen == [[]] * 4
-
-
-def test_a_strategy_has_all_parameters_in_its_replicas() -> None:
-    seen: list[list[str]] = []
-    replicated(central(), listing(seen))(ROWS)
-    assert seen == [["weight", "weight"]] * 4
 
 
 class Indirect(nn.Module):
@@ -398,15 +336,6 @@ def test_data_parallel_reaches_the_original_on_another_device_by_a(way: str) -> 
         parallel(Indirect(way), devices=2)(ROWS)
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_a_strategy_reaches_the_replicas_own_layer_by_a(way: str) -> None:
-    module = Indirect(way)
-    results = replicated(central(devices=2), module)(ROWS)
-    for index, (result, x) in enumerate(zip(results, ROWS.split(2), strict=True)):
-        assert result.device == torch.device("sim", index)
-        assert torch.allclose(result.to("sim:0"), module(x.to("sim:0")))
-
-
 def compiled() -> nn.Module:
     return torch.compile(nn.Linear(2, 2), backend="eager")
 
@@ -418,17 +347,6 @@ def test_data_parallel_destroys_a_compiled_model() -> None:
     ):
         parallel(module, devices=2)(ROWS)
     assert list(module.parameters()) == []
-
-
-def test_a_strategy_trains_a_compiled_model() -> None:
-    module, strategy = compiled(), central(devices=2)
-    strategy.distribute_module(module)
-    strategy.run(lambda x: module(x).mean().backward(), args=deal(strategy, (ROWS,)))
-    trained = gradients(module)
-    module.zero_grad()
-    module(ROWS.to("sim:0")).mean().backward()
-    assert len(trained) == 2
-    assert_close(trained, gradients(module), "compiled")
 
 
 def caching(misses: list[nn.Module]) -> nn.Module:
@@ -459,16 +377,6 @@ def test_data_parallel_loses_what_forward_writes_on_the_module() -> None:
     assert len(misses) == 3 * 4
 
 
-def test_a_strategy_keeps_what_forward_writes_on_the_module() -> None:
-    misses: list[nn.Module] = []
-    module: Any = caching(misses)
-    model = replicated(central(), module)
-    for _ in range(3):
-        model(ROWS)
-    assert module.calls == 3
-    assert len(misses) == 4
-
-
 def running_mean_of(rows: torch.Tensor) -> list[float]:
     """That of a batch normalisation that has seen these rows once."""
     return pytest.approx((0.1 * rows.mean(0)).tolist())
@@ -480,23 +388,11 @@ def test_data_parallel_takes_batch_statistics_from_the_first_device_only() -> No
     assert module.running_mean.tolist() == running_mean_of(rows[:4])
 
 
-def test_a_strategy_takes_batch_statistics_from_all_replicas() -> None:
-    module, rows = nn.BatchNorm1d(2), torch.arange(32.0).view(16, 2)
-    replicated(central(), module)(rows)
-    assert module.running_mean.tolist() == running_mean_of(rows)
-    assert int(module.num_batches_tracked) == 1
-
-
 def test_data_parallel_writes_its_name_into_every_checkpoint() -> None:
     assert set(nn.DataParallel(nn.Linear(2, 2).to("sim:0"), [0, 1]).state_dict()) == {
         "module.weight",
         "module.bias",
     }
-
-
-def test_a_strategy_leaves_the_names_in_a_checkpoint_alone() -> None:
-    module = central().distribute_module(nn.Linear(2, 2))
-    assert set(module.state_dict()) == {"weight", "bias"}
 
 
 # What of the caller's state a replica has
@@ -600,15 +496,6 @@ def test_data_parallel_loses_the_callers(state: Any) -> None:
     assert answers == [False] * 4
 
 
-@pytest.mark.parametrize("state", STATES)
-def test_a_strategy_keeps_the_callers(state: Any) -> None:
-    answers: list[bool] = []
-    model = replicated(central(), asking(lambda: has_it(), answers))
-    with state() as has_it:
-        model(ROWS)
-    assert answers == [True] * 4
-
-
 def autocast_dtype() -> torch.dtype | None:
     return torch.get_autocast_dtype("sim") if torch.is_autocast_enabled("sim") else None
 
@@ -626,13 +513,6 @@ def test_data_parallel_makes_float16_of_bfloat16_autocast(
     with torch.autocast("sim", torch.bfloat16):
         parallel(asking(autocast_dtype, answers))(ROWS)
     assert answers == [torch.float16] * 4
-
-
-def test_a_strategy_keeps_bfloat16_autocast() -> None:
-    answers: list[torch.dtype | None] = []
-    with torch.autocast("sim", torch.bfloat16):
-        replicated(central(), asking(autocast_dtype, answers))(ROWS)
-    assert answers == [torch.bfloat16] * 4
 
 
 # What becomes of an exception
@@ -681,15 +561,6 @@ def test_data_parallel_makes_another_exception_of_a_replicas(
     assert raised.value.args != error.args
 
 
-@pytest.mark.parametrize("error", FAILURES)
-def test_a_strategy_raises_the_very_exception_of_a_replica(
-    error: BaseException,
-) -> None:
-    with pytest.raises(type(error)) as raised:
-        replicated(central(), failing(error))(ROWS)
-    assert raised.value is error
-
-
 # Which devices there may be
 
 one_at_a_time = threading.Lock()
@@ -717,14 +588,6 @@ def test_data_parallel_counts_a_batch_twice_on_a_device_that_is_listed_twice() -
     assert module.batches.item() == 1 + 2
 
 
-def test_a_strategy_counts_a_batch_once_on_a_device_that_is_listed_twice() -> None:
-    module = Batches()
-    replicated(
-        torchstrategy.CentralStorageStrategy(["sim:0", "sim:0"], "sim:0"), module
-    )(ROWS)
-    assert module.batches.item() == 1
-
-
 def test_data_parallel_refuses_the_cpu() -> None:
     with pytest.raises(ValueError, match="Expected a non cpu device"):
         nn.DataParallel(nn.Linear(2, 2), ["cpu", "cpu"])  # type: ignore[list-item]
@@ -743,15 +606,6 @@ def test_data_parallel_is_the_bare_module_on_a_cpu_and_on_mps(
     assert seen == [module]
 
 
-def test_a_strategy_has_replicas_on_a_cpu() -> None:
-    seen: list[nn.Module] = []
-    results = replicated(
-        torchstrategy.CentralStorageStrategy(["cpu"] * 4), remembering(seen)
-    )(ROWS)
-    assert len(set(seen)) == len(results) == 4
-    assert torch.equal(torch.cat(results), ROWS)
-
-
 # Random numbers
 
 
@@ -762,18 +616,6 @@ def dropping() -> nn.Module:
 def test_data_parallel_draws_the_same_dropout_mask_on_every_device() -> None:
     masks = parallel(dropping())(torch.ones(4, 64))
     assert torch.equal(masks, masks[:1].expand(4, 64))
-
-
-def test_a_strategy_draws_a_dropout_mask_in_every_replica_by_the_seed() -> None:
-    model = replicated(central(), dropping())
-    masks = []
-    for _ in range(2):
-        torch.manual_seed(1)
-        masks.append(
-            [tuple(mask.flatten().tolist()) for mask in model(torch.ones(4, 64))]
-        )
-    assert len(set(masks[0])) == 4
-    assert masks[0] == masks[1]
 
 
 def drawing(draws: dict[int, float], order: Sequence[int] = ()) -> nn.Module:

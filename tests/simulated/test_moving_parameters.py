@@ -15,7 +15,6 @@ from torch.nn.parallel import comm
 
 import torchstrategy
 from torchstrategy._group import transfer
-from torchstrategy._group.transfer import copy_to
 from torchstrategy.testing import Traffic, count_traffic, record_streams
 
 OWNER, DEVICES = torch.device("sim:4"), ["sim:0", "sim:1"]
@@ -108,23 +107,6 @@ def test_two_hundred_small_parameters_travel_in_one_copy_each_way() -> None:
     ) == {size}
 
 
-def test_each_dtype_goes_by_itself() -> None:
-    strategy, model, optimizer = new(
-        lambda: nn.Sequential(deep(3), *(nn.Linear(4, 4).double() for _ in range(3)))
-    )
-
-    def step(rows: torch.Tensor) -> None:
-        optimizer.zero_grad()
-        model[1:](model[0](rows).double()).square().mean().backward()
-        optimizer.step()
-
-    batch = dealt(strategy)
-    strategy.run(step, args=(batch,))
-    assert set(routes(counted(lambda: strategy.run(step, args=(batch,)))).values()) == {
-        2
-    }
-
-
 def test_what_did_not_change_is_not_copied_and_what_is_frozen_never_again() -> None:
     strategy, model, optimizer = new(lambda: deep(4))
     batch, step = dealt(strategy), step_of(model, optimizer)
@@ -152,34 +134,6 @@ def test_a_large_parameter_goes_by_itself_and_is_written_once() -> None:
     assert routes(traffic)["sim:4", "sim:1"] == 3  # two large ones, and a bias
 
 
-def test_small_tensors_share_a_copy_and_keep_their_values_shapes_and_dtypes() -> None:
-    tensors = [
-        torch.randn(3, 2),
-        torch.arange(5),
-        torch.tensor(7.0),
-        torch.randn(2, 3).T,
-        torch.empty(0, 4),
-    ]
-    tensors += [
-        torch.randn(300, 300),
-        torch.eye(3).to_sparse(),
-        torch.ones(1, dtype=torch.bfloat16),
-    ]
-    with count_traffic() as traffic:
-        there = copy_to(tensors, torch.device("sim:2"))
-    # float32 together, int64, bfloat16, a large one, a sparse one.
-    assert traffic.copies == 5
-    for tensor, moved in zip(tensors, there, strict=True):
-        assert (moved.shape, moved.dtype, moved.device) == (
-            tensor.shape,
-            tensor.dtype,
-            torch.device("sim:2"),
-        )
-        assert torch.equal(moved.cpu().to_dense(), tensor.to_dense())
-    assert copy_to([], torch.device("sim:2")) == []
-    assert copy_to(there[:2], torch.device("sim:2"))[0] is there[0]
-
-
 @pytest.mark.parametrize("owner", ["cpu", "sim:0", "sim:4"])
 def test_nothing_is_read_on_a_stream_before_it_was_written_on_another(
     owner: str,
@@ -204,20 +158,6 @@ def test_a_parameter_is_not_overwritten_while_a_replica_still_reads_it() -> None
             with torch.no_grad():
                 model[1].weight.add_(1.0)
     assert record.races == []
-
-
-def test_the_copies_are_on_the_copy_stream_of_their_device() -> None:
-    strategy, model, optimizer = new(lambda: deep(3))
-    batch, step = dealt(strategy), step_of(model, optimizer)
-    strategy.run(step, args=(batch,))
-    with record_streams() as record:
-        strategy.run(step, args=(batch,))
-    used = {
-        (event.device, event.stream != 0)
-        for event in record.events
-        if event.what == "launch"
-    }
-    assert {(0, True), (1, True)} <= used
 
 
 # ---- torch.nn.parallel's primitives, which know accelerators of one kind, each once

@@ -19,6 +19,7 @@ import pytest
 import torch
 from torch import nn
 
+from conditions import for_releases
 from torchstrategy.testing import cuda_alias
 from torchstrategy.testing._simulation.cuda_more import AS_THEY_ARE
 from torchstrategy.testing._simulation.cuda_names import names_of_cuda
@@ -67,17 +68,7 @@ def public_names() -> set[str]:
     }
 
 
-def names_of_cpp() -> set[str]:
-    """What the stubs of torch's C++ say of CUDA."""
-    tree = ast.parse((TORCH / "_C" / "__init__.pyi").read_text())
-    defined = (
-        node.name
-        for node in tree.body
-        if isinstance(node, (ast.FunctionDef, ast.ClassDef))
-    )
-    return {name for name in defined if name.startswith(("_cuda_", "_nccl_", "_cudnn"))}
-
-
+@for_releases
 def test_each_public_name_is_served_or_refused_by_name() -> None:
     replaced = {
         name: value
@@ -96,35 +87,6 @@ def test_each_public_name_is_served_or_refused_by_name() -> None:
             match=rf"^torch.cuda.{name} is not there: .* simulated devices",
         ):
             getattr(torch.cuda, name)()
-
-
-def test_each_name_of_cpp_is_served_or_refused_by_name() -> None:
-    names = names_of_cpp()
-    assert len(names) > 60
-    served = set()
-    for name in names:
-        try:
-            value = getattr(torch._C, name)
-        except AttributeError as error:
-            assert str(error).startswith(f"torch._C.{name} is not there: ")
-            continue
-        if hasattr(value, "NO_SUCH_THING"):
-            with pytest.raises(
-                NotImplementedError, match=rf"^torch._C.{name} is not there"
-            ):
-                value()
-        else:
-            served.add(name)
-    assert {
-        "_cuda_setStream",
-        "_cuda_getCurrentStream",
-        "_cuda_setDevice",
-        "_cuda_synchronize",
-    } <= served
-    with pytest.raises(
-        AttributeError, match=r"module 'torch._C' has no attribute '_foo'"
-    ):
-        torch._C._foo  # type: ignore[attr-defined]  # noqa: B018
 
 
 def test_streams_are_chosen_by_their_numbers() -> None:

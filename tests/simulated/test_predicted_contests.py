@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from conditions import for_changes
+from conditions import for_changes, for_releases
 from processes import python
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -32,10 +32,7 @@ def held(contests: Any, name: str, folder: Path) -> tuple[list[str], dict[str, b
     return rows, {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def test_every_contest_is_held(contests: Any) -> None:
-    assert [contest.__name__ for contest in contests.OF_ONE_GPU] == list(SMALL)
-
-
+@for_releases
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Attempted to get default timeout for nccl")
 @pytest.mark.parametrize("name", SMALL)

@@ -17,7 +17,6 @@ import torch
 from torch import nn
 
 import torchstrategy
-from torchstrategy._group.transfer import _copying_to
 from torchstrategy.testing import simulated_devices
 from torchstrategy.testing._simulation import streams as simulation
 
@@ -101,12 +100,6 @@ def test_setting_a_stream_makes_its_device_the_current_one() -> None:
         assert torch.accelerator.current_device_index() == index
     torch.accelerator.set_device_index(before[0])
     assert where() == before
-
-
-def test_threads_that_copy_to_one_device_keep_their_own_device() -> None:
-    found = in_turns(_copying_to(SIM[1]), _copying_to(SIM[1]))
-    assert [device for device, _ in found] == [3, 4]
-    assert found[0][1] == found[1][1] == where()[1]
 
 
 @pytest.mark.parametrize(

@@ -77,13 +77,6 @@ def train(
     return trace
 
 
-def test_what_is_played_again_happens_when_it_did() -> None:
-    trace = train()
-    assert played(trace._clock.acts, H100) == pytest.approx(
-        trace._clock.ends, rel=1e-12
-    )
-
-
 def test_streams_events_devices_and_ranks_are_played_again() -> None:
     def main(rank: int) -> None:
         dist.init_process_group("nccl")

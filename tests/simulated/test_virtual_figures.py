@@ -12,7 +12,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from conditions import for_releases
 from torchstrategy.testing import VirtualTrace, virtual_time
+
+pytestmark = for_releases
 
 # GPT-2 124M, 16 rows of 1,024 tokens, attention taken apart, AdamW, PyTorch without
 # compiler, on an A100 80 GB: "Let's reproduce GPT-2 (124M)" by Andrej Karpathy (2024),

@@ -24,7 +24,6 @@ from torchstrategy.testing import (
     step,
     virtual_time,
 )
-from torchstrategy.testing._virtual_time.spans import during, length, united, without
 from torchstrategy.testing._virtual_time.step_times import Steps, steps_of
 
 SIM = simulated_devices()
@@ -209,19 +208,6 @@ def test_a_wait_while_the_device_is_idle_comes_first() -> None:
         r"85\.0 us at test_virtual_steps\.py:\d+: a copy to .* pinned, while its "
         r"device is idle",
         str(trace),
-    )
-
-
-def test_intervals() -> None:
-    busy = united([(1, 2), (1.5, 3), (5, 6)])
-    assert list(without([(0, 10)], busy)) == [(0, 1), (3, 5), (6, 10)]
-    assert list(without([(1, 2)], busy)) == [] and list(without([(0, 1)], [])) == [
-        (0, 1)
-    ]
-    assert (
-        during(2, 5.5, busy) == [(2, 3), (5, 5.5)]
-        and during(3, 5, busy) == []
-        and length(during(0, 9, busy)) == 3
     )
 
 

@@ -17,10 +17,10 @@ from pathlib import Path
 
 import pytest
 
-from conditions import for_changes, without_simulated_devices
+from conditions import for_changes, for_releases, without_simulated_devices
 from house.rooms import package
 
-pytestmark = without_simulated_devices
+pytestmark = [for_releases, without_simulated_devices]
 
 HERE = Path(__file__).parent
 # Containers often have such a number.

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import torchstrategy
-from conditions import for_changes, some_of
+from conditions import for_releases, some_of
 from workers.cluster import cluster
 from workers.trainings import (
     COMPILED,
@@ -69,7 +69,7 @@ def test_workers_compute_the_numbers_of_one_device(workers: int, replicas: int) 
             ), name
 
 
-@for_changes
+@for_releases
 @pytest.mark.filterwarnings(
     "default"
 )  # torch warns of a compiled step with an update, in plain PyTorch too
@@ -82,7 +82,7 @@ def test_compiled_steps_compute_the_numbers_of_one_device(
             assert difference(of_worker[make.__name__], of_one_device(make)) < 1e-12
 
 
-@for_changes
+@for_releases
 @pytest.mark.skipif(
     shutil.which("g++") is None, reason="the compiler needs one for C++"
 )

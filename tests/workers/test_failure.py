@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from conditions import for_changes
+from conditions import for_releases
 from workers import failing, faults
 from workers.cluster import cluster
 
@@ -37,7 +37,7 @@ def test_the_others_hear_who_failed_and_why(name: str) -> None:
 @pytest.mark.skipif(
     sys.platform != "linux", reason="what is left is looked for in /proc"
 )
-@for_changes
+@for_releases
 def test_at_random_moments_the_others_hear_who_is_lost() -> None:
     command = [
         sys.executable,

@@ -177,15 +177,6 @@ def test_one_term_of_uneven_rows_needs_one_message() -> None:
         assert others[-1] == 1
 
 
-def test_workers_with_several_replicas_need_one_message_more_than_by_rows() -> None:
-    for by_loss, by_rows in zip(
-        cluster(2).run(losses.messages, 2, ce, [8, 8, 8], "loss"),
-        cluster(2).run(losses.messages, 2, ce, [8, 8, 8], "mean"),
-        strict=True,
-    ):
-        assert by_loss[-1] == by_rows[-1] + 1
-
-
 # What is said
 
 

@@ -163,17 +163,6 @@ TOGETHER = (
 WRAPPED = "RuntimeError: The step calls a DistributedDataParallel of Net which "
 
 
-def test_the_mark_of_a_sharded_model_travels_while_backward_goes_on() -> None:
-    """It was sent at the end, where each step waited 2 ms for it and nothing else."""
-    for happened in cluster(2).run(sharding_more.what_happens_in_a_backward):
-        # In the first run, nothing is known that could go ahead.
-        assert happened == [
-            "the gradient",
-            "the mark",
-            *(2 * ["the mark", "the gradient"]),
-        ]
-
-
 def test_what_backward_writes_on_buffers_is_that_of_the_first_worker() -> None:
     """The mark has left by then, and could not tell of it.
 

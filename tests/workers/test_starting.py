@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import torchstrategy
-from conditions import for_changes
+from conditions import for_changes, for_releases
 from torchstrategy import multi_worker_mirrored
 from torchstrategy.cluster_resolver import ClusterSpec, SimpleClusterResolver
 from workers import starting
@@ -276,7 +276,7 @@ strategy.run(lambda: None)
 """  # noqa: E501
 
 
-@for_changes
+@for_releases
 @pytest.mark.skipif(
     sys.platform != "linux", reason="the names of native threads are read in /proc"
 )

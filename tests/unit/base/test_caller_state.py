@@ -662,20 +662,6 @@ def test_one_replica_runs_on_the_callers_thread(
     assert not set(threading.enumerate()) - before
 
 
-def test_merge_functions_run_on_the_callers_thread(
-    strategy: torchstrategy.Strategy,
-) -> None:
-    def step() -> int:
-        return torchstrategy.get_replica_context().merge_call(
-            lambda strategy: threading.get_ident()
-        )
-
-    assert (
-        results(strategy, step)
-        == [threading.get_ident()] * strategy.num_replicas_in_sync
-    )
-
-
 def test_replicas_on_one_device_run_one_at_a_time_and_in_order(
     in_one_place: torchstrategy.Strategy,
 ) -> None:

@@ -12,7 +12,7 @@ import torchstrategy
 from conditions import without_accelerators
 from problems import shown
 from topologies import central
-from torchstrategy import CentralStorageStrategy, OneDeviceStrategy, get_replica_context
+from torchstrategy import CentralStorageStrategy, OneDeviceStrategy
 from torchstrategy._base import devices
 
 
@@ -324,23 +324,6 @@ def test_devices_can_be_given_by_name_and_by_position() -> None:
     assert OneDeviceStrategy(device="cpu:1").extended.worker_devices == (cpu(1),)
 
 
-def test_a_device_that_is_listed_twice_is_two_replicas() -> None:
-    strategy = CentralStorageStrategy(
-        ["cpu:1", "/device:CPU:1", torch.device("cpu", 1)]
-    )
-    assert strategy.num_replicas_in_sync == 3
-    assert strategy.extended.worker_devices == (cpu(1),) * 3
-    seen = strategy.run(
-        lambda: (
-            get_replica_context().replica_id_in_sync_group,
-            get_replica_context().devices[0],
-        )
-    )
-    assert [result for result in strategy.experimental_local_results(seen)] == [
-        (r, cpu(1)) for r in range(3)
-    ]
-
-
 @pytest.mark.parametrize(
     "several",
     [("cpu", "cpu:1"), iter(["cpu", "cpu:1"]), [torch.device("cpu"), "/cpu:1"]],
@@ -348,14 +331,6 @@ def test_a_device_that_is_listed_twice_is_two_replicas() -> None:
 )
 def test_devices_may_be_any_sequence(several: Any) -> None:
     assert CentralStorageStrategy(several).extended.worker_devices == (cpu(0), cpu(1))
-
-
-@pytest.mark.parametrize("nothing", [[], ()], ids=shown)
-def test_no_devices_are_refused(nothing: Any) -> None:
-    with pytest.raises(
-        ValueError, match=r"^compute_devices=(\[\]|\(\)) names no device to run on\."
-    ):
-        CentralStorageStrategy(nothing)
 
 
 @pytest.mark.parametrize("bare", ["cpu", "cpu:0", "cuda:0,cuda:1", ""])

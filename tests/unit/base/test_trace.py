@@ -6,7 +6,6 @@ Nothing happens where no profiler is on.
 from __future__ import annotations
 
 import functools
-import tracemalloc
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +16,6 @@ from torch.profiler import ProfilerActivity, profile
 
 import torchstrategy
 from topologies import mirrored_with_copies
-from torchstrategy._base import trace as tracing
 from torchstrategy._base.trace import traced
 
 # What torch before 2.13 says of each first profile.
@@ -178,23 +176,3 @@ def test_a_profiler_that_does_not_see_the_replicas_is_noticed() -> None:
         strategy.run(lambda: None)
     with profile(activities=[ProfilerActivity.CPU]):  # there is no other thread
         torchstrategy.OneDeviceStrategy("cpu").run(lambda: None)
-
-
-def test_nothing_is_made_where_no_profiler_is_on(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(tracing, "record_function", None)
-    training(torchstrategy.CentralStorageStrategy(["cpu"] * 2))()
-    thing = Trainer()
-    tracemalloc.start()
-    try:
-        for _ in range(10):
-            with traced("update [{}]", thing):
-                pass
-        before = tracemalloc.get_traced_memory()[0]
-        for _ in range(100):
-            with traced("update [{}]", thing):
-                pass
-        assert tracemalloc.get_traced_memory()[0] - before < 100
-    finally:
-        tracemalloc.stop()

@@ -22,7 +22,6 @@ from torchstrategy._base.distributed_values import (
     ABSENT,
     Mirrored,
     PerReplica,
-    local_results,
     regroup,
     select,
 )
@@ -110,13 +109,6 @@ def test_a_per_replica_value_is_a_container_and_not_a_tensor(
         call(per_replica)
 
 
-def test_a_per_replica_value_is_equal_only_to_itself(per_replica: PerReplica) -> None:
-    twin = PerReplica(per_replica.values)
-    assert per_replica == per_replica
-    assert per_replica != twin
-    assert {per_replica, twin, per_replica} == {twin, per_replica}
-
-
 def test_a_distributed_value_can_be_referred_to_weakly(per_replica: PerReplica) -> None:
     assert weakref.ref(per_replica)() is per_replica
 
@@ -175,19 +167,6 @@ def test_absent_replicas_stay_absent_in_a_copy(duplicate: Callable[[Any], Any]) 
 # regroup: the same object, and others
 
 
-def test_one_and_the_same_object_from_all_replicas_is_that_object() -> None:
-    leaf = Leaf()
-    assert regroup([leaf] * 3) is leaf
-
-
-def test_equal_objects_stay_apart() -> None:
-    first, second = torch.ones(2), torch.ones(2)
-    value = regroup([first, second])
-    assert type(value) is PerReplica
-    assert value.values[0] is first
-    assert value.values[1] is second
-
-
 def test_an_object_that_all_but_one_share_is_a_component_of_each() -> None:
     leaf, odd = Leaf(), Leaf()
     assert regroup([leaf, leaf, odd]).values == (leaf, leaf, odd)
@@ -196,20 +175,6 @@ def test_an_object_that_all_but_one_share_is_a_component_of_each() -> None:
 def test_none_from_all_replicas_is_none_and_from_some_is_a_component() -> None:
     assert regroup([None, None]) is None
     assert regroup([None, 1]).values == (None, 1)
-
-
-def test_the_value_of_a_lone_replica_is_bare() -> None:
-    leaf = Leaf()
-    assert regroup([leaf]) is leaf
-    assert regroup([{"x": [leaf]}]) == {"x": [leaf]}
-
-
-@pytest.mark.parametrize("shared", [None, 7, Leaf()], ids=repr)
-@pytest.mark.parametrize("replicas", [1, 3])
-def test_every_leaf_can_be_wrapped(shared: object, replicas: int) -> None:
-    value = regroup([{"x": shared}] * replicas, always_wrap=True)
-    assert type(value["x"]) is PerReplica
-    assert value["x"].values == (shared,) * replicas
 
 
 # regroup: containers
@@ -296,27 +261,7 @@ def test_dicts_may_have_their_keys_in_another_order() -> None:
         assert [component.name for component in value[key].values] == [name, name]
 
 
-def test_components_may_differ_in_type_and_shape() -> None:
-    first, second = torch.ones(1), torch.ones(2, 2, dtype=torch.int8)
-    assert regroup([first, second]).values == (first, second)
-    assert regroup([[3], ["three"]])[0].values == (3, "three")
-
-
 # regroup: absent replicas
-
-
-def test_absent_replicas_have_no_component_and_the_others_keep_their_ids() -> None:
-    value = regroup([[Leaf(0)], ABSENT, [Leaf(2)], ABSENT])[0]
-    assert [component.name for component in value.values] == [0, 2]
-    assert [select(value, r).name for r in (0, 2)] == [0, 2]
-
-
-def test_the_lone_replica_that_is_present_keeps_its_id() -> None:
-    leaf = Leaf()
-    value = regroup([ABSENT, leaf])
-    assert type(value) is PerReplica
-    assert value.values == (leaf,)
-    assert select(value, 1) is leaf
 
 
 def test_the_same_object_from_all_that_are_present_is_that_object() -> None:
@@ -374,13 +319,6 @@ def test_structures_that_differ_are_refused_with_the_place(mismatch: str) -> Non
         regroup([first, second])
 
 
-def test_the_replicas_that_differ_are_named() -> None:
-    with pytest.raises(
-        ValueError, match=r"^Replicas 1 and 3 returned values of different structure"
-    ):
-        regroup([ABSENT, [1], [2], [3, 4]])
-
-
 def test_run_names_the_replicas_whose_results_differ(several: Strategy) -> None:
     last = several.num_replicas_in_sync - 1
     with pytest.raises(
@@ -394,32 +332,6 @@ def test_run_names_the_replicas_whose_results_differ(several: Strategy) -> None:
 
 
 # select
-
-
-def test_select_takes_each_component_wherever_it_stands() -> None:
-    value = PerReplica([Leaf(0), Leaf(1)])
-    tree = ({"k": [{"z": value}]}, value, Mirrored([Leaf(0), Leaf(1)]), Pair(value, 3))
-    mine = select(tree, 1)
-    assert type(mine) is tuple
-    assert type(mine[3]) is Pair
-    assert [
-        leaf.name for leaf in (mine[0]["k"][0]["z"], mine[1], mine[2], mine[3].first)
-    ] == [1, 1, 1, 1]
-
-
-def test_select_hands_out_plain_leaves_as_they_are() -> None:
-    leaf, tensor, members = Leaf(), torch.ones(1), {1, 2}
-    mine = select([leaf, tensor, members, None], 0)
-    assert mine[0] is leaf
-    assert mine[1] is tensor
-    assert mine[2] is members
-    assert mine[3] is None
-
-
-def test_select_makes_containers_of_its_own() -> None:
-    tree = {"x": [1]}
-    select(tree, 0)["x"].append(2)
-    assert tree == {"x": [1]}
 
 
 # Any nesting
@@ -464,95 +376,6 @@ def is_same(first: Any, second: Any) -> bool:
     if isinstance(first, (list, tuple)):
         return len(first) == len(second) and all(map(is_same, first, second))
     return first is second
-
-
-def leaves_of(tree: Any) -> list[Any]:
-    if isinstance(tree, dict):
-        tree = list(tree.values())
-    if isinstance(tree, (list, tuple)):
-        return [leaf for inner in tree for leaf in leaves_of(inner)]
-    return [tree]
-
-
-@quickly
-@given(NESTINGS, st.integers(1, 4))
-def test_select_gives_back_what_regroup_put_together(
-    nesting: Any, replicas: int
-) -> None:
-    trees = [filled(nesting, Leaf) for _ in range(replicas)]
-    value = regroup(trees)
-    for r, tree in enumerate(trees):
-        assert is_same(select(value, r), tree)
-
-
-@quickly
-@given(NESTINGS, st.lists(st.booleans(), min_size=1, max_size=4).filter(any))
-def test_select_gives_back_those_that_are_present(
-    nesting: Any, present: Sequence[bool]
-) -> None:
-    trees = [filled(nesting, Leaf) if is_present else ABSENT for is_present in present]
-    value = regroup(trees)
-    for r, tree in enumerate(trees):
-        if tree is not ABSENT:
-            assert is_same(select(value, r), tree)
-    if len(present) > 1:
-        for leaf in leaves_of(value):
-            assert type(leaf) is PerReplica
-            assert len(leaf.values) == sum(present)
-
-
-@quickly
-@given(NESTINGS, st.integers(2, 4), st.data())
-def test_leaves_are_shared_or_distributed_each_on_its_own(
-    nesting: Any, replicas: int, data: st.DataObject
-) -> None:
-    first = filled(nesting, Leaf)
-    shared = {id(leaf) for leaf in leaves_of(first) if data.draw(st.booleans())}
-    leaves = iter(leaves_of(first) * (replicas - 1))
-
-    def own_or_shared() -> Leaf:
-        leaf = next(leaves)
-        return leaf if id(leaf) in shared else Leaf()
-
-    value = regroup(
-        [first] + [filled(nesting, own_or_shared) for _ in range(replicas - 1)]
-    )
-    for leaf, together in zip(leaves_of(first), leaves_of(value), strict=True):
-        assert (together is leaf) == (id(leaf) in shared)
-        assert isinstance(together, PerReplica) == (id(leaf) not in shared)
-
-
-@quickly
-@given(NESTINGS, NESTINGS, st.integers(1, 3))
-def test_replicas_of_different_nesting_are_refused_and_of_the_same_are_not(
-    nesting: Any, other: Any, at: int
-) -> None:
-    def shape(tree: Any) -> Any:
-        if isinstance(tree, dict):
-            return "dict", {key: shape(inner) for key, inner in tree.items()}
-        return (
-            (type(tree), [shape(inner) for inner in tree])
-            if isinstance(tree, (list, tuple))
-            else "leaf"
-        )
-
-    trees = [filled(other if r == at else nesting, Leaf) for r in range(4)]
-    if shape(nesting) == shape(other):
-        regroup(trees)
-    else:
-        with pytest.raises(
-            ValueError,
-            match=rf"^Replicas 0 and {at} returned values of different structure",
-        ):
-            regroup(trees)
-
-
-@quickly
-@given(NESTINGS, st.integers(2, 4))
-def test_local_results_are_what_each_replica_had(nesting: Any, replicas: int) -> None:
-    trees = [filled(nesting, Leaf) for _ in range(replicas)]
-    value = regroup(trees)
-    assert is_same(local_results(value, replicas), tuple(trees))
 
 
 @settings(quickly, max_examples=25)

@@ -852,16 +852,6 @@ def test_each_piece_is_less_than_a_row_away_from_its_share(
         assert share or not size
 
 
-@quickly
-@given(st.integers(1, 8), st.integers(0, 1000), st.floats(1e-3, 1e3))
-def test_equal_shares_give_equal_pieces(replicas: int, rows: int, share: float) -> None:
-    sizes = [
-        piece.stop - piece.start
-        for piece in split_in_proportion([share] * replicas)(rows)
-    ]
-    assert max(sizes) - min(sizes) == (1 if rows % replicas else 0)
-
-
 @pytest.mark.parametrize(
     ("shares", "rows", "expected"),
     [

@@ -54,7 +54,6 @@ TWO, THREE = central(2), central(3)
 PER_REPLICA = InputOptions(
     experimental_replication_mode=InputReplicationMode.PER_REPLICA
 )
-EVERYWHERE = RunOptions(run_empty_replicas=True)
 quickly = settings(max_examples=40, deadline=None, derandomize=True, database=None)
 
 
@@ -344,16 +343,6 @@ def test_the_last_elements_are_lost_in_no_way_of_asking(how: str) -> None:
         with pytest.raises(OutOfRangeError):
             iterator.get_next()
         assert not iterator.get_next_as_optional().has_value()
-
-
-def test_a_replica_without_an_element_sits_the_step_out(several: Strategy) -> None:
-    replicas = several.num_replicas_in_sync
-    (value,) = from_(several, elements(3))
-    result = several.run(lambda x: x.max(), args=(value,))
-    assert [int(x) for x in result.values] == [2]
-    assert int(several.reduce("sum", result, axis=None)) == 2
-    sizes = several.run(len, args=(value,), options=EVERYWHERE)
-    assert several.experimental_local_results(sizes) == (3,) + (0,) * (replicas - 1)
 
 
 def test_elements_of_other_shapes_are_given_as_they_are() -> None:

@@ -17,7 +17,6 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from problems import shown
 from topologies import SIMULATED, TOPOLOGIES, central
 from torchstrategy import (
-    CentralStorageStrategy,
     DistributedDataset,
     DistributedValues,
     RunOptions,
@@ -25,7 +24,6 @@ from torchstrategy import (
     get_replica_context,
     get_strategy,
 )
-from torchstrategy._data.steps import split_equally
 
 DEFAULT = get_strategy()
 CHOSEN = [name for name in TOPOLOGIES if name != "default"]
@@ -99,23 +97,6 @@ def test_a_batch_is_dealt_as_tensorflow_deals_it(rows: int, replicas: int) -> No
     value = batch(STRATEGIES[replicas], torch.arange(rows))
     assert [len(component) for component in value.values] == TABLE[rows][replicas]
     assert list(itertools.chain(*pieces(value))) == list(range(rows))
-
-
-@quickly
-@given(st.integers(0, 200), st.integers(1, 40))
-def test_no_row_is_lost_or_dealt_twice_and_all_are_in_order(
-    rows: int, replicas: int
-) -> None:
-    shares = split_equally(replicas, rows)
-    assert len(shares) == replicas
-    assert [row for share in shares for row in range(rows)[share]] == list(range(rows))
-    size = -(-rows // replicas)
-    assert all(
-        share.stop - share.start in (size, 0) or share.stop == rows for share in shares
-    )
-    assert [share.start for share in shares] == [
-        min(r * size, rows) for r in range(replicas)
-    ]
 
 
 @quickly
@@ -286,12 +267,6 @@ def test_what_has_no_rows_is_given_whole_to_every_replica(scalar: Any) -> None:
     assert received is True
 
 
-def test_pieces_share_the_memory_of_a_batch_that_is_where_they_are_needed() -> None:
-    rows = torch.arange(4)
-    value = batch(CentralStorageStrategy(["cpu"] * 2), rows)
-    assert value.values[0].data_ptr() == rows.data_ptr()
-
-
 def test_old_batches_stay_as_they_are_while_one_iterates_on() -> None:
     steps = iter(
         STRATEGIES[2].experimental_distribute_dataset(
@@ -328,16 +303,6 @@ def test_what_was_dealt_can_be_gathered_again(
 
 
 # What cannot be dealt
-
-
-@pytest.mark.parametrize("replicas", [2, 3])
-def test_leaves_that_disagree_on_the_rows_are_refused_by_name(replicas: int) -> None:
-    sentence = (
-        r"^The leaves of a batch have different numbers of rows: batch\['x'\] has 4 "
-        r"and batch\['m'\]\[0\] has 6\. "
-    )
-    with pytest.raises(ValueError, match=sentence):
-        batch(STRATEGIES[replicas], {"x": torch.ones(4, 2), "m": [torch.ones(6)]})
 
 
 @pytest.mark.parametrize(
@@ -378,21 +343,6 @@ def test_one_replica_takes_unbatched_elements(topology: str) -> None:
             TOPOLOGIES[topology](), [torch.tensor(1), torch.tensor(2)]
         )
     ] == [1, 2]
-
-
-@pytest.mark.parametrize(
-    "unknown",
-    [{1, 2}, object(), range(2), iter([1, 2])],
-    ids=lambda u: type(u).__name__,
-)
-def test_a_leaf_of_an_unknown_type_is_refused_by_name(unknown: Any) -> None:
-    kind = type(unknown).__name__
-    sentence = (
-        rf"^batch\['s'\] is an? {kind}, and it is not known how to distribute its "
-        r"rows\. "
-    )
-    with pytest.raises(TypeError, match=sentence):
-        batch(STRATEGIES[2], {"x": torch.ones(2), "s": unknown})
 
 
 @pytest.mark.parametrize(

@@ -81,10 +81,6 @@ def test_what_a_context_says_cannot_be_changed(name: str) -> None:
     assert context == InputContext(2, 1, 4)
 
 
-def test_a_context_has_room_for_nothing_else() -> None:
-    assert not hasattr(InputContext(), "__dict__")
-
-
 def test_a_context_does_not_judge_what_it_is_told() -> None:
     assert InputContext(0, 7, -1).input_pipeline_id == 7
 
@@ -181,12 +177,6 @@ def test_a_dataset_cannot_be_left_undecided_between_the_host_and_a_device() -> N
         TypeError, match=said("experimental_place_dataset_on_device", None)
     ):
         InputOptions(experimental_place_dataset_on_device=None)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("name", MAY_BE_LEFT_OPEN)
-@pytest.mark.parametrize("value", [True, False])
-def test_a_flag_is_kept_as_it_is(name: str, value: bool) -> None:
-    assert getattr(InputOptions(**{name: value}), name) is value
 
 
 @pytest.mark.parametrize("mode", ["PER_REPLICA", "per_worker", 0, None], ids=shown)

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from conditions import needs_fork, without_simulated_devices
+from conditions import for_releases, needs_fork, without_simulated_devices
 from loaders import (
     AHEAD,
     HANG,
@@ -312,6 +312,7 @@ def things_after_breaking_off(dataset: Any, times: int) -> int:
     return len(gc.get_objects())
 
 
+@for_releases
 @without_simulated_devices
 def test_hundreds_of_iterators_that_are_broken_off_use_up_nothing() -> None:
     dataset = central(2).experimental_distribute_dataset([torch.ones(2)] * 6, AHEAD)

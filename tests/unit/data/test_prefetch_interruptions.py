@@ -23,7 +23,12 @@ import torch
 from torch.utils.data import DataLoader
 
 import torchstrategy
-from conditions import needs_fork, needs_signals, without_simulated_devices
+from conditions import (
+    for_releases,
+    needs_fork,
+    needs_signals,
+    without_simulated_devices,
+)
 from loaders import (
     AHEAD,
     HANG,
@@ -274,6 +279,7 @@ def test_a_forked_child_leaves_its_parents_iterator_alone(kind: str) -> None:
     assert found == [[2 * k, 2 * k + 1] for k in range(6)]
 
 
+@for_releases
 @pytest.mark.slow
 @without_simulated_devices
 @pytest.mark.parametrize("context", [pytest.param("fork", marks=needs_fork), "spawn"])

@@ -10,17 +10,11 @@ import pytest
 from torchstrategy._group.processes import meeting
 from torchstrategy._group.processes.network_interfaces import (
     addresses_of,
-    chosen_addresses,
 )
 
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux", reason="other systems do not tell an interface's addresses"
 )
-
-
-def test_an_interface_has_its_addresses() -> None:
-    assert addresses_of("lo")[0] == "127.0.0.1"
-    assert addresses_of("none-of-this-name") == []
 
 
 def test_an_interface_may_have_any_name() -> None:
@@ -29,11 +23,6 @@ def test_an_interface_may_have_any_name() -> None:
     The locale may know no letters but those of ASCII.
     """
     assert addresses_of("stra\udcc3\udc9fe") == []
-
-
-def test_no_interface_is_chosen_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-    assert chosen_addresses() == []
 
 
 def test_workers_are_called_at_the_chosen_interface(

@@ -9,11 +9,9 @@ import subprocess
 import sys
 
 import pytest
-import torch
 
 import torchstrategy
-from conditions import without_simulated_devices
-from torchstrategy._base.torch_internals import keep_graphs_here
+from conditions import for_releases, without_simulated_devices
 
 PROGRAM = """
 import torch, torchstrategy
@@ -43,6 +41,7 @@ def test_a_process_ends_well_where_torch_keeps_objects_with_threads() -> None:
         assert (done.returncode, done.stdout, done.stderr) == (0, "has run\n", "")
 
 
+@for_releases
 @pytest.mark.slow
 # Of torch, where it imports the compiler.
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -60,24 +59,3 @@ def test_the_compiler_finds_its_tables_of_graphs_in_each_replica() -> None:
     assert len(set(found)) == 3  # a graph is recorded on the thread that runs it
     assert strategy.experimental_local_results(strategy.run(step)) == found
     cudagraph_trees.get_obj(cudagraph_trees.local, "tree_manager_containers").clear()
-
-
-def test_torch_gets_a_reference_to_what_it_keeps_with_a_thread(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Before 2.13, torch lets go of a reference that it has not taken.
-
-    Processes crashed at their end, or earlier.
-    """
-    taken: list[object] = []
-    monkeypatch.setattr(
-        torch._C, "_stash_obj_in_tls", lambda name, table: taken.append(table)
-    )
-    monkeypatch.setattr(
-        torch, "__version__", torch.torch_version.TorchVersion("2.12.0")
-    )
-    keep_graphs_here()
-    monkeypatch.undo()
-    references = list(map(sys.getrefcount, taken))
-    ordinary: list[object] = [{}, {}]
-    assert references == [count + 1 for count in map(sys.getrefcount, ordinary)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,7 +22,6 @@ from torchstrategy import (
 )
 from torchstrategy._base.distributed_values import ABSENT, Mirrored, PerReplica
 from torchstrategy._group.transfer import (
-    combine_in_buckets,
     exchange_in_buckets,
     why_not_nccl,
 )
@@ -705,35 +703,6 @@ def columns_of(
 
 
 @settings(deadline=None, max_examples=60)
-@given(COLUMNS, st.integers(0, 4), st.sampled_from([0, 1, 16, 64, 1000]))
-def test_what_is_packed_comes_out_as_it_was(
-    kinds: list[Any], count: int, limit: int
-) -> None:
-    columns = columns_of(kinds)
-    for most, number in ((math.inf, count) if count else (0, 1), (limit, 1)):
-        results = exchange_in_buckets(columns, most, list, number)
-        close(results, [list(column) for column in columns], rtol=0, atol=0)
-
-
-@settings(deadline=None, max_examples=60)
-@given(st.lists(SHAPES, min_size=1, max_size=6), st.integers(1, 4))
-def test_so_many_packs_are_of_one_size_and_the_last_takes_the_rest(
-    shapes: list[list[int]], count: int
-) -> None:
-    packs = packs_of(
-        columns_of([(shape, torch.float64) for shape in shapes]), math.inf, count
-    )
-    sizes = [pack[0].numel() for pack in packs if pack[0].numel()]
-    elements = sum(torch.Size(shape).numel() for shape in shapes)
-    each = elements // count
-    assert sizes == (
-        [each] * (count - 1) + [elements - each * (count - 1)]
-        if each
-        else [elements] * (elements > 0)
-    )
-
-
-@settings(deadline=None, max_examples=60)
 @given(COLUMNS, st.integers(1, 200))
 def test_packs_have_so_many_bytes_at_most_unless_one_tensor_has_more(
     kinds: list[Any], limit: int
@@ -745,27 +714,3 @@ def test_packs_have_so_many_bytes_at_most_unless_one_tensor_has_more(
     alone = [column[0].numel() * column[0].element_size() for column in columns]
     assert all(size <= limit or size in alone for size in sizes)
     assert len(sizes) <= len(columns)
-
-
-def test_a_pack_holds_one_dtype_and_what_is_sparse_goes_alone() -> None:
-    kinds = [
-        ([2], torch.float64),
-        ([3], torch.int64),
-        ([1], torch.float64),
-        ([], torch.int64),
-    ]
-    sparse = [torch.eye(2).to_sparse()] * 2
-    shapes = [
-        tuple(pack[0].shape) for pack in packs_of([*columns_of(kinds), sparse], 1000)
-    ]
-    assert shapes == [(3,), (4,), (2, 2)]
-    assert [
-        tuple(p[0].shape) for p in packs_of([*columns_of(kinds), sparse], math.inf)
-    ] == shapes
-
-
-def test_without_a_limit_nothing_is_packed() -> None:
-    columns = columns_of([([2, 2], torch.float64), ([1], torch.float64)])
-    seen: list[Any] = []
-    combine_in_buckets(columns, 0, lambda column: seen.append(column) or column[0])  # type: ignore[func-returns-value]
-    assert seen == columns

@@ -537,20 +537,3 @@ def test_the_example_of_an_input_function_on_the_page(old: v1.Strategy) -> None:
         replica_results = old.experimental_run(torch.sum, iterator)
     n = old.num_replicas_in_sync
     assert results(old, replica_results) == [6 // n] * n
-
-
-def test_the_example_of_a_numpy_dataset_on_the_page() -> None:
-    strategy = v1.OneDeviceStrategy("cpu")
-    dataset = strategy.experimental_make_numpy_dataset(np.ones([10], dtype=np.float32))
-    dealt = list(strategy.experimental_distribute_dataset(dataset))
-    assert len(dealt) == 10
-    assert all(element.dtype == torch.float32 for element in dealt)
-
-
-def test_the_reductions_of_the_page() -> None:
-    strategy = central(2)
-    value = next(strategy.make_dataset_iterator([torch.arange(8.0)]))
-    assert strategy.reduce(ReduceOp.SUM, value).tolist() == [4, 6, 8, 10]
-    assert strategy.reduce(ReduceOp.SUM, value, axis=0) == 28
-    last = next(strategy.make_dataset_iterator([torch.arange(6.0)]))
-    assert strategy.reduce(ReduceOp.MEAN, last, axis=0) == 15 / 6

@@ -16,11 +16,9 @@ from problems import context, data, deal, mlp, mse, sgd
 from topologies import TOPOLOGIES
 from torchstrategy._base.devices import canonical_device
 from torchstrategy._copies.replicated_storage import ReplicatedStorage
-from torchstrategy._group import replica_threads
 from torchstrategy._run.placement import Placement
 from torchstrategy.replicated import ReplicatedExtended
 from torchstrategy.testing import count_traffic
-from torchstrategy.testing._counters import Copy, copies_of
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 
@@ -38,46 +36,6 @@ def central(replicas: int, may_alias: bool = True) -> torchstrategy.Strategy:
 
 
 # What is a copy
-
-
-def tensor(
-    device: torch.device, numbers: int = 2, dtype: torch.dtype = torch.float32
-) -> torch.Tensor:
-    return torch.empty(numbers, dtype=dtype, device=device)
-
-
-@pytest.mark.parametrize(
-    ("operator", "arguments", "result", "expected"),
-    [
-        ("aten::_to_copy", (tensor(CPU),), tensor(META), [Copy(CPU, META, 8, False)]),
-        (
-            "aten::_to_copy",
-            (tensor(META),),
-            tensor(CPU, dtype=torch.float64),
-            [Copy(META, CPU, 16, False)],
-        ),
-        (
-            "aten::copy_",
-            (tensor(META, 3), tensor(CPU, 1)),
-            None,
-            [Copy(CPU, META, 12, True)],
-        ),
-        ("aten::copy_", (tensor(CPU), tensor(CPU)), None, [Copy(CPU, CPU, 8, True)]),
-        (
-            "aten::_foreach_copy_",
-            ([tensor(META), tensor(CPU)], [tensor(CPU), tensor(CPU)]),
-            None,
-            [Copy(CPU, META, 8, True), Copy(CPU, CPU, 8, True)],
-        ),
-        ("aten::empty_like", (tensor(CPU),), tensor(META), []),
-        ("aten::add", (tensor(CPU), tensor(META)), tensor(CPU), []),
-        ("aten::clone", (tensor(CPU),), tensor(CPU), []),
-    ],
-)
-def test_an_operation_that_copies_values_is_a_copy(
-    operator: str, arguments: tuple[Any, ...], result: Any, expected: list[Copy]
-) -> None:
-    assert list(copies_of(operator, arguments, result)) == expected
 
 
 @pytest.mark.parametrize(
@@ -128,25 +86,6 @@ def test_the_copies_of_all_replicas_are_counted() -> None:
     with count_traffic() as traffic:
         central(3).run(lambda: torch.ones(1).to("meta"))
     assert traffic.copies_by_route == {(CPU, META): 3}
-
-
-def test_the_copies_of_replicas_that_run_at_once_are_counted(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(replica_threads, "memory_device", lambda device: device)
-    strategy, together = (
-        torchstrategy.CentralStorageStrategy(["cpu:0", "cpu:1"]),
-        threading.Barrier(2),
-    )
-
-    def step() -> None:
-        together.wait(5.0)
-        for _ in range(500):
-            torch.ones(1).to("meta")
-
-    with count_traffic() as traffic:
-        strategy.run(step)
-    assert traffic.copies == 1000
 
 
 def test_the_copies_in_backward_and_in_merge_functions_are_counted() -> None:

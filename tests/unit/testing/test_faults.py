@@ -151,20 +151,6 @@ def test_a_failure_in_the_second_step_of_a_run_keeps_the_first(
     assert_same(trained(problem), trained(twin))
 
 
-@pytest.mark.parametrize("who", [0, 2])
-def test_the_program_goes_on_after_the_failure_as_if_it_had_not_been(
-    make: Make, problem: Training, who: int
-) -> None:
-    twin = Training(make(3))
-    torch.manual_seed(5)
-    with fail_in_replica(who, "backward", Injected), pytest.raises(Injected):
-        problem.run(train(problem))
-    for p in (problem, twin):
-        torch.manual_seed(6)
-        p.run(train(p))
-    assert_same(problem.state(), twin.state())
-
-
 # Where and how often
 
 

@@ -22,8 +22,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import torchstrategy
 from problems import data, deal, mlp, mse, sgd
 from torchstrategy._base.context import Frame
-from torchstrategy._base.objects.torch_hooks import on_step_begin, on_step_end
-from torchstrategy._base.torch_internals import global_step_hooks
 from torchstrategy._group.replica_threads import ReplicaThreads
 from torchstrategy.testing._leaks import (
     no_leaks,
@@ -435,21 +433,6 @@ def test_another_accelerator_that_is_left_current_is_found(
 def test_random_numbers_that_were_drawn_are_no_leak() -> None:
     with no_torch_state_leaks():
         torch.rand(3)
-
-
-def test_the_hooks_that_the_first_strategy_puts_up_for_good_are_no_leak() -> None:
-    for table in global_step_hooks():
-        for number in [
-            number
-            for number, hook in table.items()
-            if hook in (on_step_begin, on_step_end)
-        ]:
-            del table[number]
-    with no_torch_state_leaks():
-        train(torchstrategy.CentralStorageStrategy(["cpu"] * 2))
-    before, after = global_step_hooks()
-    assert on_step_begin in before.values()
-    assert on_step_end in after.values()
 
 
 def test_the_error_of_the_block_notes_what_is_left_on() -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 import io
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +17,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from linted import findings_of, findings_of_file, names_of
+from linted import findings_of, names_of
 from torchstrategy.testing import run_ranks
 
 RANKS = 2
@@ -357,53 +356,3 @@ def test_a_copy_of_a_state_is_left_alone(take: Callable[[nn.Module], Any]) -> No
 
 
 # Silence
-
-
-PROGRAMS = {
-    "optimizer-not-restored": """
-import io, torch
-model = torch.nn.Linear(4, 1)
-file = io.BytesIO()
-torch.save({"model": model.state_dict(), "step": 20}, file)
-file.seek(0)
-checkpoint = torch.load(file)
-model.load_state_dict(checkpoint["model"])
-optimizer = torch.optim.Adam(model.parameters())
-for step in range(checkpoint["step"], 24):
-    optimizer.zero_grad()
-    model(torch.randn(2, 4)).square().mean().backward()
-    optimizer.step()  # COMMENT
-""",
-    "epoch-again": """
-import io, torch
-from torch.utils.data import DataLoader, DistributedSampler
-model = torch.nn.Linear(4, 1)
-optimizer = torch.optim.Adam(model.parameters())
-file = io.BytesIO()
-torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": 2}, file)
-file.seek(0)
-checkpoint = torch.load(file)
-model.load_state_dict(checkpoint["model"])
-optimizer.load_state_dict(checkpoint["optimizer"])
-data = list(torch.randn(16, 4))
-sampler = DistributedSampler(data, 1, 0)
-for epoch in range(2):
-    sampler.set_epoch(epoch)  # COMMENT
-    for rows in DataLoader(data, 4, sampler=sampler):
-        optimizer.zero_grad()
-        model(rows).square().mean().backward()
-        optimizer.step()
-""",  # noqa: E501
-}
-
-
-@pytest.mark.parametrize("name", PROGRAMS)
-@pytest.mark.parametrize("is_silenced", [False, True])
-def test_a_comment_silences_each(name: str, is_silenced: bool, tmp_path: Path) -> None:
-    file = tmp_path / "program.py"
-    silenced = name if is_silenced else "same-order"
-    file.write_text(
-        PROGRAMS[name].replace("COMMENT", f"torchstrategy: ignore[{silenced}]")
-    )
-    found = findings_of_file(file)
-    assert [finding.name for finding in found] == ([] if is_silenced else [name])

@@ -215,19 +215,6 @@ def test_gradients_of_each_ranks_rows_are_not_added(
     )
 
 
-def test_a_comment_silences_it() -> None:
-    def main(rank: int) -> None:
-        begin()
-        model = nn.Sequential(*blocks(rank, gathered, scattered))
-        optimizer = sgd(model)
-        for batch in batches(rank):
-            optimizer.zero_grad()
-            model(batch).square().mean().backward()
-            optimizer.step()  # torchstrategy: ignore[gradient-not-reduced]
-
-    assert findings_of(main) == []
-
-
 # Layers that are divided
 
 

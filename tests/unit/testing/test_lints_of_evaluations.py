@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -995,22 +994,3 @@ def program(rank):
         optimizer.step()
 run_ranks(program, 4)
 """
-BEGIN = """
-import copy
-import torch
-import torch.distributed as dist
-from torch import nn
-from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
-from torchstrategy.testing import run_ranks
-"""
-
-
-@pytest.mark.parametrize("name", SILENT)
-@pytest.mark.parametrize("is_silent", [False, True])
-def test_a_comment_silences_a_line(tmp_path: Path, name: str, is_silent: bool) -> None:
-    program = tmp_path / "silent.py"
-    comment = f"torchstrategy: ignore[{name}]" if is_silent else "nothing"
-    program.write_text(BEGIN + SILENT[name].replace("COMMENT", comment))
-    found = [finding.name for finding in linted.findings_of_file(program)]
-    assert (name in found) is not is_silent

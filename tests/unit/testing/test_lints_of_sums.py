@@ -6,7 +6,6 @@ Rows that count twice, sums that are added up again, hooks that are no mean.
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -476,57 +475,3 @@ def test_one_step_is_left_alone() -> None:
 
 
 # Silence
-
-
-PROGRAMS = {
-    "rows-counted-twice": """
-def program(rank):
-    dist.init_process_group("gloo")
-    data = list(range(13))
-    count = torch.zeros(1)
-    for rows in DataLoader(data, 4, sampler=DistributedSampler(data)):  # COMMENT
-        count += len(rows)
-    dist.all_reduce(count)
-""",
-    "sum-added-up-again": """
-def program(rank):
-    dist.init_process_group("gloo")
-    count = torch.zeros(1)
-    for _ in range(2):
-        count += rank + 1  # COMMENT
-        dist.all_reduce(count)
-""",
-    "hook-is-no-mean": """
-def hook(state, bucket):
-    return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda done: done.value()[0])
-def program(rank):
-    dist.init_process_group("gloo")
-    torch.manual_seed(0)
-    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 1))
-    model.register_comm_hook(None, hook)  # COMMENT
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    for step in range(2):
-        optimizer.zero_grad()
-        model(torch.ones(2, 4) * (rank + 1)).square().mean().backward()
-        optimizer.step()
-""",  # noqa: E501
-}
-BEGIN = """
-import torch
-import torch.distributed as dist
-from torch.utils.data import DataLoader, DistributedSampler
-from torchstrategy.testing import run_ranks
-"""
-
-
-@pytest.mark.parametrize("name", PROGRAMS)
-@pytest.mark.parametrize("is_silenced", [False, True])
-def test_a_comment_silences_each(name: str, is_silenced: bool, tmp_path: Path) -> None:
-    file = tmp_path / "program.py"
-    comment = f"torchstrategy: ignore[{name if is_silenced else 'same-order'}]"
-    file.write_text(
-        f"{BEGIN}{PROGRAMS[name].replace('COMMENT', comment)}run_ranks(program, 2)\n"
-    )
-    assert [finding.name for finding in linted.findings_of_file(file)] == (
-        [] if is_silenced else [name]
-    )

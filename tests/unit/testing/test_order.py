@@ -20,10 +20,8 @@ import torchstrategy
 from conditions import needs_signals
 from problems import context, data, deal, mlp, mse, parameters, replica_id, sgd
 from topologies import TOPOLOGIES, central, central_with_copies
-from torchstrategy._base.devices import canonical_device
 from torchstrategy._group import replica_threads
-from torchstrategy._group.group import Replica, ReplicaStopped
-from torchstrategy._group.replica_threads import Replicas
+from torchstrategy._group.group import ReplicaStopped
 from torchstrategy.testing._faults import fail_in_replica, slow_replica
 from torchstrategy.testing._lockstep import Lockstep
 
@@ -570,19 +568,6 @@ def test_a_lockstep_that_is_entered_again_begins_a_new_history() -> None:
         assert lockstep.history == [(1, "start"), (1, "end"), (0, "start"), (0, "end")]
     lockstep.history.clear()
     assert len(lockstep.history) == 4
-
-
-@pytest.mark.usefixtures("places")
-def test_a_replica_that_pauses_where_nobody_gives_turns_goes_on() -> None:
-    replicas = Replicas([canonical_device(f"cpu:{r}") for r in range(3)])
-
-    def call(replica: Replica) -> int:
-        replica.pause()
-        return replica.synchronize(
-            "m", lambda brought: [sum(brought)] * 3, replica.index
-        )
-
-    assert replicas.run(call, range(3)) == {0: 3, 1: 3, 2: 3}
 
 
 # What is refused

@@ -20,6 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import torchstrategy
+from conditions import for_releases
 from processes import LEAN, NO_ACCELERATOR, python
 from torchstrategy.testing._topologies import devices_here, topologies
 
@@ -820,6 +821,7 @@ def test_a_mark_runs_every_kind_of_test_in_ranks(tmp_path: Path) -> None:
     assert output.count("nobody reads this") >= 2
 
 
+@for_releases
 @pytest.mark.parametrize(
     ("mark", "plugin"), [("anyio", "anyio"), ("asyncio", "pytest_asyncio")]
 )

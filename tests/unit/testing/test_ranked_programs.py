@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
+from conditions import for_releases
 from ranked_programs import EVERYWHERE, RANKS, Place
 from torchstrategy.testing import RankRecord, run_ranks
 
@@ -40,6 +41,7 @@ def test_ranks_with_more_batches_divide_by_how_many_still_train() -> None:
     assert isinstance(vars(Join)["notify_join_context"], staticmethod)
 
 
+@for_releases
 def test_a_hundred_runs_have_one_record() -> None:
     def main(rank: int) -> None:
         dist.init_process_group("nccl")

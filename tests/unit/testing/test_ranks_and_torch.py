@@ -11,7 +11,6 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +20,9 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 import torch.distributed.distributed_c10d as c10d
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import (
     DTensor,
-    Shard,
-    _collective_utils,
-    _random,
-    _redistribute,
-    distribute_tensor,
 )
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.modules import module as modules
@@ -47,40 +39,12 @@ from torch.optim.optimizer import (
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import torchstrategy
+from conditions import for_releases
 from torchstrategy._base.objects.torch_hooks import on_step_begin, on_step_end
 from torchstrategy._base.torch_internals import global_step_hooks
 from torchstrategy.testing import run_ranks
 from torchstrategy.testing._ranks import torch_internals as internals
 from workers import exact_steps
-
-
-def test_the_variables_of_torch_distributed_are_those_that_a_group_writes() -> None:
-    before = internals.take_variables()
-    new = internals.variables_of_a_new_process()
-    seen: dict[str, Any] = {}
-
-    def main(rank: int) -> None:
-        assert {
-            name: type(value) for name, value in internals.take_variables().items()
-        } == {name: type(value) for name, value in new.items()}
-        dist.init_process_group("gloo")
-        seen.update(internals.take_variables())
-        dist.new_group([0])
-        assert internals.take_variables()["_group_count"] > seen["_group_count"]
-
-    run_ranks(main, 1)
-    for name in (
-        "_pg_map",
-        "_pg_names",
-        "_pg_group_ranks",
-        "_pg_backend_config",
-        "_tags_to_pg",
-        "_pg_to_tag",
-    ):
-        assert len(seen[name]) >= 1, name
-    assert seen["_backend"] == "gloo" and seen["_default_pg_init_method"] == "env://"
-    assert seen["_world"].default_pg is not None and seen["_group_count"] >= 1
-    assert internals.take_variables() == before
 
 
 def test_the_log_of_a_wrapped_model_names_the_backend_of_the_program() -> None:
@@ -117,6 +81,7 @@ def test_a_module_that_a_rank_imports_keeps_no_group_of_this_rank(
     assert dist.group.WORLD is None
 
 
+@for_releases
 def test_there_are_no_other_variables_of_a_process() -> None:
     """If torch gets a new one, ranks may have to have one each."""
     constants = {
@@ -158,6 +123,7 @@ def _files() -> Iterator[tuple[str, str]]:
             yield path.as_posix(), file.read_text()
 
 
+@for_releases
 def test_there_are_no_other_variables_of_a_process_in_any_module() -> None:
     """What `torch.distributed` sets is in the table, or the same in all ranks.
 
@@ -198,6 +164,7 @@ def test_there_are_no_other_variables_of_a_process_in_any_module() -> None:
     assert found - separated - same_in_all_ranks - not_there == set()
 
 
+@for_releases
 def test_there_are_no_other_caches_of_a_process() -> None:
     """Each cache has the mesh in its key, which tells the ranks apart.
 
@@ -220,20 +187,7 @@ def test_there_are_no_other_caches_of_a_process() -> None:
     assert found - known == set()
 
 
-def test_caches_by_mesh_are_emptied_after_a_run() -> None:
-    def main(rank: int) -> None:
-        dist.init_process_group("gloo")
-        mesh = init_device_mesh("cpu", (2,))
-        _collective_utils.MeshTopoInfo.build_from_mesh(mesh)
-        distributed = distribute_tensor(torch.ones(3), mesh, [Shard(0)])
-        distributed.full_tensor()
-        assert _redistribute._gen_transform_infos.cache_info().currsize > 0
-
-    run_ranks(main, 2)
-    assert _redistribute._gen_transform_infos.cache_info().currsize == 0
-    assert _collective_utils.MeshTopoInfo.build_from_mesh.cache_info().currsize == 0
-
-
+@for_releases
 @pytest.mark.parametrize(
     "variable", internals._OF_A_PROCESS, ids=lambda variable: variable.path
 )
@@ -469,28 +423,7 @@ def test_ranks_hand_over_in_a_transform() -> None:
     assert results == [[2, 0, 0, 2], [4, 4]]
 
 
-def test_meshes_are_marked_and_torch_compares_the_marks() -> None:
-    def main(rank: int) -> DeviceMesh:
-        dist.init_process_group("gloo")
-        return init_device_mesh("cpu", (2,))
-
-    first, second = run_ranks(main, 2)[0]
-    assert first._thread_id is not None and first._thread_id != second._thread_id
-    assert first != second and hash(first) != hash(second)
-    second._thread_id, second._hash = first._thread_id, None
-    assert first == second and hash(first) == hash(second)
-
-
-def test_the_generator_of_distributed_tensors_is_put_back(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    tracker = object()
-    monkeypatch.setattr(_random, "_rng_tracker", tracker)
-    assert internals.take_variables()["_rng_tracker"] is tracker
-    internals.put_variables(internals.take_variables() | {"_rng_tracker": None})
-    assert _random._rng_tracker is None
-
-
+@for_releases
 def test_with_isolation_each_thread_has_a_table_of_groups() -> None:
     found: list[str] = []
 
@@ -513,45 +446,6 @@ def test_with_isolation_each_thread_has_a_table_of_groups() -> None:
     assert len(found) == 2 and found[1].startswith(
         "Could not resolve the process group"
     )
-
-
-def test_the_cache_of_fake_tensors_is_emptied() -> None:
-    with FakeTensorMode():
-        torch.ones(2) + torch.ones(2)
-        torch.ones(2) + torch.ones(2)
-    assert FakeTensorMode.cache
-    internals.forget_fake_results()
-    assert not FakeTensorMode.cache
-
-
-def test_groups_are_made_by_us_and_the_functions_are_put_back() -> None:
-    names = (
-        "_new_process_group_helper",
-        "rendezvous",
-        "_store_based_barrier",
-        "_get_default_timeout",
-    )
-    before = (
-        [getattr(c10d, name) for name in names],
-        dist.TCPStore,
-        dist.FileStore,
-        torch.cuda.nccl.version,
-    )
-
-    def main(rank: int) -> None:
-        assert c10d._get_default_timeout(dist.Backend("nccl")) > timedelta(0)
-        assert len(torch.cuda.nccl.version()) == 3
-        dist.init_process_group("nccl")
-        assert type(c10d._get_default_group()).__name__ == "RankGroup"
-
-    run_ranks(main, 2)
-    after = (
-        [getattr(c10d, name) for name in names],
-        dist.TCPStore,
-        dist.FileStore,
-        torch.cuda.nccl.version,
-    )
-    assert after == before
 
 
 @pytest.mark.filterwarnings("ignore")  # of torch's own about the fake backend
@@ -581,25 +475,3 @@ def test_a_sum_with_a_factor_is_that_of_nccl() -> None:
         return x.item()
 
     assert run_ranks(main, 2)[0] == [1.5, 1.5]
-
-
-def test_torch_calls_collectives_from_the_files_that_are_named() -> None:
-    assert [dist.all_reduce.__module__, dist.all_reduce.__globals__["__name__"]] == [  # type: ignore[attr-defined]
-        internals.ENTRANCES[0],
-        internals.ENTRANCES[1],
-    ]
-
-
-def test_what_is_called_after_backward_is_called_at_its_end() -> None:
-    happened: list[str] = []
-    x = torch.ones(1, requires_grad=True)
-
-    def hook(gradient: torch.Tensor) -> None:
-        assert internals.after_backward(lambda: happened.append("after"))
-        happened.append("hook")
-
-    (y := x * 2).register_hook(hook)
-    x.register_hook(lambda gradient: happened.append("the last gradient"))
-    y.backward()
-    assert happened == ["hook", "the last gradient", "after"]
-    assert not internals.after_backward(lambda: None)  # no backward runs

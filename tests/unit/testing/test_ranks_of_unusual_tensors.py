@@ -262,22 +262,3 @@ def test_writes_in_one_worker_are_found_in_every_layout(
         run_ranks(
             partial(trained, make=lambda: Net(make(), "parameter"), later=write), 2
         )
-
-
-def test_another_layout_in_one_worker_costs_no_messages() -> None:
-    def make(rank: int) -> nn.Module:
-        return Net(
-            torch.ones(4, 4, 3, 3).contiguous(memory_format=LAYOUTS[rank]), "parameter"
-        )
-
-    counts = [
-        run_ranks(
-            lambda rank, ranks=ranks: trained(rank, lambda: make(rank if ranks else 0)),
-            2,
-        )[1].counts
-        for ranks in (True, False)
-    ]
-    assert counts[0] == counts[1]
-
-
-LAYOUTS = [torch.contiguous_format, torch.channels_last]

@@ -453,10 +453,6 @@ def test_a_fault_is_named_at_once(program: Program, n: int, message: str) -> Non
         run_ranks(program, n)
 
 
-def test_there_are_more_than_twenty_faults() -> None:
-    assert len(FAULTS) > 20
-
-
 def test_what_a_rank_raises_comes_out_and_the_others_are_told() -> None:
     told: dict[int, str] = {}
 

@@ -967,8 +967,3 @@ def test_batches_are_taken_once() -> None:
 
     assert_same_as_plain(good, mlp, sgd, batches(), central(2))
     assert taken == [0, 1]
-
-
-def test_a_caller_in_lockstep_is_not_in_the_way() -> None:
-    with torchstrategy.testing._lockstep.Lockstep([1, 0]):
-        assert_same_as_plain(good, mlp, sgd, BATCHES, central(2))

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import torchstrategy.testing
+from conditions import for_releases
 from processes import python
 from torchstrategy.testing import _simulation
 
@@ -45,6 +46,7 @@ def test_a_count_that_is_no_number_is_refused(count: Any) -> None:
         torchstrategy.testing.simulate_devices(count)
 
 
+@for_releases
 @is_plain
 def test_an_older_torch_is_told_what_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_simulation, "register_python_backend", None)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from conditions import for_changes
+from conditions import for_changes, for_releases
 from processes import NO_ACCELERATOR, python
 
 SOURCES = Path(__file__).resolve().parents[2] / "thirdparty"
@@ -56,6 +56,7 @@ def summary(tinytrainer: tuple[Path, Path], *options: str) -> str:
     return done.stdout
 
 
+@for_releases
 @pytest.mark.slow
 def test_its_suite_passes_on_the_cpu_and_skips_what_needs_devices(
     tinytrainer: tuple[Path, Path],

@@ -49,21 +49,3 @@ def test_each_byte_has_the_use_that_was_put_there_last(seed: int) -> None:
             expected[byte] for byte in bytes_of(asked) if byte in expected
         }, (asked, expected)
         assert set(uses.within(Span(0, BYTES))) == set(expected.values())
-
-
-def test_parts_that_lie_side_by_side_do_not_overlap() -> None:
-    uses: Uses[str] = Uses()
-    uses.put(Span(0, 4), "left")
-    uses.put(Span(4, 8), "right")
-    assert uses.within(Span(0, 4)) == ["left"] and uses.within(Span(4, 8)) == ["right"]
-    assert uses.within(Span(3, 5)) == ["left", "right"]
-    assert not uses.within(Span(8, math.inf)) and not uses.within(Span(2, 2))
-
-
-def test_a_use_of_the_middle_leaves_both_ends() -> None:
-    uses: Uses[str] = Uses()
-    uses.put(Span(0, math.inf), "all")
-    uses.put(Span(4, 8), "middle")
-    assert uses.within(Span(0, math.inf)) == ["all", "middle", "all"]
-    uses.put(Span(0, math.inf), "again")
-    assert list(uses.all()) == ["again"]
