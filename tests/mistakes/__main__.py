@@ -1,7 +1,8 @@
 """Plants mistakes, and prints which of them the tests notice.
 
 See the docstring of the package. If a run was broken off, begin it again with the same
-`--folder`: it goes on where it was.
+`--folder`: it goes on where it was, with the copies that it made. For a new measurement,
+take another folder.
 """
 
 from __future__ import annotations
@@ -32,9 +33,8 @@ NONE_PLANTED = 10_000  # the number of the trial that plants nothing
 def main() -> None:
     options = _options()
     lanes = [Lane(options.folder, number) for number in range(options.jobs)]
-    mistakes = choose_mistakes(
-        REPOSITORY / "torchstrategy", options.count, options.seed
-    )
+    package = lanes[0].tree / "torchstrategy"
+    mistakes = choose_mistakes(package, options.count, options.seed)
     found: dict[int, Answer] = {}
     for run, arguments in RUNS.items():
         recorded = [options.folder / run / lane.name for lane in lanes]
@@ -42,6 +42,8 @@ def main() -> None:
         reached = Reached(recorded)
         trials = options.folder / run / "trials"
         trials.mkdir(exist_ok=True)
+        for taken in trials.glob("*.taken"):  # by a run that was broken off
+            taken.unlink()
         unnoticed = [
             number
             for number in range(len(mistakes))
@@ -77,11 +79,16 @@ def choose_tests(reached: Reached, mistake: Mistake, seconds: float) -> Trial:
     Tests that start processes come last, since nobody knows which lines they reach
     there.
     """
-    near = Path(mistake.path).parts[0].strip("_").removesuffix(".py")
+    room = Path(mistake.path).parts[0].strip("_").removesuffix(".py")
     here = reached.tests_of(mistake.path, mistake.line, mistake.last_line)
-    elsewhere = set(reached.tests_with_processes()).difference(here)
+    # Programs of the kit know no strategy, and workers no kit.
+    elsewhere = {
+        name
+        for name in reached.tests_with_processes()
+        if name not in here and ("testing" in name) == (room == "testing")
+    }
     chosen, taken = [], 0.0
-    for names in (reached.in_order(here, near), reached.in_order(elsewhere, near)):
+    for names in (reached.in_order(here, room), reached.in_order(elsewhere, room)):
         limit = taken + seconds
         for name in names:
             if taken + reached.times[name].seconds > limit:
@@ -186,15 +193,10 @@ def _options() -> argparse.Namespace:
         default=REPOSITORY / "build" / "mistakes",
         help="for the copies and what is found (build/mistakes)",
     )
-    add(
-        "--depth",
-        action="store_const",
-        const=["--ci"],
-        default=["--all"],
-        help="try the tests of a change only, not all",
-    )
+    add("--ci", action="store_true", help="try the tests of a change only, not all")
     options = parser.parse_args()
     options.folder = options.folder.resolve()
+    options.depth = ["--ci"] if options.ci else ["--all"]
     options.tests = [path.resolve() for path in options.tests]
     return options
 
