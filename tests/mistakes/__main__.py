@@ -1,8 +1,8 @@
 """Plants mistakes, and prints which of them the tests notice.
 
 See the docstring of the package. If a run was broken off, begin it again with the same
-`--folder`: it goes on where it was, with the copies that it made. For a new measurement,
-take another folder.
+`--folder`: it goes on where it was, with the copies that it made. Take a new folder for
+a new measurement.
 """
 
 from __future__ import annotations

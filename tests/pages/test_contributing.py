@@ -7,7 +7,7 @@ import re
 import shlex
 
 import pytest
-from test_readme import BLOCK, commands_in
+from test_readme import BLOCK, commands_in, commands_of_ci
 
 from house.rooms import ROOT, package, rooms
 
@@ -71,7 +71,7 @@ def test_the_table_of_rooms_has_each_room_once() -> None:
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_command_is_one_of_ci_or_names_a_test(command: str) -> None:
-    if command in commands_in((ROOT / ".ci" / "run").read_text()):
+    if command in commands_of_ci():
         return
     program, *options, target = [
         word for word in shlex.split(command) if word != "--simulate-devices=5"

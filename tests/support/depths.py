@@ -4,9 +4,10 @@
     pytest --ci    CHANGE: what must hold for a change; `.ci/run` runs it
     pytest --all   ALL: everything; a schedule runs it, and a release needs it
 
-Each depth has the tests of the one before. A test with parameters belongs to the first
-depths with some of them, and to the last with all. `for_changes` and `for_releases` in
-`conditions.py` mark what is not for the first depths at all.
+Each depth has the tests of the one before. `for_changes` and `for_releases` in
+`conditions.py` mark what is not for the first depths at all. Of a test with parameters,
+a quick run has one variant. A change has each case once, under one kind of strategy, up
+to a number of cases; everything is each case under all strategies.
 
 On simulated devices, the first depths have the tests whose subject is devices, those
 of `tests/simulated`. They have one test of each other file, too: `SELDOM_ON_DEVICES`.
@@ -22,6 +23,8 @@ from collections.abc import Mapping, Sequence
 
 import pytest
 
+from topologies import MAKERS, TOPOLOGIES
+
 
 class Depth(enum.IntEnum):
     """How deep a run goes."""
@@ -32,8 +35,8 @@ class Depth(enum.IntEnum):
 
 
 # How many variants of a test with parameters run; most slow tests start processes.
-VARIANTS = {Depth.QUICK: 1, Depth.CHANGE: 3}
-VARIANTS_OF_SLOW_TESTS = {Depth.QUICK: 1, Depth.CHANGE: 1}
+VARIANTS = {Depth.QUICK: 1, Depth.CHANGE: 12}
+VARIANTS_OF_SLOW_TESTS = {Depth.QUICK: 1, Depth.CHANGE: 2}
 # Where replicas run on the CPU or on devices alike, and most tests have run on the CPU
 # before. For a change, devices see all tests of these folders, each with one parameter.
 SELDOM_ON_DEVICES = ("tests/contract", "tests/unit", "tests/gpu", "tests/equality")
@@ -41,7 +44,7 @@ FOR_A_CHANGE = ("tests/equality",)
 # Of the strategies that the fixtures give, one of each kind: with one replica, with
 # replicas that share the memory of parameters, and with replicas that have their own.
 KINDS = {"one_device", "central_3", "mirrored_4", "aliased", "mirrored"}
-FIXTURES = {"strategy", "several", "in_one_place", "make"}
+STRATEGIES = {*TOPOLOGIES, *MAKERS}
 
 _DEPTH: pytest.StashKey[Depth] = pytest.StashKey()
 _of_this_run = Depth.QUICK
@@ -92,8 +95,9 @@ def assign_depths(items: Sequence[pytest.Item], on_devices: bool) -> None:
             if depth < first_depths.get(name, depth):
                 continue
             candidates = [item for item in of_one if _marked_depth(item) <= depth]
+            cases = _one_of_each_case(_of_each_kind(candidates))
             count = 1 if name in first_depths else counts[depth]
-            for item in _spread(_of_each_kind(candidates), count, name):
+            for item in _spread(cases, count, name):
                 item.stash[_DEPTH] = depth
 
 
@@ -122,15 +126,37 @@ def _marked_depth(item: pytest.Item) -> Depth:
 
 def _of_each_kind(variants: Sequence[pytest.Item]) -> Sequence[pytest.Item]:
     """The variants of one strategy of each kind, or all if no fixture gives any."""
-    some = [item for item in variants if _chosen_strategies(item) <= KINDS]
+    some = [item for item in variants if _strategies_of(item) <= KINDS]
     return some or variants
 
 
-def _chosen_strategies(item: pytest.Item) -> set[str]:
-    """The names of strategies that a variant gives to our fixtures."""
+def _one_of_each_case(variants: Sequence[pytest.Item]) -> Sequence[pytest.Item]:
+    """One variant of those that differ in their strategy only.
+
+    Which one it is differs from case to case, so that all strategies are seen.
+    """
+    of_case: dict[str, list[pytest.Item]] = {}
+    for item in variants:
+        of_case.setdefault(_case_of(item), []).append(item)
+    chosen = []
+    for case, alike in of_case.items():
+        chosen.append(alike[zlib.crc32(case.encode()) % len(alike)])
+    return chosen
+
+
+def _strategies_of(item: pytest.Item) -> set[str]:
+    """The names of strategies that are parameters of a variant."""
     parameters = item.callspec.params if hasattr(item, "callspec") else {}
-    values = [value for name, value in parameters.items() if name in FIXTURES]
-    return {value for value in values if isinstance(value, str)}
+    names = [value for value in parameters.values() if isinstance(value, str)]
+    return {name for name in names if name in STRATEGIES}
+
+
+def _case_of(item: pytest.Item) -> str:
+    """What the name of a variant says beside its strategy."""
+    case = item.nodeid
+    for name in _strategies_of(item):
+        case = case.replace(name, "")
+    return case
 
 
 def _spread(
