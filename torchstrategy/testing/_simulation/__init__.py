@@ -46,8 +46,8 @@ kernel runs on the same bytes.
     module        the module `torch.sim`
     registered    kernels that a program registers for CUDA
     cuda_calls    calls that need another form
-    cuda_more     more of its names, and those that are missing
-    cuda_names    what the names of `torch.cuda` stand for there
+    cuda_memory   what `torch.cuda` tells of memory
+    cuda_names    what the names of CUDA stand for, and which are missing
     cuda_alias    code that says "cuda"
 """
 

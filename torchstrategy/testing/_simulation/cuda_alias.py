@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, final
 
 import torch
@@ -25,8 +25,11 @@ from torchstrategy._base.torch_internals import (
 )
 from torchstrategy.testing._simulation import tensors
 from torchstrategy.testing._simulation.cuda_calls import in_another_form
-from torchstrategy.testing._simulation.cuda_more import of_cpp, profilers_without_cuda
-from torchstrategy.testing._simulation.cuda_names import dtype_of_legacy, names_of_cuda
+from torchstrategy.testing._simulation.cuda_names import (
+    dtype_of_legacy,
+    names_of_cuda,
+    of_cpp,
+)
 from torchstrategy.testing._simulation.ordinals import (
     NAME,
     Spoken,
@@ -39,6 +42,7 @@ from torchstrategy.testing._simulation.registered import registering_for_cuda
 from torchstrategy.testing._simulation.torch_internals import (
     CPP,
     ENGINE,
+    KINETO,
     tensor_cuda,
     without_dispatch_modes,
 )
@@ -187,7 +191,7 @@ def _open_one() -> None:
         _exchange(ENGINE.owner, ENGINE.name, _Engine(ENGINE.now()))
         _exchange(threading.Thread, "start", _starts(threading.Thread.start))
         _exchange(torch, "compile", _compiles(torch.compile))
-        for owner, name, value in (*profilers_without_cuda(), *registering_for_cuda()):
+        for owner, name, value in (*_profilers_without_cuda(), *registering_for_cuda()):
             _exchange(owner, name, value)
         _exchange(
             torch,
@@ -386,6 +390,35 @@ def _sets_default_type(call: Callable[[Any], None]) -> Callable[[Any], None]:
             torch.set_default_device(NAME)
 
     return sets
+
+
+def _profilers_without_cuda() -> Iterator[tuple[Any, str, Any]]:
+    """The constructors of torch's profilers, without CUDA.
+
+    Its part of them prints a stack trace for each operator.
+    """
+    cuda, cpu = (
+        torch.profiler.ProfilerActivity.CUDA,
+        torch.profiler.ProfilerActivity.CPU,
+    )
+    kineto: Any = KINETO
+    legacy: Any = torch.autograd.profiler.profile
+    init_kineto, init_legacy = kineto.__init__, legacy.__init__
+
+    def init(self: Any, *args: Any, **options: Any) -> None:
+        if options.get("activities") is not None:
+            kept = [activity for activity in options["activities"] if activity != cuda]
+            options["activities"] = kept or [cpu]
+        init_kineto(self, *args, **options)
+
+    def init_old(self: Any, *args: Any, **options: Any) -> None:
+        if options.get("use_device") == "cuda":
+            options["use_device"] = None
+        options.pop("use_cuda", None)
+        init_legacy(self, *args, **options)
+
+    yield kineto, "__init__", init
+    yield legacy, "__init__", init_old
 
 
 def _told(call: Callable[..., Any]) -> Callable[..., Any]:
