@@ -45,7 +45,6 @@ kernel runs on the same bytes.
     facades       how a class of torch is replaced
     module        the module `torch.sim`
     registered    kernels that a program registers for CUDA
-    cuda_calls    calls that need another form
     cuda_memory   what `torch.cuda` tells of memory
     cuda_names    what the names of CUDA stand for, and which are missing
     cuda_alias    code that says "cuda"
