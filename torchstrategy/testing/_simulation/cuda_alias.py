@@ -37,7 +37,7 @@ from torchstrategy.testing._simulation.ordinals import (
     is_simulated,
     ordinal,
 )
-from torchstrategy.testing._simulation.pinned_creation import allow_pinned_creation
+from torchstrategy.testing._simulation.pinned import allow_pinned_creation
 from torchstrategy.testing._simulation.registered import registering_for_cuda
 from torchstrategy.testing._simulation.torch_internals import (
     CPP,
