@@ -27,9 +27,9 @@ from torchstrategy._group.processes.meeting import (
     HAS_ENDED,
     USUAL_LIMIT,
     Meeting,
+    MeetingOfThreads,
     name_of,
 )
-from torchstrategy._group.processes.threads import MeetingOfThreads
 from torchstrategy._group.workers import WorkerError
 
 _LOOK_S = 0.05
