@@ -164,10 +164,8 @@ class cuda_alias(TorchFunctionMode):
         ):
             return args[0].to(device=NAME, dtype=dtype)
         if kwargs.get("pin_memory"):
-            if (
-                kwargs.get("device") is not None
-                and _DEVICE(_translated(kwargs["device"])).type == NAME
-            ):
+            device = kwargs.get("device")
+            if device is not None and _DEVICE(_translated(device)).type == NAME:
                 raise RuntimeError("Only dense CPU tensors can be pinned")
             allow_pinned_creation()
         # `torch.device("cuda")` has no index: it means the device that is current when
@@ -201,11 +199,8 @@ def _in_another_form(
     Raises:
         NotImplementedError: If it makes a tensor that is not simulated.
     """
-    if (
-        func in (torch.ctc_loss, torch.nn.functional.ctc_loss)
-        and len(args) > 3
-        and is_simulated(args[0])
-    ):
+    is_ctc_loss = func in (torch.ctc_loss, torch.nn.functional.ctc_loss)
+    if is_ctc_loss and len(args) > 3 and is_simulated(args[0]):
         # While something watches operators, torch takes lengths of the CPU for tensors
         # of the device.
         return *args[:2], *map(_as_numbers, args[2:4]), *args[4:]

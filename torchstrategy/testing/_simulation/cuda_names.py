@@ -378,6 +378,13 @@ class _CudaError(int):
 
 
 _CudaError.success = _CudaError(0)
+# Functions of the CUDA runtime that do nothing here, and say that they have done it.
+_SUCCEEDING = (
+    "cudaProfilerStart",
+    "cudaProfilerStop",
+    "cudaHostRegister",
+    "cudaHostUnregister",
+)
 
 
 @final
@@ -396,12 +403,7 @@ class _Cudart:
         return free, total
 
     def __getattr__(self, name: str) -> Any:
-        if name in (
-            "cudaProfilerStart",
-            "cudaProfilerStop",
-            "cudaHostRegister",
-            "cudaHostUnregister",
-        ):
+        if name in _SUCCEEDING:
             return lambda *args: _CudaError.success
         raise AttributeError(
             _sentence(f"torch.cuda.cudart().{name}"), name=name, obj=self
@@ -491,6 +493,18 @@ def _refuse(name: str) -> NoReturn:
 
 # torch's C++
 
+# With these begin the names of its functions and classes for CUDA.
+_PREFIXES_OF_CUDA = (
+    "_cuda_",
+    "_Cuda",
+    "_CUDA",
+    "_nccl_",
+    "_cudnn",
+    "_cusparselt",
+    "_gds_",
+    "_nvtx",
+)
+
 
 def of_cpp(name: str) -> Any:
     """What `torch._C` lacks: a function of CUDA, or an error with its name.
@@ -502,18 +516,7 @@ def of_cpp(name: str) -> Any:
     """
     if name in _OF_CPP:
         return _OF_CPP[name]
-    if name.startswith(
-        (
-            "_cuda_",
-            "_Cuda",
-            "_CUDA",
-            "_nccl_",
-            "_cudnn",
-            "_cusparselt",
-            "_gds_",
-            "_nvtx",
-        )
-    ):
+    if name.startswith(_PREFIXES_OF_CUDA):
         raise AttributeError(_sentence(f"torch._C.{name}"), name=name, obj=CPP)
     raise AttributeError(
         f"module 'torch._C' has no attribute {name!r}", name=name, obj=CPP

@@ -370,12 +370,9 @@ def collective_seconds(
         on_devices: Whether the tensors are on devices; else they are on the CPU.
         profile: What is known of the devices.
     """
-    part = (
-        _PART_OF_RING[kind] * (ranks - 1) / ranks
-        if kind in _PART_OF_RING
-        else 1.0
-        if ranks > 1
-        else 0.0
-    )
+    if kind in _PART_OF_RING:
+        part = _PART_OF_RING[kind] * (ranks - 1) / ranks
+    else:
+        part = 1.0 if ranks > 1 else 0.0
     bandwidth = profile.peer if on_devices else profile.cpu_bandwidth
     return profile.collective + size * part / (bandwidth * 1e9)
