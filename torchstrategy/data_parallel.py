@@ -414,16 +414,13 @@ def _as_torch_has_it(device: Device) -> int | Device:
 
 def _require_place(module: nn.Module, device: Device) -> None:
     kind, place = type(module).__name__, memory_device(device)
-    tables = (
-        table
+    tensors = (
+        tensor
         for part in module.modules()
         for table in (part._parameters, part._buffers)
-    )
-    if all(
-        tensor is None or tensor.device == place
-        for table in tables
         for tensor in table.values()
-    ):
+    )
+    if all(tensor is None or tensor.device == place for tensor in tensors):
         return  # without the names, which take longer than the devices
     for name, tensor in chain(
         module.named_parameters(kind), module.named_buffers(kind)

@@ -523,11 +523,8 @@ class ReplicatedExtended(StrategyExtended):
 
     def _reduce_nested(self, op: ReduceOp, value: Tree) -> Tree:
         leaves, spec = tree_flatten(value)
-        if (
-            self._workers.count == 1
-            and len(leaves) > 1
-            and all(map(given_values.holds_tensors, leaves))
-        ):
+        are_several = self._workers.count == 1 and len(leaves) > 1
+        if are_several and all(map(given_values.holds_tensors, leaves)):
             # The value that does not fit is named below.
             with suppress(TypeError, ValueError):
                 return spec.unflatten(self._reduce_leaves(op, leaves, USUAL_OPTIONS))

@@ -21,8 +21,7 @@ from torch import nn
 
 from conditions import for_releases
 from torchstrategy.testing import cuda_alias
-from torchstrategy.testing._simulation.cuda_more import AS_THEY_ARE
-from torchstrategy.testing._simulation.cuda_names import names_of_cuda
+from torchstrategy.testing._simulation.cuda_names import AS_THEY_ARE, names_of_cuda
 
 TORCH = Path(torch.__file__).parent
 # What no simulated device has, and so is refused.

@@ -17,6 +17,7 @@ values apart and puts them together again. A value of several replicas is a
     memory                where the numbers of a tensor lie, also in shared memory
     marks                 whether a tensor was written, or two have the same numbers
     writes                writes on tensors that have copies, also uncounted ones
+    weak_references       which of the user's objects still live
     plain                 what a plain value is, such as a number: nobody can change it
     worker_threads        whether this thread stands for a process, as tests run workers
     types                 type aliases, and what lower rooms know of strategies

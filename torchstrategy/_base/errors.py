@@ -164,10 +164,8 @@ def hide_frames(error: BaseException) -> None:
         not frame.tb_frame.f_code.co_filename.startswith(_NOT_THE_USERS[0])
         for frame in frames
     ]
-    if not any(of_users) or os.environ.get("TORCHSTRATEGY_FULL_TRACEBACK", "0") not in (
-        "",
-        "0",
-    ):
+    said = os.environ.get("TORCHSTRATEGY_FULL_TRACEBACK", "0")
+    if not any(of_users) or said not in ("", "0"):
         return  # an error of this package is told with all its frames
     # Those below the user's last frame stay: they say what became of the user's call.
     kept = [

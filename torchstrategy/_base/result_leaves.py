@@ -84,9 +84,9 @@ def _map_results(visit: _Visit, value: Tree, path: str, is_leaf: IsLeaf) -> Tree
             spare
         ]
         if is_record(there[0]):
-            if any(
-                not is_record(one) or parts_of(one).keys() != parts_of(there[0]).keys()
-                for one in there
+            names = parts_of(there[0]).keys()
+            if not all(
+                is_record(one) and parts_of(one).keys() == names for one in there
             ):
                 raise ValueError(
                     f"value{path}: the {type(there[0]).__name__} of each replica has "

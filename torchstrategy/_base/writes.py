@@ -38,6 +38,7 @@ from torchstrategy._base.torch_internals import (
     pointers,
     versions,
 )
+from torchstrategy._base.weak_references import living
 
 _OUTDATED = -1  # takes the place of a version: the copies do not agree with the tensor
 # Bytes: of tensors up to this size, the library keeps a copy of the memory.
@@ -90,9 +91,7 @@ class TrackedTensors:
         """The tensors themselves."""
         if not self._loose:
             return self._held
-        loose = [
-            tensor for reference in self._loose if (tensor := reference()) is not None
-        ]
+        loose = living(self._loose)
         assert len(loose) == len(self._loose), (
             "copies are given up when a variable dies"
         )

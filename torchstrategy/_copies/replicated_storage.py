@@ -15,7 +15,7 @@ import functools
 import gc
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, final
 
@@ -43,6 +43,7 @@ from torchstrategy._base.objects.torch_hooks import Stepper, tell_of_steps
 from torchstrategy._base.torch_internals import GLOBAL_MODULE_HOOKS
 from torchstrategy._base.trace import traced
 from torchstrategy._base.types import ReplicaFn, Tree
+from torchstrategy._base.weak_references import living
 from torchstrategy._base.writes import listen_to_data
 from torchstrategy._copies.attributes.kept_by_hooks import KeptInRun
 from torchstrategy._copies.attributes.trainers import (
@@ -176,7 +177,7 @@ class ReplicatedStorage(Storage):
         if participants.has_news:  # 0
             self._take_from_first_worker()
         # The list keeps the variables alive for as long as the run has copies of them.
-        variables = _living(self._variables.values())
+        variables = living(self._variables.values())
         run_state = None
         originals: list[Any] = []
         leave_replicas = remember_frames()
@@ -228,8 +229,8 @@ class ReplicatedStorage(Storage):
             *self._variables.values(),
             *self._on_read.valuerefs(),
         ]
-        roots = roots_of(modules_within(_living(self._modules.values())))
-        take_from_first_worker(self.placement.workers, roots, variables=_living(known))
+        roots = roots_of(modules_within(living(self._modules.values())))
+        take_from_first_worker(self.placement.workers, roots, variables=living(known))
 
     def _make_run(
         self,
@@ -246,7 +247,7 @@ class ReplicatedStorage(Storage):
         """
         # The schedulers and scalers of the scope, and those that the step names.
         found = [
-            *_living(self._steppers.valuerefs()),
+            *living(self._steppers.valuerefs()),
             *(stepper for _, stepper in named.steppers),
         ]
         steppers = list({id(stepper): stepper for stepper in found}.values())
@@ -358,7 +359,7 @@ class ReplicatedStorage(Storage):
 
         Variables with a value for each replica get the values from before.
         """
-        return unwritten(_living(self._on_read.valuerefs()))
+        return unwritten(living(self._on_read.valuerefs()))
 
     def take_module(self, module: nn.Module) -> None:
         refuse_uncopyable(roots_of(modules_within([module])), are_all=False)
@@ -394,7 +395,7 @@ class ReplicatedStorage(Storage):
 
     def _borrow(self, variables: Sequence[Variable]) -> ReplicaSet:
         with self._lock, without_autograd():
-            optimizers = _living(self._optimizers.values())
+            optimizers = living(self._optimizers.values())
             if any(
                 key in self._modules or key in self._variables
                 for key in list(self._new)
@@ -440,7 +441,7 @@ class ReplicatedStorage(Storage):
     def _make_replica_set(
         self, variables: Sequence[Variable], optimizers: list[Optimizer]
     ) -> ReplicaSet:
-        parts = modules_within(_living(self._modules.values()))
+        parts = modules_within(living(self._modules.values()))
         for part in parts:
             self.claim(part)
         self._is_copying = True
@@ -555,13 +556,3 @@ def _forget(
             else:
                 own._generation += 1
                 own._idle.clear()
-
-
-# `_run/own/own_objects` has the same function: each step would pass from room to room
-# for it.
-def _living(references: Iterable[weakref.ref[Any]]) -> list[Any]:
-    """The objects that some references refer to, as far as they still live."""
-    # Another thread may add one meanwhile, so the references are listed at once.
-    return [
-        thing for reference in list(references) if (thing := reference()) is not None
-    ]

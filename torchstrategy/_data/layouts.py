@@ -70,12 +70,9 @@ def warn_of_layout(batch: Tree, samples: int | None) -> bool:
             warn(_IMAGES.format(name=name, what=what + shapes), UserWarning)
             return True
     tensors = list(_tensors_in(batch))
-    if (
-        samples is not None
-        and samples > 1
-        and tensors
-        and all(_has_time_first(one, samples) for one in tensors)
-    ):
+    if samples is None or samples < 2 or not tensors:
+        return False
+    if all(_has_time_first(one, samples) for one in tensors):
         warn(_TIME_FIRST.format(count=samples, time=tensors[0].shape[0]), UserWarning)
         return True
     return False

@@ -164,13 +164,11 @@ class Route:
         return StagedBatch(sent, moved, events)
 
     def _send_later(self, piece: Unmade) -> Unmade:
-        return Unmade(
-            lambda: (
-                piece.make()
-                if self.device is None
-                else move_to(piece.make(), self.device)
-            )
-        )
+        def make() -> Tree:
+            made = piece.make()
+            return made if self.device is None else move_to(made, self.device)
+
+        return Unmade(make)
 
     def receive(self, staged: StagedBatch) -> list[Tree]:
         """Runs on the consumer's thread. See Note [Promises for a copied batch]."""

@@ -476,11 +476,10 @@ class _Run:
             self._to_send[report.replica] = None
         elif isinstance(report, Ended):
             self._results[report.replica] = report.result
-        elif not (
-            isinstance(report.error, ReplicaStopped)
-            or report.replica == self._stopped_here
-        ):
-            self._errors[report.replica] = report.error
+        else:
+            was_stopped_here = report.replica == self._stopped_here
+            if not (isinstance(report.error, ReplicaStopped) or was_stopped_here):
+                self._errors[report.replica] = report.error
 
     def _hold_synchronization_point(self) -> None:
         points = [self._arrived[r] for r in sorted(self._arrived)]

@@ -362,12 +362,7 @@ def _any_requires_grad(tensors: Sequence[torch.Tensor]) -> bool:
 
 def equal(first: torch.Tensor, second: torch.Tensor | None) -> bool:
     """Whether two gradients have the same numbers, layout, shape and dtype."""
-    if (
-        second is None
-        or first.layout != second.layout
-        or first.shape != second.shape
-        or first.dtype != second.dtype
-    ):
+    if second is None or _form_of(first) != _form_of(second):
         return False
     if first.layout is torch.sparse_coo:
         one, other = first.coalesce(), second.coalesce()
@@ -375,6 +370,10 @@ def equal(first: torch.Tensor, second: torch.Tensor | None) -> bool:
             one.values(), other.values()
         )
     return torch.equal(first, second)
+
+
+def _form_of(tensor: torch.Tensor) -> tuple[object, ...]:
+    return tensor.layout, tensor.shape, tensor.dtype
 
 
 Column = Sequence[torch.Tensor]

@@ -19,12 +19,10 @@ def trainable_among(
     # Only leaves learn. A tensor with a history is an output that a forward, or the
     # function, has kept from earlier.
     for where, value in held:
-        if (
-            isinstance(value, torch.Tensor)
-            and value.requires_grad
-            and value.is_leaf
-            and id(value) not in parameters
-        ):
+        learns = (
+            isinstance(value, torch.Tensor) and value.requires_grad and value.is_leaf
+        )
+        if learns and id(value) not in parameters:
             yield where
 
 

@@ -106,12 +106,8 @@ def _refuse_other_models(
     workers: Workers, tensors: Sequence[tuple[str, torch.Tensor]]
 ) -> None:
     described = [(name, tuple(t.shape), t.dtype, _parts(t)) for name, t in tensors]
-    if (
-        len(
-            set(workers.all_gather_object(digest(repr(described).encode()), _FIRST_RUN))
-        )
-        == 1
-    ):
+    mark = digest(repr(described).encode())
+    if len(set(workers.all_gather_object(mark, _FIRST_RUN))) == 1:
         return
     of_all = workers.all_gather_object(described, _FIRST_RUN)
     for w, theirs in enumerate(of_all):

@@ -83,10 +83,8 @@ def find_copied_things(
     for place in chain.from_iterable(walks):
         where, value, copies = place
         if isinstance(value, torch.Tensor):
-            if all(
-                type(copied) is torch.Tensor and copied is not value
-                for copied in copies
-            ):
+            are_tensors = all(type(copied) is torch.Tensor for copied in copies)
+            if are_tensors and not any(copied is value for copied in copies):
                 leaves[id(value)] = place
         elif isinstance(value, (np.ndarray, PerReplica)):
             others.append(place)
@@ -144,12 +142,8 @@ def _walk(
         yield CopiedThing(path, value, local)
     if isinstance(value, (list, tuple, deque)) and set(map(type, value)) <= PLAIN_TYPES:
         return  # there may be many
-    if (
-        not has_data
-        and isinstance(value, (list, tuple, dict))
-        and len(value) > _MANY
-        and data_in(value) is not None
-    ):
+    may_be_data = not has_data and isinstance(value, (list, tuple, dict))
+    if may_be_data and len(value) > _MANY and data_in(value) is not None:
         return
     items, of_copies = named_items(value), list(map(named_items, local))
     for place, item in items.items():

@@ -36,13 +36,9 @@ class Edit(NamedTuple):
 
     def verb(self) -> str:
         """What was done to the entry."""
-        return (
-            "made"
-            if self.before is MISSING
-            else "taken away"
-            if self.after is MISSING
-            else "replaced"
-        )
+        if self.before is MISSING:
+            return "made"
+        return "taken away" if self.after is MISSING else "replaced"
 
     def apply(self, table: dict[Any, Any]) -> None:
         """Makes the same change in another table."""

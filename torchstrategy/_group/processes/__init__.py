@@ -12,7 +12,6 @@ what the rooms above use.
     network_interfaces    the addresses of the interfaces that the user has chosen
     blame                 which worker is lost, and why
     meeting               how workers find each other, and who has not come
-    threads               how workers meet that are threads, as tests run them
     joining               how a process joins groups of torch, and leaves them
     operations            operations of `torch.distributed`, and how they end
     process_group         workers that a group of `torch.distributed` joins

@@ -27,9 +27,9 @@ from torchstrategy._group.processes.meeting import (
     HAS_ENDED,
     USUAL_LIMIT,
     Meeting,
+    MeetingOfThreads,
     name_of,
 )
-from torchstrategy._group.processes.threads import MeetingOfThreads
 from torchstrategy._group.workers import WorkerError
 
 _LOOK_S = 0.05
@@ -274,20 +274,21 @@ def _store(
 ) -> Any:
     """The store at this address, which the keeper makes."""
     uses_libuv = os.environ.get("USE_LIBUV", "1") == "1"
-    try:
-        return ask(
-            lambda: _dist.TCPStore(
-                host,
-                port,
-                count,
-                is_master=is_keeper,
-                timeout=limit,
-                wait_for_workers=False,
-                multi_tenant=True,
-                use_libuv=uses_libuv,
-            ),
-            limit.total_seconds(),
+
+    def make_store() -> Any:
+        return _dist.TCPStore(
+            host,
+            port,
+            count,
+            is_master=is_keeper,
+            timeout=limit,
+            wait_for_workers=False,
+            multi_tenant=True,
+            use_libuv=uses_libuv,
         )
+
+    try:
+        return ask(make_store, limit.total_seconds())
     except (RuntimeError, NoAnswer) as error:
         if is_keeper:
             raise
@@ -321,16 +322,15 @@ def _leave() -> None:
         lines.say("left", "")
         # The others may still need the store: whoever keeps it leaves last.
         deadline = time.monotonic() + _Joined.timeout.total_seconds()
-        while (
-            _Joined.keeps_store
-            and _Joined.is_orderly
-            and lines.silent
-            and time.monotonic() < deadline
-        ):
+        while _others_need_store(lines) and time.monotonic() < deadline:
             lines.listen(_LOOK_S)
         lines.close()
     if dist.is_initialized():  # the program may have ended it itself
         dist.destroy_process_group()
+
+
+def _others_need_store(lines: Lifelines) -> bool:
+    return _Joined.keeps_store and _Joined.is_orderly and bool(lines.silent)
 
 
 def _forget() -> None:

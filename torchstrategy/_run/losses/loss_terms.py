@@ -259,13 +259,9 @@ def _walk(root: Node, index: int) -> list[Term] | None:
         else:
             waiting.extend(reversed(steps))
         if not waiting:
-            return (
-                terms
-                if len(terms) == 1
-                else _merged(terms)
-                if len(terms) <= MAX_TERMS
-                else None
-            )
+            if len(terms) == 1:
+                return terms
+            return _merged(terms) if len(terms) <= MAX_TERMS else None
     return None
 
 
@@ -314,22 +310,22 @@ def _through_minus(node: Node, index: int, path: _Path) -> _Steps | None:
     return _through(node, index, path._replace(factor=-path.factor))
 
 
+def _times_alpha(path: _Path, alpha: float) -> _Path:
+    """Multiplied by a factor of a sum, which divides nothing if it is 1 or -1."""
+    if alpha == 1:
+        return path
+    if alpha == -1:
+        return path._replace(factor=-path.factor)
+    return path.times(alpha)
+
+
 def _through_sum(node: Node, index: int, path: _Path) -> _Steps | None:
     """`a + alpha * b`, or `a - alpha * b`."""
     alpha = float(saved(node, "alpha")) * (
         1.0 if node.name().startswith("Add") else -1.0
     )
     first, second = node.next_functions
-    paths = (
-        path,
-        (
-            path
-            if alpha == 1
-            else path._replace(factor=-path.factor)
-            if alpha == -1
-            else path.times(alpha)
-        ),
-    )
+    paths = path, _times_alpha(path, alpha)
     steps = [
         (edge[0], edge[1], own)
         for edge, own in zip((first, second), paths, strict=True)

@@ -335,12 +335,8 @@ def count_of(fact: Fact, reading: LossReading) -> float:
     """What a term was divided by; NaN if it cannot be read."""
     count = number_of(fact.counted)
     # What `clamp(min=1)` makes of an empty mask.
-    if (
-        fact.source == DIVISOR
-        and count == 1
-        and len(reading.facts) == 1
-        and reading.value is not None
-    ):
+    may_be_clamped = fact.source == DIVISOR and count == 1 and len(reading.facts) == 1
+    if may_be_clamped and reading.value is not None:
         return count if number_of(reading.value) else 0.0
     return count
 

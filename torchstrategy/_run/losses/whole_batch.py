@@ -161,14 +161,11 @@ class WholeBatchLook:
             num_terms: Of how many terms it is made.
             rows: How many rows the replica has. None: nobody knows.
         """
+        if self.found is not None or rows is None:
+            return
         # A loop over rows has a term for each, of one row.
-        if (
-            self.found is not None
-            or rows is None
-            or rows < 2
-            or rows != int(rows)
-            or num_terms >= rows
-        ):
+        is_loop = num_terms >= rows
+        if rows < 2 or rows != int(rows) or is_loop:
             return
         # What cannot be read is not told.
         with suppress(Exception), without_autograd(), unseen_by_function_modes():

@@ -14,7 +14,7 @@ import threading
 import warnings
 import weakref
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, final
 
@@ -36,6 +36,7 @@ from torchstrategy._base.objects.proxies import is_torchs, parameters_of
 from torchstrategy._base.objects.torch_hooks import Stepper, tell_of_steps
 from torchstrategy._base.torch_internals import run_by
 from torchstrategy._base.types import Tree
+from torchstrategy._base.weak_references import living
 from torchstrategy._data.same_rows import Read, reads_among, refuse_other_reads
 from torchstrategy._group.participants import Participants
 from torchstrategy._run.losses.loss_watchers import CLOSURE_OF_TERMS
@@ -230,7 +231,7 @@ class OwnObjects(Storage):
             refuse_flat(parts)
             roots = roots_of(parts)
             _refuse_untrained(roots)
-            known = [*_living(self._variables.values()), *self._on_read.values()]
+            known = [*living(self._variables.values()), *self._on_read.values()]
             take_from_first_worker(
                 self._workers, roots, known, self.random.generators()
             )
@@ -272,7 +273,7 @@ class OwnObjects(Storage):
         modules = self._parts()
         variables = [
             variable
-            for variable in _living(self._variables.values())
+            for variable in living(self._variables.values())
             if variable.requires_grad
         ]
         tensors = TrainedTensors(modules, variables, self.placement.averages_buffers)
@@ -298,7 +299,7 @@ class OwnObjects(Storage):
 
     def _parts(self) -> list[nn.Module]:
         """The modules of the scope, with those that were put into them elsewhere."""
-        return modules_within(_living(self._modules.values()))
+        return modules_within(living(self._modules.values()))
 
     def weigher_of_losses(self, weights: Participants, step: str) -> LoneLossWeigher:
         """Weighs the backwards of the next run by what its losses were divided by."""
@@ -366,7 +367,7 @@ class OwnObjects(Storage):
                     )
                 )
         if self._steppers:
-            for stepper in _living(self._steppers.values()):
+            for stepper in living(self._steppers.values()):
                 compared.append(
                     (f"the state of {type(stepper).__name__}:", _counts_of(stepper))
                 )
@@ -540,15 +541,6 @@ def _make_forget(table: dict[int, Any], key: int) -> Callable[[Any], None]:
             del table[key]
 
     return forget
-
-
-# `_copies/replicated_storage` has the same function: each step of several replicas
-# would pass from room to room for it.
-def _living(references: Iterable[weakref.ref[Any]]) -> list[Any]:
-    """The objects that some references refer to, as far as they still live."""
-    return [
-        thing for reference in list(references) if (thing := reference()) is not None
-    ]
 
 
 def _refuse_untrained(roots: Sequence[nn.Module]) -> None:

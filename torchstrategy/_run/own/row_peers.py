@@ -109,10 +109,8 @@ class RowPeers:
         if len(self._indices) == 1:
             return
         self._num_runs += 1
-        if any(
-            type(leaf) is PerReplica and (leaf.rows_of_all or leaf.read)
-            for leaf in leaves
-        ):
+        distributed = [leaf for leaf in leaves if type(leaf) is PerReplica]
+        if any(leaf.rows_of_all or leaf.read for leaf in distributed):
             raise _of_all(self._workers, _SPLIT.format(self._shown()))
         told = (
             self._indices,

@@ -11,7 +11,6 @@ says at the end what it has found.
     evidence         what lints know of a program before they judge it
     findings         what lints have found
     lint             what every lint is told
-    failures         lints that end with an error of their own
     layers           batch norm and dropout, in training and in evaluation
     optimizers       what optimizers and schedulers have, and when they are stepped
     checkpoints      what a program saves and loads, and how training goes on from it

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import traceback
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, final
 
 import torch
@@ -37,8 +39,7 @@ from torchstrategy.testing._lints.evidence.known import version_of
 from torchstrategy.testing._lints.evidence.losses import is_scaled, leaves_of, terms_of
 from torchstrategy.testing._lints.evidence.own_steps import WRITES, OwnStep
 from torchstrategy.testing._lints.evidence.places import here, standing_at, way_here
-from torchstrategy.testing._lints.failures import of_failed
-from torchstrategy.testing._lints.findings import Finding
+from torchstrategy.testing._lints.findings import Finding, finding
 from torchstrategy.testing._lints.lint import Follower, Lint, Seen
 from torchstrategy.testing._ranks.lines import is_called_by_a_library
 from torchstrategy.testing._ranks.witnesses import Told
@@ -108,7 +109,7 @@ class Session:
         lost = {lint} if lint is not None else {None, *self._lints}
         if lint in self._lints or (lint is None and self._lints):
             self._failures.append(
-                of_failed(None if lint is None else type(lint), error)
+                _of_failed(None if lint is None else type(lint), error)
             )
         # New lists: other ranks may be going through the old ones.
         self._lints = [one for one in self._lints if one not in lost]
@@ -363,3 +364,20 @@ def _gradients(facts: Facts) -> dict[int, tuple[int, int]]:
         ):
             found[id(parameter)] = address_of(gradient), version_of(gradient)
     return found
+
+
+def _of_failed(lint: type[Lint] | None, error: Exception) -> Finding | None:
+    """Says which lint has failed, with what; None: what all lints share."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    at = f"{Path(frame.filename).name}:{frame.lineno}"
+    which = "what all lints share" if lint is None else f"the lint `{lint.__name__}`"
+    place = here()
+    return finding(
+        "lint-failed",
+        f"At {place}, {which} has ended with {type(error).__name__}: {error} ({at}). "
+        "Your program went on without it, so the report lacks what it would have "
+        "found.",
+        "This is a mistake of torchstrategy, and not of your program: please report it "
+        "with these lines.",
+        [place],
+    )

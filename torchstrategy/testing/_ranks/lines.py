@@ -27,11 +27,10 @@ def is_called_by_torch() -> bool:
     frame: FrameType | None = inspect.currentframe()
     while frame is not None:
         module = str(frame.f_globals.get("__name__"))
-        if module not in ENTRANCES and module.partition(".")[0] not in (
-            "torchstrategy",
-            "contextlib",
-        ):
-            return module.partition(".")[0] == "torch"
+        package = module.partition(".")[0]
+        is_between = module in ENTRANCES or package in ("torchstrategy", "contextlib")
+        if not is_between:
+            return package == "torch"
         frame = frame.f_back
     return True
 

@@ -1,7 +1,6 @@
 """Runs a program for GPUs on simulated devices, and reports what it did.
 
 messages     how an error that ended the program is printed
-launching    the argument --local_rank
 output       where the report goes
 observer     copies between devices, and where the program waits for one
 deep_alias   "cuda" also in what devices and tensors say of themselves

@@ -25,12 +25,17 @@ from torchstrategy.testing._ranks.record import RankRecord
 from torchstrategy.testing._ranks.run_ranks import run_recorded
 from torchstrategy.testing._runner.comparison import differences, earlier_report
 from torchstrategy.testing._runner.deep_alias import deep_alias
-from torchstrategy.testing._runner.launching import give_local_rank, wanted_spelling
 from torchstrategy.testing._runner.messages import advice, printed
 from torchstrategy.testing._runner.observer import Observer, observing
 from torchstrategy.testing._runner.output import Output, ends_with_a_report
 from torchstrategy.testing._runner.prediction import FILES, Prediction
-from torchstrategy.testing._runner.programs import Program, module, script
+from torchstrategy.testing._runner.programs import (
+    Program,
+    give_local_rank,
+    module,
+    script,
+    wanted_spelling,
+)
 from torchstrategy.testing._runner.report import Report
 from torchstrategy.testing._simulation import (
     cuda_alias,

@@ -55,14 +55,10 @@ def advice(error: BaseException, has_ranks: bool) -> str:
 
     It expects to be started in another way.
     """
-    if (
-        isinstance(error, KeyError)
-        and error.args
-        and error.args[0] in _OF_TORCHRUN
-        and not has_ranks
-    ):
+    asked = error.args[0] if isinstance(error, KeyError) and error.args else None
+    if asked in _OF_TORCHRUN and not has_ranks:
         return (
-            f"The program asks for {error.args[0]}, which torchrun sets: run it with "
+            f"The program asks for {asked}, which torchrun sets: run it with "
             "--ranks 2.\n"
         )
     return ""

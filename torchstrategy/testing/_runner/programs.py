@@ -1,8 +1,13 @@
-"""A script or a module, run as Python runs it."""
+"""A script or a module, run as Python runs it.
+
+A script may take the argument `--local_rank`, which `torch.distributed.launch` gave
+each rank. `torchrun` does not give it.
+"""
 
 from __future__ import annotations
 
 import importlib.util
+import re
 import sys
 import types
 from collections.abc import Iterator, Sequence
@@ -10,6 +15,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import CodeType
 from typing import NamedTuple
+
+_SPELLINGS = ("--local_rank", "--local-rank")
 
 
 class Program(NamedTuple):
@@ -79,3 +86,26 @@ def module(name: str, arguments: Sequence[str]) -> Program:
         raise ModuleNotFoundError(f"No module named {name!r} that could be run")
     code = compile(Path(found.origin).read_bytes(), found.origin, "exec")
     return Program(code, found.origin, found.parent, str(Path.cwd()), arguments)
+
+
+def wanted_spelling(file: str, arguments: Sequence[str]) -> str | None:
+    """How a script spells the argument `--local_rank` that it takes.
+
+    It is None if it takes none, or if the caller gives it.
+    """
+    if any(argument.partition("=")[0] in _SPELLINGS for argument in arguments):
+        return None
+    try:
+        source = Path(file).read_text(errors="replace")
+    except OSError:
+        return None
+    for spelling in _SPELLINGS:
+        if re.search(rf"add_argument\([^)]*['\"]{spelling}['\"]", source):
+            return spelling
+    return None
+
+
+def give_local_rank(spelling: str | None, rank: int) -> None:
+    """Adds `--local_rank`, in this spelling, to the arguments of this rank."""
+    if spelling is not None:
+        sys.argv.insert(1, f"{spelling}={rank}")

@@ -391,10 +391,8 @@ def _not_finite(problem: Problem, mismatch: Mismatch) -> Cause | None:
 
 
 def _update(problem: Problem, mismatch: Mismatch) -> Cause | None:
-    if not {d.pair.section for d in mismatch.differences} <= {
-        "parameters",
-        "optimizer",
-    }:
+    differing = {difference.pair.section for difference in mismatch.differences}
+    if not differing <= {"parameters", "optimizer"}:
         return None
     return Cause(
         "The gradients agree and the update does not: the step sets a learning rate or "

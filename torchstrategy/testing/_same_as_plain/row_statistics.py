@@ -217,11 +217,8 @@ def _reduces_the_same_rows(call: Call, theirs: Sequence[Call]) -> bool:
 
     Each made another result of the same shape.
     """
-    if any(
-        one.result.shape != call.result.shape
-        or one.rows.shape[1:] != call.rows.shape[1:]
-        for one in theirs
-    ):
+    shapes = {(one.result.shape, one.rows.shape[1:]) for one in (call, *theirs)}
+    if len(shapes) > 1:
         return False
     if sum(len(one.rows) for one in theirs) != len(call.rows):
         return False

@@ -10,8 +10,7 @@ kernel runs on the same bytes.
     replacing     attributes that have other values for a while
     thread_modes  threads that are in a mode of the dispatcher from their start
     listeners     what is told what happens on streams
-    pinned        memory of the CPU with a mark
-    pinned_creation  pinned memory where it is made
+    pinned        pinned memory: memory of the CPU with a mark
     shapes        operators that are not computed
     program       what the program does with the CPU's memory, and where
     checksums     writes on pinned memory that torch does not see
@@ -45,9 +44,8 @@ kernel runs on the same bytes.
     facades       how a class of torch is replaced
     module        the module `torch.sim`
     registered    kernels that a program registers for CUDA
-    cuda_calls    calls that need another form
-    cuda_more     more of its names, and those that are missing
-    cuda_names    what the names of `torch.cuda` stand for there
+    cuda_memory   what `torch.cuda` tells of memory
+    cuda_names    what the names of CUDA stand for, and which are missing
     cuda_alias    code that says "cuda"
 """
 
@@ -90,7 +88,7 @@ from torchstrategy.testing._simulation import (
     parallel as _parallel,
 )
 from torchstrategy.testing._simulation import (
-    pinned_creation as _pinned_creation,
+    pinned as _pinned,
 )
 from torchstrategy.testing._simulation import (
     recurrent as _recurrent,
@@ -236,7 +234,7 @@ def simulate_devices(count: int) -> list[torch.device]:
         mended.install()
     _recurrent.install()
     _scripted.install()
-    _pinned_creation.install()
+    _pinned.install()
     _generators.make_default_generators(count)
     return simulated_devices()
 

@@ -53,12 +53,8 @@ def _attention(
         attn_mask, is_causal = _causal(attn_mask, query, key), False
     # Fused kernels of GPUs also know masks, dropout and groups of queries. The CPU has
     # none that do all of it.
-    if (
-        attn_mask is None
-        and not dropout_p
-        and not enable_gqa
-        and _can_be_one(query, key, value)
-    ):
+    is_simple = attn_mask is None and not dropout_p and not enable_gqa
+    if is_simple and _can_be_one(query, key, value):
         # A subclass of tensors, such as DTensor.
         if any(hasattr(tensor, "__tensor_flatten__") for tensor in (query, key, value)):
             return _of_cuda(query, key, value, 0.0, is_causal, scale=scale)[0]

@@ -94,15 +94,17 @@ _BOUND_TO_DEVICES = ("mode.values", "conj_physical_")
 
 
 def _taken_apart(but: set[str]) -> Iterator[str]:
+    for full, name in _of_aten(but):
+        if _is_taken_apart(full, name) and _is_plain(name):
+            yield name
+
+
+def _of_aten(but: set[str]) -> Iterator[tuple[str, str]]:
+    """The names of torch's own operators, with and without `aten::`."""
     for full in operator_names():
         namespace, _, name = full.partition("::")
-        if (
-            namespace == "aten"
-            and name not in but
-            and _is_taken_apart(full, name)
-            and _is_plain(name)
-        ):
-            yield name
+        if namespace == "aten" and name not in but:
+            yield full, name
 
 
 def _is_taken_apart(full: str, name: str) -> bool:
@@ -130,17 +132,10 @@ def _taken_apart_if_sparse(but: set[str]) -> Iterator[str]:
 
     It does not for sparse tensors of the CPU.
     """
-    for full in operator_names():
-        namespace, _, name = full.partition("::")
-        # Which may cross devices.
+    for full, name in _of_aten(but):
+        # `clone` and `copy_` may cross devices.
         is_sparse = has_kernel(full, "SparseCPU") and name not in ("clone", "copy_")
-        if (
-            namespace == "aten"
-            and name not in but
-            and _is_composite(full)
-            and is_sparse
-            and _is_plain(name)
-        ):
+        if is_sparse and _is_composite(full) and _is_plain(name):
             yield name
 
 

@@ -124,11 +124,8 @@ def _register_copies(backend: Backend) -> None:
 
     @backend.kernel("_to_copy")
     def _to_copy(tensor: Any, *, non_blocking: bool = False, **options: Any) -> Any:
-        if not (
-            non_blocking
-            and options.get("device") == CPU
-            and tensor.layout is torch.strided
-        ):
+        is_to_cpu = options.get("device") == CPU and tensor.layout is torch.strided
+        if not (non_blocking and is_to_cpu):
             return to_copy.redispatch(
                 CPU_KERNELS, tensor, non_blocking=non_blocking, **options
             )
@@ -145,15 +142,11 @@ def _register_copies(backend: Backend) -> None:
     # Of the operators on lists, the one whose pairs may cross devices.
     @backend.kernel("_foreach_copy_")
     def _foreach_copy(targets: Any, sources: Any, non_blocking: bool = False) -> None:
-        if (
-            len(
-                {
-                    (index_of(tensor), tensor.dtype, tensor.layout)
-                    for tensor in (*targets, *sources)
-                }
-            )
-            == 1
-        ):
+        kinds = {
+            (index_of(tensor), tensor.dtype, tensor.layout)
+            for tensor in (*targets, *sources)
+        }
+        if len(kinds) == 1:
             # As of the others, one kernel is many copies.
             run_on_cpu(foreach_copy, targets, sources)
             return

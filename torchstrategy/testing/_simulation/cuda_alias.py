@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, final
 
 import torch
@@ -24,21 +24,25 @@ from torchstrategy._base.torch_internals import (
     push_function_mode,
 )
 from torchstrategy.testing._simulation import tensors
-from torchstrategy.testing._simulation.cuda_calls import in_another_form
-from torchstrategy.testing._simulation.cuda_more import of_cpp, profilers_without_cuda
-from torchstrategy.testing._simulation.cuda_names import dtype_of_legacy, names_of_cuda
+from torchstrategy.testing._simulation.cuda_names import (
+    dtype_of_legacy,
+    names_of_cuda,
+    of_cpp,
+)
 from torchstrategy.testing._simulation.ordinals import (
     NAME,
     Spoken,
     current_device,
     device_count,
+    is_simulated,
     ordinal,
 )
-from torchstrategy.testing._simulation.pinned_creation import allow_pinned_creation
+from torchstrategy.testing._simulation.pinned import allow_pinned_creation
 from torchstrategy.testing._simulation.registered import registering_for_cuda
 from torchstrategy.testing._simulation.torch_internals import (
     CPP,
     ENGINE,
+    KINETO,
     tensor_cuda,
     without_dispatch_modes,
 )
@@ -160,21 +164,77 @@ class cuda_alias(TorchFunctionMode):
         ):
             return args[0].to(device=NAME, dtype=dtype)
         if kwargs.get("pin_memory"):
-            if (
-                kwargs.get("device") is not None
-                and _DEVICE(_translated(kwargs["device"])).type == NAME
-            ):
+            device = kwargs.get("device")
+            if device is not None and _DEVICE(_translated(device)).type == NAME:
                 raise RuntimeError("Only dense CPU tensors can be pinned")
             allow_pinned_creation()
         # `torch.device("cuda")` has no index: it means the device that is current when
         # it is used.
         if func is _DEVICE:
             return _device(*args, **kwargs)
-        args = in_another_form(func, args, kwargs)
+        args = _in_another_form(func, args, kwargs)
         return func(
             *map(_translated, args),
             **{name: _translated(value) for name, value in kwargs.items()},
         )
+
+
+_COMPRESSED = ("csr", "csc", "bsr", "bsc")
+# By function, where the tensor of its first argument matters. torch's compiler traces
+# this file, and cannot look these functions up in a set.
+_TO_COMPRESSED = tuple(
+    getattr(torch.Tensor, f"to_sparse_{layout}") for layout in _COMPRESSED
+)
+_MADE_COMPRESSED = (
+    torch.sparse_compressed_tensor,
+    *(getattr(torch, f"sparse_{layout}_tensor") for layout in _COMPRESSED),
+)
+
+
+def _in_another_form(
+    func: Any, args: Sequence[Any], kwargs: dict[str, Any]
+) -> Sequence[Any]:
+    """The arguments with which a function is called.
+
+    Raises:
+        NotImplementedError: If it makes a tensor that is not simulated.
+    """
+    is_ctc_loss = func in (torch.ctc_loss, torch.nn.functional.ctc_loss)
+    if is_ctc_loss and len(args) > 3 and is_simulated(args[0]):
+        # While something watches operators, torch takes lengths of the CPU for tensors
+        # of the device.
+        return *args[:2], *map(_as_numbers, args[2:4]), *args[4:]
+    if func in _TO_COMPRESSED and args and is_simulated(args[0]):
+        _refuse_compressed(func)
+    if func in _MADE_COMPRESSED and _is_on_device(args, kwargs):
+        _refuse_compressed(func)
+    return args
+
+
+def _as_numbers(lengths: Any) -> Any:
+    return (
+        lengths.tolist()
+        if isinstance(lengths, torch.Tensor) and lengths.is_cpu
+        else lengths
+    )
+
+
+def _is_on_device(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    device = kwargs.get("device")
+    if device is not None:
+        return torch.device(device).type not in ("cpu", "meta")
+    return any(
+        isinstance(value, torch.Tensor) and is_simulated(value)
+        for value in (*args, *kwargs.values())
+    )
+
+
+def _refuse_compressed(func: Any) -> None:
+    raise NotImplementedError(
+        f"{func.__name__} makes a compressed sparse tensor (CSR and its like) of a "
+        "GPU, and simulated devices have none. Write to_sparse() or sparse_coo_tensor, "
+        "which they have, or keep this tensor on the CPU."
+    )
 
 
 def _open_one() -> None:
@@ -187,7 +247,7 @@ def _open_one() -> None:
         _exchange(ENGINE.owner, ENGINE.name, _Engine(ENGINE.now()))
         _exchange(threading.Thread, "start", _starts(threading.Thread.start))
         _exchange(torch, "compile", _compiles(torch.compile))
-        for owner, name, value in (*profilers_without_cuda(), *registering_for_cuda()):
+        for owner, name, value in (*_profilers_without_cuda(), *registering_for_cuda()):
             _exchange(owner, name, value)
         _exchange(
             torch,
@@ -386,6 +446,35 @@ def _sets_default_type(call: Callable[[Any], None]) -> Callable[[Any], None]:
             torch.set_default_device(NAME)
 
     return sets
+
+
+def _profilers_without_cuda() -> Iterator[tuple[Any, str, Any]]:
+    """The constructors of torch's profilers, without CUDA.
+
+    Its part of them prints a stack trace for each operator.
+    """
+    cuda, cpu = (
+        torch.profiler.ProfilerActivity.CUDA,
+        torch.profiler.ProfilerActivity.CPU,
+    )
+    kineto: Any = KINETO
+    legacy: Any = torch.autograd.profiler.profile
+    init_kineto, init_legacy = kineto.__init__, legacy.__init__
+
+    def init(self: Any, *args: Any, **options: Any) -> None:
+        if options.get("activities") is not None:
+            kept = [activity for activity in options["activities"] if activity != cuda]
+            options["activities"] = kept or [cpu]
+        init_kineto(self, *args, **options)
+
+    def init_old(self: Any, *args: Any, **options: Any) -> None:
+        if options.get("use_device") == "cuda":
+            options["use_device"] = None
+        options.pop("use_cuda", None)
+        init_legacy(self, *args, **options)
+
+    yield kineto, "__init__", init
+    yield legacy, "__init__", init_old
 
 
 def _told(call: Callable[..., Any]) -> Callable[..., Any]:

@@ -239,10 +239,8 @@ class _Recording(TorchDispatchMode):
         # torch shows no mode the copy to a device in `torch.tensor([1],
         # device="cuda")`, only what comes after it.
         is_lifted = func is _aten.lift_fresh.default and on_devices
-        if is_lifted or (
-            func in (_aten.copy_.default, _aten._to_copy.default)
-            and _crosses(tensors, results)
-        ):
+        is_copy = func in (_aten.copy_.default, _aten._to_copy.default)
+        if is_lifted or (is_copy and _crosses(tensors, results)):
             raise RuntimeError(
                 "Cannot copy between CPU and CUDA tensors during CUDA graph capture "
                 "unless the CPU tensor is pinned. Please use tensor.pin_memory() or "

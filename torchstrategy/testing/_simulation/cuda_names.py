@@ -1,29 +1,55 @@
-"""What the names of `torch.cuda` stand for in a block of `cuda_alias`."""
+"""What the names of CUDA stand for in a block of `cuda_alias`.
+
+They are those of `torch.cuda`, and of torch's C++ below it. What they tell of memory is
+in `cuda_memory`.
+
+Note [Names that are missing]: `AS_THEY_ARE` has the names of torch's own Python that
+need nothing of us. Others that this torch has, and that are not served here, raise an
+error with their name, `NO_SUCH_THING`, when they are called:
+`tests/simulated/test_names_of_cuda.py` takes the list from torch itself, so nothing is
+forgotten.
+"""
 
 from __future__ import annotations
 
 import functools
 import inspect
 import sys
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NoReturn, final
 
 import torch
 
-from torchstrategy.testing._simulation import accounts as _accounts
-from torchstrategy.testing._simulation.cuda_more import missing_names, more_names
+from torchstrategy.testing._simulation import cuda_graphs
+from torchstrategy.testing._simulation.cuda_memory import (
+    functions_of_memory,
+    private_functions_of_memory,
+)
 from torchstrategy.testing._simulation.generators import default_generators
 from torchstrategy.testing._simulation.module import (
     get_device_properties,
     manual_seed_all,
+    reset_peak_memory_stats,
 )
 from torchstrategy.testing._simulation.ordinals import (
     NAME,
     current_device,
     known,
     ordinal,
+    set_device,
 )
+from torchstrategy.testing._simulation.streams import (
+    Stream,
+    current_stream,
+    default_stream,
+    set_stream,
+)
+from torchstrategy.testing._simulation.sync_debug import (
+    get_sync_debug_mode,
+    set_sync_debug_mode,
+)
+from torchstrategy.testing._simulation.torch_internals import CPP, PRIVATEUSE1_ID
 
 # What `torch.sim` has under the same name.
 _SAME = (
@@ -37,12 +63,10 @@ _SAME = (
     "device_of",
     "empty_cache",
     "get_device_name",
-    "get_device_properties",
     "get_rng_state",
     "get_rng_state_all",
     "init",
     "is_available",
-    "is_bf16_supported",
     "is_initialized",
     "manual_seed",
     "manual_seed_all",
@@ -54,6 +78,37 @@ _SAME = (
     "stream",
     "synchronize",
 )
+
+# What torch's own Python does without a driver: classes of errors, modules, and
+# functions that call other names.
+AS_THEY_ARE = frozenset(
+    (
+        *(
+            "CudaError",
+            "DeferredCudaCallError",
+            "StreamContext",
+            "check_error",
+            "cudaStatus",
+            "has_half",
+            "has_magma",
+        ),
+        *(
+            "amp",
+            "graphs",
+            "jiterator",
+            "memory",
+            "nccl",
+            "nvtx",
+            "profiler",
+            "random",
+            "sparse",
+            "streams",
+            "tunable",
+        ),
+        *("get_gencode_flags", "make_graphed_callables"),
+    )
+)
+NCCL = (2, 27, 5)
 
 
 def names_of_cuda(translated: Callable[[Any], Any]) -> Iterator[tuple[Any, str, Any]]:
@@ -75,8 +130,8 @@ def _served(translated: Callable[[Any], Any]) -> Iterator[tuple[Any, str, Any]]:
     module = torch.get_device_module(NAME)
     for name in _SAME:
         yield torch.cuda, name, _of_its_own(getattr(module, name))
-    more = _more(translated)
-    for name, function in more.items():
+    functions = _functions(translated)
+    for name, function in functions.items():
         yield torch.cuda, name, function
     for name in (
         "memory_allocated",
@@ -85,20 +140,36 @@ def _served(translated: Callable[[Any], Any]) -> Iterator[tuple[Any, str, Any]]:
         "max_memory_reserved",
     ):
         if hasattr(torch.accelerator, name):
-            yield torch.accelerator, name, more[name]
+            yield torch.accelerator, name, functions[name]
     # Parts of the module are modules, and have the functions, too.
     for part, names in (
         (torch.cuda.memory, _OF_MEMORY),
         (torch.cuda.random, _OF_RANDOM),
     ):
         for name in names:
-            yield part, name, _of_its_own(more.get(name) or getattr(module, name))
+            function = functions.get(name) or getattr(module, name)
+            yield part, name, _of_its_own(function)
     for name in ("range_push", "range_pop", "range_start", "range_end", "mark"):
         yield torch.cuda.nvtx, name, _marks_nothing
     for name, dtype in _LEGACY.items():
         yield torch.cuda, name, _legacy(name, dtype)
     yield from _of_groups()
-    yield from more_names(translated)
+    for name in (
+        "CUDAGraph",
+        "graph",
+        "graph_pool_handle",
+        "is_current_stream_capturing",
+    ):
+        yield torch.cuda, name, getattr(cuda_graphs, name)
+        yield torch.cuda.graphs, name, getattr(cuda_graphs, name)
+    # What has private names, and is in many programs all the same.
+    yield torch.cuda, "_sleep", _does_nothing
+    yield torch.cuda, "_cudart", _CUDART  # `check_error` asks it
+    for name, function in private_functions_of_memory().items():
+        yield torch.cuda.memory, name, function
+    yield torch.cuda.nccl, "version", lambda: NCCL
+    for name in ("start", "stop"):
+        yield torch.cuda.profiler, name, _does_nothing
 
 
 def _of_groups() -> Iterator[tuple[Any, str, Any]]:
@@ -132,16 +203,20 @@ def _in_words_of_cuda(get_config: Callable[..., str]) -> Callable[..., str]:
 
 
 _OF_MEMORY = (
+    "MemPool",
     "empty_cache",
+    "get_allocator_backend",
     "max_memory_allocated",
     "max_memory_reserved",
     "mem_get_info",
     "memory_allocated",
     "memory_reserved",
+    "memory_snapshot",
     "memory_stats",
     "memory_stats_as_nested_dict",
     "memory_summary",
     "reset_peak_memory_stats",
+    "use_mem_pool",
 )
 _OF_RANDOM = (
     "get_rng_state",
@@ -194,78 +269,10 @@ def _of_its_own(thing: Any) -> Any:
     return same
 
 
-_POOLS = ("all", "small_pool", "large_pool")
+def _functions(translated: Callable[[Any], Any]) -> dict[str, Any]:
+    """What `torch.cuda` has, and `torch.sim` has not, or has otherwise."""
 
-
-def statistics(index: int) -> dict[str, Any]:
-    """What `torch.cuda.memory_stats_as_nested_dict` counts of a device.
-
-    It is zero where nothing is known.
-
-    All memory counts as that of the pool of large tensors.
-    """
-    account = _accounts.account_of(index)
-    blocks = account.allocated, account.allocated_peak, account.taken
-    tensors = account.tensors, account.tensors, account.tensors_taken
-    counted = {
-        "active": tensors,
-        "active_bytes": blocks,
-        "allocated_bytes": blocks,
-        "allocation": tensors,
-        "inactive_split": (0, 0, 0),
-        "inactive_split_bytes": (0, 0, 0),
-        "requested_bytes": (account.held, account.peak, account.taken),
-        "reserved_bytes": (
-            account.reserved,
-            account.reserved_peak,
-            account.reserved_peak,
-        ),
-        "segment": (0, 0, 0),
-    }
-    stats: dict[str, Any] = {
-        name: {
-            pool: _counts(*(0, 0, 0) if pool == "small_pool" else numbers)
-            for pool in _POOLS
-        }
-        for name, numbers in counted.items()
-    }
-    stats.update(
-        {
-            name: _counts(0, 0, 0)
-            for name in ("oversize_allocations", "oversize_segments")
-        }
-    )
-    for name in (
-        "num_alloc_retries",
-        "num_device_alloc",
-        "num_device_free",
-        "num_sync_all_streams",
-    ):
-        stats[name] = 0
-    return {**stats, "max_split_size": -1, "num_ooms": account.ooms}
-
-
-def _counts(current: int, peak: int, taken: int) -> dict[str, int]:
-    return {
-        "current": current,
-        "peak": max(peak, current),
-        "allocated": taken,
-        "freed": max(taken - current, 0),
-    }
-
-
-def _flat(stats: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, int]]:
-    for name, value in stats.items():
-        if isinstance(value, dict):
-            yield from _flat(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
-
-
-def _more(translated: Callable[[Any], Any]) -> dict[str, Any]:
-    """What `torch.cuda` has, and `torch.sim` has not."""
-
-    def index(device: Any) -> int:
+    def index(device: Any = None) -> int:
         return ordinal(translated(device))
 
     def can_device_access_peer(device: Any, peer_device: Any) -> bool:
@@ -282,89 +289,128 @@ def _more(translated: Callable[[Any], Any]) -> dict[str, Any]:
     def seed_all() -> None:
         manual_seed_all(torch.seed())
 
+    class ExternalStream(Stream):
+        """A stream by its address, here a number of ours; see `Stream.cuda_stream`."""
+
+        def __new__(cls, stream_ptr: int, device: Any = None, **_: Any) -> Any:
+            identity = {
+                "stream_id": stream_ptr,
+                "device_index": index(device),
+                "device_type": PRIVATEUSE1_ID,
+            }
+            return super().__new__(cls, **identity)
+
     return {
-        **_more_of_memory(index),
+        **functions_of_memory(index),
+        "ExternalStream": ExternalStream,
         "can_device_access_peer": can_device_access_peer,
         "comm": torch.nn.parallel.comm,
+        "cudart": lambda: _CUDART,
         "current_blas_handle": lambda: 0,
+        "current_solver_handle": lambda: 0,
         "default_generators": tuple(default_generators()),
         "get_arch_list": list,
         "get_device_capability": capability,
+        "get_device_properties": lambda device=None: _properties(known(device, index)),
+        "get_stream_from_external": ExternalStream,
+        "get_sync_debug_mode": get_sync_debug_mode,
         "initial_seed": lambda: default_generators()[current_device()].initial_seed(),
         "ipc_collect": _does_nothing,
+        "is_bf16_supported": lambda including_emulation=True: True,
+        "is_tf32_supported": lambda: True,
         "list_gpu_processes": lambda device=None: (
             f"GPU:{index(device)}\nno processes are running"
         ),
         "seed": seed_all,
         "seed_all": seed_all,
+        "set_sync_debug_mode": set_sync_debug_mode,
         "utilization": lambda device=None: 0,
     }
 
 
-def _more_of_memory(index: Callable[[Any], int]) -> dict[str, Any]:
-    """The functions that tell how much memory is in use.
+def _properties(device: int) -> SimpleNamespace:
+    """What `torch.cuda.get_device_properties` says.
 
-    Args:
-        index: Returns the number of the device that a program means.
+    The sizes are those of no GPU, and nothing enforces them.
     """
-
-    def of(device: Any) -> _accounts.Account:
-        return _accounts.account_of(index(device))
-
-    def stats(device: Any = None) -> OrderedDict[str, Any]:
-        return OrderedDict(sorted(_flat(statistics(index(device)))))
-
-    def mem_get_info(device: Any = None) -> tuple[int, int]:
-        total = get_device_properties(index(device)).total_memory
-        return max(total - of(device).reserved, 0), total
-
-    def summary(device: Any = None, abbreviated: bool = False) -> str:
-        return _summary(index(device), abbreviated)
-
-    def set_fraction(fraction: float, device: Any = None) -> None:
-        if not isinstance(fraction, float):
-            raise TypeError("Invalid type for fraction argument, must be `float`")
-        if not 0 <= fraction <= 1:
-            raise ValueError(f"Invalid fraction value: {fraction}. Allowed range: 0~1")
-        fractions[index(device)] = fraction
-        # The size that `mem_get_info` says is that of no GPU, and limits nobody who
-        # does not ask for a part of it.
-        total = get_device_properties(index(device)).total_memory
-        of(device).limit = None if fraction == 1 else int(fraction * total)
-
-    fractions: dict[int, float] = {}
-    numbers = {
-        "memory_allocated": lambda device=None: of(device).allocated,
-        "max_memory_allocated": lambda device=None: of(device).allocated_peak,
-        "memory_reserved": lambda device=None: of(device).reserved,
-        "max_memory_reserved": lambda device=None: of(device).reserved_peak,
-    }
-    for name, function in numbers.items():
-        function.__name__ = name
-    return {
-        **numbers,
-        "get_per_process_memory_fraction": lambda device=None: fractions.get(
-            index(device), 1.0
-        ),
-        "max_memory_cached": numbers["max_memory_reserved"],
-        "mem_get_info": mem_get_info,
-        "memory_cached": numbers["memory_reserved"],
-        "memory_stats": stats,
-        "memory_stats_as_nested_dict": lambda device=None: statistics(index(device)),
-        "memory_summary": summary,
-        "reset_accumulated_memory_stats": _does_nothing,
-        "reset_max_memory_allocated": lambda device=None: _accounts.reset_peak(
-            index(device)
-        ),
-        "reset_max_memory_cached": lambda device=None: _accounts.reset_peak(
-            index(device)
-        ),
-        "set_per_process_memory_fraction": set_fraction,
-    }
+    known = get_device_properties(device)
+    major, minor = torch.cuda.get_device_capability(device)
+    return _Properties(
+        name=known.name,
+        major=major,
+        minor=minor,
+        total_memory=known.total_memory,
+        multi_processor_count=known.multi_processor_count,
+        is_integrated=0,
+        is_multi_gpu_board=0,
+        max_threads_per_multi_processor=2048,
+        max_threads_per_block=1024,
+        regs_per_multiprocessor=65536,
+        gcnArchName="",
+        warp_size=32,
+        uuid=f"00000000-0000-0000-0000-{device:012x}",
+        pci_bus_id=device,
+        pci_device_id=0,
+        pci_domain_id=0,
+        L2_cache_size=4 * 2**20,
+        clock_rate=1_000_000,
+        memory_clock_rate=1_000_000,
+        memory_bus_width=256,
+        shared_memory_per_block=48 * 2**10,
+        shared_memory_per_block_optin=96 * 2**10,
+        shared_memory_per_multiprocessor=96 * 2**10,
+    )
 
 
-# torch's own, which asks for `memory_stats`.
-_summary: Callable[..., str] = torch.cuda.memory.memory_summary
+class _Properties(SimpleNamespace):
+    def __repr__(self) -> str:
+        said = f"name='{self.name}', major={self.major}, minor={self.minor}"
+        return (
+            f"_CudaDeviceProperties({said}, "
+            f"total_memory={self.total_memory // 2**20}MB)"
+        )
+
+
+class _CudaError(int):
+    """The number of an error of the CUDA runtime."""
+
+    success: _CudaError
+
+
+_CudaError.success = _CudaError(0)
+# Functions of the CUDA runtime that do nothing here, and say that they have done it.
+_SUCCEEDING = (
+    "cudaProfilerStart",
+    "cudaProfilerStop",
+    "cudaHostRegister",
+    "cudaHostUnregister",
+)
+
+
+@final
+class _Cudart:
+    """What `torch.cuda.cudart()` returns: functions of the CUDA runtime."""
+
+    cudaError = _CudaError
+
+    @staticmethod
+    def cudaGetErrorString(code: int) -> str:
+        return {0: "no error", 2: "out of memory"}.get(code, f"error {code}")
+
+    @staticmethod
+    def cudaMemGetInfo(device: int) -> tuple[int, int]:
+        free, total = torch.cuda.mem_get_info(device)
+        return free, total
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _SUCCEEDING:
+            return lambda *args: _CudaError.success
+        raise AttributeError(
+            _sentence(f"torch.cuda.cudart().{name}"), name=name, obj=self
+        )
+
+
+_CUDART = _Cudart()
 
 
 def _does_nothing(*args: Any, **kwargs: Any) -> None:
@@ -396,3 +442,139 @@ def _legacy(name: str, dtype: torch.dtype) -> Any:
             return torch.empty(*args or (0,), dtype=dtype, device=NAME)
 
     return Kind(name, (), {"__module__": "torch.cuda", "dtype": dtype})
+
+
+# What is missing
+
+
+def _sentence(name: str) -> str:
+    return (
+        f"{name} is not there: this process has simulated devices in place of GPUs, "
+        "and no driver of CUDA. Where torch.cuda.get_device_name() begins with "
+        "'simulated', run the program without it."
+    )
+
+
+def missing_names(served: set[str]) -> Iterator[tuple[Any, str, Any]]:
+    """Stand-ins for public names of `torch.cuda` that neither are served nor work."""
+    for name in torch.cuda.__all__:
+        if name not in served and name not in AS_THEY_ARE:
+            yield torch.cuda, name, _refused(f"torch.cuda.{name}")
+    for name, value in list(vars(CPP).items()):
+        if name in _OF_CPP:
+            # Where torch was built with CUDA, its own function would ask the driver,
+            # which need not be there.
+            yield CPP, name, _OF_CPP[name]
+        elif (
+            name.startswith("_cuda_")
+            and isinstance(value, type)
+            and value.__module__ == "torch._utils"
+        ):
+            # Where torch was built without CUDA, it has classes in place of some
+            # functions, which nobody can use.
+            yield CPP, name, _refused(f"torch._C.{name}")
+
+
+def _refused(name: str) -> Any:
+    """A class, since some are used in `isinstance`, that cannot be called."""
+
+    class Refused:
+        NO_SUCH_THING = name
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            _refuse(name)
+
+    return Refused
+
+
+def _refuse(name: str) -> NoReturn:
+    raise NotImplementedError(_sentence(name))
+
+
+# torch's C++
+
+# With these begin the names of its functions and classes for CUDA.
+_PREFIXES_OF_CUDA = (
+    "_cuda_",
+    "_Cuda",
+    "_CUDA",
+    "_nccl_",
+    "_cudnn",
+    "_cusparselt",
+    "_gds_",
+    "_nvtx",
+)
+
+
+def of_cpp(name: str) -> Any:
+    """What `torch._C` lacks: a function of CUDA, or an error with its name.
+
+    It is asked for that.
+
+    Raises:
+        AttributeError: If simulated devices have nothing like it.
+    """
+    if name in _OF_CPP:
+        return _OF_CPP[name]
+    if name.startswith(_PREFIXES_OF_CUDA):
+        raise AttributeError(_sentence(f"torch._C.{name}"), name=name, obj=CPP)
+    raise AttributeError(
+        f"module 'torch._C' has no attribute {name!r}", name=name, obj=CPP
+    )
+
+
+def _identity(stream: Any) -> tuple[int, int, int]:
+    return stream.stream_id, stream.device_index, PRIVATEUSE1_ID
+
+
+def _exchange_device(device: int) -> int:
+    before = current_device()
+    if device >= 0:
+        set_device(device)
+    return before
+
+
+def _put_stream(
+    stream_id: int, device_index: int, device_type: int = PRIVATEUSE1_ID
+) -> None:
+    set_stream(
+        Stream(stream_id=stream_id, device_index=device_index, device_type=device_type)
+    )
+
+
+# Not `_cuda_getDeviceCount`: by it torch finds out whether it was built with CUDA, and
+# would call the driver.
+_OF_CPP: dict[str, Any] = {
+    # A class: `torch.compiler.reset` imports a file that needs it wherever torch says
+    # that it was built with CUDA.
+    "_cuda_CUDAAllocator_AllocatorState": type("AllocatorState", (), {}),
+    "_cuda_canDeviceAccessPeer": lambda device, peer: device != peer,
+    "_cuda_clearCublasWorkspaces": _does_nothing,
+    "_cuda_emptyCache": _does_nothing,
+    "_cuda_exchangeDevice": _exchange_device,
+    "_cuda_getAllocatorBackend": lambda: "native",
+    "_cuda_getArchFlags": lambda: " ".join(torch.cuda.get_arch_list()),
+    "_cuda_getCompiledVersion": lambda: 12080,
+    "_cuda_getCurrentBlasHandle": lambda: 0,
+    "_cuda_getCurrentRawStream": lambda device: current_stream(device).stream_id,
+    "_cuda_getCurrentStream": lambda device: _identity(current_stream(device)),
+    "_cuda_getDefaultStream": lambda device: _identity(default_stream(device)),
+    "_cuda_getDevice": current_device,
+    "_cuda_get_sync_debug_mode": get_sync_debug_mode,
+    "_cuda_init": _does_nothing,
+    "_cuda_ipc_collect": _does_nothing,
+    "_cuda_isCurrentStreamCapturing": cuda_graphs.is_current_stream_capturing,
+    "_cuda_isHistoryEnabled": lambda: False,
+    "_cuda_maybeExchangeDevice": _exchange_device,
+    "_cuda_resetPeakMemoryStats": reset_peak_memory_stats,
+    "_cuda_resetAccumulatedMemoryStats": _does_nothing,
+    "_cuda_memoryStats": lambda device: torch.cuda.memory_stats_as_nested_dict(device),
+    # Another object than `torch.cuda.set_device`: torch.compile of torch 2.15 has a
+    # rule for each, and they differ.
+    "_cuda_setDevice": lambda device: set_device(device),
+    "_cuda_setStream": _put_stream,
+    "_cuda_set_sync_debug_mode": set_sync_debug_mode,
+    "_cuda_sleep": _does_nothing,
+    "_cuda_synchronize": lambda: torch.get_device_module(NAME).synchronize(),
+    "_host_emptyCache": _does_nothing,
+}

@@ -151,12 +151,8 @@ def _check_norm(args: Sequence[Any], kwargs: Mapping[str, Any], first: int) -> N
 
 def _check_dropout(args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     inputs, p, train = args
-    if (
-        train is not False
-        and 0 < p < 1
-        and inputs.dtype in _INTEGERS
-        and inputs.numel()
-    ):
+    drops_some = train is not False and 0 < p < 1
+    if drops_some and inputs.dtype in _INTEGERS and inputs.numel():
         raise _not_implemented("fused_dropout", inputs.dtype)
 
 

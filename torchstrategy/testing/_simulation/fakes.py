@@ -35,14 +35,15 @@ def _knowing_the_current_device(check: Callable[..., None]) -> Callable[..., Non
     def replaced(
         self: Any, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> None:
-        if any(
-            device.type == NAME and device.index is None
-            for device in _devices(args, kwargs)
-        ):
+        if any(map(_has_no_index, _devices(args, kwargs))):
             raise NotForTheCache("a device without an index means the current one")
         check(self, func, args, kwargs)
 
     return replaced
+
+
+def _has_no_index(device: torch.device) -> bool:
+    return device.type == NAME and device.index is None
 
 
 def _devices(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[torch.device]:

@@ -470,11 +470,9 @@ def _run(
 ) -> Any:
     if operator.runs_on_the_cpu(args):
         args, kwargs = operator.brought_to_the_cpu(args, kwargs)
-        if not any(
-            is_simulated(value)
-            for value in (*args, *kwargs.values())
-            if isinstance(value, torch.Tensor)
-        ):
+        values = (*args, *kwargs.values())
+        tensors = (value for value in values if isinstance(value, torch.Tensor))
+        if not any(map(is_simulated, tensors)):
             return call(*args, **kwargs)
     arguments = _Arguments(operator, args, kwargs)
     device = arguments.device

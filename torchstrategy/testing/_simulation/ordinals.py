@@ -87,11 +87,12 @@ def set_device(device: torch.device | str | int | None) -> None:
     """
     if isinstance(device, str):
         device = torch.device(device)
-    if device is None or (
+    has_no_index = (
         isinstance(device, torch.device)
         and device.type == NAME
         and device.index is None
-    ):
+    )
+    if device is None or has_no_index:
         said = device if device is None else Spoken.name
         raise ValueError(
             "Expected a torch.device with a specified index or an integer, but "

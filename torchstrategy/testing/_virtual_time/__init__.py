@@ -2,8 +2,7 @@
 
 profiles       what is known of GPUs
 spans          what takes time
-costs          how long an operator takes: the cost model
-collectives    how long a collective of ranks takes
+costs          how long an operator and a collective take: the cost model
 steps          where a step of the program ends
 acts           what a clock was told, in order
 hosts          the clocks of the program, of ranks, and of others who bring theirs

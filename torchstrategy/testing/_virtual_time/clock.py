@@ -65,8 +65,12 @@ from torchstrategy.testing._virtual_time.acts import (
     Pauses,
     StepEnds,
 )
-from torchstrategy.testing._virtual_time.collectives import collective_seconds
-from torchstrategy.testing._virtual_time.costs import CostModel, name_of, size_of
+from torchstrategy.testing._virtual_time.costs import (
+    CostModel,
+    collective_seconds,
+    name_of,
+    size_of,
+)
 from torchstrategy.testing._virtual_time.hosts import Hosts
 from torchstrategy.testing._virtual_time.profiles import GIB, DeviceProfile
 from torchstrategy.testing._virtual_time.spans import (

@@ -1,4 +1,4 @@
-"""How long an operator takes on a device: the cost model.
+"""How long an operator takes on a device, and a collective of ranks: the cost model.
 
 An operator takes as long as its arithmetic or its traffic with memory, whichever is
 more, and at least `DeviceProfile.kernel`. All constants are in this file and in
@@ -96,6 +96,16 @@ _ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
 _FEW_CHANNELS, _OF_FEW_CHANNELS = 8, 0.35
 _TENSORS_IN_A_LAUNCH = 60  # of an operator on lists
 _NOT_A_KERNEL = ("is_set_to",)
+# How much of the whole goes over each link of a ring of n ranks, in units of (n - 1) /
+# n. What is not here goes over a link once.
+_PART_OF_RING = {
+    "all_reduce": 2,
+    "all_gather": 1,
+    "reduce_scatter": 1,
+    "gather": 1,
+    "scatter": 1,
+    "all_to_all": 1,
+}
 
 
 @final
@@ -344,3 +354,25 @@ def _signature(value: Any) -> Any:
     # Numbers of the same type cost the same, such as the learning rate of this step and
     # of the next one.
     return value if isinstance(value, (int, bool, str)) else type(value)
+
+
+def collective_seconds(
+    kind: str, size: int, ranks: int, on_devices: bool, profile: DeviceProfile
+) -> float:
+    """The seconds that a collective takes from when the last rank has come.
+
+    Bytes go around a ring of all ranks, each link carrying its part.
+
+    Args:
+        kind: Which collective.
+        size: The bytes of the whole.
+        ranks: How many ranks there are.
+        on_devices: Whether the tensors are on devices; else they are on the CPU.
+        profile: What is known of the devices.
+    """
+    if kind in _PART_OF_RING:
+        part = _PART_OF_RING[kind] * (ranks - 1) / ranks
+    else:
+        part = 1.0 if ranks > 1 else 0.0
+    bandwidth = profile.peer if on_devices else profile.cpu_bandwidth
+    return profile.collective + size * part / (bandwidth * 1e9)

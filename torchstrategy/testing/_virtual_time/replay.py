@@ -20,7 +20,7 @@ from torchstrategy.testing._virtual_time.acts import (
     Pauses,
     StepEnds,
 )
-from torchstrategy.testing._virtual_time.collectives import collective_seconds
+from torchstrategy.testing._virtual_time.costs import collective_seconds
 from torchstrategy.testing._virtual_time.hosts import Host
 from torchstrategy.testing._virtual_time.profiles import DeviceProfile
 from torchstrategy.testing._virtual_time.spans import Span
