@@ -13,7 +13,7 @@ WRITTEN = re.compile(r"^ *(?:# )?Note \[([^\]]+)\](?::|$)", re.MULTILINE)
 
 def unwrapped(text: str) -> str:
     """A text in one line, as if no comment or docstring had been wrapped."""
-    return re.sub(r"\s*\n\s*(?:# ?)?", " ", text)
+    return re.sub(r"\s*\n\s*(?:# *)?", " ", text)
 
 
 def written() -> Counter[str]:

@@ -151,8 +151,9 @@ def differing(
 # Are the numbers the same?
 
 
-# Note [Three fingerprints] No one fingerprint serves all, so there are three, which
-# differ in what they cost and in what they see:
+# Note [Three fingerprints]
+# No one fingerprint serves all, so there are three, which differ in what they cost and
+# in what they see:
 # - `sum_of_bits` is computed where the tensor is, so that the host need not wait for an
 #   accelerator. A sum is the same for the same numbers in another order. It is for
 #   gradients, which are compared at many steps.

@@ -16,8 +16,9 @@ import torch
 from torchstrategy._base.torch_internals import unseen_by_function_modes
 
 
-# Note [Tensors without memory] To read at the address of a tensor that has no memory
-# ends the process, and torch's own functions read there, too.
+# Note [Tensors without memory]
+# To read at the address of a tensor that has no memory ends the process, and torch's
+# own functions read there, too.
 # - A tensor that wraps others, as `DTensor`, `FakeTensor` and torchao's quantized ones
 #   do, has an empty storage.
 # - Some programs take the memory of a tensor away while they do not use it, as FSDP

@@ -19,11 +19,11 @@ from torch import nn
 from torchstrategy._base.torch_internals import flat_weights
 
 
-# Note [Weights of replicas in one piece] The library lays the weights of a replica in
-# one piece when it makes them. A step may not: a weight that shares the memory of the
-# user's would leave it, and no longer have the values that the optimizer writes. So in
-# a replica `flatten_parameters` does nothing: the weights are in one piece already, or
-# the user's are not, either.
+# Note [Weights of replicas in one piece]
+# The library lays the weights of a replica in one piece when it makes them. A step may
+# not: a weight that shares the memory of the user's would leave it, and no longer have
+# the values that the optimizer writes. So in a replica `flatten_parameters` does
+# nothing: the weights are in one piece already, or the user's are not, either.
 @final
 class _Laying(threading.local):
     is_ours = False  # whether it is the library that lays weights on this thread

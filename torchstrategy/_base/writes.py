@@ -194,9 +194,10 @@ class TrackedTensors:
         self.note_outdated([index])
 
 
-# Note [Writes that count, and writes that do not] torch refuses a backward if a tensor
-# that its forward has saved has got another version since. The backward of a replica is
-# to be refused where that of the user's own tensors would be.
+# Note [Writes that count, and writes that do not]
+# torch refuses a backward if a tensor that its forward has saved has got another
+# version since. The backward of a replica is to be refused where that of the user's own
+# tensors would be.
 # - What torch has counted on the user's tensor is counted on the copies, too.
 # - What was perhaps not written is not counted: the copies get the values that they
 #   have. So it is with a large tensor whose memory nobody has compared, and with one on

@@ -79,8 +79,9 @@ class StagedBatch(NamedTuple):
     events: list[torch.Event]  # they happen when these tensors are on the device
 
 
-# Note [Promises for a copied batch] A batch is copied to an accelerator on other
-# streams than the consumer's, so the consumer is given two promises:
+# Note [Promises for a copied batch]
+# A batch is copied to an accelerator on other streams than the consumer's, so the
+# consumer is given two promises:
 # 1. Its stream reads a tensor only when the copy is complete. `stage` and `copy` record
 #    an event after their copies, and `receive` makes the consumer's current stream wait
 #    for it. The consumer's thread does not wait.

@@ -1,7 +1,8 @@
 """The streams on which values come to an accelerator and leave it.
 
-Note [Three copy streams] Each device has a stream for each kind of cargo. What is on
-one stream happens in its order, and on one stream for all
+Note [Three copy streams]
+Each device has a stream for each kind of cargo. What is on one stream happens in its
+order, and on one stream for all
 - a batch that is loaded ahead would come only after the step before it: the copy of
   parameters before it in the stream has to wait for that step;
 - a gradient that leaves would wait for a batch that comes, though a link carries both

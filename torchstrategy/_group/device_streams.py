@@ -18,9 +18,10 @@ from torchstrategy._base.tree import tree_leaves
 from torchstrategy._base.types import Device, Tree
 
 
-# Note [Streams of replicas] Where a replica stands still, the current streams of its
-# thread are compared with the caller's. Mostly they are the same, and nothing is to be
-# done. A side stream is one that is not the caller's:
+# Note [Streams of replicas]
+# Where a replica stands still, the current streams of its thread are compared with the
+# caller's. Mostly they are the same, and nothing is to be done. A side stream is one
+# that is not the caller's:
 # - The caller's stream waits for it before anything uses what the replica brought, and
 #   it waits for the caller's stream before the replica goes on. The program waits for
 #   neither of them.

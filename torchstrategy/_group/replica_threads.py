@@ -60,18 +60,18 @@ from torchstrategy._group.one_of_several import (
 from torchstrategy._group.random_streams import RandomStreams
 
 
-# Note [Who may call what on which thread] The single replica of a strategy runs on the
-# caller's thread, and so does its `combine`. For that while, `InlineReplica` puts the
-# replica's frame and default device aside. All that follows is about several replicas.
-# The caller's thread runs everything of `_Run`: it gives the turns, switches the random
-# streams, and calls `combine`. A replica's thread only runs the step, up to
-# `stand_still`: there it reports and waits until the caller's thread answers. So at a
-# synchronization point all replicas stand still, and `combine` may use all that
-# replicas share without a lock.
-# If all replicas are in one lane, and nobody gives the turns, the caller's thread also
-# runs the step in a replica: in the first one, and in each one after it for as long as
-# those before it have ended. Where such a replica stands still, the caller's thread
-# goes on with `_Run._meet`, which lets the others come to the same point. Nothing but
+# Note [Who may call what on which thread]
+# The single replica of a strategy runs on the caller's thread, and so does its
+# `combine`. For that while, `InlineReplica` puts the replica's frame and default device
+# aside. All that follows is about several replicas. The caller's thread runs everything
+# of `_Run`: it gives the turns, switches the random streams, and calls `combine`. A
+# replica's thread only runs the step, up to `stand_still`: there it reports and waits
+# until the caller's thread answers. So at a synchronization point all replicas stand
+# still, and `combine` may use all that replicas share without a lock. If all replicas
+# are in one lane, and nobody gives the turns, the caller's thread also runs the step in
+# a replica: in the first one, and in each one after it for as long as those before it
+# have ended. Where such a replica stands still, the caller's thread goes on with
+# `_Run._meet`, which lets the others come to the same point. Nothing but
 # `ReplicaStopped` is raised there: the step must not catch an error of another replica.
 # Who raises it is `result`. Between two such points, the replicas of one lane run one
 # at a time. A lane is a physical device; if somebody gives the turns, or a `Watch` asks
@@ -236,11 +236,12 @@ def runs_under_way() -> int:
     return depth
 
 
-# Note [What happens on Ctrl-C] Python calls the handler of a signal on the main thread
-# only, between two lines of Python code, and the handler of Ctrl-C raises
-# KeyboardInterrupt there. The main thread is mostly the one that called `run`. So this
-# exception, as that of any other handler, may come out of every line that this thread
-# runs, also of one that takes something back. Hence:
+# Note [What happens on Ctrl-C]
+# Python calls the handler of a signal on the main thread only, between two lines of
+# Python code, and the handler of Ctrl-C raises KeyboardInterrupt there. The main thread
+# is mostly the one that called `run`. So this exception, as that of any other handler,
+# may come out of every line that this thread runs, also of one that takes something
+# back. Hence:
 # 1. This thread waits for nobody without looking up. A signal that comes just before it
 #    begins to wait would be handled only when it wakes. `_Run._receive` and
 #    `Prefetcher.next` wait for a second at most, and then again;

@@ -13,12 +13,12 @@ import torch
 
 from torchstrategy._base import torch_internals
 
-# Note [Where a gradient is weighed] A gradient of a replica is multiplied by the weight
-# of the replica once, on its way into the sum over all replicas. The weight comes from
-# `participants`. It follows from the rows of the batch, or from `RunOptions` and the
-# `examples` of a constructor: `_run/example_counts` asks the function that was given
-# there, and `_run/losses` finds by what a loss was divided. The product is made in one
-# of these places:
+# Note [Where a gradient is weighed]
+# A gradient of a replica is multiplied by the weight of the replica once, on its way
+# into the sum over all replicas. The weight comes from `participants`. It follows from
+# the rows of the batch, or from `RunOptions` and the `examples` of a constructor:
+# `_run/example_counts` asks the function that was given there, and `_run/losses` finds
+# by what a loss was divided. The product is made in one of these places:
 # 1. Several replicas of one process, whose gradients are added up on the device of the
 #    parameter: `add_weighted`, which `_copies/gradients/gradient_reducer` calls.
 # 2. The same by an all-reduce: `scale`, which `CrossDeviceOps._weighted_sums` in

@@ -15,16 +15,16 @@ from torchstrategy._group.random_streams import generators_of
 from torchstrategy._group.workers import STREAMS, Workers
 
 
-# Note [Random streams of workers] Worker w of R replicas has the replicas w * R to w *
-# R + R - 1 of all, and each draws from the stream of its number: see Note [Random
-# streams of replicas]. All streams are made of the state of the caller's generators.
-# Where these differ, worker 0 sends its own. They are compared when a run begins,
-# wherever gradients are reduced, and when the run ends. So what the caller draws, what
-# an update draws, and what the next run draws is the same in all workers. If a replica
-# of another worker has drawn and replica 0 has not, the caller's generator moves on by
-# one number, as with replicas in one process.
-# A worker with one replica does without these messages: see Note [Random streams of
-# lone replicas].
+# Note [Random streams of workers]
+# Worker w of R replicas has the replicas w * R to w * R + R - 1 of all, and each draws
+# from the stream of its number: see Note [Random streams of replicas]. All streams are
+# made of the state of the caller's generators. Where these differ, worker 0 sends its
+# own. They are compared when a run begins, wherever gradients are reduced, and when the
+# run ends. So what the caller draws, what an update draws, and what the next run draws
+# is the same in all workers. If a replica of another worker has drawn and replica 0 has
+# not, the caller's generator moves on by one number, as with replicas in one process. A
+# worker with one replica does without these messages: see Note [Random streams of lone
+# replicas].
 @final
 class WorkerStreams:
     """The caller's random generators in one worker.

@@ -32,8 +32,9 @@ from torchstrategy._base.torch_internals import raw_grad, set_raw_grad, take_inp
 _lock = threading.Lock()
 
 
-# Note [What a proxy must not change] A proxy is the user's own object with another
-# class. In a replica, each kind of proxy changes this and no more:
+# Note [What a proxy must not change]
+# A proxy is the user's own object with another class. In a replica, each kind of proxy
+# changes this and no more:
 # - The proxy of a module changes everything: whatever is read, set or deleted on it is
 #   that of the replica's copy.
 # - The proxy of an optimizer changes `step`, `zero_grad`, `param_groups`, `state`, and

@@ -43,9 +43,9 @@ Look = Callable[[str, object, Sequence[object]], None]
 """Compares kept numbers with those of other replicas: see `LostNumbers.look`."""
 
 
-# Note [Two rules of merging attributes] After a run, a user's object has one value in
-# the place of those that the replicas wrote. There are two rules, and one could not do
-# for both:
+# Note [Two rules of merging attributes]
+# After a run, a user's object has one value in the place of those that the replicas
+# wrote. There are two rules, and one could not do for both:
 # - That of modules (`ModuleMerger`). A module is called between runs, too, and its
 #   forward computes with its attributes: a `PerReplica` in the place of a number would
 #   stop it. So where numbers or statistics differ, the first replica's stay, and a

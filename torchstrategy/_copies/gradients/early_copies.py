@@ -24,9 +24,10 @@ from torchstrategy._group.copy_streams import Cargo, begin_copy_to_host, copy_st
 from torchstrategy._group.transfer import is_sent_alone
 
 
-# Note [Gradients that leave early] Backward of a layer and the copy of another layer's
-# gradient need different parts of an accelerator. So a large gradient is copied into
-# pinned memory of the CPU as soon as backward has made it, on the copy stream.
+# Note [Gradients that leave early]
+# Backward of a layer and the copy of another layer's gradient need different parts of
+# an accelerator. So a large gradient is copied into pinned memory of the CPU as soon as
+# backward has made it, on the copy stream.
 # - The memory is pinned wherever the parameter is. Other memory is new in each step:
 #   the system makes its pages one by one while they are written, and on an H100 a step
 #   then takes three times what the link takes for as many bytes. Torch keeps pinned

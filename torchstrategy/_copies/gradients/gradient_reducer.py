@@ -108,8 +108,9 @@ class _Arrived(NamedTuple):
     copies: list[torch.Tensor]  # by replica
 
 
-# Note [The states of a gradient] While a run is under way, the gradient of one of the
-# user's parameters is in these places:
+# Note [The states of a gradient]
+# While a run is under way, the gradient of one of the user's parameters is in these
+# places:
 # - local: each replica's parameter has a slot of its own, which autograd writes, so
 #   that backward needs no lock and waits for nobody.
 # - added early: if no two replicas ever run at once, each one adds its weighted local

@@ -19,15 +19,15 @@ class NoAnswer(Exception):
     """A call has not returned within its limit."""
 
 
-# Note [Calls that may never return] A call to the store of torch.distributed waits for
-# ever if the process that keeps the store was stopped, or if its machine is off: torch
-# has no limit for it. A group of gloo waits in C++ for a worker that will not come,
-# where neither a signal nor the news that this worker is dead can break it off. So such
-# calls are made on a thread of their own, while this one waits for the result. If it
-# stops waiting, the thread stays in its call: until the connection ends, until torch's
-# own limit, or until the process ends, which does not wait for it. There is one such
-# thread at most for each strategy that is made, since nobody goes on asking a store
-# that has not answered.
+# Note [Calls that may never return]
+# A call to the store of torch.distributed waits for ever if the process that keeps the
+# store was stopped, or if its machine is off: torch has no limit for it. A group of
+# gloo waits in C++ for a worker that will not come, where neither a signal nor the news
+# that this worker is dead can break it off. So such calls are made on a thread of their
+# own, while this one waits for the result. If it stops waiting, the thread stays in its
+# call: until the connection ends, until torch's own limit, or until the process ends,
+# which does not wait for it. There is one such thread at most for each strategy that is
+# made, since nobody goes on asking a store that has not answered.
 def ask(
     call: Callable[[], _T], seconds: float, look: Callable[[], None] = lambda: None
 ) -> _T:

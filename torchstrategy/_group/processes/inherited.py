@@ -12,16 +12,17 @@ _sockets: dict[int, int] = {}
 _in_child: list[Callable[[], None]] = []
 
 
-# Note [Forked processes of a worker] A forked process, such as a worker of a
-# DataLoader, inherits the connections of its parent. As long as it lives, the system
-# does not close them when the parent is killed: the others would not hear of it, and a
-# port stays taken. So the child closes what it inherited. This closes nothing in the
-# parent: a connection ends when its last descriptor is closed. Nothing is shut down,
-# and nothing is destroyed: torch's objects would join threads that a child does not
-# have. Connections that torch made have no names. They are the sockets that appeared
-# while it made them, on systems that list the descriptors of a process, as Linux and
-# macOS do. Elsewhere they stay open in the child; the lifelines, by which the others
-# hear of a death, are Python's, and are closed on all systems that fork.
+# Note [Forked processes of a worker]
+# A forked process, such as a worker of a DataLoader, inherits the connections of its
+# parent. As long as it lives, the system does not close them when the parent is killed:
+# the others would not hear of it, and a port stays taken. So the child closes what it
+# inherited. This closes nothing in the parent: a connection ends when its last
+# descriptor is closed. Nothing is shut down, and nothing is destroyed: torch's objects
+# would join threads that a child does not have. Connections that torch made have no
+# names. They are the sockets that appeared while it made them, on systems that list the
+# descriptors of a process, as Linux and macOS do. Elsewhere they stay open in the
+# child; the lifelines, by which the others hear of a death, are Python's, and are
+# closed on all systems that fork.
 @contextmanager
 def noting_sockets() -> Iterator[None]:
     """A block in which torch makes connections."""

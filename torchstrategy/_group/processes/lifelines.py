@@ -21,10 +21,11 @@ _LONGEST_TEXT = 4000
 Word = dict[str, Any]
 
 
-# Note [Lifelines] Each worker has a connection to each other one. Nothing is sent on it
-# while all goes well. A worker that gives up says why on all of them, before it closes
-# anything else. When a process ends, whatever ends it, the system closes its
-# connections. So whoever waits for another worker knows of it one of these things:
+# Note [Lifelines]
+# Each worker has a connection to each other one. Nothing is sent on it while all goes
+# well. A worker that gives up says why on all of them, before it closes anything else.
+# When a process ends, whatever ends it, the system closes its connections. So whoever
+# waits for another worker knows of it one of these things:
 # - it has said a word: it failed, it lost another worker, or it has left;
 # - its connection is closed, and it has said nothing: it was killed, and it is the one
 #   to be named;

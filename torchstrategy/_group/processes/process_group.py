@@ -78,14 +78,14 @@ def _forget_inherited() -> None:
 give_back(_forget_inherited)
 
 
-# Note [Exchanges between workers] Every exchange begins with a message of one size:
-# each worker tells all others at which exchange of which run it is, with tensors of
-# which shapes, and a few bytes that the exchange is about. What fits into these bytes
-# needs no more than that. Tensors are sent when all have told the same, since tensors
-# of different exchanges would be mixed up, or wait for ever. An exchange that follows
-# another one at once, of tensors that the workers have compared there, needs no
-# message. So a group mostly has nothing under way where a worker goes another way or
-# fails, and can be closed at once.
+# Note [Exchanges between workers]
+# Every exchange begins with a message of one size: each worker tells all others at
+# which exchange of which run it is, with tensors of which shapes, and a few bytes that
+# the exchange is about. What fits into these bytes needs no more than that. Tensors are
+# sent when all have told the same, since tensors of different exchanges would be mixed
+# up, or wait for ever. An exchange that follows another one at once, of tensors that
+# the workers have compared there, needs no message. So a group mostly has nothing under
+# way where a worker goes another way or fails, and can be closed at once.
 #
 # A worker that refuses its arguments comes to the exchange all the same, and says so.
 # Then all workers raise an error and stand at one place, as before. Whoever has no

@@ -17,27 +17,27 @@ from torchstrategy._group.workers import Workers
 from torchstrategy._run.own.trained_tensors import TrainedTensors
 
 
-# Note [Gradients that a step assigns] `parameter.grad = torch.autograd.grad(loss,
-# parameter)[0]` makes a gradient of this worker's rows, and nobody is told. So the
-# library knows the objects that are gradients of the whole batch: those that an
-# exchange has made, and those that were there when the run began. Before anything is
-# done with `.grad` that cannot be taken back, which is another backward, an update, or
-# the end of the run, each other object is compared by the sum of its bits. If all
-# workers have the same numbers there, they are left as they are. Else they are weighed
-# and added up. What a step assigns may have the earlier gradient of the batch in it:
-# `parameter.grad = parameter.grad + new`. The weights of all workers add up to 1, so
-# that the earlier one is in the weighted sum once, as it should be. They do not where
-# gradients are added up and not averaged, and nobody knows whether it is in there: then
-# it is refused. Clipping reads all of a gradient: `clip_grad_norm_` on gradients of
-# this worker's rows takes their norm, and what the workers add up is not what one
-# device would have clipped. So an assigned gradient that was written in place and is
-# not alike in all workers is refused. (What was computed out of place before it was
-# assigned, nobody can see.) A step may also write on a gradient in place. After a
-# backward of the run, that is what clipping does, alike in all workers; numbers of this
-# worker's rows would make parameters differ, which `ValuesOfParameters` finds. Where no
-# backward made the gradients, nobody would look: so a gradient that was written in such
-# a run counts as assigned. To assign means a message, so all workers must do it alike.
-# A step that assigns nothing sends none.
+# Note [Gradients that a step assigns]
+# `parameter.grad = torch.autograd.grad(loss, parameter)[0]` makes a gradient of this
+# worker's rows, and nobody is told. So the library knows the objects that are gradients
+# of the whole batch: those that an exchange has made, and those that were there when
+# the run began. Before anything is done with `.grad` that cannot be taken back, which
+# is another backward, an update, or the end of the run, each other object is compared
+# by the sum of its bits. If all workers have the same numbers there, they are left as
+# they are. Else they are weighed and added up. What a step assigns may have the earlier
+# gradient of the batch in it: `parameter.grad = parameter.grad + new`. The weights of
+# all workers add up to 1, so that the earlier one is in the weighted sum once, as it
+# should be. They do not where gradients are added up and not averaged, and nobody knows
+# whether it is in there: then it is refused. Clipping reads all of a gradient:
+# `clip_grad_norm_` on gradients of this worker's rows takes their norm, and what the
+# workers add up is not what one device would have clipped. So an assigned gradient that
+# was written in place and is not alike in all workers is refused. (What was computed
+# out of place before it was assigned, nobody can see.) A step may also write on a
+# gradient in place. After a backward of the run, that is what clipping does, alike in
+# all workers; numbers of this worker's rows would make parameters differ, which
+# `ValuesOfParameters` finds. Where no backward made the gradients, nobody would look:
+# so a gradient that was written in such a run counts as assigned. To assign means a
+# message, so all workers must do it alike. A step that assigns nothing sends none.
 @final
 class AssignedGradients:
     """Which gradients are of the whole batch, and what becomes of the others.

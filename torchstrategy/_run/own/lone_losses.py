@@ -70,10 +70,10 @@ class _Usual(NamedTuple):
     is_awaited: bool = False  # whether these are in the memory of accelerators
 
 
-# Note [When workers compare their losses] The first time that a backward of a step
-# begins, the workers tell one another what they have read, in a message, and weigh as
-# the replicas of one process do. What they found says what they do the next time, and
-# all of them know it:
+# Note [When workers compare their losses]
+# The first time that a backward of a step begins, the workers tell one another what
+# they have read, in a message, and weigh as the replicas of one process do. What they
+# found says what they do the next time, and all of them know it:
 # - A loss without counts: nothing. A mark of what was read travels with the gradients.
 # - One term that has a count, where all workers have as many rows: each multiplies its
 #   gradients by its count, which travels with them, as the mark does. The sums are

@@ -62,11 +62,12 @@ from torchstrategy._run.own.user_hooks import UserHooks
 _AS_SENT = Settled(1.0, None)
 
 
-# Note [How workers agree without a message] All workers run the same step, so an
-# exchange is mostly like the one that followed the same exchange before. Every worker
-# sends what this *predicted* plan says, whatever it has: zeros where it has no
-# gradient. A `Mark` rides along. It shows whether all workers are at the same backward
-# of the same step, and whether each has what was predicted.
+# Note [How workers agree without a message]
+# All workers run the same step, so an exchange is mostly like the one that followed the
+# same exchange before. Every worker sends what this *predicted* plan says, whatever it
+# has: zeros where it has no gradient. A `Mark` rides along. It shows whether all
+# workers are at the same backward of the same step, and whether each has what was
+# predicted.
 # - If so, the sums are right, and nobody has waited for anything else.
 # - If all have the same, but something else, then each knows the right plan. The packs
 #   are sent once more, as it says.

@@ -20,21 +20,21 @@ from torchstrategy._group.random_streams import generators_of
 from torchstrategy._group.workers import Workers
 
 
-# Note [Random streams of lone replicas] All workers have the caller's generators in the
-# same state when a run begins. Worker 0 draws from them, and each other worker from a
-# stream whose seed is made of this state and of the number of the worker: so a dropout
-# mask is drawn once only. In the first run after a seed was set these are the streams
-# of as many replicas in one process, see Note [Random streams of replicas].
-# Workers that compute one model together, as with tensor parallelism, draw the numbers
-# of the first of them. What acts for all workers, as a merge function or an optimizer
-# that adds noise does, draws the same numbers in all of them: from one more stream that
-# is made of the state.
-# When the run is over, all workers need the same state again, and none knows what
-# another one has drawn. So a worker that has drawn gives its generators a state that is
-# made of the one from before the run. If only some workers have drawn, or a loader has
-# drawn other numbers between runs, the states differ. The next exchange shows it, and
-# at the end of its run all workers take the state of worker 0. Where only some steps
-# have drawn, a warning says so.
+# Note [Random streams of lone replicas]
+# All workers have the caller's generators in the same state when a run begins. Worker 0
+# draws from them, and each other worker from a stream whose seed is made of this state
+# and of the number of the worker: so a dropout mask is drawn once only. In the first
+# run after a seed was set these are the streams of as many replicas in one process, see
+# Note [Random streams of replicas]. Workers that compute one model together, as with
+# tensor parallelism, draw the numbers of the first of them. What acts for all workers,
+# as a merge function or an optimizer that adds noise does, draws the same numbers in
+# all of them: from one more stream that is made of the state. When the run is over, all
+# workers need the same state again, and none knows what another one has drawn. So a
+# worker that has drawn gives its generators a state that is made of the one from before
+# the run. If only some workers have drawn, or a loader has drawn other numbers between
+# runs, the states differ. The next exchange shows it, and at the end of its run all
+# workers take the state of worker 0. Where only some steps have drawn, a warning says
+# so.
 @final
 class OwnRandom:
     """The caller's random generators in one worker.

@@ -25,13 +25,14 @@ Arrived = Callable[[], None]  # waits until a sum is there
 _ask_nobody: Callable[[], float] = float  # is not called, since nothing was counted
 
 
-# Note [Gradients that are weighed by a count] `weight` is how much the replica counts
-# by its rows, and `sent_weight` what the gradients of a backward are multiplied by.
-# They differ where the loss was divided by something else than rows, see Note [When
-# workers compare their losses]. `CountedGradients` say so of the next backward: a count
-# and a mark ride along. If all have the same mark, the sums are multiplied by what
-# follows of the sum of the counts. Else the workers ask, and send everything once more,
-# also large gradients: those of this worker are kept for that.
+# Note [Gradients that are weighed by a count]
+# `weight` is how much the replica counts by its rows, and `sent_weight` what the
+# gradients of a backward are multiplied by. They differ where the loss was divided by
+# something else than rows, see Note [When workers compare their losses].
+# `CountedGradients` say so of the next backward: a count and a mark ride along. If all
+# have the same mark, the sums are multiplied by what follows of the sum of the counts.
+# Else the workers ask, and send everything once more, also large gradients: those of
+# this worker are kept for that.
 class SentGradients:
     """The part of `OwnGradients` that sends.
 

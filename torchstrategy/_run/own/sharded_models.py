@@ -30,15 +30,15 @@ from torchstrategy._base.torch_internals import (
 _IS_ONE = 1e-12  # a factor that differs from 1 by less is 1, but for rounding
 
 
-# Note [Gradients that others send] `fully_shard` computes the mean of the workers'
-# gradients, in which each worker counts the same. The gradient of the batch is a mean,
-# too, in which a worker counts as it has rows. So the gradient of the whole parameter
-# is multiplied where backward has computed it, by `count * weight`: then the mean over
-# the workers is the sum of `weight * gradient`. All else is left to `fully_shard`, so
-# that this holds for several mesh dimensions, for each precision, for gradients that
-# are added up in this worker first and sent by a later backward, and for whatever
-# communication it was given. Where all workers have the same number of rows, the factor
-# is 1 and nothing is done.
+# Note [Gradients that others send]
+# `fully_shard` computes the mean of the workers' gradients, in which each worker counts
+# the same. The gradient of the batch is a mean, too, in which a worker counts as it has
+# rows. So the gradient of the whole parameter is multiplied where backward has computed
+# it, by `count * weight`: then the mean over the workers is the sum of `weight *
+# gradient`. All else is left to `fully_shard`, so that this holds for several mesh
+# dimensions, for each precision, for gradients that are added up in this worker first
+# and sent by a later backward, and for whatever communication it was given. Where all
+# workers have the same number of rows, the factor is 1 and nothing is done.
 # - A worker without rows has the factor 0. What it has computed may be NaN, so its
 #   gradients become zeros.
 # - The sum over workers that `gradient_reduction="sum"` asks for is `count` times the

@@ -2,12 +2,12 @@
 
 Each change is predicted, and said only if it does.
 
-Note [A second prediction] The acts of the program are changed as the advice would
-change them, and played again. So the second figure is of the same program by the same
-model, and not a rule of thumb. What each change does to the acts is in the function
-that makes it. A change that would need another order of the program's own work, such as
-smaller buckets of gradients, cannot be predicted so, and is not made.
-"""
+Note [A second prediction]
+The acts of the program are changed as the advice would change them, and played again.
+So the second figure is of the same program by the same model, and not a rule of thumb.
+What each change does to the acts is in the function that makes it. A change that would
+need another order of the program's own work, such as smaller buckets of gradients,
+cannot be predicted so, and is not made."""
 
 from __future__ import annotations
 

@@ -4,12 +4,12 @@ An operator takes as long as its arithmetic or its traffic with memory, whicheve
 more, and at least `DeviceProfile.kernel`. All constants are in this file and in
 `profiles`.
 
-Note [Where the constants come from] They were chosen once, and corrected once, by the
-published times of training that `profiles` lists: they are a fit, not a measurement.
-`_TILES` and `_ramp` describe how libraries of matrix products divide their work;
-`_PASSES` how often kernels of torch go over their tensors, counted in their source;
-`_SLOWER` is a guess for kernels that do more than to add up.
-"""
+Note [Where the constants come from]
+They were chosen once, and corrected once, by the published times of training that
+`profiles` lists: they are a fit, not a measurement. `_TILES` and `_ramp` describe how
+libraries of matrix products divide their work; `_PASSES` how often kernels of torch go
+over their tensors, counted in their source; `_SLOWER` is a guess for kernels that do
+more than to add up."""
 
 from __future__ import annotations
 

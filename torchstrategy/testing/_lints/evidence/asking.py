@@ -9,10 +9,11 @@ import numpy as np
 
 T = TypeVar("T")
 
-# Note [Objects that refuse] `len(dataset)` may raise any error, and so may an
-# attribute: by `__getattr__`, by a property, or since `__init__` of a subclass has not
-# called that of torch. The program never asks so, and is right. A lint that asks leaves
-# that one object alone then, and goes on with the others.
+# Note [Objects that refuse]
+# `len(dataset)` may raise any error, and so may an attribute: by `__getattr__`, by a
+# property, or since `__init__` of a subclass has not called that of torch. The program
+# never asks so, and is right. A lint that asks leaves that one object alone then, and
+# goes on with the others.
 
 
 def asked(question: Callable[[], T], otherwise: T) -> T:

@@ -15,10 +15,11 @@ from torchstrategy.testing._lints.torch_internals import Dropout, NormBase, held
 WRAPPER = "module."  # how `DistributedDataParallel` calls what it wraps
 _STATISTICS = "running_mean"
 
-# Note [Modules of the program] A class of the program may have a `parameters` of its
-# own, with other arguments or groups for an optimizer. It may have no hash, or an `==`
-# that gives a tensor, and its `__init__` may not have called that of torch. So lints
-# ask for what a module has by these functions, which call nothing of the program.
+# Note [Modules of the program]
+# A class of the program may have a `parameters` of its own, with other arguments or
+# groups for an optimizer. It may have no hash, or an `==` that gives a tensor, and its
+# `__init__` may not have called that of torch. So lints ask for what a module has by
+# these functions, which call nothing of the program.
 
 
 def living_modules() -> Iterator[nn.Module]:

@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from torch.autograd.function import BackwardCFunction
 
-# Note [Nodes of the program's own functions] The node of a `torch.autograd.Function` is
-# its context, on which the program writes what it likes: `ctx.name = "a"` hides the
-# method, and `ctx.variable` looks like that of a leaf. Such a function may also be
-# called `Mm` as one of torch's. So lints ask for names and leaves by these functions.
+# Note [Nodes of the program's own functions]
+# The node of a `torch.autograd.Function` is its context, on which the program writes
+# what it likes: `ctx.name = "a"` hides the method, and `ctx.variable` looks like that
+# of a leaf. Such a function may also be called `Mm` as one of torch's. So lints ask for
+# names and leaves by these functions.
 
 
 def name_of(node: Any) -> str:
