@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import torchstrategy
-from conditions import for_releases, needs_fork, needs_signals
+from conditions import for_changes, for_releases, needs_fork, needs_signals
 from processes import python
 
 ROOT = Path(torchstrategy.__file__).resolve().parents[1]
@@ -238,6 +238,7 @@ FORK = """
 """  # noqa: E501
 
 
+@for_changes
 @needs_fork
 @pytest.mark.slow
 def test_a_forked_child_can_run_and_does_not_hang() -> None:

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import torchstrategy
+from conditions import for_changes
 from topologies import TOPOLOGIES, central
 
 PACKAGE = str(Path(torchstrategy.__file__).parent)
@@ -154,6 +155,7 @@ def test_the_same_object_raised_in_many_runs_collects_no_frames() -> None:
         ]
 
 
+@for_changes
 def test_a_script_prints_the_users_lines_only(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(

@@ -513,6 +513,7 @@ def failure_of(
     return failed
 
 
+@for_changes
 @pytest.mark.slow
 @every_strategy_but_workers
 def test_lines_that_messages_recommend(name: str, tmp_path: Path) -> None:

@@ -80,11 +80,13 @@ def test_the_digits_programs_differ_in_fewer_than_12_lines() -> None:
     assert 0 < len(changed) < 12, "\n".join(changed)
 
 
+@for_changes
 @pytest.mark.slow
 def test_the_plain_digits_program_runs() -> None:
     assert "test accuracy" in output_of("digits_plain.py", "--epochs", "1")
 
 
+@for_changes
 @pytest.mark.slow
 def test_the_digits_program_runs_and_checks_itself() -> None:
     output = output_of(
@@ -144,6 +146,7 @@ def test_an_epoch_of_digits_is_an_epoch_of_plain_pytorch(
     digits_problem.check(options, model, losses)
 
 
+@for_changes
 @pytest.mark.slow
 def test_digits_learns_with_four_replicas(digits_problem: ModuleType) -> None:
     options = parsed(
@@ -204,7 +207,7 @@ def restart(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 @pytest.mark.slow
-@for_changes
+@for_releases
 @pytest.mark.parametrize("count", [2, 3, 4])
 def test_a_killed_training_that_torchrun_restarts_ends_as_an_unbroken_one(
     count: int, tmp_path: Path
@@ -233,7 +236,7 @@ def test_a_killed_training_that_torchrun_restarts_ends_as_an_unbroken_one(
 
 
 @pytest.mark.slow
-@for_changes
+@for_releases
 def test_a_sharded_training_stops_and_goes_on_with_other_processes(
     tmp_path: Path,
 ) -> None:
@@ -322,6 +325,7 @@ def state_at_the_beginning(
     return state
 
 
+@for_changes
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "outcome"),
@@ -338,6 +342,7 @@ def test_the_example_of_tests_passes_where_a_user_copies_it(
     assert ("run pytest with --simulate-devices=4" in output) == ("skipped" in outcome)
 
 
+@for_changes
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("replicas", "accumulate", "precision"), [(3, 3, "float32"), (2, 2, "bfloat16")]
@@ -450,6 +455,7 @@ def test_the_trainers_differ_in_fewer_than_20_lines() -> None:
     assert 0 < len(new) < 20, "\n".join(new)
 
 
+@for_changes
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["float64", "bfloat16"])
 def test_the_trainer_checks_itself(precision: str) -> None:
@@ -467,6 +473,7 @@ def test_the_trainer_checks_itself(precision: str) -> None:
     assert output.startswith("largest difference from plain PyTorch")
 
 
+@for_changes
 @pytest.mark.slow
 def test_the_check_of_the_trainer_fails_when_a_checkpoint_lacks_the_average(
     monkeypatch: pytest.MonkeyPatch,
@@ -490,6 +497,7 @@ def test_the_check_of_the_trainer_fails_when_a_checkpoint_lacks_the_average(
         problem.check(Forgetful, options)
 
 
+@for_changes
 @pytest.mark.slow
 def test_the_trainer_resumes_and_writes_for_tensorboard(tmp_path: Path) -> None:
     command = (

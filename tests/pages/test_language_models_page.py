@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from conditions import for_changes
 from documents import dead_links_of, examples_run_on
 from workers.cluster import cluster
 
@@ -83,6 +84,7 @@ def of_workers(strategy: str) -> list[float]:
     return losses
 
 
+@for_changes
 def test_the_program_for_several_processes_prints_what_one_prints() -> None:
     ours = (
         'torchstrategy.MultiWorkerMirroredStrategy(devices=["cpu"], '

@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import torchstrategy
+from conditions import for_changes
 from processes import NO_ACCELERATOR, python
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -103,6 +104,7 @@ def run_snippets(place: str, page: str) -> None:
     print(doctest.DocTestRunner(verbose=False, optionflags=doctest.ELLIPSIS).run(test))
 
 
+@for_changes
 @pytest.mark.slow
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("page", PAGES)
@@ -259,6 +261,7 @@ def run_table() -> None:
     print("done")
 
 
+@for_changes
 @pytest.mark.slow
 def test_each_line_of_the_table_runs(tmp_path: Path) -> None:
     assert len(table()) > 10 and all(row[0] and row[1] for row in table())

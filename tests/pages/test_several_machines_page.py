@@ -249,6 +249,7 @@ def pair() -> Iterator[list[Cluster]]:
         cluster.end()
 
 
+@for_changes
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("code", "shown"), SNIPPETS, ids=[str(i) for i in range(len(SNIPPETS))]
@@ -457,6 +458,7 @@ def of_column(column: int, folder: str) -> list[str]:
     return failed
 
 
+@for_changes
 @pytest.mark.slow
 @pytest.mark.parametrize("column", [0, 1])
 def test_each_line_of_the_table_runs(column: int, tmp_path: Path) -> None:

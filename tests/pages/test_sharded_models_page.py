@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from conditions import for_changes
 from workers.cluster import Cluster
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "sharded-models.md"
@@ -34,6 +35,7 @@ def run_snippets(folder: str) -> tuple[float, float]:
     return float(loss), float(norm)
 
 
+@for_changes
 @pytest.mark.slow
 def test_the_snippets_run_in_two_processes() -> None:
     assert len(SNIPPETS) == 2

@@ -22,7 +22,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import torchstrategy
-from conditions import for_releases
+from conditions import for_changes, for_releases
 from processes import NO_ACCELERATOR, python
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -95,6 +95,7 @@ def test_each_tab_of_the_home_page_ends_in_a_command() -> None:
         )
 
 
+@for_changes
 @pytest.mark.slow
 def test_the_test_on_the_home_page_passes(tmp_path: Path) -> None:
     (test,) = re.findall(

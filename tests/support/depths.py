@@ -120,8 +120,9 @@ def _first_depths_on_devices(
 
 
 def _marked_depth(item: pytest.Item) -> Depth:
-    mark = item.get_closest_marker("depth")
-    return Depth.QUICK if mark is None else Depth[mark.args[0]]
+    """The deepest of what marks of a test, its file and its parameters say."""
+    depths = [Depth[mark.args[0]] for mark in item.iter_markers("depth")]
+    return max(depths, default=Depth.QUICK)
 
 
 def _of_each_kind(variants: Sequence[pytest.Item]) -> Sequence[pytest.Item]:

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import torchstrategy
-from conditions import for_releases, without_simulated_devices
+from conditions import for_changes, for_releases, without_simulated_devices
 
 HERE = Path(__file__).parent
 PROGRAMS = sorted(
@@ -72,6 +72,7 @@ def place(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@for_changes
 @pytest.mark.slow
 @without_simulated_devices
 def test_mypy_sees_the_types(place: Path) -> None:

@@ -8,12 +8,14 @@ from __future__ import annotations
 import pytest
 import torch
 
+from conditions import for_changes
 from workers import attributes
 from workers.cluster import cluster
 
 pytestmark = pytest.mark.slow
 
 
+@for_changes
 def test_attributes_that_a_lone_replica_writes_stay_in_its_worker() -> None:
     """As with `DistributedDataParallel`: forward and trainer are the program's own.
 
@@ -26,6 +28,7 @@ def test_attributes_that_a_lone_replica_writes_stay_in_its_worker() -> None:
         assert w == 0 or found["rows"][2] == 1  # lent by worker 0
 
 
+@for_changes
 def test_attributes_that_several_replicas_write_become_the_first_ones() -> None:
     everyone = cluster(2).run(attributes.of_workers, 2)
     for found in everyone:

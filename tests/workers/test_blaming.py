@@ -189,6 +189,7 @@ def test_half_of_a_surrogate_pair_is_told_with_an_escape() -> None:
     assert second == "ValueError: bad name \udce9"
 
 
+@for_changes
 def test_settings_that_differ_are_named_with_both_values() -> None:
     for told in cluster(2).run(blaming.of_other_settings):
         assert re.search(

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from conditions import for_releases
+from conditions import for_changes, for_releases
 from workers import failing, faults
 from workers.cluster import cluster
 
@@ -66,6 +66,7 @@ def test_a_strategy_that_failed_is_not_used_again() -> None:
         assert total == "2.0"
 
 
+@for_changes
 def test_the_others_hear_of_an_interrupt_where_an_epoch_begins() -> None:
     """They heard of it 5 s later.
 

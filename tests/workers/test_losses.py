@@ -41,6 +41,7 @@ def agree(one: Gradients, other: Gradients) -> bool:
     )
 
 
+@for_changes
 @layouts
 def test_known_losses_have_the_gradient_of_the_batch(
     workers: int, replicas: int
@@ -112,6 +113,7 @@ def of_plain_torch(program: losses.Program) -> list[torch.Tensor]:
 LOOSE = {"line_search": 1e-9}
 
 
+@for_changes
 @layouts
 @pytest.mark.parametrize("size", [1, math.inf], ids=["sent early", "sent in the end"])
 def test_trainings_compute_the_numbers_of_plain_torch(

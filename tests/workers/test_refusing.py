@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import pytest
 
+from conditions import for_changes
 from workers import refusing
 from workers.cluster import cluster
 
@@ -15,6 +16,7 @@ pytestmark = pytest.mark.slow
 NAMES = list(refusing.CALLS)
 
 
+@for_changes
 @pytest.mark.parametrize(("workers", "replicas"), [(2, 1), (3, 2)])
 @pytest.mark.parametrize("one_only", [False, True], ids=["in all workers", "in one"])
 def test_a_refused_argument_is_refused_by_all_and_the_strategy_goes_on(

@@ -27,6 +27,7 @@ def of_plain_torch(train: sharding.Train) -> list[torch.Tensor]:
     return sharding.plainly(train)
 
 
+@for_changes
 @pytest.mark.parametrize("workers", [2, pytest.param(4, marks=for_changes)])
 def test_steps_compute_the_numbers_of_plain_torch(workers: int) -> None:
     """Among the batches are uneven ones, and one of a single row.
@@ -128,6 +129,7 @@ def test_a_training_goes_on_from_a_checkpoint(
         assert differ(found, unbroken) < 1e-12
 
 
+@for_changes
 def test_a_worker_that_is_killed_is_named_by_those_that_wait_in_the_model() -> None:
     processes = Cluster(2)
     try:

@@ -75,6 +75,7 @@ def test_where_nobody_says_there_is_one_worker() -> None:
         assert outcome.value == (1, [0], False, True), outcome.trace
 
 
+@for_changes
 def test_a_group_that_the_script_has_made_for_devices_only_is_enough() -> None:
     """`init_process_group("nccl")` is the first line of scripts for DDP.
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import torchstrategy
+from conditions import for_changes
 from token_losses import printed_over_tokens
 from workers import values
 from workers.cluster import cluster
@@ -32,6 +33,7 @@ def test_values_have_the_numbers_of_all_replicas(workers: int, replicas: int) ->
         assert found["mean"] == 2 * sum(given) / count
 
 
+@for_changes
 @pytest.mark.parametrize(("workers", "replicas"), [(3, 1), (2, 2)])
 def test_a_scalar_loss_is_the_mean_over_the_rows_of_all_workers_and_one_replica_prints(
     workers: int, replicas: int

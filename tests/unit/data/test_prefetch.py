@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, Dataset
 
 import torchstrategy
-from conditions import needs_simulated_devices
+from conditions import for_changes, needs_simulated_devices
 from loaders import (
     AHEAD,
     HANG,
@@ -268,6 +268,7 @@ def test_the_stream_of_the_loader_is_dealt_out_by_the_rule(
     check_stream(loader, replicas, AHEAD if ahead else ON_DEMAND)
 
 
+@for_changes
 @settings(quickly, max_examples=5)
 @given(
     st.integers(1, 12),

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from conditions import for_releases, needs_fork, without_simulated_devices
+from conditions import for_changes, for_releases, needs_fork, without_simulated_devices
 from loaders import (
     AHEAD,
     HANG,
@@ -324,6 +324,7 @@ def test_hundreds_of_iterators_that_are_broken_off_use_up_nothing() -> None:
     assert after - before < 100
 
 
+@for_changes
 @without_simulated_devices
 def test_iterators_over_workers_that_are_broken_off_use_up_nothing() -> None:
     dataset = central(2).experimental_distribute_dataset(

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, IterableDataset
 
+from conditions import for_changes
 from resumable import (
     LOADERS,
     PLACES,
@@ -65,6 +66,7 @@ def test_so_it_does_when_it_reads_ahead(kind: str) -> None:
     goes_on(lambda: over(LOADERS[kind](), **options), "in the second epoch")
 
 
+@for_changes
 @pytest.mark.parametrize(
     ("kind", "place"),
     [

@@ -11,7 +11,7 @@ import sys
 import pytest
 
 import torchstrategy
-from conditions import for_releases, without_simulated_devices
+from conditions import for_changes, for_releases, without_simulated_devices
 
 PROGRAM = """
 import torch, torchstrategy
@@ -27,6 +27,7 @@ print("has run", flush=True)
 """
 
 
+@for_changes
 @pytest.mark.slow
 @without_simulated_devices
 def test_a_process_ends_well_where_torch_keeps_objects_with_threads() -> None:

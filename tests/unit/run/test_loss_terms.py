@@ -20,6 +20,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from conditions import for_changes
 from known_losses import KNOWN, Net, rows_of
 from torchstrategy._run.losses import graph_nodes
 from torchstrategy._run.losses.loss_terms import (
@@ -683,6 +684,7 @@ wrapped = st.tuples(
 )
 
 
+@for_changes
 @settings(max_examples=150, deadline=None, derandomize=True, database=None)
 @given(
     st.lists(wrapped, min_size=1, max_size=4),

@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import torchstrategy
+from conditions import for_changes
 from topologies import TOPOLOGIES, compute_devices
 from torchstrategy import InputContext, InputReplicationMode, OutOfRangeError, ReduceOp
 from torchstrategy.compat import v1
@@ -252,6 +253,7 @@ def test_local_results_have_their_older_name(old: v1.Strategy) -> None:
 # Iterators
 
 
+@for_changes
 @settings(deadline=None)
 @given(rows=st.integers(0, 11), batch=st.integers(1, 4), replicas=st.integers(1, 3))
 def test_a_dataset_iterator_yields_what_the_distributed_dataset_does(

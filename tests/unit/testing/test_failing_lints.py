@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
 import linted
-from conditions import for_changes
+from conditions import for_releases
 from sweep import operators
 from torchstrategy.testing import Finding, lint_training, run_ranks
 from torchstrategy.testing._lints import session
@@ -124,7 +124,7 @@ def test_numbers_may_be_copied_as_tensors(transform: Any) -> None:
     assert linted.findings_of(lambda: run_ranks(main, RANKS)) == []
 
 
-@for_changes
+@for_releases
 @pytest.mark.filterwarnings("ignore")  # of operators
 @pytest.mark.parametrize(
     "dtype", [torch.float32, torch.int64, torch.complex64], ids=str

@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchstrategy
+from conditions import for_changes
 from problems import data, deal, mlp, mse, sgd
 from torchstrategy._base.context import Frame
 from torchstrategy._group.replica_threads import ReplicaThreads
@@ -84,6 +85,7 @@ def thread(name: str) -> Iterator[threading.Event]:
         running.join()
 
 
+@for_changes
 def test_a_thread_that_goes_on_is_named_with_the_line_that_it_is_at() -> None:
     with (
         ExitStack() as later,

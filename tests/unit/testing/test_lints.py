@@ -252,6 +252,7 @@ def run(
     return done.returncode, [finding["name"] for finding in found], done.stderr
 
 
+@for_changes
 def test_the_runner_reports_findings_and_is_strict(tmp_path: Path) -> None:
     status, names, said = run(tmp_path, "set_epoch_is_missing", "bad", "--strict")
     assert status == 1 and names == ["same-order"], said

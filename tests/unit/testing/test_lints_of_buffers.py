@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from conditions import for_changes, for_releases
 from linted import names_of
 from torchstrategy.testing import run_ranks
 
@@ -69,6 +70,7 @@ def trains_features(rank: int, sends: str, seed: int, fills: bool = False) -> No
             model.kept.copy_(rows_of(rank, step)[:5, :3])
 
 
+@for_releases
 def test_buffers_that_are_not_broadcast_with_the_parameters() -> None:
     assert lints(lambda rank: trains_features(rank, "parameters", rank)) == [
         "weights-differ"
@@ -77,10 +79,12 @@ def test_buffers_that_are_not_broadcast_with_the_parameters() -> None:
     assert lints(lambda rank: trains_features(rank, "parameters", 0)) == []
 
 
+@for_changes
 def test_buffers_of_ranks_that_broadcast_nothing_are_their_own() -> None:
     assert lints(lambda rank: trains_features(rank, "nothing", rank)) == []
 
 
+@for_changes
 def test_a_memory_of_each_rank_is_left_alone() -> None:
     assert lints(lambda rank: trains_features(rank, "all", rank, fills=True)) == []
 

@@ -18,6 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 
 import linted
+from conditions import for_changes, for_releases
 from planted import Added, Copied
 from torchstrategy.testing import Finding, run_ranks
 
@@ -189,6 +190,7 @@ def divided_rows(
     fit(model, sgd(model), batches(rank), lambda: reduce(*whole) if is_right else None)
 
 
+@for_releases
 @pytest.mark.parametrize("has_a_head", [False, True])
 @pytest.mark.parametrize(
     ("enter", "leave"),
@@ -225,6 +227,7 @@ def divided_layers(rank: int, dropout: float, seed: int, rows: int) -> None:
     fit(model, sgd(model), batches(rows))
 
 
+@for_changes
 def test_ranks_that_divide_a_model_drop_other_numbers_that_are_alike() -> None:
     (finding,) = findings_of(lambda rank: divided_layers(rank, 0.5, 10 + rank, 0))
     assert finding.name == "random-numbers-differ" and len(finding.lines) == 1
@@ -233,6 +236,7 @@ def test_ranks_that_divide_a_model_drop_other_numbers_that_are_alike() -> None:
     assert findings_of(lambda rank: divided_layers(rank, 0.5, 10, 0)) == []
 
 
+@for_changes
 def test_ranks_that_divide_a_model_get_other_rows() -> None:
     (finding,) = findings_of(lambda rank: divided_layers(rank, 0.0, 10, rank))
     assert finding.name == "gradient-not-reduced" and "2.weight" in finding.says
@@ -273,6 +277,7 @@ def beside_shards(rank: int, is_ignored: bool, is_right: bool) -> None:
     fit(model, sgd(model), batches(rank), average if is_right else lambda: None)
 
 
+@for_releases
 @pytest.mark.parametrize("is_ignored", [True, False])
 def test_a_parameter_that_fully_shard_does_not_have(is_ignored: bool) -> None:
     (finding,) = findings_of(lambda rank: beside_shards(rank, is_ignored, False))

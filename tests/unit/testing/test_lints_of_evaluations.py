@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
 
 import linted
+from conditions import for_changes
 from torchstrategy.testing import Finding, run_ranks
 
 RANKS = 2
@@ -233,6 +234,7 @@ def test_results_that_come_together_after_the_next_step_are_something_else() -> 
     assert names_of(between) == []
 
 
+@for_changes
 @pytest.mark.parametrize("is_evaluated_before", [False, True])
 def test_a_copy_that_each_rank_trains_is_left_alone(is_evaluated_before: bool) -> None:
     def program(rank: int) -> None:
@@ -249,6 +251,7 @@ def test_a_copy_that_each_rank_trains_is_left_alone(is_evaluated_before: bool) -
     assert "models-differ" not in names_of(program)
 
 
+@for_changes
 def test_opponents_that_each_rank_loads_are_left_alone() -> None:
     """Each rank plays against another state of the model."""
 
@@ -279,6 +282,7 @@ def test_a_pool_of_opponents_is_left_alone() -> None:
     assert names_of(program) == []
 
 
+@for_changes
 def test_candidates_that_nobody_trains_by_gradients_are_left_alone() -> None:
     """Each rank tries other changes of the model, as evolution strategies do."""
 
@@ -525,6 +529,7 @@ def test_a_teacher_that_was_copied_later_is_left_alone() -> None:
     ]
 
 
+@for_changes
 def test_another_teacher_on_each_rank_is_left_alone() -> None:
     def make_teacher(early: nn.Module, student: nn.Module) -> nn.Module:
         teacher = frozen_copy(student)
@@ -540,6 +545,7 @@ def test_another_teacher_on_each_rank_is_left_alone() -> None:
     ]
 
 
+@for_changes
 def test_a_teacher_whose_outputs_no_loss_is_made_of_is_left_alone() -> None:
     def program(rank: int) -> None:
         begin()
@@ -894,6 +900,7 @@ def found_in_a_grid(**options: Any) -> list[Finding]:
     ]
 
 
+@for_changes
 def test_other_rows_for_ranks_that_divide_a_model_are_named() -> None:
     (finding,) = found_in_a_grid()
     assert (
@@ -918,6 +925,7 @@ RIGHT_GRIDS: dict[str, dict[str, Any]] = {
 }
 
 
+@for_changes
 @pytest.mark.parametrize("name", RIGHT_GRIDS)
 def test_rows_in_a_grid_that_may_be_meant(name: str) -> None:
     assert found_in_a_grid(**RIGHT_GRIDS[name]) == []

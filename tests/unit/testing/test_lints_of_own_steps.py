@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from conditions import for_changes, for_releases
 from linted import findings_of, names_of
 from torchstrategy.testing import run_ranks
 
@@ -125,6 +126,7 @@ def lints(program: Callable[[int], Any]) -> list[str]:
     return names_of(lambda: run_ranks(main, RANKS))
 
 
+@for_changes
 @of_each_update
 def test_a_gradient_that_a_loop_leaves_out_is_named(
     make_update: Callable[[], Update],
@@ -143,6 +145,7 @@ def test_a_gradient_that_a_loop_leaves_out_is_named(
     assert lints(lambda rank: program(rank, True)) == []
 
 
+@for_releases
 @of_each_update
 def test_weights_that_begin_apart_are_named(make_update: Callable[[], Update]) -> None:
     def program(rank: int, is_right: bool) -> None:
@@ -445,6 +448,7 @@ RIGHT = [
 ]
 
 
+@for_changes
 @pytest.mark.parametrize("program", RIGHT)
 def test_a_right_program_is_left_alone(program: Callable[[int], None]) -> None:
     assert lints(program) == []
@@ -593,6 +597,7 @@ def test_means_over_other_numbers_that_are_divided_by_the_ranks(is_right: bool) 
     assert lints(program) == ([] if is_right else ["mean-of-means"])
 
 
+@for_releases
 @pytest.mark.parametrize("is_right", [False, True])
 def test_a_second_job_whose_state_one_rank_alone_has_loaded(is_right: bool) -> None:
     """It broadcasts its weights after the steps of the first job.
@@ -698,6 +703,7 @@ def test_parts_of_an_order_that_each_rank_draws_itself(
     assert lints(program) == ([] if is_right else ["same-rows"])
 
 
+@for_changes
 @pytest.mark.parametrize("memory", ["each its own", "drawn again"])
 def test_rows_of_a_memory_that_are_drawn_at_random_are_left_alone(memory: str) -> None:
     def program(rank: int) -> None:
@@ -801,6 +807,7 @@ def test_sums_of_micro_batches_that_are_divided_by_the_tokens_of_all_ranks(
     assert lints(program) == ([] if is_right else ["loss-divided-twice"])
 
 
+@for_changes
 def test_gradients_that_are_reduced_among_one_group_after_another() -> None:
     """Two by two, and then across: a mean over four ranks."""
 

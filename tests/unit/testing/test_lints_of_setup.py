@@ -29,6 +29,7 @@ from torch.utils.data import (
     TensorDataset,
 )
 
+from conditions import for_changes
 from linted import findings_of, findings_of_file, names_of
 from torchstrategy.testing import run_ranks
 
@@ -66,6 +67,7 @@ def shard(is_right: bool) -> None:
     fit(model, sgd(model) if is_right else early)
 
 
+@for_changes
 @pytest.mark.parametrize("is_right", [False, True])
 def test_an_optimizer_made_before_the_model_is_sharded(is_right: bool) -> None:
     found = findings_of(lambda: run_ranks(lambda rank: shard(is_right), RANKS))
@@ -80,6 +82,7 @@ def test_an_optimizer_made_before_the_model_is_sharded(is_right: bool) -> None:
     )
 
 
+@for_changes
 def test_an_optimizer_of_a_model_that_was_copied() -> None:
     def program() -> None:
         model = make_model()
@@ -387,6 +390,7 @@ def replace_the_head(is_right: bool, keeps_it: bool = False) -> None:
     assert (kept is not None) == keeps_it
 
 
+@for_changes
 def test_an_optimizer_with_a_part_that_was_replaced_is_named() -> None:
     """The old head was in the optimizer, the new one not, and the body was trained."""
     (finding,) = findings_of(lambda: replace_the_head(is_right=False))
@@ -403,6 +407,7 @@ def test_a_part_that_is_still_there_is_left_alone() -> None:
     assert names_of(lambda: replace_the_head(is_right=False, keeps_it=True)) == []
 
 
+@for_changes
 def test_parameters_of_no_module_that_are_not_used_are_left_alone() -> None:
     def program() -> None:
         model = make_model()
@@ -412,6 +417,7 @@ def test_parameters_of_no_module_that_are_not_used_are_left_alone() -> None:
     assert names_of(program) == []
 
 
+@for_changes
 def test_a_part_that_is_trained_later_is_left_alone() -> None:
     def program() -> None:
         model: Any = make_model()

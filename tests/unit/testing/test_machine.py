@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from conditions import needs_simulated_devices
+from conditions import for_changes, needs_simulated_devices
 from torchstrategy.testing import _machine, simulated_devices
 
 
@@ -70,6 +70,7 @@ def test_the_command_prints_text(capsys: pytest.CaptureFixture[str]) -> None:
     assert "cpu:0" in said and "a small step: runs" in said
 
 
+@for_changes
 @pytest.mark.slow
 def test_the_command_simulates_devices_and_prints_json() -> None:
     found = json.loads(command("--json", "--simulate-devices=2"))

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from conditions import for_changes
 from torchstrategy.testing import RanksStopped, run_ranks
 
 FILE = re.escape(Path(__file__).name)
@@ -77,6 +78,7 @@ def test_a_missing_barrier_shows_in_one_of_two_orders(
     )
 
 
+@for_changes
 def test_a_seed_makes_the_same_order_again() -> None:
     def history(order: str) -> tuple[list[int], str]:
         seen: list[int] = []

@@ -20,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import torchstrategy
-from conditions import for_releases
+from conditions import for_changes, for_releases
 from processes import LEAN, NO_ACCELERATOR, python
 from torchstrategy.testing._topologies import devices_here, topologies
 
@@ -253,6 +253,7 @@ WITH_SIMULATION = {
 }
 
 
+@for_changes
 @pytest.mark.slow
 def test_a_test_runs_under_every_strategy_on_the_cpu(tmp_path: Path) -> None:
     output = pytest_on(project(tmp_path, **STRATEGIES), "-v", "-rs")
@@ -264,6 +265,7 @@ def test_a_test_runs_under_every_strategy_on_the_cpu(tmp_path: Path) -> None:
     assert "run pytest with --real-devices, on a machine that has some" in output
 
 
+@for_changes
 @pytest.mark.slow
 def test_a_test_runs_under_every_strategy_on_simulated_devices_too(
     tmp_path: Path,
@@ -277,6 +279,7 @@ def test_a_test_runs_under_every_strategy_on_simulated_devices_too(
     ]
 
 
+@for_changes
 @pytest.mark.slow
 def test_where_devices_cannot_be_simulated_the_tests_that_need_them_are_skipped(
     tmp_path: Path,
@@ -311,6 +314,7 @@ TWO_GPUS = """
 """  # noqa: E501
 
 
+@for_changes
 @pytest.mark.slow
 def test_real_devices_are_named_by_their_type(tmp_path: Path) -> None:
     project(tmp_path, two_gpus=TWO_GPUS, **STRATEGIES)
@@ -341,6 +345,7 @@ def test_real_devices_are_named_by_their_type(tmp_path: Path) -> None:
     ]
 
 
+@for_changes
 @pytest.mark.slow
 def test_a_conftest_file_may_load_the_plugin(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -393,6 +398,7 @@ def test_real_devices_cannot_be_used_beside_simulated_ones(tmp_path: Path) -> No
     assert output.endswith(f"exit {pytest.ExitCode.USAGE_ERROR:d}")
 
 
+@for_changes
 @pytest.mark.slow
 def test_a_mark_that_cannot_be_used_is_an_error_that_names_the_test(
     tmp_path: Path,
@@ -558,6 +564,7 @@ def test_each_strategy_has_one_name_and_its_replicas_go_round_the_devices(
 # Leaks
 
 
+@for_changes
 @pytest.mark.slow
 def test_cuda_means_simulated_devices_before_a_test_module_is_imported(
     tmp_path: Path,
@@ -597,6 +604,7 @@ def test_cuda_means_simulated_devices_before_a_test_module_is_imported(
     )
 
 
+@for_changes
 def test_a_marked_test_runs_in_ranks(tmp_path: Path) -> None:
     project(
         tmp_path,
@@ -658,6 +666,7 @@ def test_a_marked_test_runs_in_ranks(tmp_path: Path) -> None:
     assert "is marked with `ranks('many')`: give the number of ranks" in output
 
 
+@for_changes
 def test_all_tests_run_in_ranks_and_see_cuda_if_they_are_told_to(
     tmp_path: Path,
 ) -> None:
@@ -707,6 +716,7 @@ def test_all_tests_run_in_ranks_and_see_cuda_if_they_are_told_to(
     )
 
 
+@for_changes
 def test_a_mark_runs_every_kind_of_test_in_ranks(tmp_path: Path) -> None:
     project(
         tmp_path,
@@ -855,6 +865,7 @@ def test_tests_of_a_plugin_for_async_run_in_ranks(
     }
 
 
+@for_changes
 def test_the_fixtures_fail_a_test_that_leaves_something_behind(tmp_path: Path) -> None:
     project(
         tmp_path,

@@ -42,6 +42,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.testing import assert_close
 
+from conditions import for_changes, for_releases
 from torchstrategy.testing import RanksStopped, fail_in_rank, run_ranks
 
 # torch says of its own plans that a flattened mesh would be faster, and uses what it
@@ -91,6 +92,7 @@ def all_places(dimensions: int) -> list[Places]:
 # Shards
 
 
+@for_changes
 @pytest.mark.parametrize(
     "make", [init_device_mesh, None], ids=["init_device_mesh", "DeviceMesh"]
 )
@@ -112,6 +114,7 @@ def test_a_tensor_in_uneven_shards_is_put_together_again(
     run_ranks(main, count_of(shape))
 
 
+@for_releases
 @pytest.mark.parametrize("shape", SHAPES[:2], ids=str)
 def test_uneven_shards_move_to_any_other_places(shape: tuple[int, ...]) -> None:
     pairs = list(itertools.product(all_places(len(shape)), repeat=2))
@@ -145,6 +148,7 @@ def test_sums_that_are_not_complete_are_added_up_for_each_rank() -> None:
     run_ranks(main, 6)
 
 
+@for_changes
 def test_operators_on_uneven_shards_compute_what_they_compute_on_the_whole() -> None:
     operators: list[Callable[..., torch.Tensor]] = [
         lambda x, w: x @ w,
@@ -201,6 +205,7 @@ def test_slices_of_a_mesh_and_flattened_ones_tell_ranks_apart_too() -> None:
 # Runs
 
 
+@for_changes
 def test_a_run_knows_nothing_of_the_meshes_of_the_run_before() -> None:
     """The same mesh, other orders of ranks.
 
@@ -221,6 +226,7 @@ def test_a_run_knows_nothing_of_the_meshes_of_the_run_before() -> None:
         run_ranks(main, n, args=(shape,), order=list(reversed(range(n))))
 
 
+@for_changes
 def test_what_runs_have_exchanged_does_not_pile_up() -> None:
     """torch's caches by mesh held the meshes, and these their process groups.
 
@@ -298,6 +304,7 @@ def fit_plainly(parts: int) -> list[torch.Tensor]:
     return [parameter.detach() for parameter in model.parameters()]
 
 
+@for_changes
 @pytest.mark.parametrize("shape", [(2, 2), (2, 3), (3, 2)], ids=str)
 def test_sharded_data_over_tensor_parallel_layers_train_as_plain_pytorch(
     shape: tuple[int, int],
@@ -355,6 +362,7 @@ def test_a_loss_over_sharded_classes_is_that_of_all_classes() -> None:
     assert handlers == DTensor._op_dispatcher._custom_op_handlers
 
 
+@for_changes
 def test_plans_of_checkpoints_that_are_kept_are_those_of_the_rank(
     tmp_path: Path,
 ) -> None:

@@ -18,6 +18,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.testing import assert_close
 
+from conditions import for_changes, for_releases
 from torchstrategy.testing import lint_training, record_streams, run_ranks
 
 RANKS, STEPS, ROWS = 4, 4, 8
@@ -109,6 +110,7 @@ def on_one_device(make: Make, options: dict[str, Any]) -> list[torch.Tensor]:
     return [parameter.detach() for parameter in net.parameters()]
 
 
+@for_changes
 @pytest.mark.parametrize("is_ignored", [True, False])
 @pytest.mark.parametrize(
     "options", [{"foreach": True}, {"foreach": False}, {"fused": True}, {}]
@@ -121,6 +123,7 @@ def test_adamw_steps_on_shards_and_on_a_parameter_that_is_ignored(
         assert_close(parameters, expected, rtol=1e-10, atol=1e-12)
 
 
+@for_changes
 def test_sgd_with_momentum_steps_on_shards() -> None:
     options: dict[str, Any] = {"momentum": 0.9, "foreach": True}
     expected = on_one_device(torch.optim.SGD, options)
@@ -128,6 +131,7 @@ def test_sgd_with_momentum_steps_on_shards() -> None:
         assert_close(parameters, expected, rtol=1e-10, atol=1e-12)
 
 
+@for_releases
 @pytest.mark.parametrize("after_forward", [True, False, 2])
 @pytest.mark.parametrize("is_offloaded", [True, False])
 def test_shards_that_are_kept_gathered_or_on_the_cpu(
@@ -143,6 +147,7 @@ def test_shards_that_are_kept_gathered_or_on_the_cpu(
         assert_close(parameters, expected, rtol=1e-10, atol=1e-12)
 
 
+@for_releases
 def test_gradients_that_are_computed_and_reduced_in_other_dtypes() -> None:
     policy = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float64)
     expected = on_one_device(torch.optim.AdamW, {})

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from conditions import for_changes
 from processes import LEAN, NO_ACCELERATOR, python
 from torchstrategy.testing import RankRecord
 from torchstrategy.testing._runner.comparison import differences
@@ -73,6 +74,7 @@ UNTOUCHED: dict[str, tuple[list[str], list[str], str, dict[str, Any]]] = {
 }
 
 
+@for_changes
 @pytest.mark.parametrize("name", UNTOUCHED)
 def test_a_public_program_runs_untouched(name: str, tmp_path: Path) -> None:
     options, arguments, printed, reported = UNTOUCHED[name]
@@ -91,6 +93,7 @@ def test_a_public_program_runs_untouched(name: str, tmp_path: Path) -> None:
     assert f"{name}: " in done.stderr and "exit status 0" in done.stderr
 
 
+@for_changes
 def test_a_program_in_a_package_runs_with_m_and_stops_where_it_is_told(
     tmp_path: Path,
 ) -> None:
@@ -104,6 +107,7 @@ def test_a_program_in_a_package_runs_with_m_and_stops_where_it_is_told(
     ]
 
 
+@for_changes
 def test_lines_that_programs_for_cuda_say_hold(tmp_path: Path) -> None:
     lines = PROGRAMS / "cudaisms.txt"
     done, _ = run(
@@ -122,6 +126,7 @@ def test_lines_that_programs_for_cuda_say_hold(tmp_path: Path) -> None:
 # What is changed, and when
 
 
+@for_changes
 def test_the_type_of_devices_is_touched_by_the_runner_alone() -> None:
     program = """
         import torch
@@ -169,6 +174,7 @@ def test_a_torch_that_was_built_for_cuda_keeps_its_version() -> None:
     assert done.returncode == 0, done.stderr
 
 
+@for_changes
 def test_functions_of_torch_that_ask_for_devices_run(tmp_path: Path) -> None:
     program = """
         import torch
@@ -303,6 +309,7 @@ def test_memory_may_be_pinned_where_it_is_made(tmp_path: Path) -> None:
     assert done.returncode == 0 and done.stdout == "ok\nok\n", done.stderr
 
 
+@for_changes
 def test_ctrl_c_ends_a_program_with_the_report_so_far(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(
         "import torch\ntorch.ones(3).cuda()\nprint('now', flush=True)\nwhile "
@@ -718,6 +725,7 @@ for _ in range(4):
 """  # noqa: E501
 
 
+@for_changes
 def test_a_profile_predicts_times_on_the_programs_own_clock_too(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(MEASURED)
     options = (
@@ -805,6 +813,7 @@ def test_advice_is_in_the_report_and_in_its_json(tmp_path: Path) -> None:
 # Two reports
 
 
+@for_changes
 def test_a_report_is_compared_with_an_earlier_one(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(STEPS.format(read="item()"))
     before, _ = run(tmp_path, "--profile", "A100", "program.py")

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import torchstrategy.testing
-from conditions import for_releases
+from conditions import for_changes, for_releases
 from processes import python
 from torchstrategy.testing import _simulation
 
@@ -138,6 +138,7 @@ def test_a_process_ends_cleanly_with_work_graphs_and_cycles_alive() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
+@for_changes
 @runs_here
 def test_a_spawned_process_is_sent_tensors_if_it_simulates_devices_too(
     tmp_path: Path,
@@ -171,6 +172,7 @@ def test_a_spawned_process_is_sent_tensors_if_it_simulates_devices_too(
     assert with_devices == "tensor([1., 1.], device='sim:2')"
 
 
+@for_changes
 @runs_here
 def test_a_spawned_process_is_given_a_model(tmp_path: Path) -> None:
     """Starting it failed with `bad value(s) in fds_to_keep`.

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from conditions import for_changes, for_releases
+from conditions import for_releases
 from processes import NO_ACCELERATOR, python
 
 SOURCES = Path(__file__).resolve().parents[2] / "thirdparty"
@@ -66,7 +66,7 @@ def test_its_suite_passes_on_the_cpu_and_skips_what_needs_devices(
     assert "torchstrategy: " not in output
 
 
-@for_changes
+@for_releases
 @pytest.mark.slow
 def test_its_suite_passes_on_simulated_devices(tinytrainer: tuple[Path, Path]) -> None:
     output = summary(tinytrainer, "--simulate-devices=4", "--real-devices")

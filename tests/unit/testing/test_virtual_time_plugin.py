@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from conditions import for_changes
 from processes import NO_ACCELERATOR, python
 
 PROJECT = """
@@ -110,6 +111,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
     return pytest_on(folder, "--simulate-devices=2", "--timeline=pictures"), folder
 
 
+@for_changes
 def test_a_test_passes_within_its_limits_and_fails_beyond_them(
     run: tuple[str, Path],
 ) -> None:
