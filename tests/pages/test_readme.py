@@ -112,6 +112,7 @@ def test_commands_are_the_ones_that_are_checked(block: Block) -> None:
 HERE = {
     "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
     **NO_ACCELERATOR,
+    "OMP_NUM_THREADS": "1",  # torchrun warns where nobody says it
 }
 
 

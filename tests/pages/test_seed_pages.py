@@ -486,6 +486,16 @@ def test_a_value_function_may_place_values(page: Page) -> None:
 # From values to tensors
 
 
+@on_pages("reduce_on_one_device")
+def test_one_device_reduces_along_an_axis_only(page: Page) -> None:
+    strategy = page.strategy()
+    t = torch.arange(10)
+    result = strategy.reduce(ReduceOp.SUM, t, axis=None).numpy()
+    assert result.tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]
+    result = strategy.reduce(ReduceOp.SUM, t, axis=0).numpy()
+    assert result == 45
+
+
 @on_pages("reduce_on_two_devices")
 def test_two_devices_reduce_to_one_value(page: Page) -> None:
     strategy = page.strategy()
