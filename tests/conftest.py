@@ -86,7 +86,7 @@ def pytest_collection_modifyitems(
 ) -> None:
     """Leaves out the tests that are deeper than this run goes: see `depths.py`."""
     depths.assign_depths(items, on_devices=bool(simulated_devices()))
-    deepest = depths.depth_of_run(config)
+    deepest = depths.current_depth()
     left_out = [item for item in items if depths.depth_of(item) > deepest]
     config.hook.pytest_deselected(items=left_out)
     items[:] = [item for item in items if depths.depth_of(item) <= deepest]

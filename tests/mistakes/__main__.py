@@ -13,11 +13,9 @@ import os
 import shutil
 import subprocess
 import sysconfig
+import time
 import venv
-from collections.abc import Iterable
 from pathlib import Path
-
-from depths import Depth
 
 from .kinds import Mistake, choose_mistakes
 from .reached import Reached
@@ -32,45 +30,41 @@ NONE_PLANTED = 10_000  # the number of the trial that plants nothing
 
 def main() -> None:
     options = _options()
-    lanes = [Lane(options.folder, number) for number in range(options.jobs)]
-    package = lanes[0].tree / "torchstrategy"
+    folder = Folder(options.folder)
+    folder.begin({name: str(value) for name, value in vars(options).items()})
+    files = _test_files(options.tests)
+    lanes = [Lane(folder, number) for number in range(min(options.jobs, len(files)))]
+    package = folder.original / "torchstrategy"
     mistakes = choose_mistakes(package, options.count, options.seed)
-    found: dict[int, Answer] = {}
+    answers: dict[int, Answer] = {}
     for run, arguments in RUNS.items():
-        recorded = [options.folder / run / lane.name for lane in lanes]
-        _record(lanes, recorded, [*arguments, *options.depth], options.tests)
-        reached = Reached(recorded)
-        trials = options.folder / run / "trials"
-        trials.mkdir(exist_ok=True)
-        for taken in trials.glob("*.taken"):  # by a run that was broken off
-            taken.unlink()
+        place = options.folder / run
+        arguments = [*arguments, options.depth]
+        reached = _record(lanes, files, place, arguments)
         unnoticed = [
             number
             for number in range(len(mistakes))
-            if number not in found or found[number].depth is None
+            if number not in answers or answers[number].depth is None
         ]
+        chosen = {
+            number: choose_tests(reached, mistakes[number], options.seconds)
+            for number in unnoticed
+        }
+        outcomes = _try(lanes, place, arguments, options.enough, chosen)
         for number in unnoticed:
-            trial = choose_tests(reached, mistakes[number], options.seconds)
-            (trials / f"{number}.trial").write_text(json.dumps(trial))
-        anything = sorted(reached.times)[:: max(1, len(reached.times) // 100)]
-        anything = [name for name in anything if reached.times[name].has_passed]
-        nothing = Trial(None, anything, options.seconds)
-        (trials / f"{NONE_PLANTED}.trial").write_text(json.dumps(nothing))
-        command = ["try", str(trials), str(options.enough), *arguments, *options.depth]
-        _wait_for(lane.start(command) for lane in lanes)
-        _check_that_nothing_is_noticed(trials)
-        for number in unnoticed:
-            answer = _answer(mistakes[number], trials / f"{number}.outcome", reached)
-            before = found.get(number)
+            mistake, outcome = mistakes[number], outcomes[number]
+            lines = mistake.line, mistake.last_line
+            reach = len(reached.tests_of(mistake.path, *lines))
+            before = answers.get(number)
             if before is not None:
-                ran = before.tests_run + answer.tests_run
-                answer = answer._replace(tests_run=ran)
-            found[number] = answer
-    answers = [found[number] for number in sorted(found)]
-    print(make_table(answers))
-    print()
-    print("No test has noticed:")
-    print(list_unnoticed(answers))
+                reach += before.tests_that_reach
+                run_before = before.outcome.tests_run
+                outcome = outcome._replace(tests_run=outcome.tests_run + run_before)
+            depth = reached.first_depth(outcome.noticed_by)
+            answers[number] = Answer(mistake, depth, outcome, reach)
+    in_order = [answers[number] for number in sorted(answers)]
+    print(make_table(in_order))
+    print("\nNo test has noticed:\n" + list_unnoticed(in_order))
 
 
 def choose_tests(reached: Reached, mistake: Mistake, seconds: float) -> Trial:
@@ -91,29 +85,51 @@ def choose_tests(reached: Reached, mistake: Mistake, seconds: float) -> Trial:
     for names in (reached.in_order(here, room), reached.in_order(elsewhere, room)):
         limit = taken + seconds
         for name in names:
-            if taken + reached.times[name].seconds > limit:
-                break
-            chosen.append(name)
-            taken += reached.times[name].seconds
+            if taken + reached.times[name].seconds <= limit:
+                chosen.append(name)
+                taken += reached.times[name].seconds
     return Trial(mistake, chosen, taken)
+
+
+class Folder:
+    """Where the copies of the repository are, and what is found."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.original = path, path / "original"
+
+    def begin(self, options: dict[str, str]) -> None:
+        """Copies the repository, or goes on with the copy of a run that was broken off.
+
+        Raises:
+            SystemExit: The run that was broken off had other options.
+        """
+        told = self.path / "options.json"
+        if told.exists():
+            if json.loads(told.read_text()) != options:
+                raise SystemExit(
+                    f"{self.path} belongs to a run with other options: "
+                    f"{told.read_text()}. Give another --folder, or delete this one."
+                )
+            return
+        shutil.rmtree(self.original, ignore_errors=True)
+        command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+        files = subprocess.check_output(command, cwd=REPOSITORY, text=True)
+        for name in files.splitlines():
+            if (REPOSITORY / name).is_file():
+                (self.original / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(REPOSITORY / name, self.original / name)
+        told.write_text(json.dumps(options))  # the copy is whole
 
 
 class Lane:
     """A copy of the repository, with a Python that imports the package from there."""
 
-    def __init__(self, folder: Path, number: int) -> None:
+    def __init__(self, folder: Folder, number: int) -> None:
         self.name = f"lane{number}"
-        self.tree = folder / self.name
-        if not self.tree.exists():
-            self._copy()
-
-    def _copy(self) -> None:
-        command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
-        files = subprocess.check_output(command, cwd=REPOSITORY, text=True)
-        for name in files.splitlines():
-            if (REPOSITORY / name).is_file():
-                (self.tree / name).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy2(REPOSITORY / name, self.tree / name)
+        self.tree = folder.path / self.name
+        # A run that was broken off may have left a mistake.
+        shutil.rmtree(self.tree, ignore_errors=True)
+        shutil.copytree(folder.original, self.tree)
         venv.create(self.tree / ".venv", symlinks=os.name != "nt")
         packages = next((self.tree / ".venv").glob("lib/python*/site-packages"))
         ours = f"{self.tree}\n{sysconfig.get_path('purelib')}\n"
@@ -122,7 +138,9 @@ class Lane:
     def start(self, command: list[str]) -> subprocess.Popen[bytes]:
         """Starts `lane` in the copy, with one thread for torch."""
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        environment.pop("PYTHONPATH", None)
+        environment["COVERAGE_CORE"] = "ctrace"  # others lose who has reached a line
+        for name in ("PYTHONPATH", "PYTHONDONTWRITEBYTECODE"):
+            environment.pop(name, None)
         python = str(self.tree / ".venv" / "bin" / "python")
         return subprocess.Popen(
             [python, "-m", "tests.mistakes.lane", *command],
@@ -131,48 +149,82 @@ class Lane:
         )
 
 
-def _record(
-    lanes: list[Lane], folders: list[Path], arguments: list[str], tests: list[Path]
-) -> None:
-    """Lets each lane run some of the test files, unless that was done before."""
-    if all((folder / "times.json").exists() for folder in folders):
-        return
+def _test_files(places: list[Path]) -> list[str]:
+    """The files of tests in some places, by their paths in the repository."""
     files: list[Path] = []
-    for place in tests:
+    for place in places:
         files += sorted(place.rglob("test_*.py")) if place.is_dir() else [place]
     files = [file for file in files if "thirdparty" not in file.parts]
+    return [str(file.relative_to(REPOSITORY)) for file in files]
+
+
+def _record(
+    lanes: list[Lane], files: list[str], place: Path, arguments: list[str]
+) -> Reached:
+    """Lets each lane run some of the files, unless that was done before."""
+    folders = [place / lane.name for lane in lanes]
     running = []
     for index, (lane, folder) in enumerate(zip(lanes, folders, strict=True)):
-        names = [
-            str(file.relative_to(REPOSITORY)) for file in files[index :: len(lanes)]
-        ]
-        running.append(lane.start(["record", str(folder), *arguments, *names]))
-    _wait_for(running)
+        if not (folder / "times.json").exists():
+            names = files[index :: len(lanes)]
+            running.append(lane.start(["record", str(folder), *arguments, *names]))
+    _await_all(running)
+    return Reached(folders)
 
 
-def _wait_for(processes: Iterable[subprocess.Popen[bytes]]) -> None:
-    for process in list(processes):
-        if process.wait() != 0:
-            raise SystemExit(f"{process.args!r} ended with {process.returncode}")
+def _try(
+    lanes: list[Lane],
+    place: Path,
+    arguments: list[str],
+    enough: int,
+    chosen: dict[int, Trial],
+) -> dict[int, Outcome]:
+    """Lets the lanes try mistakes, and then the tests that noticed without a mistake.
+
+    What such a test says without a mistake says nothing about any.
+    """
+    trials = place / "trials"
+    trials.mkdir(exist_ok=True)
+    for claimed in trials.glob("*.claimed"):  # by a run that was broken off
+        claimed.unlink()
+    command = ["try", str(trials), str(enough), *arguments]
+
+    def outcomes_of(some: dict[int, Trial]) -> dict[int, Outcome]:
+        for number, trial in some.items():
+            (trials / f"{number}.trial").write_text(json.dumps(trial))
+        _await_all([lane.start(command) for lane in lanes])
+        return {
+            number: Outcome(*json.loads((trials / f"{number}.outcome").read_text()))
+            for number in some
+        }
+
+    outcomes = outcomes_of(chosen)
+    noticing = {name for outcome in outcomes.values() for name in outcome.noticed_by}
+    seconds = sum(trial.seconds for trial in chosen.values())
+    nothing = Trial(None, sorted(noticing), seconds)
+    outcome = outcomes_of({NONE_PLANTED: nothing})[NONE_PLANTED]
+    fail_anyway = set(outcome.noticed_by)
+    if fail_anyway:
+        print(f"fail without a mistake, too: {sorted(fail_anyway)}")
+    return {
+        number: outcome.without(fail_anyway) for number, outcome in outcomes.items()
+    }
 
 
-def _check_that_nothing_is_noticed(trials: Path) -> None:
-    path = trials / f"{NONE_PLANTED}.outcome"
-    outcome = Outcome(*json.loads(path.read_text()))
-    if outcome.noticed_by:
-        raise SystemExit(f"without a mistake these fail: {outcome.noticed_by}")
-
-
-def _answer(mistake: Mistake, path: Path, reached: Reached) -> Answer:
-    outcome = Outcome(*json.loads(path.read_text()))
-    depths = [
-        Depth[reached.times[name].depth]
-        for name in outcome.noticed_by
-        if name in reached.times
-    ]
-    # A mistake that ends or hangs pytest is noticed whatever is run.
-    depth = min(depths, default=Depth.QUICK) if outcome.noticed_by else None
-    return Answer(mistake, depth, outcome.noticed_by, outcome.tests_run)
+def _await_all(running: list[subprocess.Popen[bytes]]) -> None:
+    """Waits for all lanes; where one fails, or on Ctrl-C, the others end, too."""
+    try:
+        while any(process.poll() is None for process in running):
+            failed = [process for process in running if process.poll()]
+            if failed:
+                raise SystemExit(f"a lane ended with {failed[0].returncode}")
+            time.sleep(0.1)
+    finally:
+        for process in running:
+            process.terminate()
+            process.wait()
+    if any(process.returncode for process in running):
+        raise SystemExit("a lane failed")
 
 
 def _options() -> argparse.Namespace:
@@ -196,7 +248,7 @@ def _options() -> argparse.Namespace:
     add("--ci", action="store_true", help="try the tests of a change only, not all")
     options = parser.parse_args()
     options.folder = options.folder.resolve()
-    options.depth = ["--ci"] if options.ci else ["--all"]
+    options.depth = "--ci" if options.ci else "--all"
     options.tests = [path.resolve() for path in options.tests]
     return options
 

@@ -30,11 +30,11 @@ def record(folder: Path, arguments: list[str]) -> None:
 def try_mistakes(folder: Path, enough: int, arguments: list[str]) -> None:
     """Takes trials from a folder until none is left, and writes their outcomes."""
 
-    def tell(number: int, outcome: Outcome) -> None:
+    def report(number: int, outcome: Outcome) -> None:
         (folder / f"{number}.outcome").write_text(json.dumps(outcome))
         print(f"{number}: {outcome.how}, {outcome.tests_run} tests run", flush=True)
 
-    trials = Trials(_take_trials(folder), tell, enough, folder)
+    trials = Trials(_take_trials(folder), report, enough, folder)
     # Captured output would be that of all trials.
     code = pytest.main(["-q", "-s", *arguments], plugins=[trials])
     if code != pytest.ExitCode.OK:
@@ -42,12 +42,12 @@ def try_mistakes(folder: Path, enough: int, arguments: list[str]) -> None:
 
 
 def _take_trials(folder: Path) -> Iterator[tuple[int, Trial]]:
-    """Trials that no other lane has taken."""
+    """Trials that no other lane has claimed."""
     for path in sorted(folder.glob("*.trial"), key=lambda path: int(path.stem)):
         if path.with_suffix(".outcome").exists():
             continue
         try:
-            os.close(os.open(path.with_suffix(".taken"), os.O_CREAT | os.O_EXCL))
+            os.close(os.open(path.with_suffix(".claimed"), os.O_CREAT | os.O_EXCL))
         except FileExistsError:
             continue
         planted, tests, seconds = json.loads(path.read_text())

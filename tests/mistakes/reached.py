@@ -67,10 +67,12 @@ class Recorder:
         if not report.passed:
             self._failed.add(report.nodeid)
 
-    def pytest_sessionfinish(self) -> None:
+    def pytest_sessionfinish(self, exitstatus: int) -> None:
         self.coverage.stop()
         self.coverage.save()
-        (self.folder / "times.json").write_text(json.dumps(self.times))
+        # A run that was broken off has not seen all tests.
+        if exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+            (self.folder / "times.json").write_text(json.dumps(self.times))
 
 
 class Reached:
@@ -122,6 +124,11 @@ class Reached:
             return Depth[timed.depth].value, near not in name, timed.seconds
 
         return sorted(names, key=order)
+
+    def first_depth(self, names: Iterable[str]) -> Depth | None:
+        """The first depth at which one of the tests runs; None if there is no test."""
+        depths = [Depth[self.times[name].depth] for name in names]
+        return min(depths, default=None)
 
     def _passes(self, name: str) -> bool:
         return name in self.times and self.times[name].has_passed

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from depths import Depth
 
 from .kinds import Mistake
+from .trials import Outcome
 
 
 class Answer(NamedTuple):
@@ -16,8 +17,8 @@ class Answer(NamedTuple):
 
     mistake: Mistake
     depth: Depth | None  # the first at which a test noticed it; None: no test did
-    noticed_by: list[str]
-    tests_run: int
+    outcome: Outcome
+    tests_that_reach: int
 
 
 def make_table(answers: Iterable[Answer]) -> str:
@@ -47,8 +48,9 @@ def list_unnoticed(answers: Iterable[Answer]) -> str:
     for answer in answers:
         if answer.depth is None:
             mistake = answer.mistake
-            reached = f"{answer.tests_run} tests run" if answer.tests_run else "not run"
-            lines.append(f"{mistake.path}:{mistake.line} {mistake.function}: {reached}")
+            run = f"{answer.outcome.tests_run} of {answer.tests_that_reach} tests run"
+            where = f"{mistake.path}:{mistake.line} {mistake.function}"
+            lines.append(f"{where}: {answer.outcome.how}, {run}")
             lines.append(f"    {mistake.kind}: {mistake.before} -> {mistake.after}")
     return "\n".join(lines)
 

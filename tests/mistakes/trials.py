@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib.util
 import json
 import os
 import signal
@@ -21,7 +22,7 @@ import traceback
 import types
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 
@@ -45,7 +46,15 @@ class Outcome(NamedTuple):
 
     noticed_by: list[str]
     tests_run: int
-    how: str  # "noticed", "unnoticed", or how the process ended
+    # "noticed", "unnoticed", "not planted", or how the process ended in the last test
+    how: str
+
+    def without(self, tests: set[str]) -> Outcome:
+        """The outcome if these tests had not run: they fail without a mistake, too."""
+        noticed_by = [name for name in self.noticed_by if name not in tests]
+        if self.noticed_by and not noticed_by:
+            return Outcome([], self.tests_run, "unnoticed")
+        return self._replace(noticed_by=noticed_by)
 
 
 class Trials:
@@ -53,7 +62,7 @@ class Trials:
 
     Args:
         trials: The number of each trial, and the trial.
-        tell: Is called with the number and the outcome of each.
+        report: Is called with the number and the outcome of each.
         enough: After so many tests that noticed, a trial ends.
         folder: For files of this process alone.
     """
@@ -61,37 +70,39 @@ class Trials:
     def __init__(
         self,
         trials: Iterable[tuple[int, Trial]],
-        tell: Callable[[int, Outcome], None],
+        report: Callable[[int, Outcome], None],
         enough: int,
         folder: Path,
     ) -> None:
-        self.trials, self.tell, self.enough = trials, tell, enough
-        self.told = folder / f"outcome-{os.getpid()}.json"
+        self.trials, self.report, self.enough = trials, report, enough
+        self.progress = folder / f"progress-{os.getpid()}.json"
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
         items = {item.nodeid: item for item in session.items}
         for number, trial in self.trials:
             chosen = [items[name] for name in trial.tests if name in items]
-            self.tell(number, self._try_in_fork(trial, chosen))
+            self.report(number, self._try_in_fork(trial, chosen))
         return True
 
     def _try_in_fork(self, trial: Trial, items: list[pytest.Item]) -> Outcome:
-        self.told.unlink(missing_ok=True)
+        self.progress.unlink(missing_ok=True)
         with _mistake_in_file(trial.mistake) as source:
             sys.stdout.flush()
             sys.stderr.flush()
             child = os.fork()
             if child == 0:
                 self._try_here(trial.mistake, source, items)
-            ended = _wait_for(child, trial.seconds * 3 + HANGS_S)
+            ended = _await_exit(child, trial.seconds * 3 + HANGS_S)
         noticed, run = [], 0
-        if self.told.exists():
-            noticed, run = json.loads(self.told.read_text())
+        if self.progress.exists():
+            noticed, run = json.loads(self.progress.read_text())
         if ended == f"exit {NOT_PLANTED}":
-            raise RuntimeError(f"this could not be planted: {trial.mistake}")
+            return Outcome([], 0, "not planted")
         if ended != "exit 0":
-            return Outcome([*noticed, ended], run, ended)
+            # It ended in the test after those that are written down.
+            ended_in = [item.nodeid for item in items[run : run + 1]]
+            return Outcome([*noticed, *ended_in], run, ended)
         return Outcome(noticed, run, "noticed" if noticed else "unnoticed")
 
     def _try_here(
@@ -114,8 +125,8 @@ class Trials:
                 following = items[index + 1] if index + 1 < len(items) else None
                 if _fails(item, following):
                     noticed.append(item.nodeid)
-                self.told.write_text(json.dumps([noticed, index + 1]))
-                if len(noticed) >= self.enough:
+                self.progress.write_text(json.dumps([noticed, index + 1]))
+                if mistake is not None and len(noticed) >= self.enough:
                     break
         except BaseException:
             os._exit(3)  # the mistake has ended pytest itself
@@ -129,18 +140,20 @@ def _fails(item: pytest.Item, following: pytest.Item | None) -> bool:
     return any(report.failed for report in reports)
 
 
-def _wait_for(child: int, limit_s: float) -> str:
+def _await_exit(child: int, limit_s: float) -> str:
     """How a process ended. One that takes longer is killed with all that it started."""
     end = time.monotonic() + limit_s
-    while time.monotonic() < end:
-        done, status = os.waitpid(child, os.WNOHANG)
-        if done:
-            break
-        time.sleep(0.02)
-    else:
-        status = None
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(child, signal.SIGKILL)  # processes that tests share, too
+    status = None
+    try:
+        while status is None and time.monotonic() < end:
+            done, ended = os.waitpid(child, os.WNOHANG)
+            if done:
+                status = ended
+            else:
+                time.sleep(0.02)
+    finally:  # also after Ctrl-C, which the process does not hear
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child, signal.SIGKILL)  # and processes that its tests share
     if status is None:
         os.waitpid(child, 0)
         return "hang"
@@ -155,16 +168,23 @@ def _mistake_in_file(mistake: Mistake | None) -> Iterator[str]:
         yield ""
         return
     path = PACKAGE / mistake.path
-    source, before = path.read_text(), path.stat()
+    source = path.read_text()
     wrong = make_mistake(source, mistake)
-    path.write_text(wrong)
-    # Python finds compiled files by the seconds of this time.
-    os.utime(path, (before.st_atime, before.st_mtime + 1000 + os.getpid() % 1000))
     try:
+        _write_source(path, wrong)
         yield wrong
     finally:
-        path.write_text(source)
-        os.utime(path, (before.st_atime, before.st_mtime))
+        _write_source(path, source)
+
+
+def _write_source(path: Path, source: str) -> None:
+    """Writes a file, without what Python has compiled of it.
+
+    Python knows a compiled file by the size of the source and the second of its change,
+    which two mistakes may share.
+    """
+    path.write_text(source)
+    Path(importlib.util.cache_from_source(str(path))).unlink(missing_ok=True)
 
 
 def _exchange_code(path: Path, source: str) -> None:
@@ -177,16 +197,21 @@ def _exchange_code(path: Path, source: str) -> None:
         code = function.__code__
         if code.co_filename != str(path):
             continue
-        other = wrong.get((code.co_name, code.co_firstlineno))
-        if other is not None and other != code:
-            with contextlib.suppress(ValueError):  # a closure of fewer names
-                function.__code__ = other
+        alike = wrong.get((code.co_name, code.co_firstlineno), [])
+        # Of several lambdas of one line, nobody knows which one is which.
+        if len(alike) == 1 and alike[0] != code:
+            function.__code__ = alike[0]
 
 
-def _codes_in(code: types.CodeType) -> dict[tuple[str, int], types.CodeType]:
-    found: dict[tuple[str, int], Any] = {}
+def _codes_in(
+    code: types.CodeType,
+) -> dict[tuple[str, int], list[types.CodeType]]:
+    """The code of all functions in a piece of code, by their names and first lines."""
+    found: dict[tuple[str, int], list[types.CodeType]] = {}
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            found[constant.co_name, constant.co_firstlineno] = constant
-            found.update(_codes_in(constant))
+            key = constant.co_name, constant.co_firstlineno
+            found.setdefault(key, []).append(constant)
+            for inner, codes in _codes_in(constant).items():
+                found.setdefault(inner, []).extend(codes)
     return found
