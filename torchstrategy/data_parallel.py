@@ -129,10 +129,11 @@ class DataParallel(nn.Module):
         >>> list(model.state_dict())
         ['weight', 'bias']
 
-    Differs from torch.nn.DataParallel: Inputs with different numbers of rows, and
-        devices that do not exist, are refused. There are no `scatter`, `replicate`,
-        `parallel_apply` and `gather` to override. `torch.compile` of a DataParallel
-        compiles nothing: compile the module. docs/data_parallel.md has the whole table.
+    Differs from torch.nn.DataParallel:
+        Inputs with different numbers of rows, and devices that do not exist, are
+        refused. There are no `scatter`, `replicate`, `parallel_apply` and `gather` to
+        override. `torch.compile` of a DataParallel compiles nothing: compile the
+        module. docs/data_parallel.md has the whole table.
 
     Raises:
         TypeError: If `module` is no module, or is one that cannot be copied; if an

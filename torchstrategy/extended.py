@@ -340,8 +340,9 @@ class StrategyExtended(VariablesOfExtended):
             >>> strategy.extended.non_slot_devices([torch.ones(1)])
             (device(type='cpu', index=0),)
 
-        Differs from tf.distribute: Under central storage and the default strategy,
-            TensorFlow returns one of the variables.
+        Differs from tf.distribute:
+            Under central storage and the default strategy, TensorFlow returns one of
+            the variables.
         """
         return self.parameter_devices
 

@@ -153,10 +153,11 @@ class MultiWorkerMirroredStrategy(MultiWorkerMirroredBase, Strategy):
         >>> strategy.num_replicas_in_sync, strategy.extended.should_checkpoint
         (2, True)
 
-    Differs from tf.distribute: `devices`, `process_group`, `timeout`,
-        `gradient_reduction`, `buffer_aggregation` and `examples` are ours. The numbers
-        are exact for every batch. TensorFlow has no cluster of a single task with
-        several replicas on one CPU.
+    Differs from tf.distribute:
+        `devices`, `process_group`, `timeout`, `gradient_reduction`,
+        `buffer_aggregation` and `examples` are ours. The numbers are exact for every
+        batch. TensorFlow has no cluster of a single task with several replicas on one
+        CPU.
 
     Raises:
         ValueError: If this task is none that trains, such as `"ps"`; if the workers
@@ -203,9 +204,10 @@ class PreemptionCheckpointHandler:
         >>> step
         2
 
-    Differs from tf.distribute: TensorFlow's class saves by itself and ends the process,
-        as its `TerminationConfig` says; it counts the steps that it runs. Here the
-        script saves and ends, since it knows what a checkpoint holds.
+    Differs from tf.distribute:
+        TensorFlow's class saves by itself and ends the process, as its
+        `TerminationConfig` says; it counts the steps that it runs. Here the script
+        saves and ends, since it knows what a checkpoint holds.
 
     Raises:
         TypeError: If `strategy` is no strategy.

@@ -51,8 +51,9 @@ class ReplicaContext:
           1: 3.0
         }
 
-    Differs from tf.distribute: `replica_id_in_sync_group` is an int, not a tensor;
-        `devices` is a tuple of one `torch.device`.
+    Differs from tf.distribute:
+        `replica_id_in_sync_group` is an int, not a tensor; `devices` is a tuple of one
+        `torch.device`.
 
     Raises:
         ValueError: If `replica_id_in_sync_group` is not an integer.

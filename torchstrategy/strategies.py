@@ -222,8 +222,9 @@ class OneDeviceStrategy(OneDeviceBase, Strategy):
         >>> strategy.run(lambda x: model(x).shape, args=(torch.ones(2, 3),))
         torch.Size([2, 1])
 
-    Differs from tf.distribute: A device that is not there is refused here, not at its
-        first use. `examples` is ours.
+    Differs from tf.distribute:
+        A device that is not there is refused here, not at its first use. `examples` is
+        ours.
 
     Raises:
         ValueError: If `device` is no device, or one that this machine does not have.
@@ -302,9 +303,9 @@ class CentralStorageStrategy(CentralStorageBase, Strategy):
           2: 2000
         }
 
-    Differs from tf.distribute: A device that is not there is refused. An empty list of
-        devices is an error. `gradient_reduction`, `buffer_aggregation` and `examples`
-        are ours.
+    Differs from tf.distribute:
+        A device that is not there is refused. An empty list of devices is an error.
+        `gradient_reduction`, `buffer_aggregation` and `examples` are ours.
 
     Raises:
         ValueError: If a name is not a device, or this machine does not have the device;
@@ -421,10 +422,10 @@ class MirroredStrategy(MirroredBase, Strategy):
         ...     strategy.run(step, args=(batch,))
         >>> torchstrategy.testing.assert_replicas_agree(strategy, model, optimizer)
 
-    Differs from tf.distribute: A device that is not there is refused. Without
-        accelerators there is one replica, and not one for each logical CPU. A device
-        may be listed twice. `gradient_reduction`, `buffer_aggregation` and `examples`
-        are ours.
+    Differs from tf.distribute:
+        A device that is not there is refused. Without accelerators there is one
+        replica, and not one for each logical CPU. A device may be listed twice.
+        `gradient_reduction`, `buffer_aggregation` and `examples` are ours.
 
     Raises:
         ValueError: If a name is not a device, or this machine does not have the device;

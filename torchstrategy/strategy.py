@@ -358,8 +358,9 @@ class StrategyBase:
               1: 11.0
             }
 
-        Differs from tf.distribute: Gradients arrive in the parameters. An empty replica
-            sits out (`RunOptions(run_empty_replicas=True)` runs it). A value with more
+        Differs from tf.distribute:
+            Gradients arrive in the parameters. An empty replica sits out
+            (`RunOptions(run_empty_replicas=True)` runs it). A value with more
             components than there are replicas is refused.
 
         Raises:
@@ -578,8 +579,9 @@ class StrategyBase:
             >>> strategy.reduce("mean", means, axis=None, weights=batch)
             tensor(2.)
 
-        Differs from tf.distribute: Containers are mapped. The mean of integers is
-            float32, not float64. `weights` is ours.
+        Differs from tf.distribute:
+            Containers are mapped. The mean of integers is float32, not float64.
+            `weights` is ours.
 
         Raises:
             ValueError: If shapes do not fit, there is no such axis, the reduction is
@@ -767,9 +769,10 @@ class StrategyBase:
               1: tensor([], dtype=torch.int64)
             }
 
-        Differs from tf.distribute: No element is lost at the end, which TensorFlow
-            leaves out under some strategies. `PER_REPLICA` works under every strategy
-            with replicas that synchronize.
+        Differs from tf.distribute:
+            No element is lost at the end, which TensorFlow leaves out under some
+            strategies. `PER_REPLICA` works under every strategy with replicas that
+            synchronize.
 
         Raises:
             TypeError: If `dataset_fn` cannot be called with a context, or returns no
@@ -989,8 +992,9 @@ class Strategy(StrategyBase):
               1: tensor([6])
             }
 
-        Differs from tf.distribute: A change of an array is seen in the dataset.
-            TensorFlow 2.4 has it in `compat.v1` only.
+        Differs from tf.distribute:
+            A change of an array is seen in the dataset. TensorFlow 2.4 has it in
+            `compat.v1` only.
 
         Raises:
             ValueError: If arrays have no dimensions, differ in their numbers of rows,

@@ -96,8 +96,9 @@ class DistributedValues(Generic[T], metaclass=ABCMeta):
         >>> value.values
         (10, 11)
 
-    Differs from tf.distribute: A replica that gets no rows of a batch takes no part in
-        the step and has no component; see `RunOptions`.
+    Differs from tf.distribute:
+        A replica that gets no rows of a batch takes no part in the step and has no
+        component; see `RunOptions`.
 
     Source: https://www.tensorflow.org/versions/r2.4/api_docs/python/tf/distribute/DistributedValues
     """

@@ -198,8 +198,9 @@ class RunOptions:
         >>> torch.allclose(model.weight.grad, 2 * gradient)
         True
 
-    Differs from tf.distribute: TensorFlow ignores the TPU options on other strategies;
-        here they are refused. TensorFlow does not have the last three options.
+    Differs from tf.distribute:
+        TensorFlow ignores the TPU options on other strategies; here they are refused.
+        TensorFlow does not have the last three options.
 
     Raises:
         ValueError: If a TPU option is set, or an example count is negative.

@@ -213,8 +213,9 @@ class InputIterator(BatchIterator[Any]):
         >>> list(iterator)
         [tensor([1.]), tensor([0.])]
 
-    Differs from tf.distribute: There are no graphs: `initialize` has its effect at
-        once, and need not be called before the first batch.
+    Differs from tf.distribute:
+        There are no graphs: `initialize` has its effect at once, and need not be called
+        before the first batch.
 
     Source: https://www.tensorflow.org/versions/r2.2/api_docs/python/tf/compat/v1/distribute/OneDeviceStrategy#make_dataset_iterator
     """
@@ -310,8 +311,9 @@ class DistributedDataset(Generic[T]):
         >>> len(dataset), list(dataset)
         (2, [tensor([0, 1]), tensor([2, 3])])
 
-    Differs from tf.distribute: `len` works if the loader has a length. TensorFlow has
-        no `state_dict` and no `load_state_dict`.
+    Differs from tf.distribute:
+        `len` works if the loader has a length. TensorFlow has no `state_dict` and no
+        `load_state_dict`.
 
     Source: https://www.tensorflow.org/versions/r2.4/api_docs/python/tf/distribute/DistributedDataset
     """

@@ -46,9 +46,10 @@ class AutoShardPolicy(enum.Enum):
         >>> policy = torchstrategy.experimental.AutoShardPolicy.OFF
         >>> options = torchstrategy.InputOptions(experimental_auto_shard_policy=policy)
 
-    Differs from tf.distribute: TensorFlow has it in `tf.data.Options`. There, `AUTO`
-        means `FILE` if a dataset reads files, and batches have the size of all workers
-        with `OFF`, too. There is no `HINT`.
+    Differs from tf.distribute:
+        TensorFlow has it in `tf.data.Options`. There, `AUTO` means `FILE` if a dataset
+        reads files, and batches have the size of all workers with `OFF`, too. There is
+        no `HINT`.
 
     Source: https://www.tensorflow.org/versions/r2.4/api_docs/python/tf/data/experimental/AutoShardPolicy
     """
@@ -164,10 +165,10 @@ class InputOptions:
         >>> options.row_shares
         (3.0, 1.0)
 
-    Differs from tf.distribute: TensorFlow reads one batch ahead by default, this
-        library reads two. TensorFlow ignores some options under some strategies. It
-        does not have `load_ahead`, `row_shares` and `lists_are_rows`, and the policy is
-        in its `tf.data.Options`.
+    Differs from tf.distribute:
+        TensorFlow reads one batch ahead by default, this library reads two. TensorFlow
+        ignores some options under some strategies. It does not have `load_ahead`,
+        `row_shares` and `lists_are_rows`, and the policy is in its `tf.data.Options`.
 
     Raises:
         ValueError: If an option is set to something that no strategy does,

@@ -148,8 +148,9 @@ class CrossDeviceOps:
         >>> Largest().reduce(torchstrategy.ReduceOp.SUM, values, "cpu")
         tensor([1])
 
-    Differs from tf.distribute: `batch_reduce_implementation` need not be overridden.
-        The mean of integers is of torch's default dtype.
+    Differs from tf.distribute:
+        `batch_reduce_implementation` need not be overridden. The mean of integers is of
+        torch's default dtype.
 
     Source: https://www.tensorflow.org/versions/r2.4/api_docs/python/tf/distribute/CrossDeviceOps
     """
@@ -652,8 +653,9 @@ class NcclAllReduce(_AllReduce):
         >>> ops.reduce(torchstrategy.ReduceOp.SUM, torch.ones(2), "cpu")
         tensor([1., 1.])
 
-    Differs from tf.distribute: Where there is no NCCL, an all-reduce of several values
-        raises an error that says why.
+    Differs from tf.distribute:
+        Where there is no NCCL, an all-reduce of several values raises an error that
+        says why.
 
     Raises:
         ValueError: If `num_packs` is negative; when it reduces, if NCCL cannot join the

@@ -426,8 +426,9 @@ class VariablesOfExtended:
             ... )
             (3.0, 3.0)
 
-        Differs from tf.distribute: The components of a mirrored variable stay equal:
-            after the calls, all have the value of the first one.
+        Differs from tf.distribute:
+            The components of a mirrored variable stay equal: after the calls, all have
+            the value of the first one.
 
         Raises:
             TypeError: If `var` is neither a variable nor a parameter.

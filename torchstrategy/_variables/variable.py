@@ -126,9 +126,10 @@ class Variable(ShowsLocalGrad, VariableBase):
           1: 4.0
         }
 
-    Differs from tf.distribute: To create a variable in a replica is a synchronization
-        point: all replicas create it together. Replicas cannot make a mirrored variable
-        diverge: assigning it in a replica without an aggregation is an error.
+    Differs from tf.distribute:
+        To create a variable in a replica is a synchronization point: all replicas
+        create it together. Replicas cannot make a mirrored variable diverge: assigning
+        it in a replica without an aggregation is an error.
 
     Raises:
         ValueError: If an enum is none; if it is to be trained and its dtype cannot be;

@@ -47,9 +47,9 @@ class ClusterSpec:
         >>> spec.task_address("worker", 1)
         'b:2222'
 
-    Differs from tf.distribute: In TensorFlow it is `tf.train.ClusterSpec`; protocol
-        buffers are not accepted and not made. It does not change, and is equal to other
-        `ClusterSpec`s only.
+    Differs from tf.distribute:
+        In TensorFlow it is `tf.train.ClusterSpec`; protocol buffers are not accepted
+        and not made. It does not change, and is equal to other `ClusterSpec`s only.
 
     Raises:
         TypeError: If it is not a dict of lists or dicts of strings.
@@ -235,9 +235,10 @@ class ClusterResolver(ABC):
         >>> resolver.master(), resolver.task_type, resolver.task_id
         ('localhost:2222', None, 1)
 
-    Differs from tf.distribute: `num_accelerators` counts those of this machine, and is
-        refused for another task, whose machine it cannot see. There are no sessions,
-        and so no `config_proto`.
+    Differs from tf.distribute:
+        `num_accelerators` counts those of this machine, and is refused for another
+        task, whose machine it cannot see. There are no sessions, and so no
+        `config_proto`.
 
     Source: https://www.tensorflow.org/versions/r2.4/api_docs/python/tf/distribute/cluster_resolver/ClusterResolver
     """
@@ -491,8 +492,9 @@ class SlurmClusterResolver(_FixedResolver):
         >>> for name in [name for name in os.environ if name.startswith("SLURM_")]:
         ...     del os.environ[name]
 
-    Differs from tf.distribute: It never sets CUDA_VISIBLE_DEVICES, `rpc_layer` is None,
-        and `scontrol` is not called. `jobs` may not leave out tasks.
+    Differs from tf.distribute:
+        It never sets CUDA_VISIBLE_DEVICES, `rpc_layer` is None, and `scontrol` is not
+        called. `jobs` may not leave out tasks.
 
     Raises:
         RuntimeError: If this process was not started by Slurm.
@@ -638,9 +640,10 @@ class UnionResolver(ClusterResolver):
         >>> union.task_type
         'worker'
 
-    Differs from tf.distribute: A `task_id` of 0 that is given wins over the first
-        resolver's, as any other does. `master` puts the `rpc_layer` of the union before
-        every address, and that of the first resolver where the union has none.
+    Differs from tf.distribute:
+        A `task_id` of 0 that is given wins over the first resolver's, as any other
+        does. `master` puts the `rpc_layer` of the union before every address, and that
+        of the first resolver where the union has none.
 
     Raises:
         ValueError: If there is no resolver.

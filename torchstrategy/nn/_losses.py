@@ -75,9 +75,10 @@ def compute_average_loss(
         ...     count = strategy.reduce("sum", counted, axis=0)
         ...     loss = strategy.reduce("sum", losses, axis=0) / count
 
-    Differs from tf.nn: TensorFlow divides by the rows of this replica times the number
-        of replicas, whatever the weights, and its result has to be summed over the
-        replicas. Nothing is divided by the number of replicas here.
+    Differs from tf.nn:
+        TensorFlow divides by the rows of this replica times the number of replicas,
+        whatever the weights, and its result has to be summed over the replicas. Nothing
+        is divided by the number of replicas here.
 
     Raises:
         RuntimeError: In the cross-replica context, unless `global_batch_size` is given;
@@ -138,8 +139,9 @@ def scale_regularization_loss(
         >>> torch.allclose(model.weight.grad, 2 * model.weight)
         True
 
-    Differs from tf.nn: TensorFlow always divides by the number of replicas. Here what
-        replicas' gradients are multiplied by adds up to 1 in any case.
+    Differs from tf.nn:
+        TensorFlow always divides by the number of replicas. Here what replicas'
+        gradients are multiplied by adds up to 1 in any case.
 
     Raises:
         RuntimeError: In the cross-replica context.

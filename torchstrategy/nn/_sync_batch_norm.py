@@ -64,10 +64,10 @@ class SyncBatchNorm(nn.SyncBatchNorm):
                 [ 0.0000],
                 [ 1.2247]])
 
-    Differs from torch.nn: `torch.nn.SyncBatchNorm` is for processes, each with an
-        accelerator; this one is for the replicas of a strategy, and has no
-        `process_group`. It synchronises in evaluation, too, where there are no running
-        statistics.
+    Differs from torch.nn:
+        `torch.nn.SyncBatchNorm` is for processes, each with an accelerator; this one is
+        for the replicas of a strategy, and has no `process_group`. It synchronises in
+        evaluation, too, where there are no running statistics.
 
     Raises:
         ValueError: From `run`, if an input has no channel dimension or not
@@ -132,9 +132,10 @@ class SyncBatchNorm(nn.SyncBatchNorm):
             >>> [type(layer).__name__ for layer in model]
             ['Linear', 'SyncBatchNorm']
 
-        Differs from torch.nn: Hooks are kept. A layer that is used twice stays one
-            layer. A layer that does something of its own is refused, where torch would
-            convert it and drop that.
+        Differs from torch.nn:
+            Hooks are kept. A layer that is used twice stays one layer. A layer that
+            does something of its own is refused, where torch would convert it and drop
+            that.
 
         Raises:
             TypeError: If a layer cannot be converted; then none is.
