@@ -290,7 +290,7 @@ def data_parallel(
 ) -> Any:
     """Calls a module in several replicas, as `DataParallel` does.
 
-    It is for modules that split a part of their forward.
+    Use it in modules that split a part of their forward.
 
     The replicas are kept until the module is gone, or is called with other devices.
 
@@ -346,9 +346,10 @@ _lock = threading.Lock()
 def _strategy_for(
     module: nn.Module, devices: tuple[Device, ...]
 ) -> CentralStorageStrategy:
-    """The strategy for a module, which other DataParallels on these devices share.
+    """The strategy for a module on these devices, which DataParallels may share.
 
-    They share it if they share a part; else it is a new one.
+    Two DataParallels share it if their modules have a part in common. Else the strategy
+    is new.
     """
     # A module or parameter belongs to one strategy, so two DataParallels over the same
     # layers have to share theirs.
@@ -497,7 +498,7 @@ def cut(
 ) -> PerReplica:
     """The arguments of each replica, on its device.
 
-    The pieces have ceil(rows / replicas) rows, the last ones fewer.
+    Each piece has ceil(rows / replicas) rows; the last pieces may have fewer.
 
     If nothing has rows, only the first replica gets the arguments. Gradients flow back
     to them.

@@ -1,6 +1,6 @@
 """The strategy over several processes: who they are, and how all leave together.
 
-It also knows which devices this one has.
+It also says which devices this process has.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class MultiWorkerMirroredBase(StrategyBase):
 class MultiWorkerMirroredStrategy(MultiWorkerMirroredBase, Strategy):
     """Trains in several processes, on one machine or several.
 
-    It is `MirroredStrategy` for `torchrun`.
+    It is `MirroredStrategy` for programs that `torchrun` starts.
 
     Every process runs the same script, and is a *worker*. Each has replicas of its own,
     and all workers together compute what one device computes for the whole batch, also
@@ -240,7 +240,10 @@ class PreemptionCheckpointHandler:
 
     @property
     def requested(self) -> bool:
-        """Whether a worker was asked to end: it is equal in all between two runs."""
+        """Whether a worker was asked to end.
+
+        Between two runs, all workers get the same answer.
+        """
         return self._workers.all_leave if self._workers.count > 1 else self._is_asked
 
     def close(self) -> None:
@@ -281,7 +284,10 @@ def _check_timeout(timeout: object) -> None:
 
 
 def _find_place(resolver: ClusterResolver | None) -> WorkerPlace:
-    """Where this process stands, if a resolver or the environment says; else alone."""
+    """Where this process stands, if a resolver or the environment says so.
+
+    Else this process is alone.
+    """
     local_rank, local_count = (
         int(os.environ.get("LOCAL_RANK", 0)),
         int(os.environ.get("LOCAL_WORLD_SIZE", 1)),

@@ -1,4 +1,4 @@
-"""Several replicas, in one process or in several, and the story of a step in them."""
+"""Strategies of several replicas, in one process or more, and how they run a step."""
 
 from __future__ import annotations
 
@@ -339,7 +339,7 @@ class ReplicatedExtended(StrategyExtended):
     ) -> Sequence[float] | None:
         """What a function of the user's says of the replicas of this worker.
 
-        None: there is none.
+        It is None if there is no such function.
         """
         count = self._examples if options.examples is None else options.examples
         if not callable(count):
@@ -571,7 +571,7 @@ class ReplicatedExtended(StrategyExtended):
     def _without_sending(self, op: ReduceOp, value: Tree) -> Tree:
         """The sum or mean of a value that is known to be the same in all replicas.
 
-        Else it is the value itself.
+        A distributed value that the replicas would have to send is returned as it is.
         """
         if isinstance(value, DistributedValues):
             is_equal = isinstance(value, (Mirrored, MirroredVariable))
@@ -663,7 +663,7 @@ _NO_BLOCK: AbstractContextManager[None] = nullcontext()
 def _may_require_grad(value: Tree) -> bool:
     """Whether a backward may begin at a leaf of a result.
 
-    An object of the user's own may hold tensors.
+    The answer is yes for an object of the user's own, since it may hold tensors.
     """
     if isinstance(value, torch.Tensor):
         return value.requires_grad

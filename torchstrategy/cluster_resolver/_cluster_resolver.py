@@ -726,7 +726,7 @@ def _unite(
 ) -> list[str] | dict[int, str]:
     """The tasks of one job."""
     if all(isinstance(part, list) for part in parts):
-        # They are lists.
+        # mypy does not see that all parts are lists.
         return [address for part in parts for address in part]  # type: ignore[misc]
     tasks: list[tuple[int, str]] = []
     for part in parts:

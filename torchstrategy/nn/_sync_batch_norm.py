@@ -19,7 +19,7 @@ from torchstrategy._base.objects.module_traversal import held_plainly
 from torchstrategy._base.torch_internals import hide_from_compiler
 from torchstrategy._group.group import ReplicaGroup, group_here
 
-# The base class of all of them, without its private name.
+# The base class of all batch normalisation layers, reached without its private name.
 _BATCH_NORM: Any = nn.BatchNorm1d.__mro__[1]
 _TORCHS_OWN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
@@ -110,7 +110,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         return nn.BatchNorm1d.forward(self, input)
 
     @classmethod
-    # No process_group.
+    # The method of torch also has a parameter `process_group`.
     def convert_sync_batchnorm(cls, module: nn.Module) -> nn.Module:  # type: ignore[override]
         """Puts a `SyncBatchNorm` in the place of each batch normalisation of a model.
 
@@ -280,7 +280,7 @@ def _is_to_convert(module: object) -> bool:
 def _refuse_own_ways(path: str, layer: nn.Module) -> None:
     """Refuses a layer with attributes or methods of its own.
 
-    A `SyncBatchNorm` would not have them.
+    The `SyncBatchNorm` in its place would not have them.
     """
     if getattr(layer, "process_group", None) is not None:
         raise TypeError(
