@@ -1,6 +1,6 @@
 r"""A training that goes on after one of its processes was killed.
 
-It ends with the weights of an unbroken run.
+It ends with the weights of a training that nothing interrupted.
 
     export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
     torchrun --standalone --nproc-per-node 2 --max-restarts 1 \
@@ -36,7 +36,7 @@ import torchstrategy
 class Training:
     """All that changes in the course of the training.
 
-    A checkpoint has to hold this and nothing else.
+    A checkpoint has to hold all of this, and nothing else.
     """
 
     def __init__(self, strategy: torchstrategy.Strategy) -> None:

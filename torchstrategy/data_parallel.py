@@ -2,11 +2,9 @@
 
 It is for scripts that compute the loss outside of them.
 
-inputs --- one piece for each replica ---> forward in each ---> outputs, gathered on one
-                                                                device
-                                                                           |
-the user's parameters <--- gradients of all replicas, added up <--- the loss, and its
-                                                                    backward
+inputs --- a piece for each replica ---> forward in each ---> outputs, on one device
+                                                                   |
+the user's parameters <--- the sum of all gradients <--- the loss, and its backward
 
                         scattered                     gathered
 a tensor                pieces along `dim`            concatenated along `dim`

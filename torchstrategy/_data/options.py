@@ -38,9 +38,12 @@ class AutoShardPolicy(enum.Enum):
     `AUTO` and `DATA`: all workers have the same dataset, whose batches are those of all
     workers. Each reads its own rows of a `DataLoader` of a dataset that is read by
     index. Each reads all of any other dataset, and keeps its own rows.
+
     `OFF`: each worker has a dataset of its own, such as a `DataLoader` with a
     `DistributedSampler`. A batch of it is split among the replicas of this worker. The
-    epoch ends where the longest of the datasets ends. `FILE`: refused.
+    epoch ends where the longest of the datasets ends.
+
+    `FILE`: refused.
 
     Example:
         >>> policy = torchstrategy.experimental.AutoShardPolicy.OFF

@@ -1,6 +1,6 @@
 """How the replicas' parts of a batch come to their devices, and when.
 
-They do as the caller asks for a step, or ahead of that.
+They come as the caller asks for a step, or ahead of that.
 
 Three kinds of threads may work on a replica's part; without prefetching, all three are
 the caller's thread:
@@ -20,10 +20,10 @@ Ahead, batches are read, split, pinned and copied:
     reader                     a copier for each replica       the consumer
                                on an accelerator
     waits for room
-    reads and splits a batch,                                  waits for the oldest step
-    stages its parts --------> copies its parts -------------> receives its parts
-    ^                                                              |
-    +--------------------------- room for one more ----------------+
+    reads and splits a batch,
+    stages its parts --------> copies its parts -------------> waits for the oldest step
+    ^                                                          receives its parts
+    +--------------------------- room for one more ------------+
 
 The threads share a `Prefetcher` with the iterator that they work for, which they do not
 keep alive. When it is dropped, the `Prefetcher` is closed, and they end. They use only

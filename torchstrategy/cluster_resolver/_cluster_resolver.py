@@ -29,9 +29,9 @@ from torchstrategy.cluster_resolver._slurm_lists import (
 
 @final
 class ClusterSpec:
-    """The processes of a cluster: jobs, such as `"worker"`, of tasks with addresses.
+    """The processes of a cluster: its jobs, their tasks and the tasks' addresses.
 
-    Each job has several tasks, each at an address.
+    Each job, such as `"worker"`, has several tasks, each at an address.
 
     Args:
         cluster: For each job its tasks: a list of addresses, or, if not all tasks are
@@ -103,9 +103,9 @@ class ClusterSpec:
         return tasks[task_index]
 
     def job_tasks(self, job_name: str) -> list[str | None]:
-        """The addresses of a job by the indices of its tasks.
+        """The addresses of a job, in the order of its tasks' indices.
 
-        It is None for tasks that are not known.
+        The address of a task that is not known is None.
 
         Raises:
             ValueError: If there is no such job.
@@ -114,14 +114,13 @@ class ClusterSpec:
         return [tasks.get(index) for index in range(max(tasks, default=-1) + 1)]
 
     def as_dict(self) -> dict[str, Any]:
-        """The tasks of each job.
+        """The tasks of each job, in the form that `ClusterSpec` takes.
 
-        They are a list where all are known, and else a dict, as a `ClusterSpec` is made
-        of.
+        A job is a list if all its tasks are known, and else a dict.
         """
         spec: dict[str, Any] = {}
         for job, tasks in self._tasks.items():
-            # From 0 on, and no other.
+            # The indices begin with 0 and leave none out.
             has_all_numbers = bool(tasks) and len(tasks) == max(tasks) + 1
             spec[job] = list(tasks.values()) if has_all_numbers else dict(tasks)
         return spec
@@ -278,7 +277,7 @@ class ClusterResolver(ABC):
     ) -> Counter[str]:
         """How many accelerators a task has, by kind: `{"GPU": 8}`.
 
-        It is 0 for a kind that it has none of.
+        The number is 0 for a kind that the task does not have.
 
         If nobody has said how many each task has, it counts those that this process
         sees.
@@ -314,7 +313,10 @@ class ClusterResolver(ABC):
 
     @property
     def environment(self) -> str | None:
-        """Where it runs, as it was told; in TensorFlow `"google"`, or else empty."""
+        """Where the program runs, as the resolver was told.
+
+        In TensorFlow, it is `"google"` or empty.
+        """
         return self._environment
 
     @property
@@ -378,7 +380,7 @@ class _FixedResolver(ClusterResolver):
     ) -> str:
         """The address of the process that leads.
 
-        If both `task_type` and `task_id` are given, it is that of that task.
+        If you give both `task_type` and `task_id`, you get the address of that task.
 
         Raises:
             ValueError: If there is no such task.
@@ -690,9 +692,9 @@ class UnionResolver(ClusterResolver):
         task_id: int | None = None,
         rpc_layer: str | None = None,
     ) -> str:
-        """What the first says.
+        """What the `master` of the first resolver returns.
 
-        If both `task_type` and `task_id` are given, it is the address of that task.
+        If you give both `task_type` and `task_id`, you get the address of that task.
 
         Raises:
             ValueError: If there is no such task.
@@ -803,7 +805,7 @@ class TFConfigClusterResolver(ClusterResolver):
         task_id: int | None = None,
         rpc_layer: str | None = None,
     ) -> str:
-        """The address of this task, or of the one that is named.
+        """The address of this task, or of the task that you name.
 
         It is empty in a cluster of one task or none.
 
@@ -856,9 +858,9 @@ def _text(name: str, where: dict[str, Any]) -> str | None:
 
 
 def _said(make: Callable[[Any], T], value: Any) -> T:
-    """What is made of a value that the variable holds.
+    """What `make` makes of a value that the variable holds.
 
-    Whatever is wrong with it, the variable has to be changed.
+    An error says that the variable has to be changed.
     """
     try:
         return make(value)

@@ -1,6 +1,6 @@
 """Losses that are a sum over the rows of the whole batch, divided by a number.
 
-No replica knows this number alone.
+No replica alone knows this number.
 
 Before the gradients of the replicas are added up, each is multiplied by the replica's
 weight: by its fraction of the rows if gradients are averaged, by 1 if they are summed.
@@ -27,7 +27,7 @@ def compute_average_loss(
 ) -> torch.Tensor:
     """The weighted mean of the losses of all rows of the whole batch.
 
-    It is a loss to call `backward` on in a replica.
+    Call `backward` on it in a replica.
 
     The mean of a replica's own rows, which steps are written with as a rule, is exact
     as long as each row counts the same. Where rows are weighted or ignored, or count by
@@ -114,7 +114,7 @@ def scale_regularization_loss(
 ) -> torch.Tensor:
     """A loss of the parameters only, which all replicas together count once.
 
-    It depends on nothing else.
+    The loss may not depend on the rows of the batch.
 
     Add it to what `compute_average_loss` returns, or to the mean loss of the replica's
     rows.

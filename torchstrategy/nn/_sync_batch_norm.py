@@ -25,9 +25,9 @@ _TORCHS_OWN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 class SyncBatchNorm(nn.SyncBatchNorm):
-    """Batch normalisation over the rows of all replicas, as one device would.
+    """Batch normalisation over the rows of all replicas, as one device would do it.
 
-    It takes mean and variance over these rows.
+    It takes the mean and the variance over these rows.
 
     Forward, backward and running statistics are those of `torch.nn.BatchNorm1d`, `2d`
     or `3d` on the whole batch, on any device. Rows of replicas whose gradient is

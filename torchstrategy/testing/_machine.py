@@ -41,7 +41,7 @@ _OF_CLUSTERS = (
 def report() -> dict[str, Any]:
     """What is here: versions, devices and their links, strategies, and the cluster.
 
-    They are the strategies that would be made.
+    The strategies are those that you would get on this machine.
     """
     accelerators = local_accelerators()
     devices = [torch.device("cpu", 0), *accelerators]
@@ -159,9 +159,9 @@ def _device(device: torch.device) -> dict[str, Any]:
 
 
 def _step(device: torch.device) -> str:
-    """A step of a training on the device.
+    """Trains one step on the device.
 
-    Its weights have to be those of the same step in plain PyTorch.
+    The weights have to be those of the same step in plain PyTorch.
     """
     inputs = torch.arange(12.0).reshape(4, 3) / 12
     plain = torch.nn.Linear(3, 1)
