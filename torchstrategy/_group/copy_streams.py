@@ -6,8 +6,8 @@ order, and on one stream for all
 - a batch that is loaded ahead would come only after the step before it: the copy of
   parameters before it in the stream has to wait for that step;
 - a gradient that leaves would wait for a batch that comes, though a link carries both
-at the same time. The program, too, waits for the gradients that leave, and for nothing
-else.
+  at the same time.
+The program, too, waits for the gradients that leave, and for nothing else.
 """
 
 from __future__ import annotations

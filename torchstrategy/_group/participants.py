@@ -39,9 +39,10 @@ from torchstrategy._group.workers import LONE, Workers
 # know only groups in which all take part. How many exchanges there will be, only the
 # step says: a gradient may be sent by itself, and a step may call `all_reduce` as often
 # as it likes. A group without this worker would have to be made by all workers, for
-# each such step, which takes longer than most steps. So its first replica runs the step
-# all the same, as an *understudy*. It needs rows, since the mean of no rows is NaN, and
-# many steps fail without any. They are those of another worker:
+# each such step, which takes longer than most steps.
+# So its first replica runs the step all the same, as an *understudy*. It needs rows,
+# since the mean of no rows is NaN, and many steps fail without any. They are those of
+# another worker:
 # - of a batch that all workers know, those of replica 0 of all (`Share.borrowed` in
 #   `_data/steps`);
 # - where each worker reads a dataset of its own, its own last batch or, if it had none,

@@ -67,11 +67,11 @@ from torchstrategy._group.random_streams import RandomStreams
 # of `_Run`: it gives the turns, switches the random streams, and calls `combine`. A
 # replica's thread only runs the step, up to `stand_still`: there it reports and waits
 # until the caller's thread answers. So at a synchronization point all replicas stand
-# still, and `combine` may use all that replicas share without a lock. If all replicas
-# are in one lane, and nobody gives the turns, the caller's thread also runs the step in
-# a replica: in the first one, and in each one after it for as long as those before it
-# have ended. Where such a replica stands still, the caller's thread goes on with
-# `_Run._meet`, which lets the others come to the same point. Nothing but
+# still, and `combine` may use all that replicas share without a lock.
+# If all replicas are in one lane, and nobody gives the turns, the caller's thread also
+# runs the step in a replica: in the first one, and in each one after it for as long as
+# those before it have ended. Where such a replica stands still, the caller's thread
+# goes on with `_Run._meet`, which lets the others come to the same point. Nothing but
 # `ReplicaStopped` is raised there: the step must not catch an error of another replica.
 # Who raises it is `result`. Between two such points, the replicas of one lane run one
 # at a time. A lane is a physical device; if somebody gives the turns, or a `Watch` asks

@@ -56,10 +56,11 @@ def name_of(index: int, count: int) -> str:
 # those of higher ones. Whoever brings the secret is a worker. It waits for all answers
 # at once: for a worker that was stopped the system still takes a call, and nobody
 # answers. Whoever waited for this answer alone would answer nobody either, and would be
-# named, too. So a worker that dies after it has come is noticed by those that it is
-# connected to. They tell the others: by their connections, and those that they have
-# none to by the store. While torch makes its groups, which it does in C++ without
-# looking at anybody, `call_watched` looks.
+# named, too.
+# So a worker that dies after it has come is noticed by those that it is connected to.
+# They tell the others: by their connections, and those that they have none to by the
+# store. While torch makes its groups, which it does in C++ without looking at anybody,
+# `call_watched` looks.
 @final
 class Meeting:
     """One worker on its way to the others.

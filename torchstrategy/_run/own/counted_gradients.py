@@ -1,6 +1,6 @@
 """Gradients that count by a number which travels with them.
 
-The sums are divided by the sum of the numbers.
+The sum of the gradients is divided by the sum of these numbers.
 
 Each worker multiplies its gradients by its count, divided by the sum of the counts of
 all workers in an earlier step. Where all counts are as they were, this is the weight

@@ -1,6 +1,6 @@
 """Which gradients the workers send when a backward ends, and in which order.
 
-They are the same, in the same order, in all of them.
+All workers send the same gradients in the same order.
 
 Workers that send tensors of other sizes to one another would mix them up, or end: gloo
 aborts the process. So a plan follows from what all workers know, and from nothing that
@@ -95,9 +95,7 @@ class GradientPlan:
 
 @final
 class KnownPlans:
-    """The plans of the exchanges that there were, and which of them comes next.
-
-    That is known as far as it can be predicted.
+    """The plans of past exchanges, and a prediction of which comes next.
 
     Args:
         tensors: The parameters and buffers.
@@ -145,7 +143,7 @@ _MOST_PLANS = 100
 
 
 def dtype_of_gradient(parameter: torch.Tensor) -> torch.dtype:
-    """The dtype of a parameter's gradient, which may be another one than its own.
+    """The dtype of a parameter's gradient, which may differ from the parameter's.
 
     See `torch.Tensor.grad_dtype`.
     """
