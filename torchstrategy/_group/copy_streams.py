@@ -52,7 +52,7 @@ def _new_stream(device: Device, cargo: Cargo) -> torch.Stream:
 
 
 def begin_copy_to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy in the CPU's memory of a tensor of an accelerator.
+    """A copy of an accelerator's tensor in the CPU's memory.
 
     It is there once the current stream is done.
 

@@ -383,10 +383,10 @@ class _ParameterProxy(Proxy, ShowsLocalGrad, _Attributes):
     It shows the attributes of that replica's parameter, too.
 
     A gradient that is asked for by such a parameter, as `backward(inputs=...)` does, is
-    that of the replica's, too. All else is the user's: operations on it use the user's
-    own parameter, also in a replica. This is enough for a step that clears, clips, logs
-    or asks for the gradients of a list of parameters that was made outside of the step.
-    """
+    that of the replica's, too.
+    All else is the user's: operations on it use the user's own parameter, also in a
+    replica. This is enough for a step that clears, clips, logs or asks for the
+    gradients of a list of parameters that was made outside of the step."""
 
     def __getattribute__(self, name: str) -> Any:
         # No attribute of the user's can take the place of these, and a step reads

@@ -1,6 +1,6 @@
-"""Connections between all workers, which tell why one is lost.
+"""Connections between all workers, by which each hears that another one is lost.
 
-They also tell that one has ended.
+Each hears why, or that the other process has ended.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ _T = TypeVar("_T")
 class Entry(NamedTuple):
     """What a worker puts into the store.
 
-    It puts who it is, what it tells the others, and where it takes connections.
+    This is who it is, what it tells the others, and where it takes connections.
     """
 
     who: str
@@ -103,7 +103,7 @@ class Meeting:
         self._refused: dict[str, float] = {}
 
     def meet(self) -> list[Entry]:
-        """Connects `lines` to all workers. Returns what each has put into the store.
+        """Connects `lines` to all workers; returns what each has put into the store.
 
         Raises:
             WorkerError: Naming who has not come in time, or has ended.
@@ -127,7 +127,7 @@ class Meeting:
             raise
 
     def call_watched(self, call: Callable[[], _T]) -> _T:
-        """What a call for all workers returns, if none of them ends meanwhile."""
+        """The result of a call in which all workers take part, if none of them ends."""
         try:
             return self._call_watched(call)
         except BaseException as error:
@@ -142,9 +142,9 @@ class Meeting:
         self._try(lambda: self._store.set(f"{_HEARD}{self._index}", ""))
 
     def wait_for_others(self) -> None:
-        """Lets the others hear why the meeting is over.
+        """Waits until the others have heard why the meeting is over.
 
-        Then the process that keeps the store ends.
+        Without this, the process that keeps the store might end before they hear it.
         """
         end = time.monotonic() + _REFUSED_S
         while not self._have_others_heard() and time.monotonic() < end:
@@ -184,7 +184,7 @@ class Meeting:
     def _lost_error(self, problem: str) -> WorkerError:
         """The error where torch could not make its groups.
 
-        A worker that says nothing now is missing.
+        It names a worker that says nothing now.
         """
         self.lines.say("lost", problem)
         end = time.monotonic() + _REFUSED_S
@@ -229,7 +229,7 @@ class Meeting:
         )
 
     def _look_into_store(self) -> None:
-        """Raises an error if a worker gave up to which there is no connection."""
+        """Raises an error if a worker without a connection to this one has given up."""
         if self._ask(lambda: bool(self._store.check([_OVER]))):
             raise WorkerError(self._ask(lambda: self._store.get(_OVER)).decode())
 
@@ -331,7 +331,7 @@ class Meeting:
     def _answer(self, server: socket.socket, waiting: selectors.BaseSelector) -> None:
         """Takes the connections of workers of higher numbers.
 
-        Takes the answers of those of lower ones, too.
+        It also takes the answers of workers of lower numbers.
         """
         for key, _ in waiting.select(_LOOK_S):
             connection = key.fileobj
@@ -425,9 +425,9 @@ def _server() -> socket.socket:
 
 
 def _addresses(home: tuple[str, int] | None) -> list[str]:
-    """Where other workers may reach this machine.
+    """The addresses at which other workers may reach this machine.
 
-    They do by the chosen interfaces, as it reaches the store, or by its name.
+    They come from the chosen interfaces, the way to the store, or the machine's name.
     """
     found = chosen_addresses()
     if home is not None:

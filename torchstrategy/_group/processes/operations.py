@@ -1,4 +1,7 @@
-"""Operations of `torch.distributed` that are under way, and their groups' end."""
+"""Operations of `torch.distributed` that are under way, and how they end.
+
+It also ends the groups of these operations.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,7 @@ class Operation:
 def end_groups(groups: list[dist.ProcessGroup], under_way: list[Operation]) -> None:
     """Ends groups and their threads.
 
-    It does when a worker fails, a strategy is no longer used, or the process ends.
+    This happens if a worker fails, a strategy is no longer used, or the process ends.
 
     The threads of gloo take Python's lock to let go of tensors. One that does so while
     Python ends aborts the process.
@@ -95,6 +98,6 @@ def split_sum(
 ) -> Sequence[torch.Tensor]:
     """The parts of a sum that was made of several tensors in one.
 
-    Each has the dtype and shape of its own.
+    Each part has the dtype and shape of its tensor.
     """
     return unflatten(from_addable(flat.to(like[0].device), like[0].dtype), like)

@@ -70,7 +70,10 @@ _used: weakref.WeakSet[ProcessGroup] = weakref.WeakSet()
 
 
 def _forget_inherited() -> None:
-    """In a forked worker: it must not destroy what its parent uses."""
+    """Makes a process that was forked from a worker forget the groups of its parent.
+
+    It must not destroy what its parent uses.
+    """
     for workers in list(_used):
         workers._forget()
 
@@ -540,7 +543,7 @@ class ProcessGroup(Workers):
                 has_met = True
 
     def _waits_elsewhere(self, group: int) -> bool:
-        """Whether another worker, too, has waited in another group for long."""
+        """Whether all workers have waited for long, and not all in the same group."""
         if not self._has_said_where and time.monotonic() - self._waits_since > _LONG_S:
             self._has_said_where = True
             self._lines.say("waits", self._waits_at, group=group)
@@ -588,7 +591,7 @@ class ProcessGroup(Workers):
     def _lost_error(self, where: str, error: RuntimeError) -> WorkerError:
         """The error that says which worker is lost and why.
 
-        It says what can be known within seconds.
+        It says what can be found out within seconds.
         """
         self._lines.say("lost", where)
         self._close("another worker was lost")
@@ -635,7 +638,7 @@ class ProcessGroup(Workers):
     def _flatten(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         """The elements of tensors of one dtype and device in one new tensor.
 
-        Its dtype is one that backends add up.
+        The new tensor has a dtype that backends add up.
         """
         flat = flatten(map(torch.Tensor.detach, tensors))
         return self._sendable(as_addable(flat))

@@ -29,16 +29,19 @@ from torchstrategy._run.own.trained_tensors import TrainedTensors
 # = parameter.grad + new`. The weights of all workers add up to 1, so that the earlier
 # one is in the weighted sum once, as it should be. They do not where gradients are
 # added up and not averaged, and nobody knows whether it is in there: then it is
-# refused. Clipping reads all of a gradient: `clip_grad_norm_` on gradients of this
-# worker's rows takes their norm, and what the workers add up is not what one device
-# would have clipped. So an assigned gradient that was written in place and is not alike
-# in all workers is refused. (What was computed out of place before it was assigned,
-# nobody can see.) A step may also write on a gradient in place. After a backward of the
-# run, that is what clipping does, alike in all workers; numbers of this worker's rows
-# would make parameters differ, which `ValuesOfParameters` finds. Where no backward made
-# the gradients, nobody would look: so a gradient that was written in such a run counts
-# as assigned. To assign means a message, so all workers must do it alike. A step that
-# assigns nothing sends none.
+# refused.
+# Clipping reads all of a gradient: `clip_grad_norm_` on gradients of this worker's rows
+# takes their norm, and what the workers add up is not what one device would have
+# clipped. So an assigned gradient that was written in place and is not alike in all
+# workers is refused. (What was computed out of place before it was assigned, nobody can
+# see.)
+# A step may also write on a gradient in place. After a backward of the run, that is
+# what clipping does, alike in all workers; numbers of this worker's rows would make
+# parameters differ, which `ValuesOfParameters` finds. Where no backward made the
+# gradients, nobody would look: so a gradient that was written in such a run counts as
+# assigned.
+# To assign means a message, so all workers must do it alike. A step that assigns
+# nothing sends none.
 @final
 class AssignedGradients:
     """Which gradients are of the whole batch, and what becomes of the others.
