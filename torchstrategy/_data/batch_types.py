@@ -196,9 +196,9 @@ def _check_functions(
 
 
 def registration_of(value: Any) -> Kind | None:
-    """The registration of the type of a value, or of a base class.
+    """The registration of the type of a value, or of a base class of this type.
 
-    It is None if there is none.
+    It is None if nobody has registered either.
     """
     if not _registered:
         return None
@@ -208,9 +208,9 @@ def registration_of(value: Any) -> Kind | None:
 
 
 def keep_whole(value: T, _: object) -> T:
-    """A value without rows, which every replica gets whole, or without tensors.
+    """A value of which every replica gets the whole, or of which no tensor is moved.
 
-    Nothing of one without tensors is moved.
+    It has no rows, or no tensors.
     """
     return value
 
@@ -291,7 +291,7 @@ def has_rows(leaf: Any) -> bool:
 
 
 def rows_of(batch: Tree) -> int | None:
-    """The rows that all values in a batch have in common; None if no value has any.
+    """How many rows all values in a batch have; None if no value has rows.
 
     Raises:
         ValueError: If two of them have different numbers of rows.
@@ -325,9 +325,9 @@ def rows_of(batch: Tree) -> int | None:
 
 
 def is_registered_within(leaf: Any) -> bool:
-    """Whether a leaf, or one in its parts, is of a registered type.
+    """Whether a leaf, or a leaf in its parts, is of a registered type.
 
-    So a user's function takes its rows.
+    If so, a user's function takes its rows.
     """
     return any(registration_of(value) is not None for value in _parts(leaf))
 
@@ -372,7 +372,7 @@ def move_to(batch: Tree, device: Device) -> Tree:
 def _parts(leaf: Any) -> list[Any]:
     """The leaves in the parts of a leaf that is a record.
 
-    Of any other leaf, only the leaf itself.
+    Of any other leaf, you get the leaf itself.
     """
     if not _is_record(leaf):
         return [leaf]
@@ -462,7 +462,7 @@ def _of_array(array: np.ndarray[Any, Any]) -> Kind:
 def _tensor_over(array: np.ndarray[Any, Any]) -> torch.Tensor:
     """A tensor that shares the memory of an array.
 
-    It has a copy of it where torch cannot share the memory.
+    Where torch cannot share the memory, the tensor has a copy of it.
     """
     tensor = share_memory(array)
     return (
@@ -503,7 +503,7 @@ def _cut_once(
 ) -> torch.Tensor:
     """A part of the offsets or lengths of nested tensors.
 
-    It is the same tensor for all that share the whole `sizes`.
+    All tensors that share the whole `sizes` get the same part.
 
     torch takes two nested tensors to be of one shape, and adds them, only if they share
     the very same offsets. Parts of such tensors have to do so, too.

@@ -1,4 +1,4 @@
-"""What a person says of one distributed dataset; what a dataset function gets."""
+"""What a person says of one distributed dataset, and of a dataset function's input."""
 
 from __future__ import annotations
 
@@ -66,9 +66,9 @@ class AutoShardPolicy(enum.Enum):
 @final
 @dataclass(frozen=True, slots=True)
 class InputContext:
-    """Which part of the input to make: the argument of a dataset function.
+    """Says which part of the input a dataset function is to make.
 
-    `Strategy.distribute_datasets_from_function` takes that function.
+    `Strategy.distribute_datasets_from_function` calls the function with it.
 
     Args:
         num_input_pipelines: How often the function is called, in all processes

@@ -138,9 +138,9 @@ class Route:
         *,
         are_in_host_memory: bool,
     ) -> StagedBatch:
-        """The parts with their tensors on the device, copied by `stream`.
+        """The parts, with their tensors on the device; `stream` copies the tensors.
 
-        These are their tensors of host memory, or their other tensors.
+        Either the tensors in host memory are copied, or all others.
         """
         moved: list[torch.Tensor] = []
 
@@ -185,7 +185,7 @@ class Route:
 def _pin(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor in pinned memory, from which the device can copy by itself.
 
-    So the thread need not wait for it.
+    So the thread need not wait for the copy.
     """
     if tensor.layout is not torch.strided or tensor.is_nested:
         return tensor
@@ -200,7 +200,7 @@ def _pin(tensor: torch.Tensor) -> torch.Tensor:
 class Transfer:
     """The batch of one step, while its parts are copied to the replicas' devices.
 
-    It may be an error to raise instead.
+    It may also be an error to raise in place of the batch.
 
     Attributes:
         batch: The batch. None: an error of the reader takes its place; at the end of
@@ -316,9 +316,9 @@ class Reading(ABC):
             )
 
     def _marks(self) -> list[Callable[[], None]]:
-        """The functions that say of each epoch what the consumer has received.
+        """Functions that say, for each epoch, that the consumer received what was read.
 
-        It has received what was read until now.
+        They speak of all that was read until now.
         """
         marks: list[Callable[[], None]] = []
         for one in self._passes:
@@ -406,9 +406,9 @@ def next_of_all_workers(reading: Reading) -> Callable[[], Tree]:
 
 
 def _lend(batch: Tree) -> Tree:
-    """A batch as it can be sent.
+    """A batch in the form in which it can be sent.
 
-    It has its structure, its leaves as one replica has them, and which of these were
+    It has the structure, the leaves as one replica has them, and which of these were
     split.
     """
     leaves, spec = tree_flatten(batch)
@@ -422,9 +422,9 @@ def _lend(batch: Tree) -> Tree:
 
 
 def _borrow(borrowed: Tree, replicas: int, device: Device) -> Tree:
-    """The batch of which `_lend` made these parts.
+    """The batch of which `_lend` made these parts, on `device`.
 
-    All replicas have what one had, on `device`.
+    In this batch, all replicas have what one replica had.
     """
     structure, leaves, are_split = borrowed
 
@@ -437,10 +437,7 @@ def _borrow(borrowed: Tree, replicas: int, device: Device) -> Tree:
 
 
 def _as_understudy(leaf: Tree) -> Tree:
-    """A leaf of a batch whose rows no replica of this worker has.
-
-    Its first replica gets the leaf all the same.
-    """
+    """A leaf for the first replica, where no replica of this worker has rows."""
     if not isinstance(leaf, PerReplica):
         return leaf
     count = len(leaf._components)
@@ -533,7 +530,7 @@ class Prefetcher(Reading):
     def _set_going(self) -> None:
         """Starts the threads that are not running.
 
-        All of them or, if an earlier call was interrupted, the others.
+        These are all threads, or the others if an earlier call was interrupted.
         """
         if not self._threads and not self._is_closed:
             self._threads = self._make_threads()
@@ -599,7 +596,7 @@ class Prefetcher(Reading):
     ) -> None:
         """Runs the function of a reader or copier on its new thread.
 
-        The thread has the state of the caller's thread.
+        The function runs in the state of the caller's thread.
         """
         try:
             state.run_on_other_thread(device, life)

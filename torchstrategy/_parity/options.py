@@ -1,6 +1,6 @@
-"""What a person says about how values travel, and whether this can be done.
+"""What a person says about how values travel between replicas.
 
-They travel between replicas; this machine has to be able to do it.
+It checks whether this machine can do that.
 """
 
 from __future__ import annotations
