@@ -1,6 +1,6 @@
 """The leaves of what steps return, each with its path for messages.
 
-Those in dataclasses and mappings are included.
+The leaves in dataclasses and mappings are included.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def map_results(
 def paths_of_results(value: Tree, is_leaf: IsLeaf = is_one_thing) -> list[str]:
     """How Python code reads each leaf of what `run` returned.
 
-    They are in the order in which `map_results` comes to them.
+    The paths are in the order in which `map_results` comes to the leaves.
 
     Raises:
         ValueError: As `map_results` does.

@@ -83,9 +83,9 @@ def on_streams(streams: Streams) -> Iterator[None]:
 
 
 def keep_until_used(tensor: torch.Tensor, stream: torch.Stream) -> None:
-    """Keeps the memory of a dropped tensor for a stream.
+    """Keeps the memory of a dropped tensor until a stream has done its work.
 
-    It is not used again before the stream has done what it has been given.
+    Until the stream has done what it was given, no other tensor gets the memory.
     """
     for part in memory_of(tensor):
         part.record_stream(stream)
