@@ -1,6 +1,6 @@
 """What each rank knows of what the others have done.
 
-It knows it from the collectives, messages and notes that it got.
+A rank knows it from the collectives, messages and notes that it got.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ _drawn_ports = count(49152)
 class RankStore(Store):  # type: ignore[misc]
     """A store of all ranks, as one rank uses it.
 
-    Torch's C++ calls its methods with bytes.
+    PyTorch's C++ calls its methods with bytes.
 
     Args:
         world: The ranks.

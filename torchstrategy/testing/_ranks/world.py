@@ -85,9 +85,9 @@ class World:
         return part
 
     def _check_order(self, exchange: Exchange, key: Hashable) -> None:
-        """Refuses collectives called in another order; see Note [What is a swap].
+        """Refuses collectives that ranks called in another order.
 
-        Ranks have called them.
+        See Note [What is a swap].
         """
         said = exchange.said()
         group = key[0] if isinstance(key, tuple) else key

@@ -392,7 +392,7 @@ def _progress(steps: int) -> None:
 def _spawning(spawn: Callable[..., None]) -> Iterator[None]:
     """A block in which `torch.multiprocessing.spawn` runs ranks.
 
-    Processes would not share simulated devices.
+    New processes would not share simulated devices.
     """
     processes: Any = mp
     before = processes.spawn, processes.start_processes
@@ -405,9 +405,9 @@ def _spawning(spawn: Callable[..., None]) -> Iterator[None]:
 
 @contextmanager
 def _starting_nothing() -> Iterator[None]:
-    """A block in which no process is started with tensors of devices.
+    """A block that refuses to start a process with tensors of devices.
 
-    It would fail, and the program go on.
+    Otherwise the process would fail, and the program would go on.
     """
     Starting.refused = _NOT_SHARED
     try:

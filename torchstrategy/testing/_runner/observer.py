@@ -97,7 +97,7 @@ class Observer(TorchDispatchMode):
     def stepped(self, rank: int, steps: int) -> None:
         """Counts the steps of the thread that made most.
 
-        Ends the thread's program after enough of them.
+        After enough steps, it ends the thread's program.
         """
         if steps > self.seen.steps:
             self.seen.steps = steps

@@ -143,7 +143,7 @@ class Clock(Listener):
     def end_here(self) -> float:
         """When the program is done with what it has asked for until now.
 
-        It may also be the rank whose thread this is.
+        On the thread of a rank, it is when this rank is done.
         """
         host = self.hosts.here()
         return max(host.now, host.done)
@@ -155,7 +155,7 @@ class Clock(Listener):
     def peaks(self, first: int, last: int | None) -> dict[int, int]:
         """The most bytes that each device held since a call of `begin_peaks`.
 
-        They are counted to before another call of it.
+        The count ends before the next such call.
         """
         return {
             device: max(peaks[device] for peaks in self._peaks[first:last])
@@ -504,7 +504,7 @@ class Clock(Listener):
     def _noted(self, stream: Stream | None, is_bucket: bool = False) -> Moment:
         """The moment at which a stream is ready and the program is here.
 
-        The acts have it, too.
+        The acts get the moment, too.
         """
         host = self.hosts.here()
         moment = self._moment(
@@ -519,9 +519,9 @@ class Clock(Listener):
         return moment
 
     def _lane(self, stream: Stream) -> str:
-        """`"stream 0"`, the default one, or a number in the order of first use.
+        """`"stream 0"` for the default stream, or a number in the order of first use.
 
-        It is the same in every run.
+        The number is the same in every run.
         """
         device, number = stream
         if number:
@@ -532,7 +532,7 @@ class Clock(Listener):
     def _wait(self, until: float, why: str, call: Call, *on: Any, **known: Any) -> None:
         """Lets the program wait until a moment.
 
-        `on` and `known` say for whose, as `Awaits` takes them.
+        `on` and `known` say what it waits for, as `Awaits` takes them.
         """
         with self._lock:
             host = self.hosts.here()

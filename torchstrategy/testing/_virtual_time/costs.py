@@ -304,9 +304,9 @@ def _traffic(
 
 
 def _is_known_norm(name: str, args: Sequence[Any]) -> bool:
-    """Whether it is a batch norm in evaluation, which knows its statistics.
+    """Whether an operator is a batch norm in evaluation, with known statistics.
 
-    It is a product and a sum for each element.
+    Such a batch norm is a product and a sum for each element.
     """
     return name == "native_batch_norm" and not args[_TRAINING]
 

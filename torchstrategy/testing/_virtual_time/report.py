@@ -20,7 +20,7 @@ _ALL, _NONE = 0.995, 5e-8
 def report(timeline: Timeline) -> str:
     """The steps, the devices, the copies by routes, and the waits that matter most.
 
-    The waits come with their lines.
+    Each wait comes with its line.
     """
     lines = [
         HEAD,

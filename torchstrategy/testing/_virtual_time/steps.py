@@ -1,6 +1,6 @@
-"""Steps of a program: each ends with `optimizer.step()`, or the call `step()`.
+"""Steps of a program: each ends with `optimizer.step()`, or with the call `step()`.
 
-The program may call that itself.
+The program may call `torchstrategy.testing.step` itself.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _SAID = 0  # stands for the program among the ids of its optimizers
 class _Steps:
     """Counts the steps of a program, or of each of its ranks.
 
-    They are those of the optimizer that makes most.
+    If there are several optimizers, it counts the one that makes most steps.
 
     A program with two optimizers, such as a GAN, makes one step when the first of them
     has made one.
