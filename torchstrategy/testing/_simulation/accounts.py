@@ -1,6 +1,6 @@
 """How many bytes each device holds.
 
-It is exactly those of the storages that were made on it, in their present sizes.
+It counts exactly the storages that were made on the device, in their present sizes.
 
 `torch.cuda` says instead what CUDA's allocator would count, which gives out memory in
 blocks and keeps it.
@@ -99,7 +99,7 @@ _missing: dict[int, int] = {}
 def account(storage: torch.UntypedStorage, index: int) -> None:
     """Counts a storage of the CPU for a simulated device, once.
 
-    The memory becomes that of the device.
+    The memory of the storage becomes that of the device.
     """
     marks = storage.__dict__
     if "_torchstrategy_device" in marks:
@@ -184,7 +184,7 @@ def is_out_of_memory(error: RuntimeError) -> bool:
 
 
 def out_of_memory(index: int, size: int | None) -> torch.OutOfMemoryError:
-    """Counts that there was not enough memory, and makes the error of it.
+    """Counts that there was not enough memory, and makes the error for it.
 
     The error is in torch's words for CUDA.
 

@@ -1,6 +1,6 @@
-"""Attention as one kernel, as on GPUs: no scores of all pairs are held.
+"""Attention as one kernel, as on GPUs.
 
-They are pairs of tokens.
+It never holds the scores of all pairs of tokens.
 """
 
 from __future__ import annotations
@@ -78,9 +78,9 @@ def _check(
     value: torch.Tensor,
     mask: torch.Tensor | None,
 ) -> None:
-    """Refuses what CUDA refuses: dtypes that differ, and some that are allowed.
+    """Refuses what CUDA refuses: dtypes that differ, and calls that no kernel computes.
 
-    No kernel computes these.
+    `torch.nn.attention.sdpa_kernel` says which kernels are allowed.
     """
     if not query.dtype == key.dtype == value.dtype:
         raise RuntimeError(

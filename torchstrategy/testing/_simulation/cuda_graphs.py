@@ -1,6 +1,6 @@
-"""CUDA graphs: the operators of a block are kept, and replayed one by one.
+"""CUDA graphs: the operators of a block are kept, and run again on a replay.
 
-They run again where the graph is replayed.
+A replay runs them one by one.
 
 Note [What a capture leaves]: CUDA does not run what it captures. Here it has to run,
 since operators need results to go on with. So what the block writes on tensors from

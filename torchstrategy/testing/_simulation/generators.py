@@ -1,6 +1,6 @@
 """Random numbers of simulated devices, each of which has a generator.
 
-The generator has one of the CPU inside.
+Inside this generator is one of the CPU.
 
 A program has a `SimulatedGenerator`, of which torch's C++ is told that it is one of a
 simulated device. So torch's dispatcher brings an operator of the CPU that is given one
@@ -68,7 +68,7 @@ class _Inside:
     def counted_now(self) -> _Counted | None:
         """The seed and offset to which the generator was set.
 
-        It is None if it was seeded since, or never set.
+        It is None if the generator was seeded since, or never set.
         """
         counted = self.counted  # another thread may exchange it meanwhile
         return (
@@ -112,7 +112,7 @@ def _fresh(seed: int) -> bytes:
 def _bytes_of(state: torch.Tensor) -> bytes:
     """The bytes of a state, read without an operator.
 
-    Nobody who counts operators shall see them.
+    So a program that counts operators does not count this.
     """
     return state.numpy().tobytes()
 
@@ -303,7 +303,7 @@ def refused_by_the_cpu() -> RuntimeError:
 def counted_state(index: int) -> torch.Tensor:
     """The state of the default generator of a device as a GPU has it.
 
-    It is a seed and an offset, of 8 bytes each.
+    The state is a seed and an offset, of 8 bytes each.
 
     It leads to the same numbers wherever it is set. It is not the state in which the
     generator is now: numbers that are drawn after it was set are not what the generator

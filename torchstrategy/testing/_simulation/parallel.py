@@ -44,7 +44,7 @@ def install() -> None:
 def _asked_for_cuda(is_available: Callable[..., bool]) -> Callable[..., bool]:
     """Makes a replacement for `torch.cuda.nccl.is_available`.
 
-    It says no if no tensor is on CUDA.
+    The replacement says no if no tensor is on CUDA.
 
     A torch without NCCL would warn at each call.
     """
@@ -61,7 +61,7 @@ def _either(
 ) -> Callable[..., Any]:
     """Makes a function that calls `real` for tensors of CUDA, and `copy` for others.
 
-    It calls `real` if torch has it.
+    It calls `real` only if torch has it.
     """
 
     @functools.wraps(copy)

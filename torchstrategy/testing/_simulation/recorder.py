@@ -1,6 +1,6 @@
 """Records the work on simulated devices' streams, and finds races.
 
-They are races between streams and with the program.
+Two streams may race, or a stream and the program.
 
 Simulated devices do all work at once. On a real device a stream does its work some time
 later, and the work of two streams is ordered only where one waits for the other. For
@@ -179,7 +179,7 @@ class Recorder(Listener):
                     self._returned.setdefault(memory.home, []).append(work)
 
     def end(self) -> None:
-        """The record is over.
+        """Ends the record.
 
         A stream that has never waited for another one was not about to do so.
         """
@@ -422,7 +422,7 @@ class Recorder(Listener):
 def record_streams(check: bool = True) -> Iterator[Recorder]:
     """Records the work on simulated devices' streams, and finds races.
 
-    They may happen on real devices.
+    These races may happen on real devices.
 
     A consumer does not wait for a copy on a side stream; a tensor is freed while
     another stream may still read it, because nobody called `record_stream`; a buffer is

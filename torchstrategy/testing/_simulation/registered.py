@@ -85,9 +85,9 @@ def _translated(key: str) -> str:
 
 
 def _without_autocast(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes a kernel that calls another one without our key.
+    """Makes a kernel that calls another one without our dispatch key.
 
-    That one leaves away the key of CUDA, which it names.
+    That other kernel leaves away the key of CUDA, since it names that key.
     """
     key = DispatchKeySet(getattr(DispatchKey, _AUTOCAST))
 
