@@ -158,7 +158,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def _find_devices(config: pytest.Config, options: argparse.Namespace) -> None:
-    # Before simulated ones take their place.
+    # The real devices are looked for before simulated ones take their place.
     config.stash[_REAL] = _real_devices() if options.real_devices else []
     if options.as_cuda and options.simulate_devices is None:
         options.simulate_devices = max(options.ranks or 0, 2)
@@ -368,7 +368,7 @@ def pytest_itemcollected(item: pytest.Item) -> None:
     if item.get_closest_marker(_TIME_MARK) is not None and isinstance(
         item, pytest.Function
     ):
-        # Last: what other fixtures prepare takes no time.
+        # This fixture comes last: what other fixtures prepare takes no time.
         item.fixturenames.append("virtual_time")
     if item.get_closest_marker(_RANKS_MARK) is not None:
         _take_over(item)

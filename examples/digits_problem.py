@@ -292,7 +292,7 @@ def compare(
             f"largest difference from plain PyTorch: losses {loss:.1e} (allowed "
             f"{allowed_loss:.0e}), weights {weight:.1e} (allowed {allowed_weight:.0e})"
         )
-    # Written like this, so that a NaN fails.
+    # The condition is written like this so that a NaN fails.
     if not (loss <= allowed_loss and weight <= allowed_weight):
         sys.exit("the run under the strategy is not the plain one")
 

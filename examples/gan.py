@@ -94,7 +94,7 @@ class Gan:
         self.discriminator_optimizer.step()
 
         self.generator_optimizer.zero_grad()
-        # Judged by the updated discriminator.
+        # The updated discriminator judges the fakes.
         unmasked = F.softplus(-self.discriminator(fake))
         unmasked.mean().backward()
         self.generator_optimizer.step()
@@ -147,7 +147,7 @@ def train(options: argparse.Namespace, steps: int) -> tuple[Gan, AveragedModel]:
     average = average_of(gan.generator)
     for batch in repeated(loader, steps):
         strategy.run(gan.step, args=(batch,))
-        # Not in the step, which runs in every replica.
+        # This is not in the step, which runs in every replica.
         average.update_parameters(gan.generator)
     return gan, average
 

@@ -257,7 +257,7 @@ def check(options: argparse.Namespace, precision: str, updates: int = 8) -> None
         f"(allowed {allowed_loss:.0e}), weights {weight:.1e} (allowed "
         f"{allowed_weight:.0e})"
     )
-    # Written like this, so that a NaN fails.
+    # The condition is written like this so that a NaN fails.
     if not (loss <= allowed_loss and weight <= allowed_weight):
         sys.exit("the run under the strategy is not the plain one")
 

@@ -75,15 +75,15 @@ class Training:
             "scheduler": self.scheduler.state_dict(),
             # How many batches of this epoch are done, and their order.
             "dataset": self.dataset.state_dict(),
-            # From which dropout draws; on GPUs also torch.cuda.get_rng_state_all().
+            # Dropout draws from this generator. On GPUs, also save
+            # torch.cuda.get_rng_state_all().
             "random": torch.get_rng_state(),
             "steps": self.steps,
             "epoch": self.epoch,
         }
         new = path.with_suffix(".new")
         torch.save(state, new)
-        # So that a process that is killed while it writes leaves the last checkpoint
-        # whole.
+        # A process that is killed while it writes leaves the last checkpoint whole.
         os.replace(new, path)
 
     def load(self, path: Path) -> None:

@@ -721,7 +721,7 @@ def _weighted_parts(
         )
         products.append(product)
         sizes.append(size)
-    # Of a worker without rows: what it would bring does not count.
+    # This is the value of a worker without rows, which does not count.
     spare = getattr(value, "understudy", None)
     product, size = (None, None) if spare is None else _multiply(spare, 0)
     return PerReplica(products, understudy=product), PerReplica(sizes, understudy=size)

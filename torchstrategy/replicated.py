@@ -124,7 +124,7 @@ class ReplicatedExtended(StrategyExtended):
         self._accelerators = list(
             filter(is_accelerator, (*storage.devices, storage.parameter_device))
         )
-        # Those that the steps of the last run have used.
+        # The side streams that the steps of the last run have used.
         self._side_streams: tuple[torch.Stream, ...] = ()
         # Whether a run is under way, where there are several workers.
         self._is_running = False
@@ -412,7 +412,8 @@ class ReplicatedExtended(StrategyExtended):
                 )
         frame, frames = LoneFrame(self._container_strategy()), this_thread.frames
         depth, device = len(frames), self._alone_on
-        # Not a block: see Note [What happens on Ctrl-C] in `_group/replica_threads`.
+        # This is no `with` block: see Note [What happens on Ctrl-C] in
+        # `_group/replica_threads`.
         try:
             frames.append(frame)
             if device is None or not needs_device_context(device):

@@ -233,7 +233,7 @@ def require_cross_replica(
         RuntimeError: In a replica of `strategy`, or in the context of another strategy.
     """
     frames = this_thread.frames
-    # As `current_frame`, without a call.
+    # The same as `current_frame()`, without a call.
     frame = frames[-1] if frames else this_thread.set_frame
     if frame is None:  # the usual case
         return
@@ -313,7 +313,7 @@ class _TorchState(NamedTuple):
     for one block.
     """
 
-    # Of each device type: whether it is on, and to which dtype.
+    # For each device type: whether autocast is on, and to which dtype it casts.
     autocast: list[tuple[str, bool, torch.dtype]]
     autocast_cache: bool
     # How many autocasts the thread is in, as far as its cache of casted weights counts

@@ -70,7 +70,7 @@ class Unmade:
         return "a piece without rows"
 
 
-# So that variables, which are tensors, can be registered.
+# ABCMeta lets variables, which are tensors, be registered as subclasses.
 class DistributedValues(Generic[T], metaclass=ABCMeta):
     """The values of several replicas in one container: a component per replica.
 
@@ -116,7 +116,7 @@ class DistributedValues(Generic[T], metaclass=ABCMeta):
     @property
     def values(self) -> tuple[T, ...]:
         """The components of the replicas that are present, in replica order."""
-        # Nearly always, and this is cheaper.
+        # Components are plain nearly always, and this check is cheaper.
         is_plain = _SPECIAL.isdisjoint(map(type, self._components))
         return (
             self._components
@@ -481,7 +481,7 @@ def distributed_within(tree: Tree) -> list[DistributedValues]:
 
 
 def _is_distributed(value: Tree) -> bool:
-    # Which is nearly always one of these, and to ask the common class takes a call.
+    # The type is nearly always one of these. A check by the common class takes a call.
     kind = type(value)
     return kind is PerReplica or (
         kind not in PLAIN_LEAVES and isinstance(value, DistributedValues)

@@ -38,7 +38,7 @@ def own_storage(tensor: torch.Tensor) -> torch.UntypedStorage | None:
         try:
             storage = tensor.untyped_storage()
             is_there = storage.data_ptr() and extent(tensor)[1] <= storage.nbytes()
-        # A layout that has no storage, or a tensor that wraps others.
+        # This layout has no storage, or the tensor wraps others.
         except RuntimeError:
             return None
     return storage if is_there else None

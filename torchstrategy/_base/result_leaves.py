@@ -120,6 +120,6 @@ def _map_results(visit: _Visit, value: Tree, path: str, is_leaf: IsLeaf) -> Tree
         if not path:
             raise
         located = type(error)(f"value{path}: {error}")
-        # What is noted on it: whether other processes know of it.
+        # These attributes note whether other processes know of the error.
         vars(located).update(vars(error))
         raise located from None

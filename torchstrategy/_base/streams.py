@@ -47,7 +47,7 @@ def make_current(streams: Iterable[torch.Stream]) -> None:
     """
     index = torch.accelerator.current_device_index()
     for stream in streams:
-        # Which also makes its device the current one.
+        # This also makes the stream's device the current one.
         torch.accelerator.set_stream(stream)
     torch.accelerator.set_device_index(index)
 
@@ -60,7 +60,7 @@ def on_stream(stream: torch.Stream) -> Iterator[None]:
         torch.accelerator.current_stream(stream.device),
     )
     try:
-        # Which also makes its device the current one.
+        # This also makes the stream's device the current one.
         torch.accelerator.set_stream(stream)
         yield
     finally:

@@ -310,7 +310,8 @@ def end_modes() -> None:
     thread has left Python, when a join may be over already: if the process is at its
     end by then, too, it aborts.
     """
-    # It keeps them alive: to pop a mode that nobody else refers to crashes torch 2.10.
+    # The list keeps the modes alive: popping a mode that nobody else refers to crashes
+    # torch 2.10.
     left = dispatch_modes()
     for _ in left:
         pop_dispatch_mode()
@@ -763,7 +764,8 @@ def is_compiling() -> bool:
 
 
 hide_from_compiler(_run_backward)
-# Else the answer while a step is compiled would be a part of the compiled step.
+# Otherwise the answer while a step is compiled would become a part of the compiled
+# step.
 hide_from_compiler(is_compiling)
 
 

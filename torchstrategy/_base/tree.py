@@ -476,7 +476,7 @@ def _list_parts(value: Tree) -> dict[str, Tree]:
 
 
 def _has_fields(value: Any) -> bool:
-    # A dataclass that is also a mapping counts as this.
+    # A dataclass that is also a mapping counts as a dataclass.
     return is_dataclass(value) and not isinstance(value, type)
 
 

@@ -244,7 +244,7 @@ def has_bits_of(copied: torch.Tensor, original: torch.Tensor) -> bool:
     """Whether a copy can be compared with the original, and has the same bits."""
     if not can_compare(copied, original):
         return False
-    # Of numbers, 0.0 and -0.0 would be equal.
+    # Bytes are compared: as numbers, 0.0 and -0.0 would be equal.
     one, other = memory_between_ends(copied), memory_between_ends(original)
     # Words are compared faster.
     whole = len(one) // 8 * 8 if one.data_ptr() % 8 == other.data_ptr() % 8 == 0 else 0
@@ -500,7 +500,7 @@ class StepWrites:
 
 # `valuerefs` makes a list at once: another thread may add a listener meanwhile.
 _listeners: weakref.WeakValueDictionary[int, DataReads] = weakref.WeakValueDictionary()
-# By storage: the tensors that reading `.data` returned.
+# For each storage, the tensors that reading `.data` returned.
 _given: dict[int, dict[int, weakref.ref[torch.Tensor]]] = {}
 
 

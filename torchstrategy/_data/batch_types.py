@@ -251,7 +251,7 @@ def exchange_lists(batch: Tree, old: type[list[Any]], new: type[list[Any]]) -> T
 
 def kind_of(value: Any) -> Kind:
     """How to split a leaf of a batch; `_UNKNOWN` if the library does not know how."""
-    # By far the most leaves, and nobody can register this type.
+    # By far the most leaves are of this type, which nobody can register.
     if type(value) is torch.Tensor:
         return _of_tensor(value)
     if (registered := registration_of(value)) is not None:
@@ -271,7 +271,7 @@ def kind_of(value: Any) -> Kind:
 
 def is_leaf(value: Any) -> bool:
     """Whether a value is split as one leaf, though torch's pytree may look into it."""
-    # Decides for most values: nobody can register the first three types.
+    # The type decides for most values: nobody can register the first three types.
     kind = type(value)
     if kind is torch.Tensor:
         return True
@@ -398,7 +398,7 @@ def _makes_container(value: Any) -> bool:
     if type(value) is not torch.Tensor and tree.is_container(value):
         return True
     kind = kind_of(value)
-    # It has rows all the same.
+    # A value of this type has rows all the same.
     is_unsplit = kind is _UNKNOWN and isinstance(value, (torch.Tensor, np.ndarray))
     return is_unsplit or kind.rows is not None or kind is _RECORD
 
@@ -542,9 +542,9 @@ def _take_record(record: Any, rows: slice) -> Any:
     )
 
 
-# By the whole tensor, then by start and stop.
+# The keys are the whole tensor, then start and stop.
 _pieces_of_sizes: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-# A set, which is quicker to check for each item of a long list.
+# A set is quicker to check for each item of a long list.
 _SINGLE_TYPES: frozenset[type] = frozenset(SINGLE)
 _ONE_THING = Kind(None, keep_whole, keep_whole)
 # A value that the library does not know how to split.

@@ -124,7 +124,8 @@ class Route:
         """
         assert self.device is not None
         stream = copy_stream(self.device, Cargo.BATCHES)
-        # Also makes its device the current one, for which torch pins memory.
+        # This also makes the stream's device the current one, for which torch pins
+        # memory.
         with on_stream(stream):
             parts, moved, events = self._send(
                 staged.parts, stream, are_in_host_memory=True
@@ -258,7 +259,7 @@ class Reading(ABC):
         self.routes = routes
         # Replicas whose parts are copied.
         self._receivers = [r for r, route in enumerate(routes) if route.has_copies]
-        # Of the next step, if an error came after they were read.
+        # The elements of the next step, if an error came after they were read.
         self._elements: list[Tree] = []
         followed = None if splitter.reads_its_own else splitter.workers
         # An epoch over each source; none when nothing more is read. The caller's thread
@@ -416,7 +417,7 @@ def _lend(batch: Tree) -> Tree:
     of_one = [
         leaf.values[0] if isinstance(leaf, PerReplica) else leaf for leaf in leaves
     ]
-    # With the position of each leaf in its place.
+    # Each leaf is replaced by its position.
     structure = spec.unflatten(range(len(leaves)))
     return structure, [exchange_lists(leaf, Rows, list) for leaf in of_one], are_split
 
@@ -642,7 +643,8 @@ class Prefetcher(Reading):
         try:
             return self._begin_transfer()
         except BaseException as error:
-            # Not kept in a variable, since the error's traceback refers to this frame.
+            # The transfer is not kept in a variable, since the error's traceback refers
+            # to this frame.
             return Transfer(error=error)
 
     def _send_no_more(self) -> None:

@@ -200,7 +200,7 @@ class Source:
         if not isinstance(loader, DataLoader) or size is None:
             return None
         with suppress(TypeError, NotImplementedError):
-            # That of a stream has no length.
+            # The sampler of a stream has no length.
             size = min(size, len(loader.sampler))  # type: ignore[arg-type]
         return size
 
@@ -447,7 +447,8 @@ class Source:
         if not self.asks_sampler_at_once:
             position.asked = self.generators_now()
         elif running and running >= set(multiprocessing.active_children()):
-            # Persistent workers, whose seed was drawn when the first epoch began.
+            # These are persistent workers, whose seed was drawn when the first epoch
+            # began.
             position.asked = []
         return iterator
 
@@ -489,7 +490,7 @@ class Source:
             )
             if asked is None:
                 rest = _RemainingIndices(sampler, position.count)
-                # Draws the seed.
+                # This draws the seed.
                 iterator = iter(_copy_loader(loader, rest, persistent_workers=False))
                 if self.has_workers:
                     return iterator  # it has begun to iterate over the sampler, too
@@ -533,7 +534,7 @@ class Epoch:
             element = next(self._iterator)
         except StopIteration:
             self.count -= 1
-            # Stays at its end, whatever the loader's iterator would do.
+            # The iteration stays at its end, whatever the loader's iterator would do.
             self._iterator = iter(())
             raise
         finally:

@@ -45,7 +45,7 @@ _one_at_a_time = threading.Lock()
 @functools.cache
 def _new_stream(device: Device, cargo: Cargo) -> torch.Stream:
     try:
-        # Looked up at each call, since simulated devices exchange it.
+        # `torch.Stream` is looked up at each call, since simulated devices exchange it.
         return torch.Stream(device)
     except (RuntimeError, NotImplementedError):  # the backend has one stream
         return torch.accelerator.current_stream(device)

@@ -164,7 +164,7 @@ class InlineReplica(Replica):
 
 # For each tensor, the tensors of the replicas, in replica order.
 _Columns = list[tuple[torch.Tensor, ...]]
-# From the gradients of outputs to those of inputs.
+# A function from the gradients of outputs to those of inputs.
 _Cut = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
 
 

@@ -310,7 +310,7 @@ def _of_rows(
 
     Each call returns the very same lists.
     """
-    # Not an argument: to look for it would take a call.
+    # `reduction` is no argument: the cache would take a call to look for it.
     reduction = ReduceOp.MEAN if is_mean else ReduceOp.SUM
     everyone = [
         _Told(share=float(rows), rows=float(rows), is_absent=False, has_rows=rows > 0)

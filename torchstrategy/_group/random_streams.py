@@ -70,7 +70,7 @@ class RandomStreams:
         }
         self._first = first
         self._generators = [of_device[device] for device in devices]
-        # The replica whose stream a generator has; 0 if not in here.
+        # The replica whose stream a generator has; 0 if the generator is not in here.
         self._holders: dict[GeneratorLike, int] = {}
         # The state at which a stream began.
         self._begun: dict[tuple[GeneratorLike, int], torch.Tensor] = {}
@@ -113,7 +113,7 @@ class RandomStreams:
             for generator, state in self._callers.items()
         )
         leads = not self._first  # replica 0 of all is in this process
-        # They are compared only if need be.
+        # The states are compared only if need be.
         if has_drawn and leads and all(as_they_were):
             torch.empty((), dtype=torch.int64, device="cpu").random_(
                 generator=torch.default_generator

@@ -165,7 +165,7 @@ class ReplicaThreads:
             # now, and may finish them.
             self._threads[r].join(_PATIENCE_S)
             while self._threads[r].is_alive():
-                # Its step raises at its next line of Python.
+                # The replica's step raises at its next line of Python.
                 if (thread := replica.thread) is not None:
                     stop = ctypes.py_object(ReplicaStopped)
                     ctypes.pythonapi.PyThreadState_SetAsyncExc(
@@ -188,8 +188,8 @@ _DEFAULT_DEVICE = (
 _NAME = "torchstrategy-replica-"  # of a thread, before the number of its replica
 _BEGIN = object()  # the message to a replica that has not begun
 _LOOK_UP_S = 1.0  # how long the caller's thread waits before it looks for signals
-# The time before a replica is interrupted, and before it is again if it has caught the
-# exception.
+# The time before a replica is interrupted, and before the next time if it has caught
+# the exception.
 _PATIENCE_S = 0.1
 
 
@@ -311,7 +311,7 @@ class _Run:
         # What was raised where a replica of this thread stood still.
         self._interruption: BaseException | None = None
         self._stopped_here: int | None = None  # that replica, once it was stopped
-        # If somebody gives the turns, all are in one.
+        # If somebody gives the turns, all replicas are in one lane.
         self._lanes: dict[int, Device | None] = dict.fromkeys(present)
         if turns is None:
             self._lanes = {r: replicas.lanes[r] for r in present}
@@ -372,7 +372,7 @@ class _Run:
             here = self._replica(r, self._all.devices[r], stand_still=stand_still)
             self._take_turn(r)
             report = here.perform(self._state.run_on_callers_thread, self._call)
-            # Else the replica and this run would refer to each other.
+            # Otherwise the replica and this run would refer to each other.
             del here.stand_still
             self._take(report)
             del report  # its error may refer to this frame

@@ -61,7 +61,7 @@ class Write(NamedTuple):
     """
 
     targets: list[torch.Tensor]
-    # All on one device, which may be another one than that of the targets.
+    # All sources are on one device, which may be another one than that of the targets.
     sources: list[torch.Tensor]
 
 
@@ -426,7 +426,7 @@ def exchange_in_buckets(
     ):
         like = [columns[index][0] for index in group]
         total = sum(tensor.numel() for tensor in like)
-        # Else they are too small to cut.
+        # Otherwise they are too small to cut.
         pieces = count if _kind(columns[group[0]]) and total >= count else 1
         if len(group) == pieces == 1:
             found[group[0]] = list(combine(columns[group[0]]))

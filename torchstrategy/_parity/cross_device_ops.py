@@ -716,7 +716,7 @@ class HierarchicalCopyAllReduce(_AllReduce):
     def _sums(self, tensors: Column, turn: int) -> Column:
         middle = (len(tensors) + 1) // 2
         groups = range(middle), range(middle, len(tensors))
-        # By the leader, on whose device a group adds up.
+        # The groups by their leaders, on whose devices they add up.
         led = {group[turn % len(group)]: group for group in groups}
         parts = [
             sum_on([tensors[i] for i in group], tensors[leader].device)

@@ -67,7 +67,7 @@ class Metric:
     workers: Workers
     # By replica and name: what each state was when the run began.
     _given: dict[tuple[int, str], list[object]] = field(default_factory=dict)
-    # By name: the states with the counts of all replicas.
+    # The states with the counts of all replicas, by name.
     _together: dict[str, Any] = field(default_factory=dict)
 
     def hand_out(self, participants: Participants) -> None:

@@ -96,7 +96,7 @@ class RunLosses:
         self.reduction = self.said if isinstance(self.said, ReduceOp) else ReduceOp.MEAN
         self._told = ToldLosses(workers, num_local) if workers.count > 1 else None
         self._first, self._is_counted = workers.index * num_local, is_counted
-        # By the code of a step, how many of its runs have looked.
+        # How many runs of a step have looked, by the code of the step.
         self._looks: dict[object, int] = {}
         # By the code of a step: what looks whether it needs the whole batch, and in how
         # many runs it has.
@@ -205,7 +205,7 @@ class RunLosses:
             return
         is_by_rows = isinstance(watcher, (LossNotes, LoneLossNotes))
         if is_by_rows:
-            # To look must not stop a training.
+            # A failing look must not stop a training.
             with suppress(RuntimeError, TypeError, ValueError):
                 watcher.compare()
         tells = _tell_by_rows if is_by_rows else _tell_kept

@@ -83,7 +83,8 @@ def take_from_first_worker(
         for generator, state in zip(generators, states, strict=True):
             generator.set_state(state)
     others = [(name, t) for name, t in whole if not _can_be_sent(t)]
-    # Such as the adjacency matrix of a graph: it is data, which all workers have read.
+    # An example is the adjacency matrix of a graph: it is data, which all workers have
+    # read.
     if others:
         refuse_other_values(
             workers, names=[name for name, _ in others], tensors=[t for _, t in others]

@@ -705,7 +705,7 @@ def _assign_together(
         )
     if variable.aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
         value = strategy.extended._first_of(value)
-    # With NONE there is only one replica.
+    # With `VariableAggregation.NONE`, there is only one replica.
     elif variable.aggregation is not VariableAggregation.NONE:
         with without_autograd():
             value = strategy.extended._reduce_leaf(

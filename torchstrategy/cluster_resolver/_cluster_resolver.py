@@ -246,7 +246,7 @@ class ClusterResolver(ABC):
     # constructor.
     _told = _Task()
     _environment: str | None = ""
-    # How many each task has, if that was said.
+    # How many accelerators each task has, if that was said.
     _accelerators: Counter[str] | None = None
 
     @abstractmethod
@@ -308,7 +308,7 @@ class ClusterResolver(ABC):
                 f"process, {self.task_type} {self.task_id}, sees its own only. Use "
                 "SimpleClusterResolver(spec, num_accelerators={'GPU': 8})."
             )
-        # The sign leaves out a kind of which there is none.
+        # The plus sign leaves out a kind of which there is none.
         return +Counter(GPU=len(local_accelerators()))
 
     @property
@@ -600,7 +600,7 @@ def _tasks_of_nodes(given: int | list[int] | None, nodes: list[str]) -> list[int
     if given is not None:
         found = list(given)
     else:
-        # Such as "2(x3),1".
+        # An example is "2(x3),1".
         name, text = _variable("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
         found = expand_counts(name, text)
     if len(found) != len(nodes):
@@ -679,7 +679,7 @@ class UnionResolver(ClusterResolver):
         Raises:
             KeyError: If a job has one task twice, where they go by their indices.
         """
-        # By job, its tasks in each cluster that has it.
+        # For each job, its tasks in each cluster that has the job.
         of_jobs: dict[str, list[Any]] = {}
         for resolver in self._resolvers:
             for job, tasks in resolver.cluster_spec().as_dict().items():

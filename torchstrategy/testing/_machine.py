@@ -62,8 +62,8 @@ def report() -> dict[str, Any]:
             "python": platform.python_version(),
             "platform": platform.platform(),
             **{name: _version(name) for name in _PACKAGES},
-            # With what it was built for, which some packages do not say in their
-            # version.
+            # What torch was built for stands beside its version, since some packages do
+            # not say it there.
             "torch": torch.__version__,
             "cuda": torch.version.cuda,
             "threads": torch.get_num_threads(),

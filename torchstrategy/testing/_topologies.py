@@ -21,7 +21,7 @@ from torchstrategy.strategy import Strategy
 from torchstrategy.testing._simulation import simulated_devices
 
 _PLACES = ("cpu", "sim", "real")
-# One: nothing to bring together; three: few batches divide evenly.
+# One replica has nothing to bring together. With three, few batches divide evenly.
 _REPLICAS = [1, 2, 3]
 
 
@@ -60,7 +60,7 @@ class Topology:
 
     kind: str
     place: str | None = None  # the type of its devices; None: it is bound to none
-    # Of each replica; none, in a place that is not here.
+    # The device of each replica; empty for a place that is not here.
     devices: tuple[Device, ...] = ()
 
     def __str__(self) -> str:

@@ -133,5 +133,5 @@ HOOK_FLAGS = (
 # The attributes in which torch itself keeps tables, hooks, flags, and the result of
 # `module.compile()`.
 TORCHS_OWN = frozenset({*vars(nn.Module()), "_compiled_call_impl"})
-# Those of them that hold more than a flag.
+# The tables among torch's own attributes that hold more than a flag.
 TABLES = TORCHS_OWN - {"training", "_is_full_backward_hook"}

@@ -169,7 +169,7 @@ def has_own_code_only(optimizer: Optimizer) -> bool:
     """Whether a step of an optimizer runs torch's code only, and none of the user's."""
     inside: dict[str, Any] = vars(optimizer)
     cls: Any = plain_class(type(optimizer))
-    # A learning-rate scheduler puts one there that calls that of the class.
+    # A learning-rate scheduler puts a `step` there that calls the one of the class.
     step = inside.get("step")
     is_of_class = step is None or (
         hasattr(step, "_wrapped_by_lr_sched") and step.__wrapped__ is cls.step
@@ -210,7 +210,8 @@ class _OptimizerProxy(Proxy):
 
     param_groups = _of_replica("param_groups")
     state = _of_replica("state")
-    # No method: a learning-rate scheduler puts a `step` of its own on the instance.
+    # This is a property and no method: a learning-rate scheduler puts its own `step` on
+    # the instance.
     step = _of_replica("step")
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -360,7 +361,7 @@ def _attributes_in_replica(thing: Any) -> dict[str, Any] | None:
     local = local_object(thing)
     if local is thing:
         return None
-    # That of a trainer is a dict.
+    # The replica's own object for a trainer is a dict.
     own: dict[str, Any] = vars(local) if isinstance(local, torch.Tensor) else local
     return own
 

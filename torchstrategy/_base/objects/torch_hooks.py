@@ -229,9 +229,9 @@ guards = _Exchange(
         (LRScheduler, "_step_count"): lambda _: _SchedulerGuard(
             "_step_count", is_count=True
         ),
-        # Of CosineAnnealingWarmRestarts.
+        # CosineAnnealingWarmRestarts has this attribute.
         (LRScheduler, "T_cur"): lambda _: _SchedulerGuard("T_cur", is_count=True),
-        # Which `step` and `unscale_` call first.
+        # `step` and `unscale_` call this method first.
         (torch.amp.GradScaler, "_unscale_grads_"): _guard_method,
     }
 )

@@ -32,7 +32,7 @@ def by_name(value: object) -> dict[str, str]:
     return shown
 
 
-# By what it is called, the parts of each thing.
+# For the name of each thing, its parts.
 _Compared = Sequence[tuple[str, dict[str, str]]]
 
 

@@ -93,7 +93,7 @@ def groups_of(
     # None: as the default group.
     kind = None if known == dist.get_backend_config() else known
     if "cpu" not in devices_of(known):
-        # As of init_process_group("nccl"): tables, scalars and generators are on the
+        # As with init_process_group("nccl"), tables, scalars and generators are on the
         # CPU.
         kind = f"cpu:gloo,{known}"
     kinds = [kind, kind, "gloo"]

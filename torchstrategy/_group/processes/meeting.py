@@ -21,8 +21,8 @@ from torchstrategy._group.workers import WorkerError
 
 USUAL_LIMIT = timedelta(minutes=30)  # torch's own for a group
 _LOOK_S = 0.02  # how often a worker looks whether another one has come
-# How long a worker may refuse connections that has come: another process may have left
-# its address.
+# How long a worker that has come may refuse connections: another process may have left
+# its address there.
 _REFUSED_S = 3.0
 # Keys: why the meeting is over, and, with its number, that a worker knows it.
 _OVER, _HEARD = "over", "heard/"
@@ -97,9 +97,10 @@ class Meeting:
         # Connections of an earlier meeting of the same workers.
         self.earlier: Lifelines | None = None
         self._connected: set[int] = set()
-        # Those that were not answered yet, by the number of who was called.
+        # The calls that were not answered yet, by the number of the worker that was
+        # called.
         self._calls: dict[int, _Call] = {}
-        # Since when, by the secret of who refuses connections.
+        # For the secret of a worker that refuses connections, since when it does so.
         self._refused: dict[str, float] = {}
 
     def meet(self) -> list[Entry]:
@@ -177,7 +178,7 @@ class Meeting:
 
     def _look_while_grouping(self) -> None:
         self.look()
-        # Its time is over: whoever says nothing now does not answer.
+        # The time is over: a worker that says nothing now does not answer.
         if self.lines.first("lost") is not None:
             raise NoAnswer
 
@@ -316,7 +317,7 @@ class Meeting:
                 continue
             connection.setblocking(False)
             waiting.register(connection, selectors.EVENT_READ, call)
-            # The end of the connection is heard of like an answer.
+            # The end of the connection arrives like an answer.
             with suppress(OSError):
                 connection.sendall(f"{entry.secret} {self._index}\n".encode())
             return
@@ -398,7 +399,7 @@ class _Call:
         self.worker = worker
         self.entry = entry
         is_here = entry.host == socket.gethostname()
-        # Those not tried yet.
+        # The addresses that were not tried yet.
         self.addresses = iter([*(["127.0.0.1"] if is_here else []), *entry.addresses])
         self.address = ""  # the one that was tried last
         self.problem = ""  # why that was nothing

@@ -83,7 +83,7 @@ def begin_sum(
     turns. NCCL does both at once.
     """
     if flat.nbytes <= PACK or not flat.is_cpu:
-        # As `dist.all_reduce` does after a dozen checks.
+        # `dist.all_reduce` makes the same call after a dozen checks.
         return (group.allreduce([flat], _AT_ONCE),)
     pieces = flat.split(PACK // flat.element_size())
     return (group.allreduce([piece], _AT_ONCE) for piece in pieces)

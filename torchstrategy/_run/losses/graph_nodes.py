@@ -248,7 +248,7 @@ def depends_only_on_parameters(node: Node | None) -> bool:
         left -= 1
         if one is None or left < 0:
             return False
-        # Of the node that adds to the gradient of a leaf.
+        # Only a node that adds to the gradient of a leaf has this attribute.
         variable = getattr(one, "variable", None)
         if variable is not None:
             if not isinstance(variable, nn.Parameter):

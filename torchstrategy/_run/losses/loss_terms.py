@@ -170,9 +170,9 @@ class _Path(NamedTuple):
     factor: float = 1.0
     divisors: tuple[float, ...] = ()
     scales: tuple[Scale, ...] = ()
-    # A tensor that it was divided by, which may be its count.
+    # A tensor that the term was divided by, which may be its count.
     divisor: torch.Tensor | None = None
-    # Where it is multiplied by something that parameters make.
+    # Where the term is multiplied by something that parameters make.
     entry: Entry | None = None
     is_added: bool = False
     is_hooked: bool = False

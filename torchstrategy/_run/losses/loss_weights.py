@@ -267,7 +267,7 @@ def _column(
         else _CLOSE
     )
     if reason == COUNTED and differs <= near * max(parts):
-        # So that nothing changes, not even by rounding.
+        # With the weights of rows, nothing changes, not even by rounding.
         reason, weights = LIKE_ROWS, list(parts)
     return Column(
         facts[0].source, facts[0].name, reason, tuple(counts), tuple(weights), differs

@@ -167,7 +167,7 @@ class WholeBatchLook:
         is_loop = num_terms >= rows
         if rows < 2 or rows != int(rows) or is_loop:
             return
-        # What cannot be read is not told.
+        # A loss that cannot be read gives no warning.
         with suppress(Exception), without_autograd(), unseen_by_function_modes():
             found, factors = _search(loss.grad_fn, int(rows))
             with self._lock:
@@ -191,7 +191,7 @@ def _search(root: Node, rows: int) -> tuple[Finding | None, list[torch.Tensor]]:
     The search finds those tensors that have no gradients.
     """
     factors: list[torch.Tensor] = []
-    # Which keeps the nodes, so that no other one gets the id of one.
+    # This keeps the nodes alive, so that no new node gets the id of an old one.
     seen: dict[tuple[int, bool], Node] = {}
     waiting = [_Place(root, None, (), False)]
     for _ in range(_MAX_STEPS):
@@ -290,7 +290,7 @@ def _multiplies_rows(node: Node, rows: int) -> bool:
     Both factors have to be computed from the batch.
     """
     shape = shape_of(node)
-    # As in attention: each row has a product of its own.
+    # Attention is an example: each row has a product of its own.
     if len(shape) == 3 and shape[0] != 1:
         return False
     first, second = (inner for inner, _ in node.next_functions)

@@ -17,7 +17,7 @@ import torch
 # float32 has each multiple of it, up to 2 ** 36, as a whole number of its own.
 _STEP: Final = 4096.0
 
-# In the place of the mark of what was read, which mostly differs from it.
+# What is sent in place of the mark of what was read, which mostly differs from it.
 _UNFORESEEN: Final = 0x5A17
 
 NUM_NUMBERS: Final = 2  # so many numbers tell a count in the memory of the CPU

@@ -32,7 +32,7 @@ def weigh(numbers: torch.Tensor, weight: float | torch.Tensor) -> None:
 
     What does not count may be NaN, and 0 * NaN is NaN.
     """
-    # On an accelerator, for which the host does not wait.
+    # The weight is on an accelerator, and the host does not wait for it.
     if isinstance(weight, torch.Tensor):
         weight = weight.to(numbers.device)
         numbers.mul_(weight).masked_fill_(weight == 0, 0)

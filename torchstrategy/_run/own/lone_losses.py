@@ -54,7 +54,8 @@ from torchstrategy._run.losses.whole_batch import WholeBatchLook
 from torchstrategy._run.own.counted_gradients import CountedGradients
 from torchstrategy._run.own.own_gradients import OwnGradients
 
-# Are kept, of backwards whose workers need not compare their losses before.
+# How many places are kept at which workers need not compare their losses before
+# backward.
 _MOST_KNOWN = 256
 
 _Run = Callable[[Sequence[Any], Sequence[Any]], Any]
@@ -198,7 +199,7 @@ class LoneLossWeigher:
     def _kind_of(self, reading: LossReading) -> tuple[str, int]:
         """When the workers compare such a loss, and the mark of it."""
         fact = reading.facts[0]
-        # Numbers of this step are a part of it.
+        # Numbers of this step are a part of the mark of such a loss.
         if len(reading.facts) > 1 or fact.scales or fact.source == NUMBER:
             return when_to_compare(reading, self._is_even, self._rows), mark_of(reading)
         kinds, key = (

@@ -56,10 +56,10 @@ class OwnRandom:
         self._digest = b""  # of these states
         self._first = _States([])  # with which the replica's stream begins
         self._generators = self.generators()  # those of the newest run
-        # At which the stream for all workers was left.
+        # The states at which the stream for all workers was left.
         self._shared: _States | None = None
         self.mark = 0  # a number by which workers compare the states
-        # In so many runs the replica has drawn since the workers last compared.
+        # In how many runs the replica has drawn since the workers last compared.
         self._num_drawn = 0
 
     def draw_from(self, stream: int) -> None:

@@ -72,7 +72,7 @@ class SentGradients:
         self._ask: Callable[[], float] = _ask_nobody
         self._is_unforeseen = False
         self._unweighed = {}
-        # By the position of a parameter, memory for a weighed gradient.
+        # Memory for a weighed gradient, by the position of its parameter.
         self._staged: dict[int, torch.Tensor] = {}
 
     # How much they count
@@ -125,7 +125,8 @@ class SentGradients:
         if weight is not None:
             self.sent_weight, self.loss_factor = weight, weight / self.weight
         if not isinstance(factor, torch.Tensor) and factor == 1.0:
-            # The sums stay where they are, and that is free for the next step.
+            # The sums stay where they are, and the staged memory is free for the next
+            # step.
             self._staged.update(self._unweighed)
             return
         for memory in memories:

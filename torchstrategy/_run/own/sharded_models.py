@@ -120,7 +120,7 @@ class ShardedModels:
             for one in group.fsdp_params[:1]:
                 module, name = places_of_sharded(one)[0]
                 found.setdefault(ranks, f"{type(module).__name__}.{name}")
-        # To these, each process has its gradient for itself.
+        # For such a parameter, each process has its gradient for itself.
         for module, name in self._split[:1]:
             found.setdefault((rank,), f"{type(module).__name__}.{name}")
         return found

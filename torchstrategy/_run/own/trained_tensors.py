@@ -34,7 +34,7 @@ class BufferLayout(NamedTuple):
     Workers that have the same ones have equal layouts.
     """
 
-    # Among all names of buffers, of which some may stand for None.
+    # The positions among all names of buffers, of which some may stand for None.
     positions: tuple[int, ...]
     names: tuple[tuple[int, str], ...]  # each with the position of the module
     shapes: tuple[torch.Size, ...]
@@ -95,7 +95,7 @@ class TrainedTensors:
         self._forms = forms(self.parameters)
         self._tables_of_buffers = [module._buffers for module in modules]
         self._averages = averages_buffers
-        # Before so many runs this process has written buffers.
+        # Before how many runs this process has written buffers.
         self.num_writes_between_runs = 0
         self.index = {id(parameter): i for i, parameter in enumerate(self.parameters)}
         self.positions = list(range(len(self.parameters)))

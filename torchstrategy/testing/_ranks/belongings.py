@@ -52,7 +52,7 @@ def _put_random_numbers(states: Sequence[torch.Tensor]) -> None:
 
 
 def _take_random_numbers_of_numpy() -> bytes:
-    # As bytes, since arrays are not compared as a whole.
+    # Bytes are compared, since arrays are not compared as a whole.
     return pickle.dumps(np.random.get_state(legacy=False))
 
 

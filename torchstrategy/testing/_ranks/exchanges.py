@@ -118,7 +118,7 @@ class Exchange:
         self.calls: dict[int, Call] = {}
         self.lines: dict[int, str] = {}
         self.moments: dict[int, Moments] = {}
-        # When it is over, as each who listens notes it.
+        # When the exchange is over, as each listener notes it.
         self.ends: dict[Listener, Any] = {}
         self.results: dict[int, Values] | None = None
         # What each rank knew when it called.

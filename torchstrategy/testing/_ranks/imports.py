@@ -64,7 +64,7 @@ class Imports:
             ],
             (torch.serialization, "add_safe_globals"),
             (torch.serialization, "register_package"),
-            # Through which all functions of `warnings` add a filter.
+            # All functions of `warnings` add a filter through this one.
             (warnings, "_add_filter"),
         ]
         there = [(owner, name) for owner, name in places if hasattr(owner, name)]

@@ -181,11 +181,11 @@ class _Run:
         ]
         # What the process still has, between the turns of two ranks.
         self._taken_off: Belongings | None = None
-        # Of the device meshes of each rank.
+        # The marks of the device meshes of each rank.
         self._marks = [next(_marks) for _ in range(n)]
         self._gone: set[int] = set()
         self._one_gone = threading.Semaphore(0)
-        # In the order in which ranks failed.
+        # The errors in the order in which ranks failed.
         self._errors: dict[int, BaseException] = {}
         self.results: list[Any] = [None] * n
 

@@ -185,7 +185,7 @@ class FileStore(RankStore):
         return self._path
 
 
-# By torch's names.
+# The classes by torch's names.
 STORES: dict[str, type[RankStore]] = {"TCPStore": TCPStore, "FileStore": FileStore}
 
 

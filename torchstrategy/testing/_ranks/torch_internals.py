@@ -624,7 +624,7 @@ def _read_default_group(_: Any) -> Any:
     if reader is not None and str(reader.f_globals.get("__name__")).startswith(
         "torch."
     ):
-        # And not in the body of a module or a class.
+        # A function, and not the body of a module or a class.
         is_in_function = reader.f_code.co_flags & inspect.CO_OPTIMIZED
         if not is_in_function:
             return None

@@ -30,7 +30,7 @@ def _precision_of(backend: str, operator: str) -> _Setting:
         return precision
 
     def put(precision: str) -> None:
-        # Then it has the one of all operators.
+        # After this, the operator has the precision of all operators.
         _C._set_fp32_precision_setter(backend, operator, "none")
         if ask() != precision:
             _C._set_fp32_precision_setter(backend, operator, precision)

@@ -61,7 +61,7 @@ class World:
         self.size, self.turns, self.came_to = size, turns, came_to
         self.record = record
         self.happened = Happened(size)
-        # Of `torch.distributed`, by what each is called.
+        # The stores of `torch.distributed`, by their names.
         self.stores: dict[str, Notes] = {}
         self._open: dict[Hashable, Exchange] = {}
         # Messages without a receiver, by its address.

@@ -61,7 +61,7 @@ _NOT_SHARED = (
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a program as the command line says; returns its exit status."""
     options, output = _parsed(arguments), Output()
-    # Which the program may replace, and leave.
+    # The program may replace the built-in names and leave the folder.
     names, folder = take_builtins(), Path.cwd()
     try:
         before = (
@@ -266,7 +266,7 @@ class _Run:
         self.races: list[str] = []
         self.findings: list[Finding] = []
         self.prediction: Prediction | None = None
-        # Of the argument that each rank is given besides.
+        # The spelling of the additional argument that each rank gets.
         self.spelling: str | None = None
 
     def go(self) -> int:

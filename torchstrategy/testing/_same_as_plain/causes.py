@@ -44,7 +44,7 @@ from torchstrategy.testing._same_as_plain.training import Problem
 
 _SHOWN = 3  # names in a list
 _CLOSE = 1e-3  # to a ratio
-# What is ignored then.
+# What a comparison ignores if only the update matters.
 _ONLY_UPDATE = frozenset({*SECTIONS, "order"}) - {"gradients", "parameters"}
 
 

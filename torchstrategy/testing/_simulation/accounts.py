@@ -92,7 +92,7 @@ class Account:
 # this thread holds the lock.
 _lock = threading.RLock()
 _accounts: defaultdict[int, Account] = defaultdict(Account)
-# By address: how many bytes less a storage has than it was made with.
+# For each address, how many bytes less the storage has than it was made with.
 _missing: dict[int, int] = {}
 
 
@@ -174,7 +174,7 @@ def _of_machine() -> float:
         return math.inf
 
 
-# What torch says of the CPU's memory, by the system.
+# What torch says if the CPU has no memory left, on each system.
 _OF_THE_CPU = ("DefaultCPUAllocator", "not enough memory")
 
 

@@ -70,10 +70,10 @@ class Compiling:
     count = 0
 
 
-# Under another name also where something stands in for the class.
+# This name stays the real class where something stands in for it.
 _DEVICE: Any = torch.device
 _lock = threading.Lock()
-# While a block is open: what is replaced, to be put back.
+# What was replaced while a block is open, to be put back.
 _before: list[tuple[Any, str, Any]] = []
 _open = 0  # how many blocks are open, on all threads
 
@@ -334,7 +334,8 @@ def _starts(
             run, alias = thread.run, _calls.modes[-1] if _calls.modes else _innermost()
 
             def aliased() -> None:
-                # Without entering it: the thread may go on when the block has ended.
+                # The mode is pushed and not entered: the thread may go on when the
+                # block has ended.
                 push_function_mode(alias)
                 run()
 

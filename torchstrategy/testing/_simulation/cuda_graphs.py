@@ -221,7 +221,7 @@ class _Recording(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._calls = calls
         self._own: set[int] = set()  # addresses of memory that was made here
-        # What was written, and what it was.
+        # The tensors that were written, and their values before.
         self._before: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._random = [generator.get_state() for generator in default_generators()]
 

@@ -94,12 +94,12 @@ class _Inside:
         """Sets the state of the generator inside, which says the seed and offset."""
         self.generator.set_state(state)
         own = self.generator.initial_seed()
-        # The second, if it has drawn since.
+        # The generator has the second state if it has drawn since.
         known = (_Counted(seed, offset), _Counted(seed, offset - _WORD))
         self.counted = next((one for one in known if one.own_seed() == own), None)
 
 
-# Of each living generator of this file, by the generator's id.
+# The generator inside each living generator of this file, by the outer one's id.
 _inside: dict[int, _Inside] = {}
 
 
@@ -122,7 +122,7 @@ def _state_of(content: bytes) -> torch.Tensor:
 
 
 @final
-# The original: `install` puts another one in its place.
+# This derives from the original class: `install` puts another one in its place.
 class SimulatedGenerator(torch.Generator):
     """A generator of a simulated device."""
 

@@ -18,7 +18,7 @@ from typing import Any, final
 
 import torch
 
-# Under this name also where `cuda_alias` puts another in its place.
+# This name stays torch's function where `cuda_alias` puts another in its place.
 from torch import is_autocast_enabled
 
 from torchstrategy.testing._simulation.accounts import is_out_of_memory, out_of_memory
@@ -334,7 +334,7 @@ class _Arguments:
 
     def _look(self, see: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self._see = see
-        # Of the device's and the CPU's, by id.
+        # The tensors of the device and of the CPU, by id.
         self._seen: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self.args = [
             self._seen_by_cpu(value, i) for i, value in enumerate(self._given_args)

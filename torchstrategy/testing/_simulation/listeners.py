@@ -43,7 +43,7 @@ class Copy(NamedTuple):
     source: Stream | None  # the current stream of the device; None: the CPU
     target: Stream | None
     tensors: tuple[torch.Tensor, torch.Tensor]  # of the source and of the target
-    # Whether the memory of the CPU is; False if the CPU has no part in it.
+    # Whether the CPU's memory is pinned; False if the CPU has no part in the copy.
     is_pinned: bool
     blocks: bool  # whether the program waits until the copy is done
 

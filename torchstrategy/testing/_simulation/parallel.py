@@ -88,7 +88,7 @@ def _scattered(
     made = []
     for i, (part, index) in enumerate(zip(parts, devices, strict=False)):
         with stream(streams[i] if streams else None):
-            # In the strides of the part, or the part itself.
+            # The copy has the strides of the part, or is the part itself.
             made.append(part.to(_device(index), non_blocking=True))
     return tuple(made)
 

@@ -144,8 +144,8 @@ class _Watch(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        # Else torch wraps the method below, which costs each operator and each view two
-        # microseconds.
+        # Otherwise torch wraps the method below, which costs each operator and each
+        # view two microseconds.
         return False
 
     @override
@@ -296,7 +296,7 @@ _PARTS = (
     ("/torch/optim/", "optimizer"),
     ("/torch/nn/utils/clip_grad.py", "optimizer"),
     ("/torch/amp/grad_scaler.py", "optimizer"),
-    # It calls C++, from which buckets of gradients are sent.
+    # This file calls C++, which sends buckets of gradients.
     ("/torch/autograd/graph.py", "engine"),
     ("/torch/nn/", "module"),
     ("/torch/distributed/", "distributed"),
@@ -309,7 +309,8 @@ _name_of: Callable[[Any], str] = attrgetter(
 def users_call() -> Call:
     """Who calls the operator that runs now."""
     frame, way = inspect.currentframe(), ""
-    # At each operator: a line number is computed where it is asked for.
+    # This runs at each operator: a line number is computed only when somebody asks for
+    # it.
     while frame is not None:
         code = frame.f_code
         name, part = _files[code.co_filename]

@@ -107,7 +107,8 @@ class Recorder(Listener):
         # How much of every stream's work the program has waited for.
         self._host: Clock = {}
         self._memory: dict[int, _Memory] = {}
-        # What may still use memory that is free, by its home.
+        # The work that may still use free memory, by the stream to which the memory
+        # belongs.
         self._returned: dict[Stream, list[_Work]] = {}
         self._under_way = Checksums()
         # Pinned memory that copies used while the program went on.
@@ -136,7 +137,7 @@ class Recorder(Listener):
             for tensor in copy.tensors
         )
         with self._lock:
-            # Streams may have waited for an earlier copy, and the program not.
+            # Streams may have waited for an earlier copy while the program has not.
             if copy.target is None:
                 written_at = {place.address for place in written}
                 self._check_checksums(lambda other: other.address in written_at)
@@ -486,7 +487,7 @@ def _place(tensor: torch.Tensor) -> _Place:
     """The memory of a tensor; if it has gaps, they count as used."""
     storage = tensor.untyped_storage()
     address, in_all = storage.data_ptr(), storage.nbytes()
-    # As mostly; an expanded one has a part for many elements.
+    # Most tensors are so; in an expanded one, many elements share a part.
     if tensor.nbytes >= in_all and tensor.is_contiguous():
         return _Place(address, WHOLE)
     span = Span(*extent(tensor))

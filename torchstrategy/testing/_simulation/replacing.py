@@ -32,7 +32,7 @@ def replacing(values: Sequence[tuple[Any, str, Any]]) -> Iterator[None]:
     finally:
         for (owner, name, value), (_, _, ours) in zip(before, alike, strict=True):
             is_function = isinstance(ours, (FunctionType, _Builtin))
-            # Else the program has put its own there.
+            # Otherwise the program has put its own value there.
             if not is_function or _value_of(owner, name) is ours:
                 setattr(owner, name, value)
 

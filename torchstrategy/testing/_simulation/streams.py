@@ -178,7 +178,7 @@ class Event(torch.Event):
         self._enable_timing = enable_timing
         self._device: torch.device | None = None
         self._at: float | None = None  # seconds
-        # For those that listened when it was recorded.
+        # The moments for those that listened when the event was recorded.
         self._moments: dict[Listener, Any] = {}
 
     @property

@@ -85,8 +85,8 @@ def without_dispatch_modes() -> Iterator[None]:
     there = torch.utils._python_dispatch._get_current_dispatch_mode_stack()
     with torch.utils._python_dispatch._disable_current_modes():
         yield
-    # It has kept them alive: to take a mode away that nobody else refers to crashes
-    # torch 2.10.
+    # The list has kept the modes alive: taking away a mode that nobody else refers to
+    # crashes torch 2.10.
     del there
 
 

@@ -51,7 +51,7 @@ class Notes(NamedTuple):
     host: str
     stream: Stream | None
     number: int
-    # Whether it is when `DistributedDataParallel` brings a bucket of gradients.
+    # Whether `DistributedDataParallel` brings a bucket of gradients at this moment.
     is_bucket: bool = False
 
 

@@ -40,7 +40,7 @@ _LEAST_GAIN = 0.01  # the part of a step below which a change is not worth a lin
 _READ = "aten._local_scalar_dense"
 _MIB = 2**20
 _BUCKET = 25  # MiB: `bucket_cap_mb` where nobody says it
-# The part of the bandwidth that a copy gets which changes the order of elements.
+# The part of the bandwidth that a copy gets if it changes the order of elements.
 _STRIDED = 0.75
 _LINES = 2
 
@@ -146,7 +146,7 @@ def _is_waited_for(acts: Sequence[Act], i: int) -> bool:
 def _unread(acts: Sequence[Act]) -> _Change | None:
     """The program reads no numbers: they are not copied, and nobody waits for them."""
     reads = [i for i, act in enumerate(acts) if _is_read(act)]
-    # The copy, and the wait for it.
+    # Both the copy and the wait for it are gone.
     gone = {place for i in reads for place in (i - 1, i)}
     lines = [act.where for act in acts if isinstance(act, Awaits) and _is_read(act)]
     kept = [
@@ -169,7 +169,7 @@ def _is_read(act: Act) -> bool:
 
 def _fused(acts: Sequence[Act]) -> _Change | None:
     """What an optimizer computes in a step is one operator on all of its tensors."""
-    # By host: the places of what it computes, since its optimizer began a step.
+    # For each host, the places of what it computes since its optimizer began a step.
     mine: dict[str, list[int]] = {}
     gone: set[int] = set()
     fused: dict[int, Span] = {}  # by place
@@ -188,7 +188,7 @@ def _fused(acts: Sequence[Act]) -> _Change | None:
                 for span in (acts[place] for place in places)
                 if isinstance(span, Span)
             ]
-            # Else it works on several devices.
+            # Otherwise the host works on several devices.
             if len({span.stream for span in spans}) == 1:
                 seconds, launches = act.fused
                 launch = min(span.launch for span in spans) * (1 + (launches - 1) / 2)

@@ -101,7 +101,8 @@ class _Task(NamedTuple):
 
 @final
 class _Here(threading.local):
-    # Of backward, where this thread's optimizer began its step; None: it makes none.
+    # The depth of backward at which this thread's optimizer began its step; None: it
+    # makes none.
     depth: int | None = None
 
 
@@ -117,15 +118,15 @@ class Clock(Listener):
         self.copies: list[TimedCopy] = []
         self.synchronizations: list[Synchronization] = []
         self.cpu_work: list[CpuWork] = []
-        # Of the steps of the program, or of its first rank: when all is done.
+        # When all work of each step is done, for the program or its first rank.
         self.ends: list[float] = []
         self.acts: list[Act] = []
         self.costs = CostModel(profile)
-        # Between two marks each: by device.
+        # For each stretch between two marks, the peak of each device.
         self._peaks = [{device: held(device) for device in range(devices)}]
         self._ready: dict[Stream, float] = defaultdict(float)
         self._free: dict[_Engine, float] = defaultdict(float)
-        # By device: how many streams it has but for the default one.
+        # For each device, how many streams it has without the default one.
         self._numbers: dict[int, int] = defaultdict(int)
         self._lanes: dict[Stream, str] = {}
         self._here = _Here()
@@ -237,7 +238,7 @@ class Clock(Listener):
         self._note(copy, span, route)
         if copy.blocks:
             memory = "pinned memory" if copy.is_pinned else "memory that is not pinned"
-            # Ranks do the same, each on its own.
+            # Ranks do the same, each on its own device.
             here = "its device" if self.hosts.here().is_rank else f"sim:{device}"
             way = f"to {here} from {memory}" if comes else f"from {here} to {memory}"
             self._wait(span.end, f"a copy {way}", users_call())
@@ -306,7 +307,7 @@ class Clock(Listener):
 
     @override
     def waits_for_stream(self, stream: Stream, other: Stream) -> None:
-        # Which is what torch does, with an event.
+        # PyTorch does the same with an event.
         self.waits(stream, self.moment(other))
 
     @override

@@ -117,7 +117,7 @@ class _Bar:
     name: str = ""
     function: str = ""  # of the program
     count: int = 1
-    # The seconds of each, if it is several.
+    # The seconds of each operator, if a bar stands for several.
     names: dict[str, float] = field(default_factory=dict)
     functions: dict[str, float] = field(default_factory=dict)
 

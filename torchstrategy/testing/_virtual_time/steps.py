@@ -15,7 +15,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from torchstrategy.testing._ranks.world import current_rank
 
-# Called with the rank, 0 where there are none, and how many steps it has made.
+# A function that gets the rank, 0 where there are no ranks, and how many steps it has
+# made.
 Ended = Callable[[int, int], None]
 
 _SAID = 0  # stands for the program among the ids of its optimizers
@@ -33,7 +34,7 @@ class _Steps:
 
     def __init__(self, ended: Ended, of_each_thread: bool) -> None:
         self._ended, self._of_each_thread = ended, of_each_thread
-        # By rank or thread, and optimizer.
+        # How many steps were made, by rank or thread, and optimizer.
         self._counts: Counter[tuple[int, int]] = Counter()
         self._most: Counter[int] = Counter()  # by rank or thread
 

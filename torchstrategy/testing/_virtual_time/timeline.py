@@ -52,7 +52,7 @@ class Wait(NamedTuple):
     where: str
     seconds: float
     times: int
-    # The seconds of them in which no device computes that the program puts work on.
+    # The seconds of the wait in which no device computes that the program puts work on.
     idle: float
 
 
@@ -212,7 +212,7 @@ class Timeline:
 
 
 DEFAULT_LANE = "stream 0"
-# The part of the time that a device has to be idle, so that a wait matters.
+# The part of the time that a device has to be idle for a wait to matter.
 MATTERS = 0.005
 _PHASES = ("forward", "backward", "optimizer")
 
