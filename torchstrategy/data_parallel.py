@@ -1,6 +1,6 @@
 """The module `DataParallel`, whose forward runs in replicas.
 
-It is for scripts that compute the loss outside of them.
+Use it in scripts that compute the loss outside of the replicas.
 
 inputs --- a piece for each replica ---> forward in each ---> outputs, on one device
                                                                    |

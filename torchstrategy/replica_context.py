@@ -181,7 +181,7 @@ class ReplicaContext:
         value: Tree,
         options: CommunicationOptions | None = None,
     ) -> Tree:
-        """The sum or mean of a value over the replicas; it waits for the others.
+        """Waits for the other replicas, and returns the sum or mean of their values.
 
         The value may be nested: a tuple, a list or a dict of tensors.
 
@@ -239,7 +239,7 @@ class ReplicaContext:
     def all_gather(
         self, value: Tree, axis: int, options: CommunicationOptions | None = None
     ) -> Tree:
-        """The replicas' values, joined along `axis`; it waits for the other replicas.
+        """Waits for the other replicas, and returns their values joined along `axis`.
 
         The values may be nested: a tuple, a list or a dict of tensors.
 

@@ -71,7 +71,7 @@ class Watch(Protocol):
     def look(self, running: Collection[int]) -> None:
         """Called with the replicas that may have run since the last call.
 
-        With none at the start of the run, and after a synchronization point.
+        There are none at the start of the run, and after a synchronization point.
         """
 
 

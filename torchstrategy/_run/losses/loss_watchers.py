@@ -92,7 +92,7 @@ class _Watcher:
 class LossNotes(_Watcher):
     """Notes, in each replica, what its losses were divided by.
 
-    They are compared when the run has ended.
+    The notes are compared when the run has ended.
     """
 
     def __init__(
