@@ -555,10 +555,10 @@ def _default_owner(devices: Sequence[Device]) -> Device:
 def make_storage(
     devices: list[Device], owner: Device, buffer_aggregation: str, **mirrored: Any
 ) -> Storage:
-    """The storage of the parameters on one device.
+    """The storage of the parameters of a strategy.
 
-    A replica on that device uses the user's own objects if it is the only one. All
-    other replicas have copies.
+    A replica on the parameter device uses the user's own objects if it is the only one.
+    All other replicas have copies.
 
     Raises:
         ValueError: If there is no such `buffer_aggregation`.

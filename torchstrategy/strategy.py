@@ -1,4 +1,4 @@
-"""The classes of strategies: what `torchstrategy.Strategy` and compat.v1's share.
+"""The class `Strategy`, and what it shares with the `Strategy` of compat.v1.
 
 A strategy puts together where replicas run, where parameters live, how data is split
 and how the replicas' values become one.

@@ -277,7 +277,8 @@ def digest_of(tensor: torch.Tensor) -> bytes:
 def _dense_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     """The dense tensors that make up a tensor.
 
-    A sparse tensor has indices and values. A tensor that wraps others has all of them.
+    A sparse tensor has indices and values. A tensor that wraps others has the parts of
+    all these.
     """
     if wraps_others(tensor):
         return list(chain.from_iterable(map(_dense_parts, wrapped_by(tensor))))

@@ -344,7 +344,8 @@ class Part(Wait):
     def queue(self) -> Hashable:
         """An object that is the same for what is done one after the other.
 
-        Collectives of a group are done so, and messages of a pair.
+        The collectives of a group come one after the other, and so do the messages of a
+        pair.
         """
         group = self._exchange.calls[self._place].group
         return group, None if self.message is None else frozenset(self._exchange.ranks)

@@ -20,9 +20,9 @@ Given = Callable[[str], Any]
 
 
 class NotDeterministic(NamedTuple):
-    """What torch's message calls an operator, and for which arguments it raises it.
+    """What torch's message calls an operator, and for which arguments it comes.
 
-    None means that it raises the message for all arguments.
+    None stands for all arguments.
     """
 
     name: str
