@@ -1,6 +1,6 @@
 """The pytest plugin of torchstrategy: tests run under every strategy.
 
-They run on one device, on simulated and on real ones.
+The strategies run on one device, on simulated devices and on real ones.
 
 It stands outside of the package, and imports it only where a test or an option asks for
 it: pytest loads plugins before anything else, and torch takes seconds to import and
@@ -14,12 +14,14 @@ reads its environment when it is.
     --real-devices               runs on the machine's accelerators, too
     strategy,                    a test that takes the fixture runs once under each of
     @pytest.mark.strategies      the strategies
-    @pytest.mark.ranks(N,        a test runs in N ranks of a distributed program; it may
-    order=...)                   take the fixture `rank`
+    @pytest.mark.ranks(N,
+                     order=...)  a test runs in N ranks of a distributed program; it may
+                                 take the fixture `rank`
     simulated_devices            the simulated devices; the test is skipped where there
                                  are none
-    virtual_time, @pytest.       the test runs in virtual time, and may not go beyond
-    mark.virtual_time(...)       limits
+    virtual_time,                the test runs in virtual time, and may not go beyond
+    @pytest.mark.virtual_time    limits
+    (...)
     --timeline=DIR               draws what happened in each failing test that runs in
                                  virtual time
     no_leaks and its parts       fail the test that leaves threads, scopes or settings
@@ -156,7 +158,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def _find_devices(config: pytest.Config, options: argparse.Namespace) -> None:
-    # Before simulated ones take their place.
+    # The real devices are looked for before simulated ones take their place.
     config.stash[_REAL] = _real_devices() if options.real_devices else []
     if options.as_cuda and options.simulate_devices is None:
         options.simulate_devices = max(options.ranks or 0, 2)
@@ -280,7 +282,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def _topologies(metafunc: pytest.Metafunc) -> list[Topology]:
     """What the nearest marks say; several decorators on one item add up.
 
-    The item is a function, class or module.
+    An item is a function, a class or a module.
     """
     from torchstrategy.testing._topologies import devices_here, topologies
 
@@ -366,7 +368,7 @@ def pytest_itemcollected(item: pytest.Item) -> None:
     if item.get_closest_marker(_TIME_MARK) is not None and isinstance(
         item, pytest.Function
     ):
-        # Last: what other fixtures prepare takes no time.
+        # This fixture comes last: what other fixtures prepare takes no time.
         item.fixturenames.append("virtual_time")
     if item.get_closest_marker(_RANKS_MARK) is not None:
         _take_over(item)
@@ -506,9 +508,9 @@ def _refuse_output_of_the_process(test: pytest.Function) -> None:
 
 
 def _take_over(item: pytest.Item) -> None:
-    """Replaces how a marked test runs that is no function.
+    """Replaces how pytest runs a marked test that is no function.
 
-    Pytest would run it without ranks.
+    Pytest itself would run such a test without ranks.
     """
     runs: Any = item
     if not isinstance(item, pytest.Function):
@@ -582,7 +584,7 @@ def no_leaks() -> Iterator[None]:
 def no_thread_leaks() -> Iterator[None]:
     """Fails the test that leaves threads behind.
 
-    Those of strategies that are still in use may stay.
+    Threads of strategies that are still in use may stay.
     """
     from torchstrategy.testing import _leaks
 
@@ -603,7 +605,7 @@ def no_scope_leaks() -> Iterator[None]:
 def no_torch_state_leaks() -> Iterator[None]:
     """Fails the test that leaves a setting of torch changed.
 
-    Grad mode, autocast, default dtype, modes, hooks ...
+    It looks at grad mode, autocast, default dtype, modes, hooks and more.
     """
     from torchstrategy.testing import _leaks
 

@@ -444,7 +444,7 @@ def beside_the_link(
 ) -> list[Row]:
     """CentralStorage beside what the link takes for as many bytes.
 
-    They are in pinned memory and in other memory.
+    The bytes lie in pinned memory, and in other memory.
     """
     works = {
         LINK: (the_link(device, in_pinned_memory(net(), device)), ""),

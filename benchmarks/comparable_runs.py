@@ -1,6 +1,6 @@
 """How `public_programs` starts a program whose numbers are to be compared.
 
-They are compared with those of another run of it.
+The numbers are compared with those of another run of the same program.
 
 A GPU has a generator of random numbers of its own, and so has a simulated device: what
 a program draws there is not what it draws on the CPU. Here simulated devices draw from

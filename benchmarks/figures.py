@@ -601,7 +601,7 @@ def figures(rounds: int) -> Iterator[Row]:
 def measure(device: torch.device) -> None:
     """Prints what each of this script's own figures takes, beside the prediction.
 
-    They are taken on a device.
+    It measures on a device.
     """
     print(
         f"{machine()}\n\n| | measured | a second | foretold | of measured "

@@ -1,6 +1,6 @@
 """Networks whose times are published, as their authors define them.
 
-They do as far as it matters for what a GPU has to do.
+They follow the authors as far as it matters for what a GPU has to do.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Two replicas in one process, against two of `DistributedDataParallel`.
+"""Two replicas in one process, against two processes with DDP.
 
-These two are processes. The global batch is the same.
+DDP is `DistributedDataParallel`. The global batch is the same.
 
 python benchmarks/processes.py [--rounds N] [--json FILE]
 

@@ -1,6 +1,6 @@
 """What ranks in one process cost, against the same steps in plain PyTorch.
 
-They are eight ranks of a small DDP program.
+The program is a small DDP program in eight ranks.
 
 python benchmarks/ranks.py [--rounds N] [--json FILE]
 """

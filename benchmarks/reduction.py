@@ -257,9 +257,9 @@ def everywhere(brought: list[Tensors]) -> list[Tensors]:
 def against_hand(
     contest: str, ways: dict[str, Callable[[], list[Tensors]]], rounds: int
 ) -> list[Row]:
-    """All ways with the results of the one by hand, in each replica or in one.
+    """All ways against the one by hand, in each replica or in one.
 
-    They are compared with it.
+    All ways have the same results as the one by hand.
     """
     for way in ways.values():
         for found, expected in zip(way(), ways["by hand"](), strict=True):

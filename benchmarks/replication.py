@@ -1,6 +1,6 @@
 """What replicas' copies of a model cost: making them, and keeping them in step.
 
-They are kept in step with the originals.
+Copies in step have the values of the originals.
 
 python benchmarks/replication.py [--rounds N] [--json FILE]
 
@@ -276,7 +276,7 @@ def resting(strategy: torchstrategy.Strategy, others: Sequence[torch.Tensor]) ->
 def until_at_rest(strategy: torchstrategy.Strategy) -> None:
     """The runs after a change in which the library begins to look for writes.
 
-    They are those that torch does not count.
+    It looks for writes that torch does not count.
     """
     for _ in range(2):
         strategy.run(nothing)

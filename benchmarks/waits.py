@@ -1,6 +1,6 @@
 """How often a program waits for a device in a warm step, in virtual time.
 
-It does under each strategy and in plain PyTorch.
+The program runs under each strategy and in plain PyTorch.
 
 python benchmarks/waits.py [--json FILE]
 

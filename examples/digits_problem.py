@@ -1,6 +1,6 @@
-"""What the two digits programs share: data, network, and the comparison.
+"""What the two digits programs share.
 
-They share the command line, and how two runs are compared.
+They share the data, the network, the command line, and how two runs are compared.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ LEARNING_RATES = {"sgd": 0.2, "adam": 0.005}
 # N replicas add the same numbers in another order, so the two runs may differ by
 # rounding and by no more. Adam divides a gradient by its own size, so the rounding
 # error of a gradient near zero matters as much as that of a large one.
-# Times the loss, if the loss is above 1.
+# The allowed difference of losses is multiplied by a loss above 1.
 ALLOWED_LOSS = {"float32": 1e-5, "float64": 1e-9}
 ALLOWED_WEIGHT = {
     "float32": {"sgd": 1e-5, "adam": 1e-4},
@@ -64,9 +64,9 @@ class Net(nn.Module):
 
 
 def digits() -> tuple[TensorDataset, TensorDataset]:
-    """1,437 images to train on and 360 to test on: every fifth.
+    """1,437 images to train on, and 360 to test on, which are every fifth one.
 
-    Neighbours in the file are by one writer.
+    Neighbours in the file are by one writer, so both sets have images of all writers.
     """
     bunch = load_digits()
     images = (
@@ -267,7 +267,7 @@ def main(train: Train, options: argparse.Namespace) -> None:
 def check(options: argparse.Namespace, model: nn.Module, losses: list[Tensor]) -> None:
     """Trains the plain twin, and fails unless losses and weights are the same.
 
-    It exits with an error then. Each worker does so.
+    On a failure, the program exits with an error. Each worker checks its own result.
     """
     import digits_plain
 
@@ -292,7 +292,7 @@ def compare(
             f"largest difference from plain PyTorch: losses {loss:.1e} (allowed "
             f"{allowed_loss:.0e}), weights {weight:.1e} (allowed {allowed_weight:.0e})"
         )
-    # Written like this, so that a NaN fails.
+    # The condition is written like this so that a NaN fails.
     if not (loss <= allowed_loss and weight <= allowed_weight):
         sys.exit("the run under the strategy is not the plain one")
 

@@ -100,7 +100,7 @@ def described(found: Found) -> str:
 def check(model: nn.Module, loader: DataLoader) -> None:
     """Evaluates plainly and under 1 to 5 replicas.
 
-    Exits with an error unless all results are the same.
+    The program exits with an error unless all results are the same.
     """
     expected = evaluate_plainly(model, loader)
     print(f"plain PyTorch: {described(expected)}")

@@ -1,6 +1,6 @@
 """A generator learns to draw handwritten digits, against a discriminator.
 
-They are the 8x8 digits of scikit-learn; one step trains both.
+The digits are the 8x8 ones of scikit-learn. One step trains both networks.
 
 The step has what adversarial training has: two networks, two optimizers, two updates
 one after the other, a `detach` between them, and batch normalisation, by which each
@@ -94,7 +94,7 @@ class Gan:
         self.discriminator_optimizer.step()
 
         self.generator_optimizer.zero_grad()
-        # Judged by the updated discriminator.
+        # The updated discriminator judges the fakes.
         unmasked = F.softplus(-self.discriminator(fake))
         unmasked.mean().backward()
         self.generator_optimizer.step()
@@ -105,9 +105,9 @@ def adam(network: nn.Module, lr: float) -> torch.optim.Optimizer:
 
 
 def average_of(network: nn.Module) -> AveragedModel:
-    """A network of the same kind, with moving averages for weights and statistics.
+    """A network of the same kind, which holds moving averages of `network`.
 
-    They are averages of those of `network`.
+    Its weights and statistics are averages of those of `network`.
     """
     return AveragedModel(
         network, multi_avg_fn=get_ema_multi_avg_fn(0.99), use_buffers=True
@@ -147,7 +147,7 @@ def train(options: argparse.Namespace, steps: int) -> tuple[Gan, AveragedModel]:
     average = average_of(gan.generator)
     for batch in repeated(loader, steps):
         strategy.run(gan.step, args=(batch,))
-        # Not in the step, which runs in every replica.
+        # This is not in the step, which runs in every replica.
         average.update_parameters(gan.generator)
     return gan, average
 
@@ -192,7 +192,7 @@ def drawing(generator: nn.Module, count: int = 8) -> str:
 def check(options: argparse.Namespace, steps: int = 20) -> None:
     """Trains a little in replicas and plainly.
 
-    Exits with an error unless the results are the same.
+    The program exits with an error unless the results are the same.
     """
     torch.set_default_dtype(torch.float64)
     (gan, average), (plain_gan, plain_average) = (

@@ -1,6 +1,6 @@
 """A word-level LSTM learns the manual of the Python language.
 
-Mixed precision, padded batches, accumulated gradients.
+The program shows mixed precision, padded batches and accumulated gradients.
 
 The text is what `help("class")` and the like show. It comes with every Python, as
 `pydoc_data.topics`: some 2,300 different sentences of 55,000 words, of which every
@@ -46,9 +46,9 @@ ALLOWED = {"float32": (1e-5, 1e-5), "bfloat16": (5e-3, 5e-2), "float16": (5e-3, 
 
 @functools.cache
 def corpus() -> tuple[list[list[int]], list[list[int]], int]:
-    """Sentences to train on, and others to test on, as numbers of words.
+    """Sentences to train on and to test on, and how many different words there are.
 
-    It also returns how many different words there are.
+    Each sentence is a list of the numbers of its words.
     """
     paragraphs = (
         " ".join(paragraph.split())
@@ -244,7 +244,7 @@ def unigram_perplexity() -> float:
 def check(options: argparse.Namespace, precision: str, updates: int = 8) -> None:
     """Trains a little in replicas and plainly.
 
-    Exits with an error unless the results are the same.
+    The program exits with an error unless the results are the same.
     """
     options = argparse.Namespace(**{**vars(options), "precision": precision})
     model, losses = train(options, updates)
@@ -257,7 +257,7 @@ def check(options: argparse.Namespace, precision: str, updates: int = 8) -> None
         f"(allowed {allowed_loss:.0e}), weights {weight:.1e} (allowed "
         f"{allowed_weight:.0e})"
     )
-    # Written like this, so that a NaN fails.
+    # The condition is written like this so that a NaN fails.
     if not (loss <= allowed_loss and weight <= allowed_weight):
         sys.exit("the run under the strategy is not the plain one")
 

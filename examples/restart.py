@@ -1,6 +1,6 @@
 r"""A training that goes on after one of its processes was killed.
 
-It ends with the weights of an unbroken run.
+It ends with the weights of a training that nothing interrupted.
 
     export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
     torchrun --standalone --nproc-per-node 2 --max-restarts 1 \
@@ -36,7 +36,7 @@ import torchstrategy
 class Training:
     """All that changes in the course of the training.
 
-    A checkpoint has to hold this and nothing else.
+    A checkpoint has to hold all of this, and nothing else.
     """
 
     def __init__(self, strategy: torchstrategy.Strategy) -> None:
@@ -75,15 +75,15 @@ class Training:
             "scheduler": self.scheduler.state_dict(),
             # How many batches of this epoch are done, and their order.
             "dataset": self.dataset.state_dict(),
-            # From which dropout draws; on GPUs also torch.cuda.get_rng_state_all().
+            # Dropout draws from this generator. On GPUs, also save
+            # torch.cuda.get_rng_state_all().
             "random": torch.get_rng_state(),
             "steps": self.steps,
             "epoch": self.epoch,
         }
         new = path.with_suffix(".new")
         torch.save(state, new)
-        # So that a process that is killed while it writes leaves the last checkpoint
-        # whole.
+        # A process that is killed while it writes leaves the last checkpoint whole.
         os.replace(new, path)
 
     def load(self, path: Path) -> None:

@@ -116,7 +116,7 @@ class Training:
                 "steps": self.steps,
                 "epoch": self.epoch,
             }
-            # The same in all processes.
+            # This state is the same in all processes.
             torch.save(state | {"random": torch.get_rng_state()}, newest / "rest.pt")
         dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=newest)
 

@@ -1,6 +1,6 @@
 """A training step, tested for several GPUs on a machine without a GPU.
 
-There are four bugs that only several GPUs show.
+The tests also show four bugs that appear on several GPUs only.
 
     pytest examples/test_my_training.py --simulate-devices=4
 

@@ -1,6 +1,7 @@
 """A whole trainer under a strategy, with all that trainers usually have.
 
-Mixed precision, accumulation, warm-up, clipping, a moving average, checkpoints.
+It has mixed precision, accumulation, warm-up, clipping, a moving average and
+checkpoints.
 
 trainer_plain.py is the same program in plain PyTorch. To see all that changes:
 

@@ -1,6 +1,7 @@
 """A whole trainer in plain PyTorch, with all that trainers usually have.
 
-Mixed precision, accumulation, warm-up, clipping, a moving average, checkpoints.
+It has mixed precision, accumulation, warm-up, clipping, a moving average and
+checkpoints.
 
 trainer.py is the same program under a strategy. To see all that changes:
 

@@ -1,6 +1,6 @@
-"""What the two trainers share: the data, the log, and the comparison.
+"""What the two trainers share.
 
-They share the command line, and how two trainings are compared.
+They share the data, the log, the command line, and how two trainings are compared.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ ALLOWED = {"float64": 1e-9, "bfloat16": 0.03}
 
 
 def loaders(options: argparse.Namespace) -> tuple[DataLoader, DataLoader]:
-    """The rows to train on, in an order of torch's generator, and to validate on.
+    """The rows to train on, and the rows to validate on.
 
-    The generator draws the order.
+    The training rows come in an order that torch's generator draws.
     """
     training, test = digits_problem.digits()
     return DataLoader(training, options.batch_size, shuffle=True), DataLoader(
@@ -117,7 +117,7 @@ def main(trainer: Any, options: argparse.Namespace) -> None:
 def check(trainer: Any, options: argparse.Namespace) -> None:
     """Trains half of the epochs, and resumes from the checkpoint.
 
-    Fails unless the plain trainer learns the same.
+    The check fails unless the plain trainer learns the same.
     """
     # Not at the top of the file, because trainer_plain imports this file.
     import trainer_plain

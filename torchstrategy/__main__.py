@@ -1,6 +1,6 @@
-"""`python -m torchstrategy`.
+"""`python -m torchstrategy` prints what this machine has.
 
-It says what this machine has, and whether a small step runs on each of its devices.
+It also says whether a small step runs on each device.
 """
 
 import sys

@@ -1,12 +1,10 @@
 """The module `DataParallel`, whose forward runs in replicas.
 
-It is for scripts that compute the loss outside of them.
+Use it in scripts that compute the loss outside of the replicas.
 
-inputs --- one piece for each replica ---> forward in each ---> outputs, gathered on one
-                                                                device
-                                                                           |
-the user's parameters <--- gradients of all replicas, added up <--- the loss, and its
-                                                                    backward
+inputs --- a piece for each replica ---> forward in each ---> outputs, on one device
+                                                                   |
+the user's parameters <--- the sum of all gradients <--- the loss, and its backward
 
                         scattered                     gathered
 a tensor                pieces along `dim`            concatenated along `dim`
@@ -129,10 +127,11 @@ class DataParallel(nn.Module):
         >>> list(model.state_dict())
         ['weight', 'bias']
 
-    Differs from torch.nn.DataParallel: Inputs with different numbers of rows, and
-        devices that do not exist, are refused. There are no `scatter`, `replicate`,
-        `parallel_apply` and `gather` to override. `torch.compile` of a DataParallel
-        compiles nothing: compile the module. docs/data_parallel.md has the whole table.
+    Differs from torch.nn.DataParallel:
+        Inputs with different numbers of rows, and devices that do not exist, are
+        refused. There are no `scatter`, `replicate`, `parallel_apply` and `gather` to
+        override. `torch.compile` of a DataParallel compiles nothing: compile the
+        module. docs/data_parallel.md has the whole table.
 
     Raises:
         TypeError: If `module` is no module, or is one that cannot be copied; if an
@@ -289,7 +288,7 @@ def data_parallel(
 ) -> Any:
     """Calls a module in several replicas, as `DataParallel` does.
 
-    It is for modules that split a part of their forward.
+    Use it in modules that split a part of their forward.
 
     The replicas are kept until the module is gone, or is called with other devices.
 
@@ -345,9 +344,10 @@ _lock = threading.Lock()
 def _strategy_for(
     module: nn.Module, devices: tuple[Device, ...]
 ) -> CentralStorageStrategy:
-    """The strategy for a module, which other DataParallels on these devices share.
+    """The strategy for a module on these devices, which DataParallels may share.
 
-    They share it if they share a part; else it is a new one.
+    Two DataParallels share it if their modules have a part in common. Else the strategy
+    is new.
     """
     # A module or parameter belongs to one strategy, so two DataParallels over the same
     # layers have to share theirs.
@@ -496,7 +496,7 @@ def cut(
 ) -> PerReplica:
     """The arguments of each replica, on its device.
 
-    The pieces have ceil(rows / replicas) rows, the last ones fewer.
+    Each piece has ceil(rows / replicas) rows; the last pieces may have fewer.
 
     If nothing has rows, only the first replica gets the arguments. Gradients flow back
     to them.

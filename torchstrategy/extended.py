@@ -1,6 +1,6 @@
-"""What `Strategy.extended` offers, and what a kind of strategy brings.
+"""What `Strategy.extended` offers, and what each kind of strategy implements.
 
-It brings the methods with an underscore.
+A kind of strategy implements the methods with an underscore.
 
 All are optional: some have a default, and calling another one that a subclass does not
 define raises NotImplementedError.
@@ -55,9 +55,9 @@ from torchstrategy.cluster_resolver import ClusterResolver
 
 @final
 class MultiStepContext:
-    """What each step of `experimental_run_steps_on_iterator` gets.
+    """What `experimental_run_steps_on_iterator` hands to each step.
 
-    After the last step, that method of `StrategyExtended` returns it.
+    The method returns it after the last step.
 
     Attributes:
         last_step_outputs: For each name, the output that was set last.
@@ -139,9 +139,9 @@ class MultiStepContext:
 
 
 class StrategyExtended(VariablesOfExtended):
-    """What `Strategy.extended` offers.
+    """What `Strategy.extended` offers to libraries that are built on strategies.
 
-    It is for libraries that are built on strategies, and for strategies of one's own.
+    Subclass it to make a strategy of your own.
 
     A subclass of yours brings what `Strategy` is to do; docs/custom-strategies.md says
     how.
@@ -175,7 +175,7 @@ class StrategyExtended(VariablesOfExtended):
     def experimental_between_graph(self) -> bool:
         """Whether TensorFlow builds a graph for each worker under this strategy.
 
-        Here there are no graphs.
+        This library builds no graphs.
         """
         raise self._missing("experimental_between_graph")
 
@@ -188,7 +188,7 @@ class StrategyExtended(VariablesOfExtended):
     def should_checkpoint(self) -> bool:
         """Whether this process saves checkpoints and summaries.
 
-        That is the first of several does, and any that is alone.
+        The first of several processes does, and so does a process that is alone.
         """
         return self._workers.index == 0
 
@@ -264,9 +264,7 @@ class StrategyExtended(VariablesOfExtended):
         value_destination_pairs: Sequence[tuple[Tree, Any]],
         options: CommunicationOptions | None = None,
     ) -> list[Tree]:
-        """`reduce_to` for several (value, destinations) pairs.
-
-        They may be sent together.
+        """`reduce_to` for several (value, destinations) pairs, which may go together.
 
         Example:
             >>> strategy = torchstrategy.CentralStorageStrategy(["cpu", "cpu"])
@@ -328,9 +326,9 @@ class StrategyExtended(VariablesOfExtended):
         return self._broadcast_to(tensor, destinations)
 
     def non_slot_devices(self, var_list: Iterable[Any]) -> tuple[Device, ...]:
-        """Where what an optimizer keeps only once lives: with the parameters.
+        """Where an optimizer keeps what it has only once, such as its number of steps.
 
-        The number of steps is such a thing.
+        That is where the parameters are.
 
         Args:
             var_list: The parameters that it optimizes.
@@ -340,8 +338,9 @@ class StrategyExtended(VariablesOfExtended):
             >>> strategy.extended.non_slot_devices([torch.ones(1)])
             (device(type='cpu', index=0),)
 
-        Differs from tf.distribute: Under central storage and the default strategy,
-            TensorFlow returns one of the variables.
+        Differs from tf.distribute:
+            Under central storage and the default strategy, TensorFlow returns one of
+            the variables.
         """
         return self.parameter_devices
 
@@ -355,7 +354,7 @@ class StrategyExtended(VariablesOfExtended):
     ) -> Tree:
         """Calls `fn(*args, **kwargs)` once for each device of `colocate_with`.
 
-        That device is in use then.
+        During the call, that device is the current one.
 
         A distributed value in the arguments is, in the first call, its first component,
         and so on.
@@ -490,10 +489,7 @@ class StrategyExtended(VariablesOfExtended):
     def _call_for_each_replica(
         self, fn: ReplicaFn, args: tuple[Tree, ...], kwargs: dict[str, Tree]
     ) -> Tree:
-        """Calls `fn` in a `ReplicaContext` for each replica.
-
-        Puts together what the calls return.
-        """
+        """Calls `fn` in a `ReplicaContext` for each replica, and joins the results."""
         raise self._missing("_call_for_each_replica")
 
     def _local_results(self, distributed_value: Tree) -> tuple[Tree, ...]:
@@ -590,7 +586,7 @@ class StrategyExtended(VariablesOfExtended):
     def _reduce_along_axis(
         self, op: ReduceOp, value: Tree, axis: int | tuple[int, ...]
     ) -> Tree:
-        """The sum or mean of one leaf over the replicas, and along axes in each."""
+        """The sum or mean of a leaf over the replicas, and along axes in each."""
         total = self._reduce_leaf(
             ReduceOp.SUM,
             self._run(lambda v: sum_along(v, axis)[0], (value,), {}, NO_OPTIONS),
@@ -612,9 +608,9 @@ class StrategyExtended(VariablesOfExtended):
         """
 
     def _gathering(self, axis: int) -> Callable[[Tree], Tree]:
-        """A function that gathers a leaf: all replicas' value, or a list of objects.
+        """A function that gathers a leaf.
 
-        These are Python objects.
+        The leaf is a value of all replicas, or a list of Python objects.
         """
 
         def gather(leaf: Tree) -> Tree:
@@ -663,14 +659,14 @@ class StrategyExtended(VariablesOfExtended):
     def _exchanging(self, call: str) -> AbstractContextManager[None]:
         """A block of a call in which several processes exchange values.
 
-        If it fails, the others are told why.
+        If the block fails, the other processes learn why.
         """
         return _ALONE
 
     def _refuse_run(self, error: Exception) -> None:
-        """Tells the other processes that this one refuses the arguments of a run.
+        """Tells the other processes that this one refuses a run before it begins.
 
-        It does so before the run begins.
+        This process refuses the arguments of the run.
         """
 
     def _creation_scope(self) -> AbstractContextManager[Any]:
@@ -708,7 +704,7 @@ def _weighted_parts(
 ) -> tuple[PerReplica, PerReplica]:
     """The components times their weights, and the weights.
 
-    The mean is the sum of the former over that of the latter.
+    The mean is the sum of the products over the sum of the weights.
 
     Raises:
         ValueError: If it is not known how much a replica weighs.
@@ -725,7 +721,7 @@ def _weighted_parts(
         )
         products.append(product)
         sizes.append(size)
-    # Of a worker without rows: what it would bring does not count.
+    # This is the value of a worker without rows, which does not count.
     spare = getattr(value, "understudy", None)
     product, size = (None, None) if spare is None else _multiply(spare, 0)
     return PerReplica(products, understudy=product), PerReplica(sizes, understudy=size)

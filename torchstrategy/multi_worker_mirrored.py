@@ -1,6 +1,6 @@
 """The strategy over several processes: who they are, and how all leave together.
 
-It also knows which devices this one has.
+It also says which devices this process has.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class MultiWorkerMirroredBase(StrategyBase):
 class MultiWorkerMirroredStrategy(MultiWorkerMirroredBase, Strategy):
     """Trains in several processes, on one machine or several.
 
-    It is `MirroredStrategy` for `torchrun`.
+    It is `MirroredStrategy` for programs that `torchrun` starts.
 
     Every process runs the same script, and is a *worker*. Each has replicas of its own,
     and all workers together compute what one device computes for the whole batch, also
@@ -153,10 +153,11 @@ class MultiWorkerMirroredStrategy(MultiWorkerMirroredBase, Strategy):
         >>> strategy.num_replicas_in_sync, strategy.extended.should_checkpoint
         (2, True)
 
-    Differs from tf.distribute: `devices`, `process_group`, `timeout`,
-        `gradient_reduction`, `buffer_aggregation` and `examples` are ours. The numbers
-        are exact for every batch. TensorFlow has no cluster of a single task with
-        several replicas on one CPU.
+    Differs from tf.distribute:
+        `devices`, `process_group`, `timeout`, `gradient_reduction`,
+        `buffer_aggregation` and `examples` are ours. The numbers are exact for every
+        batch. TensorFlow has no cluster of a single task with several replicas on one
+        CPU.
 
     Raises:
         ValueError: If this task is none that trains, such as `"ps"`; if the workers
@@ -203,9 +204,10 @@ class PreemptionCheckpointHandler:
         >>> step
         2
 
-    Differs from tf.distribute: TensorFlow's class saves by itself and ends the process,
-        as its `TerminationConfig` says; it counts the steps that it runs. Here the
-        script saves and ends, since it knows what a checkpoint holds.
+    Differs from tf.distribute:
+        TensorFlow's class saves by itself and ends the process, as its
+        `TerminationConfig` says; it counts the steps that it runs. Here the script
+        saves and ends, since it knows what a checkpoint holds.
 
     Raises:
         TypeError: If `strategy` is no strategy.
@@ -238,7 +240,10 @@ class PreemptionCheckpointHandler:
 
     @property
     def requested(self) -> bool:
-        """Whether a worker was asked to end: it is equal in all between two runs."""
+        """Whether a worker was asked to end.
+
+        Between two runs, all workers get the same answer.
+        """
         return self._workers.all_leave if self._workers.count > 1 else self._is_asked
 
     def close(self) -> None:
@@ -279,7 +284,10 @@ def _check_timeout(timeout: object) -> None:
 
 
 def _find_place(resolver: ClusterResolver | None) -> WorkerPlace:
-    """Where this process stands, if a resolver or the environment says; else alone."""
+    """Where this process stands, if a resolver or the environment says so.
+
+    Else this process is alone.
+    """
     local_rank, local_count = (
         int(os.environ.get("LOCAL_RANK", 0)),
         int(os.environ.get("LOCAL_WORLD_SIZE", 1)),

@@ -1,4 +1,4 @@
-"""What a replica can ask and do: who it is, and where it synchronizes."""
+"""What a replica can ask and do: which one it is, and how it meets the others."""
 
 from __future__ import annotations
 
@@ -51,8 +51,9 @@ class ReplicaContext:
           1: 3.0
         }
 
-    Differs from tf.distribute: `replica_id_in_sync_group` is an int, not a tensor;
-        `devices` is a tuple of one `torch.device`.
+    Differs from tf.distribute:
+        `replica_id_in_sync_group` is an int, not a tensor; `devices` is a tuple of one
+        `torch.device`.
 
     Raises:
         ValueError: If `replica_id_in_sync_group` is not an integer.
@@ -79,7 +80,7 @@ class ReplicaContext:
     @property
     def strategy(self) -> Strategy:
         """The strategy whose replica this is."""
-        # One of compat.v1 only in its own replicas.
+        # It is a strategy of compat.v1 only in the replicas of that strategy.
         return self._strategy  # type: ignore[return-value]
 
     @property
@@ -93,7 +94,7 @@ class ReplicaContext:
     def is_first_replica(self) -> bool:
         """Whether this is the first replica that takes part in the step.
 
-        Of all workers, exactly one is.
+        Exactly one replica of all workers is the first.
 
         `if context.is_first_replica:` is how a step prints, counts or writes a file
         once.
@@ -126,12 +127,12 @@ class ReplicaContext:
         args: Sequence[Tree] = (),
         kwargs: Any = None,
     ) -> Tree:
-        """Synchronizes with the other replicas.
+        """Calls `merge_fn(strategy, *args, **kwargs)` once for all replicas.
 
-        `merge_fn(strategy, *args, **kwargs)` is called once for all of them.
+        This is a synchronization point: each replica waits until all have come.
 
-        It runs in the cross-replica context, on the thread that called `run`, with the
-        arguments of all replicas put together as `run` puts results together. A
+        `merge_fn` runs in the cross-replica context, on the thread that called `run`.
+        Its arguments are those of all replicas, joined as `run` joins results. A
         distributed value in its result comes back as this replica's component.
 
         Args:
@@ -180,9 +181,9 @@ class ReplicaContext:
         value: Tree,
         options: CommunicationOptions | None = None,
     ) -> Tree:
-        """Synchronizes with the other replicas; returns their values' sum or mean.
+        """Waits for the other replicas, and returns the sum or mean of their values.
 
-        The values may have any nesting.
+        The value may be nested: a tuple, a list or a dict of tensors.
 
         Each replica gets a tensor of its own. Gradients flow through it, scaled by the
         replicas' shares in the gradient: see `RunOptions`.
@@ -238,9 +239,9 @@ class ReplicaContext:
     def all_gather(
         self, value: Tree, axis: int, options: CommunicationOptions | None = None
     ) -> Tree:
-        """Synchronizes with the other replicas, and returns their joined values.
+        """Waits for the other replicas, and returns their values joined along `axis`.
 
-        They are joined along `axis`, and may have any nesting.
+        The values may be nested: a tuple, a list or a dict of tensors.
 
         Sizes along `axis` may differ. Gradients flow through it.
 

@@ -1,4 +1,4 @@
-"""Several replicas, in one process or in several, and the story of a step in them."""
+"""Strategies of several replicas, in one process or more, and how they run a step."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ class ReplicatedExtended(StrategyExtended):
         self._accelerators = list(
             filter(is_accelerator, (*storage.devices, storage.parameter_device))
         )
-        # Those that the steps of the last run have used.
+        # The side streams that the steps of the last run have used.
         self._side_streams: tuple[torch.Stream, ...] = ()
         # Whether a run is under way, where there are several workers.
         self._is_running = False
@@ -339,7 +339,7 @@ class ReplicatedExtended(StrategyExtended):
     ) -> Sequence[float] | None:
         """What a function of the user's says of the replicas of this worker.
 
-        None: there is none.
+        It is None if there is no such function.
         """
         count = self._examples if options.examples is None else options.examples
         if not callable(count):
@@ -412,7 +412,8 @@ class ReplicatedExtended(StrategyExtended):
                 )
         frame, frames = LoneFrame(self._container_strategy()), this_thread.frames
         depth, device = len(frames), self._alone_on
-        # Not a block: see Note [What happens on Ctrl-C] in `_group/replica_threads`.
+        # This is no `with` block: see Note [What happens on Ctrl-C] in
+        # `_group/replica_threads`.
         try:
             frames.append(frame)
             if device is None or not needs_device_context(device):
@@ -571,7 +572,7 @@ class ReplicatedExtended(StrategyExtended):
     def _without_sending(self, op: ReduceOp, value: Tree) -> Tree:
         """The sum or mean of a value that is known to be the same in all replicas.
 
-        Else it is the value itself.
+        A distributed value that the replicas would have to send is returned as it is.
         """
         if isinstance(value, DistributedValues):
             is_equal = isinstance(value, (Mirrored, MirroredVariable))
@@ -663,7 +664,7 @@ _NO_BLOCK: AbstractContextManager[None] = nullcontext()
 def _may_require_grad(value: Tree) -> bool:
     """Whether a backward may begin at a leaf of a result.
 
-    An object of the user's own may hold tensors.
+    The answer is yes for an object of the user's own, since it may hold tensors.
     """
     if isinstance(value, torch.Tensor):
         return value.requires_grad

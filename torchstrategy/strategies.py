@@ -54,7 +54,7 @@ from torchstrategy.strategy import ONE_DEFAULT, Strategy, StrategyBase, T
 class OneDeviceExtended(ReplicatedExtended):
     """One replica, on the caller's thread and on the user's own objects.
 
-    Nothing is wrapped, nothing put together.
+    This class wraps no object, and has no values to bring together.
     """
 
     _makes_containers = False
@@ -66,7 +66,7 @@ class OneDeviceExtended(ReplicatedExtended):
         return list(map(_own_value, leaves))
 
     def _reduce_nested(self, op: ReduceOp, value: Tree) -> Tree:
-        # Which is what the above comes to, and costs less.
+        # This comes to the same as the method above, and costs less.
         return map_results(_own_value, value)
 
     def _reduce_along_axis(
@@ -94,7 +94,7 @@ class OneDeviceExtended(ReplicatedExtended):
 
 @final
 class DefaultExtended(OneDeviceExtended):
-    """The same, wherever the caller is: it has no device, and nothing belongs to it."""
+    """One replica, on whatever device the caller is; it owns nothing."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -222,8 +222,9 @@ class OneDeviceStrategy(OneDeviceBase, Strategy):
         >>> strategy.run(lambda x: model(x).shape, args=(torch.ones(2, 3),))
         torch.Size([2, 1])
 
-    Differs from tf.distribute: A device that is not there is refused here, not at its
-        first use. `examples` is ours.
+    Differs from tf.distribute:
+        A device that is not there is refused here, not at its first use. `examples` is
+        ours.
 
     Raises:
         ValueError: If `device` is no device, or one that this machine does not have.
@@ -302,9 +303,9 @@ class CentralStorageStrategy(CentralStorageBase, Strategy):
           2: 2000
         }
 
-    Differs from tf.distribute: A device that is not there is refused. An empty list of
-        devices is an error. `gradient_reduction`, `buffer_aggregation` and `examples`
-        are ours.
+    Differs from tf.distribute:
+        A device that is not there is refused. An empty list of devices is an error.
+        `gradient_reduction`, `buffer_aggregation` and `examples` are ours.
 
     Raises:
         ValueError: If a name is not a device, or this machine does not have the device;
@@ -421,10 +422,10 @@ class MirroredStrategy(MirroredBase, Strategy):
         ...     strategy.run(step, args=(batch,))
         >>> torchstrategy.testing.assert_replicas_agree(strategy, model, optimizer)
 
-    Differs from tf.distribute: A device that is not there is refused. Without
-        accelerators there is one replica, and not one for each logical CPU. A device
-        may be listed twice. `gradient_reduction`, `buffer_aggregation` and `examples`
-        are ours.
+    Differs from tf.distribute:
+        A device that is not there is refused. Without accelerators there is one
+        replica, and not one for each logical CPU. A device may be listed twice.
+        `gradient_reduction`, `buffer_aggregation` and `examples` are ours.
 
     Raises:
         ValueError: If a name is not a device, or this machine does not have the device;
@@ -440,7 +441,7 @@ class MirroredStrategy(MirroredBase, Strategy):
 def get_strategy() -> Strategy:
     """The strategy in whose scope, or in whose replica, the caller is.
 
-    Outside it is the default strategy.
+    Outside of every scope and replica, it is the default strategy.
 
     Example:
         >>> strategy = torchstrategy.OneDeviceStrategy("cpu")
@@ -452,14 +453,14 @@ def get_strategy() -> Strategy:
 
     Source: https://www.tensorflow.org/versions/r2.4/api_docs/python/tf/distribute/get_strategy
     """
-    # One of compat.v1 only in its own scope and replicas.
+    # It is a strategy of compat.v1 only in the scope and replicas of that strategy.
     return current_strategy()  # type: ignore[return-value]
 
 
 def experimental_set_strategy(strategy: StrategyBase | None) -> None:
     """Makes `strategy` the current one for the rest of this thread.
 
-    All that follows runs as if it stood in its scope.
+    What follows in this thread runs as if it stood in the scope of `strategy`.
 
     Calling it again replaces the strategy; `None` takes it away.
 
@@ -530,7 +531,7 @@ def devices_of_replicas(
 def _default_owner(devices: Sequence[Device]) -> Device:
     """The CPU, as in TensorFlow, for parameters of replicas on several devices.
 
-    With a warning if these are faster.
+    This function warns if the devices are faster than the CPU.
     """
     places = list(
         dict.fromkeys(str(device) for device in devices if device.type != "cpu")
@@ -554,9 +555,10 @@ def _default_owner(devices: Sequence[Device]) -> Device:
 def make_storage(
     devices: list[Device], owner: Device, buffer_aggregation: str, **mirrored: Any
 ) -> Storage:
-    """The storage: one replica on the parameter device uses the user's own objects.
+    """The storage of the parameters of a strategy.
 
-    All others have copies.
+    A replica on the parameter device uses the user's own objects if it is the only one.
+    All other replicas have copies.
 
     Raises:
         ValueError: If there is no such `buffer_aggregation`.

@@ -1,6 +1,7 @@
-"""Strategy: where replicas run, where parameters live, and how data is split.
+"""The class `Strategy`, and what it shares with the `Strategy` of compat.v1.
 
-It puts that together, and how values become one.
+A strategy puts together where replicas run, where parameters live, how data is split
+and how the replicas' values become one.
 
 `StrategyBase` has the methods that strategies of TensorFlow 1 and 2 share. Each checks
 its call and passes it to `extended`. Each version has a class `Strategy` with further
@@ -165,9 +166,9 @@ class StrategyScope(Generic[S]):
 
 
 class StrategyBase:
-    """What `torchstrategy.Strategy` and `compat.v1.Strategy` have in common.
+    """What `torchstrategy.Strategy` and `torchstrategy.compat.v1.Strategy` share.
 
-    That is nearly all. The other one is `torchstrategy.compat.v1.Strategy`.
+    The two classes have nearly all methods in common.
 
     Args:
         extended: How this strategy does it.
@@ -206,7 +207,7 @@ class StrategyBase:
 
     def __repr__(self) -> str:
         facts = []
-        # It is being made, or has no devices.
+        # The strategy is being made, or has no devices.
         with suppress(AttributeError, RuntimeError):
             facts.append(plural(self.num_replicas_in_sync, "replica"))
             workers = self._extended._workers.count
@@ -221,7 +222,7 @@ class StrategyBase:
 
         def __getattr__(self, name: str) -> Any:
             if hasattr(type(self), name):
-                # A property failed: once more, for its own error.
+                # A property failed: this second look-up raises its own error.
                 return object.__getattribute__(self, name)
             meant = did_you_mean(name, dir(type(self)))
             raise AttributeError(
@@ -232,7 +233,7 @@ class StrategyBase:
 
     @property
     def extended(self) -> StrategyExtended:
-        """What a library built on strategies needs, and a training script does not."""
+        """What libraries built on strategies need, and training scripts do not."""
         return self._extended
 
     @property
@@ -242,19 +243,19 @@ class StrategyBase:
 
     @property
     def cluster_resolver(self) -> ClusterResolver | None:
-        """What knows the processes of a strategy over several.
+        """The resolver that knows the processes of a strategy over several processes.
 
         It is None if all replicas are in this process.
         """
         return self._extended._cluster_resolver
 
     def scope(self) -> StrategyScope[Self]:
-        """A context manager: what you create inside belongs to this strategy.
+        """A context manager: models you create in it belong to this strategy.
 
-        Modules and optimizers do. It is the current strategy there.
+        So do optimizers and variables. In the block, this strategy is the current one.
 
-        Modules and optimizers that are created in it can be used in the step as they
-        are. It may be entered again, also within itself.
+        You can use what you create in the block in the step as it is. You may enter the
+        scope again, also within itself.
 
         Example:
             >>> strategy = torchstrategy.OneDeviceStrategy("cpu")
@@ -358,8 +359,9 @@ class StrategyBase:
               1: 11.0
             }
 
-        Differs from tf.distribute: Gradients arrive in the parameters. An empty replica
-            sits out (`RunOptions(run_empty_replicas=True)` runs it). A value with more
+        Differs from tf.distribute:
+            Gradients arrive in the parameters. An empty replica sits out
+            (`RunOptions(run_empty_replicas=True)` runs it). A value with more
             components than there are replicas is refused.
 
         Raises:
@@ -413,7 +415,7 @@ class StrategyBase:
     ) -> Tree:
         """Runs `fn` with the next batch of an iterator as its one argument.
 
-        Without an iterator, it has none.
+        Without an iterator, `fn` gets no argument.
 
         A batch that is a tuple is one argument, too.
 
@@ -540,7 +542,8 @@ class StrategyBase:
     ) -> Tree:
         """The sum or mean of a value over the replicas.
 
-        If `axis` is given, it is also taken along that axis in each of them.
+        If you give `axis`, the sum or mean is also taken along that axis in each
+        replica.
 
         `reduce(MEAN, losses, axis=0)` of per-example losses is the mean over all
         examples, also of an uneven batch. `reduce(MEAN, loss, axis=None,
@@ -578,8 +581,9 @@ class StrategyBase:
             >>> strategy.reduce("mean", means, axis=None, weights=batch)
             tensor(2.)
 
-        Differs from tf.distribute: Containers are mapped. The mean of integers is
-            float32, not float64. `weights` is ours.
+        Differs from tf.distribute:
+            Containers are mapped. The mean of integers is float32, not float64.
+            `weights` is ours.
 
         Raises:
             ValueError: If shapes do not fit, there is no such axis, the reduction is
@@ -731,7 +735,7 @@ class StrategyBase:
     def distribute_datasets_from_function(
         self, dataset_fn: DatasetFn, options: InputOptions | None = None
     ) -> DistributedDataset[Any]:
-        """Gives each replica elements of `dataset_fn`'s dataset, as they are.
+        """Gives each replica elements of the dataset that `dataset_fn` returns, uncut.
 
         For a step, the replicas are given the next n elements, in order; so the dataset
         is made for the batch size of one replica. Where it runs out in the middle of a
@@ -767,9 +771,10 @@ class StrategyBase:
               1: tensor([], dtype=torch.int64)
             }
 
-        Differs from tf.distribute: No element is lost at the end, which TensorFlow
-            leaves out under some strategies. `PER_REPLICA` works under every strategy
-            with replicas that synchronize.
+        Differs from tf.distribute:
+            No element is lost at the end, which TensorFlow leaves out under some
+            strategies. `PER_REPLICA` works under every strategy with replicas that
+            synchronize.
 
         Raises:
             TypeError: If `dataset_fn` cannot be called with a context, or returns no
@@ -837,9 +842,7 @@ class StrategyBase:
         return module
 
     def distribute_optimizer(self, optimizer: O) -> O:
-        """Gives this strategy an optimizer that was created outside of its scope.
-
-        So the step can use it.
+        """Lets the step use an optimizer that you created outside of the scope.
 
         Example:
             >>> strategy = torchstrategy.CentralStorageStrategy(["cpu", "cpu"])
@@ -904,9 +907,7 @@ class Strategy(StrategyBase):
     @overload
     def gather(self, value: Any, axis: int) -> Any: ...
     def gather(self, value: Tree, axis: int) -> Tree:
-        """The components of a value, joined along `axis`, as one tensor.
-
-        They are in replica order.
+        """The components of a value, joined along `axis` in replica order, as a tensor.
 
         A list with a Python object for each row, such as texts, ids or dicts of them,
         becomes a list of the rows of all replicas. The outermost list is the one of
@@ -959,9 +960,9 @@ class Strategy(StrategyBase):
             )
 
     def experimental_make_numpy_dataset(self, numpy_input: Tree) -> Dataset[Tree]:
-        """A map-style dataset of the rows of arrays. Nothing is copied.
+        """A map-style dataset of the rows of arrays, which are not copied.
 
-        It is for a `torch.utils.data.DataLoader`.
+        Give it to a `torch.utils.data.DataLoader`.
 
         Args:
             numpy_input: An array; or tuples, named tuples and dicts of arrays to any
@@ -989,8 +990,9 @@ class Strategy(StrategyBase):
               1: tensor([6])
             }
 
-        Differs from tf.distribute: A change of an array is seen in the dataset.
-            TensorFlow 2.4 has it in `compat.v1` only.
+        Differs from tf.distribute:
+            A change of an array is seen in the dataset. TensorFlow 2.4 has it in
+            `compat.v1` only.
 
         Raises:
             ValueError: If arrays have no dimensions, differ in their numbers of rows,
@@ -1005,7 +1007,7 @@ class Strategy(StrategyBase):
     def experimental_distribute_values_from_function(
         self, value_fn: Callable[[ValueContext], Tree]
     ) -> Tree:
-        """A distributed value whose component in each replica `value_fn` returns.
+        """A distributed value: `value_fn` returns the component of each replica.
 
         Args:
             value_fn: Called with a `ValueContext` once for each replica, in order, on
@@ -1044,7 +1046,7 @@ class Strategy(StrategyBase):
     ) -> torch.Tensor:
         """Places a tensor on one of the logical devices of its replica.
 
-        A replica here has one: the tensor is returned.
+        Here, a replica has one device, so you get the tensor back.
 
         Example:
             >>> strategy = torchstrategy.OneDeviceStrategy("cpu")
@@ -1071,7 +1073,7 @@ class Strategy(StrategyBase):
     ) -> torch.Tensor:
         """Splits a tensor over the logical devices of its replica.
 
-        A replica here has one: the tensor is returned.
+        Here, a replica has one device, so you get the tensor back.
 
         Args:
             tensor: Any tensor.
@@ -1116,7 +1118,7 @@ class Strategy(StrategyBase):
     ) -> torch.Tensor:
         """Replicates a tensor to the logical devices of its replica.
 
-        A replica here has one: the tensor is returned.
+        Here, a replica has one device, so you get the tensor back.
 
         Example:
             >>> strategy = torchstrategy.OneDeviceStrategy("cpu")

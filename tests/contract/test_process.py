@@ -146,8 +146,9 @@ EVERYWHERE = """
 @pytest.mark.slow
 def test_ctrl_c_may_arrive_anywhere() -> None:
     # run: it comes out of `run`. next run: that one works. state: it is that from
-    # before or from after the run. traces: nothing of ours stays in the user's objects
-    # or in torch. threads: none of ours dies aloud.
+    # before or from after the run.
+    # traces: nothing of ours stays in the user's objects or in torch. threads: none of
+    # ours dies aloud.
     done = run_program(EVERYWHERE)
     assert done.returncode == 0, done.stderr
     number, broken = json.loads(done.stdout)

@@ -1,6 +1,6 @@
 """What every other room uses.
 
-Types, errors, options, devices, values, and where a thread is.
+It has types, errors, options, devices, values, and where a thread is.
 
 It answers: what is a device, a value of several replicas, a nested container? Where is
 this thread? No file here decides what becomes of a model, a gradient or a batch. But

@@ -67,9 +67,9 @@ class Frame:
 
 
 class _ThreadFrames(threading.local):
-    """This thread's stack.
+    """This thread's stack, and the strategy below it.
 
-    `experimental_set_strategy` puts a strategy below it.
+    `experimental_set_strategy` puts that strategy there.
     """
 
     def __init__(self) -> None:
@@ -93,7 +93,7 @@ def set_default(strategy: StrategyLike, replica_context: ReplicaContextLike) -> 
 def remember_frames() -> Callable[[], None]:
     """Returns a function that puts this thread's stack back to what it is now.
 
-    It does so even if a block was not left.
+    The function works even if a block was not left.
     """
     frames, depth = this_thread.frames, len(this_thread.frames)
 
@@ -114,7 +114,7 @@ def current_frame() -> Frame | None:
 def outside_of_strategies(device: Device | None) -> Iterator[None]:
     """Runs a block as if this thread had entered no strategy.
 
-    The block has this default device: see `using_device`.
+    The block uses the given default device; see `using_device`.
     """
     frames, this_thread.frames = this_thread.frames, []
     try:
@@ -127,7 +127,7 @@ def outside_of_strategies(device: Device | None) -> Iterator[None]:
 def local_object(users: Any) -> Any:
     """What the replica of this thread uses in the place of an object of the user's.
 
-    That is its own copy, or the object.
+    It is the replica's own copy, or the user's object.
     """
     frames = this_thread.frames
     return frames[-1].local_objects.get(id(users), users) if frames else users
@@ -136,7 +136,7 @@ def local_object(users: Any) -> Any:
 def current_strategy() -> StrategyLike:
     """The strategy in whose scope or replica the caller is.
 
-    Outside of every scope, the default strategy.
+    Outside of every scope, it is the default strategy.
     """
     frame = current_frame()
     return frame.strategy if frame else _default[0]
@@ -157,7 +157,7 @@ def has_strategy() -> bool:
 def in_cross_replica_context() -> bool:
     """Whether the caller acts for all replicas.
 
-    It is in a scope or a merge function, and not in a replica.
+    If so, it is in a scope or a merge function, and not in a replica.
 
     Example:
         >>> with torchstrategy.OneDeviceStrategy("cpu").scope():
@@ -183,7 +183,7 @@ def is_in_replica() -> bool:
 def current_replica_context() -> ReplicaContextLike | None:
     """The context of the replica that the caller is in.
 
-    None exactly when `in_cross_replica_context()` is true.
+    It is None exactly when `in_cross_replica_context()` is true.
     """
     frame = current_frame()
     return frame.replica_context if frame else _default[1]
@@ -233,7 +233,7 @@ def require_cross_replica(
         RuntimeError: In a replica of `strategy`, or in the context of another strategy.
     """
     frames = this_thread.frames
-    # As `current_frame`, without a call.
+    # The same as `current_frame()`, without a call.
     frame = frames[-1] if frames else this_thread.set_frame
     if frame is None:  # the usual case
         return
@@ -290,7 +290,7 @@ def needs_device_context(device: Device) -> bool:
 def using_device(device: Device | None) -> AbstractContextManager[object]:
     """A block in which tensors that are created without a device are on `device`.
 
-    It is a null context if they are there anyway.
+    You get a null context if such tensors are there anyway.
 
     Numbers that a random generator draws are on the device of this generator.
     """
@@ -305,15 +305,15 @@ def using_device(device: Device | None) -> AbstractContextManager[object]:
 
 @final
 class _TorchState(NamedTuple):
-    """The state that torch keeps for each thread, as far as the library sets it again.
+    """The part of torch's state of a thread that the library sets again.
 
-    It is set again when a replica has run.
+    It does so when a replica has run.
 
     The grad mode and the inference mode are not here: `CallerState._call_on` sets both
     for one block.
     """
 
-    # Of each device type: whether it is on, and to which dtype.
+    # For each device type: whether autocast is on, and to which dtype it casts.
     autocast: list[tuple[str, bool, torch.dtype]]
     autocast_cache: bool
     # How many autocasts the thread is in, as far as its cache of casted weights counts
@@ -456,7 +456,7 @@ def _types_with_autocast() -> tuple[str, ...]:
 def _reset_thread(autocast_nesting: int) -> None:
     """Ends all modes, hooks and autocasts of this thread.
 
-    Those that the step has left behind end, too.
+    It also ends those that the step has left behind.
 
     Args:
         autocast_nesting: Of the blocks of autocast that the thread is in, so many stay.

@@ -20,7 +20,7 @@ _KNOWN = ("cuda", "xpu", "mps", "mtia", "hpu")
 def canonical_device(name: DeviceLike) -> Device:
     """The device of a name: `"cuda:1"`, `"/gpu:1"`, `1` and so on.
 
-    It may be as long as `"/job:localhost/replica:0/task:0/device:GPU:1"`.
+    TensorFlow's long names work, too: `"/job:localhost/replica:0/task:0/device:GPU:1"`.
 
     An integer is the index of an accelerator; `None` and `""` are torch's current
     default device.
@@ -64,7 +64,7 @@ def memory_device(device: Device) -> Device:
 def device_count(device_type: str) -> int | None:
     """How many devices of a type there are.
 
-    It is None for logical CPUs, of which there are as many as the user names.
+    It is None for logical CPUs, since there are as many as the user names.
     """
     if device_type == "cpu":
         return None

@@ -1,6 +1,6 @@
-"""One value per replica.
+"""One value per replica: how such values are made, and what they refuse.
 
-How such values are made, taken apart and printed, and which uses they refuse.
+It also takes such values apart and prints them.
 
 A replica that gets no rows of a batch takes no part in the step, and then has no value:
 `ABSENT` is in its place. All functions in this file work on the values of the other
@@ -57,7 +57,7 @@ ABSENT = _Absent()
 class Unmade:
     """A placeholder for a part of a batch without rows.
 
-    It is made only when somebody reads it.
+    The part is made only when somebody reads it.
 
     Args:
         make: Makes the part.
@@ -70,7 +70,7 @@ class Unmade:
         return "a piece without rows"
 
 
-# So that variables, which are tensors, can be registered.
+# ABCMeta lets variables, which are tensors, be registered as subclasses.
 class DistributedValues(Generic[T], metaclass=ABCMeta):
     """The values of several replicas in one container: a component per replica.
 
@@ -96,8 +96,9 @@ class DistributedValues(Generic[T], metaclass=ABCMeta):
         >>> value.values
         (10, 11)
 
-    Differs from tf.distribute: A replica that gets no rows of a batch takes no part in
-        the step and has no component; see `RunOptions`.
+    Differs from tf.distribute:
+        A replica that gets no rows of a batch takes no part in the step and has no
+        component; see `RunOptions`.
 
     Source: https://www.tensorflow.org/versions/r2.4/api_docs/python/tf/distribute/DistributedValues
     """
@@ -115,7 +116,7 @@ class DistributedValues(Generic[T], metaclass=ABCMeta):
     @property
     def values(self) -> tuple[T, ...]:
         """The components of the replicas that are present, in replica order."""
-        # Nearly always, and this is cheaper.
+        # Components are plain nearly always, and this check is cheaper.
         is_plain = _SPECIAL.isdisjoint(map(type, self._components))
         return (
             self._components
@@ -313,7 +314,7 @@ def _misuse_message(value: Any, use: str) -> str:
 def _replicas_of(value: Any) -> str:
     """How many replicas have a component.
 
-    It also says how many rows each of them got, if the value is a batch.
+    If the value is a batch, it also says how many rows each of them got.
     """
     count = len(value._components)
     replicas = plural(count, "replica")
@@ -394,7 +395,7 @@ for _name, _method in {
 
 @final
 class Mirrored(DistributedValues):
-    """Components that are known to be equal, such as a reduction sent to all devices.
+    """Components that are known to be equal, such as a value sent to several devices.
 
     Unlike a per-replica value, it can be used as a tensor: in a replica as that
     replica's component, elsewhere as the component of the first replica.
@@ -425,7 +426,7 @@ def _forward(name: str, operation: Callable[..., Any]) -> None:
 def _component_here(value: Any) -> Any:
     """The component of a mirrored value that the caller uses.
 
-    In a replica it is its own, elsewhere that of the first.
+    A replica uses its own component. Elsewhere, the caller uses the first one.
     """
     if not isinstance(value, Mirrored):
         return value
@@ -449,7 +450,7 @@ _forward("__float__", float)
 def local_results(value: Tree, num_replicas: int) -> tuple[Tree, ...]:
     """The present components of `value`.
 
-    For a container, one container per replica; for anything else, `(value,)`.
+    A container becomes one container per replica. Anything else becomes `(value,)`.
     """
     if isinstance(value, DistributedValues):
         return value.values
@@ -480,7 +481,7 @@ def distributed_within(tree: Tree) -> list[DistributedValues]:
 
 
 def _is_distributed(value: Tree) -> bool:
-    # Which is nearly always one of these, and to ask the common class takes a call.
+    # The type is nearly always one of these. A check by the common class takes a call.
     kind = type(value)
     return kind is PerReplica or (
         kind not in PLAIN_LEAVES and isinstance(value, DistributedValues)
@@ -490,7 +491,8 @@ def _is_distributed(value: Tree) -> bool:
 def select(tree: Tree, replica: int) -> Tree:
     """`tree` as replica `replica` sees it.
 
-    New containers have its component in place of every distributed value.
+    In new containers, the replica's component takes the place of every distributed
+    value.
     """
     # Lists, tuples and dicts, as most arguments are, are quicker to walk than to
     # flatten.
@@ -520,7 +522,7 @@ def select(tree: Tree, replica: int) -> Tree:
 def select_for_understudy(tree: Tree) -> Tree:
     """`tree` for a replica that runs the step as an understudy.
 
-    It has borrowed rows in the place of a batch.
+    Borrowed rows take the place of a batch.
 
     A distributed value that lends nothing stays in the tree, and `select` takes its
     component.
@@ -605,7 +607,7 @@ def regroup_in_worker(
 ) -> Tree:
     """`regroup` where other processes have replicas, too.
 
-    A value of a single replica is not that of all replicas.
+    There, a value of a single replica is not the value of all replicas.
 
     Args:
         by_replica: One tree for each replica of this process; `ABSENT` for a replica

@@ -73,7 +73,7 @@ class SharedWriteWarning(UserWarning):
 class ReplicaBufferWarning(UserWarning):
     """Replicas wrote different numbers on a buffer or plain attribute of a module.
 
-    Those of the first are kept.
+    The strategy keeps the numbers of the first replica.
 
     The running statistics of normalisation layers are averaged instead. A queue, a
     codebook or a count of rows, which `forward` computes from the rows that it sees,
@@ -91,7 +91,7 @@ class ReplicaBufferWarning(UserWarning):
 class LossWeightWarning(UserWarning):
     """Gradients were weighted by rows, but a loss was divided by something else.
 
-    It was divided by tokens, for example.
+    For example, the loss was divided by the number of tokens.
 
     The mean over the tokens of a batch is not the mean of the replicas' means, unless
     each has as many tokens. A run warns once for each step, if the gradient is another
@@ -122,7 +122,8 @@ class LossWeightWarning(UserWarning):
 class UndistributedBatchWarning(UserWarning):
     """A step was trained on tensors that were not split among the replicas.
 
-    So each replica computed with all rows.
+    So each replica computed with all rows. Pass batches of
+    `experimental_distribute_dataset`.
 
     Example:
         >>> import warnings
@@ -195,9 +196,9 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 def explain_keywords(
     names: dict[str, Any], public: Iterable[str], methods_of: tuple[type, ...] = ()
 ) -> None:
-    """Lets public callables say which keyword argument a misspelt one was meant to be.
+    """Lets public callables say which keyword argument you meant, if one is misspelt.
 
-    They are functions, constructors and methods.
+    The callables are functions, constructors and methods.
 
     Args:
         names: The namespace that has them. Functions are replaced there.
@@ -245,9 +246,9 @@ _EXPLAINED = "_has_explained_keywords"
 
 
 def _with_explained_keywords(function: FunctionType, shown: str) -> Callable[..., Any]:
-    """The function, which says of an unknown keyword argument which was meant.
+    """The function, with a hint in the error for an unknown keyword argument.
 
-    `shown` is its name, or empty.
+    `shown` is the function's name for the hint, or empty.
     """
     parameters = inspect.signature(function).parameters.values()
     known = [
@@ -296,7 +297,7 @@ def an(noun: str) -> str:
 def require_type(value: object, kind: Any, what: str) -> None:
     """Raises a TypeError for a value of another type.
 
-    `what` says, in the user's words, which is wanted.
+    `what` says in the user's words what is wanted.
     """
     if not isinstance(value, kind):
         raise TypeError(f"{what}; got {value!r:.200}, {an(type(value).__name__)}.")
@@ -305,7 +306,7 @@ def require_type(value: object, kind: Any, what: str) -> None:
 def as_int(value: object, otherwise: str) -> int:
     """An integer, or what Python takes for one.
 
-    Anything else is a TypeError that says `otherwise`.
+    For anything else, it raises a TypeError that says `otherwise`.
     """
     try:
         return operator.index(value)  # type: ignore[arg-type]
@@ -314,9 +315,9 @@ def as_int(value: object, otherwise: str) -> int:
 
 
 def unpicklable(thing: object, why: str) -> TypeError:
-    """The error for an object that is of use in this process only.
+    """The error for saving an object that is of use in this process only.
 
-    The user saves it, or sends it to another process.
+    The user saves the object, or sends it to another process.
     """
     return TypeError(f"This {type(thing).__name__} cannot be pickled: {why}")
 
@@ -324,7 +325,7 @@ def unpicklable(thing: object, why: str) -> TypeError:
 def described(error: BaseException) -> str:
     """The type and text of an error.
 
-    The `__str__` of some errors raises, and then the text says so.
+    If the `__str__` of the error raises, the text says so.
 
     What cannot be printed or sent, as half of a surrogate pair, becomes an escape.
     """
@@ -337,7 +338,7 @@ def described(error: BaseException) -> str:
 def add_note(error: BaseException, note: str) -> None:
     """Adds `note` to what a traceback prints below `error`.
 
-    It does so once, even if the same object is raised several times.
+    It adds the note once, even if the same object is raised several times.
     """
     notes = getattr(error, "__notes__", [])
     if note in notes:

@@ -1,6 +1,6 @@
 """Whether a tensor was written, and whether two tensors hold the same numbers.
 
-There is one way to ask each.
+Each question has exactly one way to ask it, which is here.
 
 *Was it written?* Torch counts the writes on a tensor in its version. A version by
 itself says nothing: whoever wants to know looks twice, and compares. `Versions` does so
@@ -49,7 +49,7 @@ from torchstrategy._base.torch_internals import (
 def version_of(tensor: torch.Tensor) -> int:
     """How often a tensor was written in place, as torch counts it.
 
-    It is 0 for an inference tensor, which does not count.
+    It is 0 for an inference tensor, which does not count its writes.
     """
     try:
         return version(tensor)
@@ -69,9 +69,9 @@ def versions_of(tensors: Sequence[torch.Tensor | None]) -> list[int]:
 
 
 def mark_of(tensor: torch.Tensor | None) -> tuple[int, int]:
-    """What differs once a tensor was written, or another one is in its place.
+    """A mark that differs once a tensor was written, or another one is in its place.
 
-    It does for as long as somebody keeps it.
+    The mark works for as long as somebody keeps it.
     """
     return id(tensor), -1 if tensor is None else version_of(tensor)
 
@@ -111,7 +111,7 @@ class Versions:
 class Look(NamedTuple):
     """What a later look at some tensors is compared with.
 
-    It tells whether they were written, or have moved.
+    The comparison tells whether the tensors were written or have moved.
     """
 
     versions: list[int]
@@ -136,7 +136,7 @@ def differing(
 ) -> list[int]:
     """The positions at which some lists differ from earlier ones.
 
-    Each list says something else of the same things.
+    Each list says another fact about the same things.
     """
     if columns == others:  # mostly; it needs no Python call for each position
         return []
@@ -210,7 +210,7 @@ _PIECE = 1 << 12
 def checksum_of_piece(tensor: torch.Tensor, number: int) -> int:
     """The checksum of a piece of a tensor in the CPU's memory.
 
-    Each number takes another piece, by turns.
+    For each `number`, by turns, it takes another piece.
 
     Each backward takes one. The pieces of tensors with the same numbers are the same in
     every layout.
@@ -265,7 +265,7 @@ def digest(data: bytes) -> bytes:
 def digest_of(tensor: torch.Tensor) -> bytes:
     """The digest of the elements of a tensor of any layout, in their order.
 
-    The host waits for an accelerator.
+    For a tensor on an accelerator, the host has to wait.
 
     A tensor whose memory somebody has taken away has none.
     """
@@ -277,7 +277,8 @@ def digest_of(tensor: torch.Tensor) -> bytes:
 def _dense_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     """The dense tensors that make up a tensor.
 
-    A sparse one has indices and values; a wrapping one has all others.
+    A sparse tensor has indices and values. A tensor that wraps others has the parts of
+    all these.
     """
     if wraps_others(tensor):
         return list(chain.from_iterable(map(_dense_parts, wrapped_by(tensor))))

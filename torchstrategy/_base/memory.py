@@ -1,6 +1,6 @@
 """Where the numbers of a tensor lie in memory.
 
-Several may lie at one place, or in memory that tensors share.
+Several numbers may lie at one place, and tensors may share memory.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from torchstrategy._base.torch_internals import unseen_by_function_modes
 def own_storage(tensor: torch.Tensor) -> torch.UntypedStorage | None:
     """The storage in which all elements of a dense tensor lie.
 
-    It is None if there is none, or if it is too small.
+    It is None if there is no such storage, or if it is too small.
 
     See Note [Tensors without memory].
     """
@@ -38,7 +38,7 @@ def own_storage(tensor: torch.Tensor) -> torch.UntypedStorage | None:
         try:
             storage = tensor.untyped_storage()
             is_there = storage.data_ptr() and extent(tensor)[1] <= storage.nbytes()
-        # A layout that has no storage, or a tensor that wraps others.
+        # This layout has no storage, or the tensor wraps others.
         except RuntimeError:
             return None
     return storage if is_there else None
@@ -70,7 +70,7 @@ LOST_MEMORY = (
 def sizes_of(storages: Iterable[torch.UntypedStorage]) -> list[int]:
     """How many bytes each of some storages has.
 
-    It differs once somebody has taken memory away, or given it.
+    The number changes if somebody takes memory away or adds some.
     """
     return list(map(torch.UntypedStorage.nbytes, storages))
 
@@ -81,9 +81,9 @@ def wraps_others(tensor: torch.Tensor) -> bool:
 
 
 def wrapped_by(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The tensors that a tensor has in the place of memory of its own.
+    """The tensors that a tensor wraps in the place of memory of its own.
 
-    What these wrap comes with them. Without any, it is the tensor itself.
+    It also lists what these wrap. A tensor that wraps none is its own only entry.
     """
     if not wraps_others(tensor):
         return [tensor]
@@ -113,7 +113,7 @@ def extent(tensor: torch.Tensor) -> tuple[int, int]:
 def memory_between_ends(tensor: torch.Tensor) -> torch.Tensor:
     """The CPU's memory from a tensor's first element to its last, as bytes.
 
-    It is the same memory, and no copy.
+    The result is no copy: it shares the memory.
 
     In gaps between the elements there may be what belongs to other tensors. A tensor
     without memory has no bytes.
@@ -127,9 +127,9 @@ def memory_between_ends(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def memory_at(address: int, num_bytes: int) -> ctypes.Array[ctypes.c_char]:
-    """So many bytes from an address of the CPU's memory.
+    """A number of bytes from an address of the CPU's memory.
 
-    It is the same memory, which the caller has to keep alive.
+    The result is no copy, so the caller has to keep the memory alive.
 
     A run reads some kilobytes several times. By then, the code that makes an array of
     NumPy is in no cache of the processor: it takes 20 us there, and this takes 4.
@@ -155,7 +155,7 @@ def _reader_of(num_bytes: int) -> Callable[[int], ctypes.Array[ctypes.c_char]]:
 def bits(tensor: torch.Tensor) -> torch.Tensor:
     """The elements of a dense tensor as bytes, one after the other.
 
-    It is a copy where they are not so in memory.
+    The result is a copy if the elements do not lie so in memory.
     """
     numbers = as_in_memory(tensor).contiguous()
     # An empty tensor, such as that of an empty array, may have strides that `view`
@@ -176,7 +176,7 @@ def as_in_memory(tensor: torch.Tensor) -> torch.Tensor:
 def flatten(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
     """The elements of dense tensors of one dtype and device, in new memory.
 
-    They lie there one after the other.
+    The tensors lie there one after the other.
 
     So they are sent, added up or compared by one call. `torch_internals.unflatten`
     takes them apart again. (Torch's own function for this returns a view if there is
@@ -188,7 +188,7 @@ def flatten(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
 def write_values(tensor: torch.Tensor, values: torch.Tensor) -> None:
     """Writes on a tensor, which may be an expanded one.
 
-    Torch refuses to write on each of its numbers.
+    PyTorch itself refuses to write on an expanded tensor.
 
     Args:
         tensor: The tensor.

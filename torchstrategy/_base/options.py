@@ -38,7 +38,7 @@ class VariableSynchronization(enum.Enum):
 class VariableAggregation(enum.Enum):
     """How the values of several replicas become the one value of a `Variable`.
 
-    They do when it is assigned or read.
+    They become one when the variable is assigned or read.
 
     `NONE`: they cannot become one; assigning the variable in a replica is an error.
 
@@ -133,7 +133,7 @@ GradientReduction = ReduceOp | Literal["loss"]
 
 
 def as_gradient_reduction(said: ReduceOp | str) -> GradientReduction:
-    """How gradients become one, as somebody said: a `ReduceOp` member, or `"loss"`.
+    """How gradients become one, as a person said: a `ReduceOp` member, or `"loss"`.
 
     Raises:
         ValueError: If it is a string that names no reduction.
@@ -198,8 +198,9 @@ class RunOptions:
         >>> torch.allclose(model.weight.grad, 2 * gradient)
         True
 
-    Differs from tf.distribute: TensorFlow ignores the TPU options on other strategies;
-        here they are refused. TensorFlow does not have the last three options.
+    Differs from tf.distribute:
+        TensorFlow ignores the TPU options on other strategies; here they are refused.
+        TensorFlow does not have the last three options.
 
     Raises:
         ValueError: If a TPU option is set, or an example count is negative.
@@ -262,7 +263,7 @@ NO_OPTIONS = RunOptions()
 class ValueContext:
     """Says which replica a value is made for.
 
-    `Strategy.experimental_distribute_values_from_function` gives it to its function.
+    `Strategy.experimental_distribute_values_from_function` passes it to your function.
 
     Example:
         >>> context = torchstrategy.experimental.ValueContext(1, 4)

@@ -71,7 +71,7 @@ ROW_OBJECTS = (
 def are_equal(value: Any, other: Any) -> bool:
     """Whether two values are one object, equal plain values, or tuples of such.
 
-    Equal plain values are of one type.
+    Equal plain values have the same type.
 
     Two equal tensors, or other objects, count as different: later, one of them may be
     changed in one replica.

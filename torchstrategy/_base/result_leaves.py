@@ -1,6 +1,6 @@
 """The leaves of what steps return, each with its path for messages.
 
-Those in dataclasses and mappings are included.
+The leaves in dataclasses and mappings are included.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def map_results(
 def paths_of_results(value: Tree, is_leaf: IsLeaf = is_one_thing) -> list[str]:
     """How Python code reads each leaf of what `run` returned.
 
-    They are in the order in which `map_results` comes to them.
+    The paths are in the order in which `map_results` comes to the leaves.
 
     Raises:
         ValueError: As `map_results` does.
@@ -120,6 +120,6 @@ def _map_results(visit: _Visit, value: Tree, path: str, is_leaf: IsLeaf) -> Tree
         if not path:
             raise
         located = type(error)(f"value{path}: {error}")
-        # What is noted on it: whether other processes know of it.
+        # These attributes note whether other processes know of the error.
         vars(located).update(vars(error))
         raise located from None

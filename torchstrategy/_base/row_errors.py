@@ -1,6 +1,6 @@
 """The errors for rows that do not fit.
 
-What was given cannot be split, or would be split into parts that do not agree.
+A value cannot be split, or its parts would not agree with those of another one.
 
 Whoever finds such a thing raises what a function here returns, so that all that is said
 of rows reads alike. That batches are laid out with something else first is told by
@@ -37,9 +37,9 @@ def single_elements_error(kind: str, replicas: int) -> ValueError:
 def unequal_leaves_error(
     first: str, rows: int, other: str, other_rows: int
 ) -> ValueError:
-    """For two leaves of a batch that have different numbers of rows.
+    """The error for two leaves of a batch that have different numbers of rows.
 
-    Each is named as Python code reads it.
+    It names each leaf by the Python code that reads it.
     """
     return ValueError(
         f"The leaves of a batch have different numbers of rows: {first} has {rows} and "
@@ -56,7 +56,10 @@ def unequal_leaves_error(
 
 
 def samples_are_no_rows_error(rows: int, samples: int) -> ValueError:
-    """For a loader of several workers that makes no one row of each sample."""
+    """The error for a loader of several workers whose samples are no rows.
+
+    Such a loader does not make one row of each of its samples.
+    """
     return ValueError(
         f"The loader made {plural(rows, 'row')} of {plural(samples, 'sample')}. Each "
         "worker loads only samples of its own, so the rows of a batch have to be its "
@@ -67,9 +70,9 @@ def samples_are_no_rows_error(rows: int, samples: int) -> ValueError:
 
 
 def no_empty_part_error(kind: str, error: Exception) -> ValueError:
-    """For a replica without rows, where the user's function makes no such value.
+    """The error for a replica without rows, where a value without rows cannot be made.
 
-    That would be a value of this kind without rows.
+    The user's function makes no value of this kind without rows.
     """
     return ValueError(
         f"A replica got no rows, and there is no {kind} without rows to give it: "
@@ -80,7 +83,7 @@ def no_empty_part_error(kind: str, error: Exception) -> ValueError:
 
 
 def taken_rows_error(told: str, rows: int, part: slice) -> ValueError:
-    """For a user's function, `told`, that returned so many rows for a batch's part."""
+    """The error for a user's function, `told`, that returned a wrong number of rows."""
     wanted = part.stop - part.start
     return ValueError(
         f"{told} returned {plural(rows, 'row')} for slice({part.start}, {part.stop}), "
@@ -97,7 +100,10 @@ def row_shares_error(shares: Sequence[float], replicas: int) -> ValueError:
 
 
 def indivisible_batch_error(global_batch_size: int, replicas: int) -> ValueError:
-    """For a batch size that does not divide equally, where a replica's is asked for."""
+    """The error for a batch size that does not divide equally among the replicas.
+
+    Somebody asks for the batch size of a replica.
+    """
     next_size = (global_batch_size // replicas + 1) * replicas
     return ValueError(
         f"A global batch size of {global_batch_size} does not divide into {replicas} "

@@ -1,6 +1,6 @@
-"""Lists of Python objects with one for each row, such as texts and ids.
+"""Lists with one Python object for each row, such as texts and ids.
 
-Each replica has its own rows.
+Each replica has a list of its own rows.
 
 In a result of `Strategy.run` such a list is a `PerReplica` of lists, or, where all
 replicas returned lists of one length, a list of `PerReplica`s. The outermost list is
@@ -27,10 +27,9 @@ from torchstrategy._base.types import Tree
 
 
 def is_row_list(value: Tree) -> bool:
-    """Whether a value is a list of one Python object per row, of any replicas.
+    """Whether a value is a list with a Python object for each row.
 
-    It is not if there is a tensor or an array in it: then the tensors are put together,
-    each for itself.
+    It may be the list of one replica or of several.
     """
     if type(value) is PerReplica:
         there = [

@@ -47,7 +47,7 @@ def make_current(streams: Iterable[torch.Stream]) -> None:
     """
     index = torch.accelerator.current_device_index()
     for stream in streams:
-        # Which also makes its device the current one.
+        # This also makes the stream's device the current one.
         torch.accelerator.set_stream(stream)
     torch.accelerator.set_device_index(index)
 
@@ -60,7 +60,7 @@ def on_stream(stream: torch.Stream) -> Iterator[None]:
         torch.accelerator.current_stream(stream.device),
     )
     try:
-        # Which also makes its device the current one.
+        # This also makes the stream's device the current one.
         torch.accelerator.set_stream(stream)
         yield
     finally:
@@ -83,9 +83,9 @@ def on_streams(streams: Streams) -> Iterator[None]:
 
 
 def keep_until_used(tensor: torch.Tensor, stream: torch.Stream) -> None:
-    """Keeps the memory of a dropped tensor for a stream.
+    """Keeps the memory of a dropped tensor until a stream has done its work.
 
-    It is not used again before the stream has done what it has been given.
+    Until the stream has done what it was given, no other tensor gets the memory.
     """
     for part in memory_of(tensor):
         part.record_stream(stream)

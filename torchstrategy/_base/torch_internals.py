@@ -43,7 +43,7 @@ GLOBAL_MODULE_HOOKS: tuple[dict[int, Any], ...] = (
 def global_step_hooks() -> tuple[dict[int, Any], dict[int, Any]]:
     """The tables of hooks that torch calls around the steps of all optimizers.
 
-    Torch cannot list these hooks.
+    PyTorch has no public function that lists these hooks.
 
     They are asked for each time: in ranks on threads, other tables stand in these
     places.
@@ -184,16 +184,16 @@ are_contiguous: Callable[[_Tensors], list[bool]] = functools.partial(
 
 
 def kinds_of(tensors: Sequence[torch.Tensor]) -> set[tuple[torch.dtype, bool]]:
-    """The dtypes of some tensors, each with where such a tensor is.
+    """The dtypes of some tensors, each with whether the tensor is on the CPU.
 
-    It says whether one is on the CPU, or on another device.
+    A dtype is there twice if tensors on the CPU and elsewhere have it.
     """
     with unseen_by_function_modes():
         return set(zip(map(_dtype, tensors), map(_is_cpu, tensors), strict=True))
 
 
 def forms(tensors: Sequence[torch.Tensor]) -> list[object]:
-    """What differs once one of some tensors was resized, or recast, by its `data`."""
+    """A mark that differs if a tensor got another size or dtype through its `data`."""
     with unseen_by_function_modes():
         return [*map(_nbytes, tensors), *map(_dtype, tensors)]
 
@@ -251,7 +251,7 @@ _layout: Callable[[Any], torch.layout] = _of_tensor.layout.__get__
 def readings(tensors: Sequence[torch.Tensor]) -> list[list[object]]:
     """How each of some tensors reads its memory.
 
-    It says whether as conjugate, whether as negative, and with which strides.
+    It says the strides, and whether the tensor is read as conjugate or negative.
     """
     read: list[Callable[[torch.Tensor], Any]] = [
         torch.Tensor.is_conj,
@@ -286,7 +286,7 @@ def pointers(tensors: Sequence[torch.Tensor]) -> list[int]:
 def have_gradient_hooks(leaves: Iterable[torch.Tensor]) -> bool:
     """Whether the user has registered hooks for the gradient of any of some leaves.
 
-    No public function tells that.
+    No public function of torch tells that.
     """
     with unseen_by_function_modes():
         return any(map(_hooks_of_tensor, leaves)) or any(map(_late_hooks, leaves))
@@ -310,7 +310,8 @@ def end_modes() -> None:
     thread has left Python, when a join may be over already: if the process is at its
     end by then, too, it aborts.
     """
-    # It keeps them alive: to pop a mode that nobody else refers to crashes torch 2.10.
+    # The list keeps the modes alive: popping a mode that nobody else refers to crashes
+    # torch 2.10.
     left = dispatch_modes()
     for _ in left:
         pop_dispatch_mode()
@@ -383,9 +384,9 @@ keeping_version: Callable[[_Kept], AbstractContextManager[None]] = (
 
 @contextmanager
 def counting_writes(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
-    """A block that writes each of some tensors once.
+    """A block that writes on each of some tensors once.
 
-    It counts that in their versions, whether torch does or not.
+    The versions of the tensors count the write, whether torch counts it or not.
 
     NCCL writes memory that torch does not look at.
     """
@@ -432,7 +433,7 @@ AroundLosses = Callable[
 class _Around(threading.local):
     """What runs the backwards of this thread, and the forwards of its DDP modules.
 
-    They are modules of `DistributedDataParallel`. None: torch alone.
+    DDP means `DistributedDataParallel`. None means that torch runs them alone.
     """
 
     backward: AroundBackward | None = None
@@ -450,9 +451,9 @@ class _Inputs:
 
 
 def take_inputs_by(of_replica: Callable[[Any], Any]) -> None:
-    """From here on, a gradient that is asked for by a tensor is another's.
+    """Makes a gradient that is asked for by a tensor that of another tensor.
 
-    It is that of what `of_replica` returns for the tensor.
+    From here on, this is what `of_replica` returns for the tensor.
     """
     _Inputs.of_replica = of_replica
     _autograd._engine_run_backward = _run_backward
@@ -523,9 +524,9 @@ def _forward(module: Any, *args: Any, **kwargs: Any) -> Any:
 def run_by(
     backward: AroundBackward, forward: AroundForward, call: Callable[[], T]
 ) -> T:
-    """Returns `call()`, while `backward` runs backwards of this thread.
+    """Returns `call()`, and meanwhile lets `backward` run the thread's backwards.
 
-    It runs each one that adds to `.grad` of leaves.
+    It runs each backward that adds to `.grad` of leaves.
 
     And `forward` runs each forward of a `DistributedDataParallel`.
     """
@@ -544,7 +545,7 @@ def run_by(
 class losses_run_by(AbstractContextManager[None]):
     """A block in which a function runs each backward that adds to `.grad` of leaves.
 
-    It does for the backwards of this thread.
+    The backwards are those of this thread.
 
     It is told where the backward begins, and may let it begin elsewhere.
     """
@@ -565,7 +566,7 @@ class losses_run_by(AbstractContextManager[None]):
 def losses_noted_by(note: Callable[[Sequence[Any]], object]) -> losses_run_by:
     """A block in which a function is told where each backward begins.
 
-    It is told of those of this thread that add to `.grad` of leaves.
+    It hears of backwards of this thread that add to `.grad` of leaves.
 
     Whatever ran these backwards before goes on to run them.
     """
@@ -606,7 +607,7 @@ def is_flat_sharded(module: torch.nn.Module) -> bool:
 def sharding_groups(module: torch.nn.Module) -> Sequence[Any]:
     """The groups of parameters that `fully_shard` has made of a module.
 
-    There are none if it has not sharded the module.
+    The list is empty if `fully_shard` has not sharded the module.
 
     `FSDPModule` sets how it communicates, but does not tell it. Nor does it tell which
     parameters are its own: between forward and backward, its modules may have whole
@@ -625,7 +626,7 @@ def sharding_groups(module: torch.nn.Module) -> Sequence[Any]:
 def places_of_sharded(parameter: Any) -> list[tuple[torch.nn.Module, str]]:
     """The modules that have a parameter of one of `sharding_groups`.
 
-    Each comes with the name under which it has it.
+    Each comes with the name under which it has the parameter.
     """
     info = parameter._module_info
     shared = zip(info.shared_modules, info.shared_param_names, strict=True)
@@ -635,7 +636,7 @@ def places_of_sharded(parameter: Any) -> list[tuple[torch.nn.Module, str]]:
 def whole_of_sharded(parameter: Any) -> torch.Tensor | None:
     """The whole parameter, for which backward computes a gradient.
 
-    None: forward has not put it together yet.
+    It is None if forward has not put it together yet.
     """
     whole: torch.Tensor | None = getattr(parameter, "_unsharded_param", None)
     return whole
@@ -644,7 +645,7 @@ def whole_of_sharded(parameter: Any) -> torch.Tensor | None:
 def communication_hooks(module: Any) -> bool:
     """Whether a `DistributedDataParallel` has communication hooks of its own.
 
-    It does not tell of them.
+    PyTorch has no public function that tells so.
     """
     return bool(module._comm_hooks)
 
@@ -693,9 +694,9 @@ eval_frame.set_code_exec_strategy(
 
 
 def compile_alike(module: torch.nn.Module, copy: torch.nn.Module) -> None:
-    """Compiles a copy of a module in place, if `module.compile()` has compiled that.
+    """Compiles a copy of a module in place, if `module.compile()` was called.
 
-    The settings are the same.
+    The copy gets the same settings as the module.
 
     The copy is not compiled by itself, and only the function that `torch.compile`
     returned has the settings.
@@ -742,7 +743,7 @@ def keep_graphs_here() -> None:
 def keep_what_stands_in_for_gpus() -> None:
     """Creates, on this thread, the substitute for a CUDA device guard.
 
-    Torch uses it on a machine without GPUs.
+    PyTorch uses the substitute on a machine without GPUs.
 
     A build of torch for CUDA needs it when it traces for `torch.compile`. In torch 2.10
     and 2.11 it belongs to the first thread that traces; when that thread ends, torch
@@ -763,7 +764,8 @@ def is_compiling() -> bool:
 
 
 hide_from_compiler(_run_backward)
-# Else the answer while a step is compiled would be a part of the compiled step.
+# Otherwise the answer while a step is compiled would become a part of the compiled
+# step.
 hide_from_compiler(is_compiling)
 
 
@@ -790,7 +792,7 @@ def are_parametrizations_cached() -> bool:
 def is_transforming() -> bool:
     """Whether a transform of `torch.func` is under way on this thread.
 
-    It is `grad`, `vmap`, `jvp` and so on.
+    Transforms are `grad`, `vmap`, `jvp` and so on.
     """
     return torch._C._functorch.peek_interpreter_stack() is not None
 
@@ -808,7 +810,7 @@ is_profiling_this_thread_only: Callable[[], bool] = _autograd._profiler_enabled
 def are_alone_in_memory(tensors: Sequence[torch.Tensor]) -> bool:
     """Whether each of some tensors has its memory for itself.
 
-    It shares it with no other tensor and no other library, such as numpy.
+    It shares the memory with no other tensor and no other library, such as NumPy.
 
     A tensor that reads its memory as conjugate or negative counts as one that shares.
     """
@@ -843,7 +845,7 @@ def num_users(storage: torch.UntypedStorage) -> int:
 def shared_store(prefix: str) -> tuple[Any, tuple[str, int] | None]:
     """A connection of its own to the store of `torch.distributed`.
 
-    By this store the processes have found each other.
+    The processes of `torch.distributed` have found each other by this store.
 
     Its keys begin with the prefix. The host and the port are those at which it is kept,
     if it is at any.

@@ -46,7 +46,7 @@ _UNSEEN: AbstractContextManager[None] = nullcontext()
 def traced(words: str, *things: object) -> AbstractContextManager[object]:
     """A block that a profiler shows as `torchstrategy.` and `words`.
 
-    Each `{}` in them has the name of one of `things` .
+    Each `{}` in the words becomes the name of one of `things`.
     """
     if not is_profiling():
         return _UNSEEN
@@ -56,7 +56,7 @@ def traced(words: str, *things: object) -> AbstractContextManager[object]:
 def warn_of_unseen_threads() -> None:
     """Warns if a profiler is on that does not see other threads.
 
-    Torch's profilers do not by default.
+    By default, torch's profilers do not see them.
     """
     if is_profiling_this_thread_only():
         warnings.warn(

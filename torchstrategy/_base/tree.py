@@ -94,7 +94,7 @@ class RowColumn(list[Tree]):
 def is_plain_list(value: Tree) -> bool:
     """Whether a value is a list with a text, a number or the like for each row.
 
-    Containers of such may be there, too.
+    Each item may also be a container of such values.
 
     So is a tuple of texts, as a `DataLoader` makes it of texts.
     """
@@ -143,7 +143,7 @@ def map_leaves(
 def by_name(tree: Tree) -> tuple[list[str], list[Tree], Callable[[list[Tree]], Tree]]:
     """The names and leaves of `tree` in the order of the names.
 
-    With them comes a function that builds the tree of other leaves.
+    With them comes a function that builds the tree from other leaves.
     """
     named = leaves_with_names(tree)
     order = sorted(range(len(named)), key=lambda i: named[i][0])
@@ -161,7 +161,7 @@ def leaves_with_names(
 ) -> list[tuple[str, Tree]]:
     """Every leaf with its path as in Python code: `"['mask'][0]"`.
 
-    The path of a tree that is one leaf is `""`.
+    If the tree is one leaf, the path is `""`.
 
     Args:
         tree: Any tree.
@@ -192,7 +192,8 @@ LEAF = torch_internals.tree_flatten(None)[1]  # the structure of a tree that is 
 class Unlike(ValueError):
     """Trees differ in structure.
 
-    The arguments are the index of one that differs from the first, and where and how.
+    The arguments are the index of a tree that differs from the first one, and where and
+    how it differs.
 
     Such as `(2, "['a']: a list of 2 and a list of 3")`.
     """
@@ -268,7 +269,7 @@ def _zip(
 def _open_container(tree: Tree, is_leaf: IsLeaf) -> tuple[object, Mapping[Any, Tree]]:
     """What containers of one structure have alike, and their parts by index or key.
 
-    A leaf has None.
+    For a leaf, it is None.
     """
     kind = torch_internals.kind_of_node(tree)
     if kind not in torch_internals.kinds_of_nodes or is_leaf(tree):
@@ -320,7 +321,7 @@ def _describe(value: Tree) -> str:
 def is_record(value: Any) -> bool:
     """Whether a value is a dataclass instance or a mutable mapping.
 
-    Such an object can be copied with other parts .
+    Such an object can be copied with other parts.
     """
     return _has_fields(value) or isinstance(value, MutableMapping)
 
@@ -347,7 +348,7 @@ def leaves_within(
 ) -> Iterator[tuple[str, Tree]]:
     """The leaves of a tree, with those in its records, and the code that reads each.
 
-    A record is replaced by its leaves.
+    The leaves of a record take the record's place.
 
     Args:
         tree: Any tree.
@@ -377,7 +378,7 @@ def map_within(
 ) -> Tree:
     """`tree` with `fn(leaf)` in place of each leaf, also in its records.
 
-    A record of which no part changes stays the same.
+    A record of which no part changes stays the same object.
 
     The arguments are as for `leaves_within`.
     """
@@ -399,7 +400,7 @@ def map_within(
 def with_parts(record: Any, change: Callable[[str, Tree], Tree]) -> Any:
     """A copy of a record with `change(name, part)` in place of each part.
 
-    It is without the cached properties.
+    The copy does not have the record's cached properties.
 
     Raises:
         TypeError: If a copy of a mapping shares its items with the original, which has
@@ -424,7 +425,7 @@ MOST_LEVELS = 100
 def check_depth(tree: Tree) -> None:
     """Says that a value has no end, or too many levels.
 
-    A walk through it came to Python's limit of calls.
+    A walk through the value came to Python's limit of nested calls.
 
     A walk of its own: it needs no further calls for further levels.
 
@@ -475,7 +476,7 @@ def _list_parts(value: Tree) -> dict[str, Tree]:
 
 
 def _has_fields(value: Any) -> bool:
-    # A dataclass that is also a mapping counts as this.
+    # A dataclass that is also a mapping counts as a dataclass.
     return is_dataclass(value) and not isinstance(value, type)
 
 

@@ -1,6 +1,6 @@
 """The type aliases of the package, and what lower rooms know of higher ones.
 
-That is of strategies, contexts and variables.
+They know of strategies, contexts and variables.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class ExtendedLike(Protocol):
     def _creation_scope(self) -> AbstractContextManager[Any]:
         """A block in which the strategy registers what this thread creates.
 
-        That is modules and optimizers.
+        It registers modules and optimizers.
         """
 
     def _device_of(self, replica: int) -> Device:
@@ -117,11 +117,11 @@ class ReplicaContextLike(Protocol):
     def _ends(self) -> None:
         """Says that the call of the step is over.
 
-        From here on the context cannot synchronize with other replicas.
+        From here on, the context cannot synchronize with other replicas.
         """
 
     def _require_active(self, what: str) -> Any:
         """The `ReplicaGroup` with which the replica synchronizes.
 
-        It is an error if the caller is not in the replica.
+        It raises an error if the caller is not in the replica.
         """

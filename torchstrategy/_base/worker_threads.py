@@ -1,6 +1,6 @@
 """Threads that stand for processes: whether this thread is a worker.
 
-`torchstrategy.testing.run_ranks` runs them.
+`torchstrategy.testing.run_ranks` runs such threads.
 
 Who runs the threads says so, and who joins workers asks. Neither knows the other.
 """
@@ -23,7 +23,7 @@ _here = _Here()
 
 @contextmanager
 def worker_here() -> Iterator[None]:
-    """A block in which this thread is a worker, whom others of this process join."""
+    """A block in which this thread is a worker, which others of this process join."""
     _here.is_worker = True
     try:
         yield

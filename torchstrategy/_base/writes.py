@@ -1,4 +1,4 @@
-"""Writes on tensors: which of some were written since a look, in whatever way.
+"""Which of some tensors were written since the last look, in whatever way.
 
 Torch's version counters see most writes, and a run checks all tensors several times. So
 there is one list for the versions of all tensors, one for their addresses and one for
@@ -100,7 +100,7 @@ class TrackedTensors:
     def watch(self, indices: Iterable[int] | None = None) -> None:
         """Starts to look for uncounted writes on tensors that replicas have copies of.
 
-        They are real copies. `None` stands for all tensors.
+        The copies have memory of their own. `None` stands for all tensors.
         """
         self._watched = set(range(len(self.tensors)) if indices is None else indices)
         self._uncounted = UncountedWrites(
@@ -164,7 +164,7 @@ class TrackedTensors:
     def note_uncounted(self, indices: Iterable[int]) -> None:
         """Says that some of the tensors were, or may have been, written.
 
-        Their version has not changed.
+        Their versions have not changed.
         """
         self._noted.update(indices)
 
@@ -233,7 +233,7 @@ def write_value(
 def can_compare(copied: torch.Tensor, original: torch.Tensor) -> bool:
     """Whether a copy can be compared with the original.
 
-    That is done bit by bit and without waiting for an accelerator.
+    The comparison is bit by bit, and does not wait for an accelerator.
     """
     if not (copied.is_cpu and original.is_cpu and are_dense((copied, original))):
         return False
@@ -244,7 +244,7 @@ def has_bits_of(copied: torch.Tensor, original: torch.Tensor) -> bool:
     """Whether a copy can be compared with the original, and has the same bits."""
     if not can_compare(copied, original):
         return False
-    # Of numbers, 0.0 and -0.0 would be equal.
+    # Bytes are compared: as numbers, 0.0 and -0.0 would be equal.
     one, other = memory_between_ends(copied), memory_between_ends(original)
     # Words are compared faster.
     whole = len(one) // 8 * 8 if one.data_ptr() % 8 == other.data_ptr() % 8 == 0 else 0
@@ -373,7 +373,7 @@ class UncountedWrites:
     def _forget_lost(self) -> None:
         """Forgets the tensors whose memory was taken away.
 
-        To read there would end the process.
+        Reading there would crash the process.
         """
         self._sizes = sizes_of(self._storages)
         lost = {key for key, bits in self._here.items() if has_lost_memory(bits)}
@@ -401,7 +401,7 @@ def _concatenate(parts: list[torch.Tensor]) -> torch.Tensor:
 class DataReads:
     """Records of which tensors on accelerators a program has read the `.data`.
 
-    It can write on that without being counted.
+    The program can write on `.data`, and no version counts the write.
 
     Args:
         tensors: The tensors, by keys that the caller chooses. They are not kept alive,
@@ -434,7 +434,7 @@ class DataReads:
     def take(self) -> set[int]:
         """The tensors that may have been written.
 
-        Their `.data` was read, or the program still holds it.
+        The program has read their `.data`, or still holds it.
         """
         if not self._read:
             return set()
@@ -453,7 +453,7 @@ class DataReads:
 class StepWrites:
     """Finds out on which of a replica's tensors a step writes.
 
-    It counts from when this was made or `note` was called.
+    It looks from its creation on, or from the last call of `note`.
 
     Args:
         tensors: The tensors. Sparse tensors are left to torch's own counter.
@@ -500,7 +500,7 @@ class StepWrites:
 
 # `valuerefs` makes a list at once: another thread may add a listener meanwhile.
 _listeners: weakref.WeakValueDictionary[int, DataReads] = weakref.WeakValueDictionary()
-# By storage: the tensors that reading `.data` returned.
+# For each storage, the tensors that reading `.data` returned.
 _given: dict[int, dict[int, weakref.ref[torch.Tensor]]] = {}
 
 

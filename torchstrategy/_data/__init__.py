@@ -1,6 +1,6 @@
-"""Datasets: what is read, how a batch is split, and how parts come to devices.
+"""Datasets: what is read, how a batch is split, and how its parts travel.
 
-These are the replicas' devices.
+The parts travel to the devices of the replicas.
 
 `source` reads a batch from the loader, and `steps` splits it into the parts for each
 step. `reading` copies the parts to the devices, as soon as the caller asks for the

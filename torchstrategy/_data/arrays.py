@@ -148,7 +148,7 @@ def has_dtype(dtype: np.dtype[Any]) -> bool:
 def _as_array(name: str, leaf: Tree) -> _Array:
     """The array of a leaf of `numpy_input`.
 
-    If the leaf is a list of arrays, these are stacked.
+    If the leaf is a list of arrays, they are stacked.
     """
     if _is_list(leaf) and leaf:
         arrays: list[Any] = [

@@ -196,9 +196,9 @@ def _check_functions(
 
 
 def registration_of(value: Any) -> Kind | None:
-    """The registration of the type of a value, or of a base class.
+    """The registration of the type of a value, or of a base class of this type.
 
-    It is None if there is none.
+    It is None if nobody has registered either.
     """
     if not _registered:
         return None
@@ -208,9 +208,9 @@ def registration_of(value: Any) -> Kind | None:
 
 
 def keep_whole(value: T, _: object) -> T:
-    """A value without rows, which every replica gets whole, or without tensors.
+    """A value of which every replica gets the whole, or of which no tensor is moved.
 
-    Nothing of one without tensors is moved.
+    It has no rows, or no tensors.
     """
     return value
 
@@ -251,7 +251,7 @@ def exchange_lists(batch: Tree, old: type[list[Any]], new: type[list[Any]]) -> T
 
 def kind_of(value: Any) -> Kind:
     """How to split a leaf of a batch; `_UNKNOWN` if the library does not know how."""
-    # By far the most leaves, and nobody can register this type.
+    # By far the most leaves are of this type, which nobody can register.
     if type(value) is torch.Tensor:
         return _of_tensor(value)
     if (registered := registration_of(value)) is not None:
@@ -271,7 +271,7 @@ def kind_of(value: Any) -> Kind:
 
 def is_leaf(value: Any) -> bool:
     """Whether a value is split as one leaf, though torch's pytree may look into it."""
-    # Decides for most values: nobody can register the first three types.
+    # The type decides for most values: nobody can register the first three types.
     kind = type(value)
     if kind is torch.Tensor:
         return True
@@ -291,7 +291,7 @@ def has_rows(leaf: Any) -> bool:
 
 
 def rows_of(batch: Tree) -> int | None:
-    """The rows that all values in a batch have in common; None if no value has any.
+    """How many rows all values in a batch have; None if no value has rows.
 
     Raises:
         ValueError: If two of them have different numbers of rows.
@@ -325,9 +325,9 @@ def rows_of(batch: Tree) -> int | None:
 
 
 def is_registered_within(leaf: Any) -> bool:
-    """Whether a leaf, or one in its parts, is of a registered type.
+    """Whether a leaf, or a leaf in its parts, is of a registered type.
 
-    So a user's function takes its rows.
+    If so, a user's function takes its rows.
     """
     return any(registration_of(value) is not None for value in _parts(leaf))
 
@@ -372,7 +372,7 @@ def move_to(batch: Tree, device: Device) -> Tree:
 def _parts(leaf: Any) -> list[Any]:
     """The leaves in the parts of a leaf that is a record.
 
-    Of any other leaf, only the leaf itself.
+    Of any other leaf, you get the leaf itself.
     """
     if not _is_record(leaf):
         return [leaf]
@@ -398,7 +398,7 @@ def _makes_container(value: Any) -> bool:
     if type(value) is not torch.Tensor and tree.is_container(value):
         return True
     kind = kind_of(value)
-    # It has rows all the same.
+    # A value of this type has rows all the same.
     is_unsplit = kind is _UNKNOWN and isinstance(value, (torch.Tensor, np.ndarray))
     return is_unsplit or kind.rows is not None or kind is _RECORD
 
@@ -462,7 +462,7 @@ def _of_array(array: np.ndarray[Any, Any]) -> Kind:
 def _tensor_over(array: np.ndarray[Any, Any]) -> torch.Tensor:
     """A tensor that shares the memory of an array.
 
-    It has a copy of it where torch cannot share the memory.
+    Where torch cannot share the memory, the tensor has a copy of it.
     """
     tensor = share_memory(array)
     return (
@@ -503,7 +503,7 @@ def _cut_once(
 ) -> torch.Tensor:
     """A part of the offsets or lengths of nested tensors.
 
-    It is the same tensor for all that share the whole `sizes`.
+    All tensors that share the whole `sizes` get the same part.
 
     torch takes two nested tensors to be of one shape, and adds them, only if they share
     the very same offsets. Parts of such tensors have to do so, too.
@@ -542,9 +542,9 @@ def _take_record(record: Any, rows: slice) -> Any:
     )
 
 
-# By the whole tensor, then by start and stop.
+# The keys are the whole tensor, then start and stop.
 _pieces_of_sizes: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-# A set, which is quicker to check for each item of a long list.
+# A set is quicker to check for each item of a long list.
 _SINGLE_TYPES: frozenset[type] = frozenset(SINGLE)
 _ONE_THING = Kind(None, keep_whole, keep_whole)
 # A value that the library does not know how to split.

@@ -97,7 +97,7 @@ class Optional(Generic[T]):
 
 
 class BatchIterator(Iterator[T]):
-    """An iterator over batches whose next one can be asked for as in TensorFlow."""
+    """An iterator over batches, which you can also advance as in TensorFlow."""
 
     def get_next(self) -> T:
         """The next batch.
@@ -213,8 +213,9 @@ class InputIterator(BatchIterator[Any]):
         >>> list(iterator)
         [tensor([1.]), tensor([0.])]
 
-    Differs from tf.distribute: There are no graphs: `initialize` has its effect at
-        once, and need not be called before the first batch.
+    Differs from tf.distribute:
+        There are no graphs: `initialize` has its effect at once, and need not be called
+        before the first batch.
 
     Source: https://www.tensorflow.org/versions/r2.2/api_docs/python/tf/compat/v1/distribute/OneDeviceStrategy#make_dataset_iterator
     """
@@ -282,7 +283,7 @@ def from_input_fn(input_fn: DatasetFn) -> DatasetFn:
 class _Calls:
     """An iterable over the results of a function.
 
-    The function is called once for each element, until it raises an error.
+    It calls the function once for each element, until the function raises an error.
     """
 
     def __init__(self, fn: Callable[[], Tree]) -> None:
@@ -310,8 +311,9 @@ class DistributedDataset(Generic[T]):
         >>> len(dataset), list(dataset)
         (2, [tensor([0, 1]), tensor([2, 3])])
 
-    Differs from tf.distribute: `len` works if the loader has a length. TensorFlow has
-        no `state_dict` and no `load_state_dict`.
+    Differs from tf.distribute:
+        `len` works if the loader has a length. TensorFlow has no `state_dict` and no
+        `load_state_dict`.
 
     Source: https://www.tensorflow.org/versions/r2.4/api_docs/python/tf/distribute/DistributedDataset
     """
@@ -363,7 +365,7 @@ class DistributedDataset(Generic[T]):
     def reduce(self, initial_state: Any, reduce_func: Callable[[Any, T], Any]) -> Any:
         """Calls `state = reduce_func(state, batch)` for every batch.
 
-        Returns the last state.
+        It returns the last state.
 
         Example:
             >>> strategy = torchstrategy.CentralStorageStrategy(["cpu", "cpu"])
@@ -423,7 +425,7 @@ class DistributedDataset(Generic[T]):
     def batch_size(self) -> int | None:
         """The `batch_size` of the loader.
 
-        It is that of all replicas together unless a function made the loader.
+        It is the size for all replicas together, unless a function made the loader.
         """
         return self._splitter.sources[0].of_loader("batch_size")  # type: ignore[no-any-return]
 
@@ -436,7 +438,7 @@ class DistributedDataset(Generic[T]):
     def element_spec(self) -> Tree:
         """What the elements are made of: a `TensorSpec` for each tensor.
 
-        They are in the containers that the loader makes.
+        The specs stand in the containers that the loader makes.
 
         With several replicas, there is a `PerReplicaSpec` for each value with rows. The
         number of rows is known only if the loader drops a smaller last batch, and each
@@ -459,9 +461,9 @@ class DistributedDataset(Generic[T]):
         return self._splitter.spec()
 
     def state_dict(self) -> dict[str, Any]:
-        """The position of the last iteration that was begun.
+        """The position of the newest iteration.
 
-        It is after the last batch that the program got from it.
+        It is the position after the last batch that the program got.
 
         Batches that were only read ahead do not count. As without a strategy, a
         checkpoint also needs the state of torch's generator. If the loader has
@@ -495,7 +497,7 @@ class DistributedDataset(Generic[T]):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Makes the next iteration go on where `state_dict()` was called.
 
-        It begins with the batch after the last one that the program had got then.
+        It begins with the batch after the last one that the program had got by then.
 
         The strategy may have another number of replicas now, and the loader another
         number of workers. The batch size may also have changed, if a batch of the new
@@ -587,7 +589,7 @@ def distribute_dataset(
 def _can_be_sharded(dataset: Any) -> bool:
     """Whether a worker can load its own rows only.
 
-    It can of a `DataLoader` that makes batches of a dataset read by index.
+    It can if a `DataLoader` makes batches of a dataset that is read by index.
 
     Raises:
         ValueError: If the loader leaves some rows to other processes already.

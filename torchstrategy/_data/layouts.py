@@ -29,7 +29,7 @@ _CHANNELS = {1, 3, 4}
 def refuse_samples(batch: Tree, samples: int | None) -> None:
     """Refuses a batch in which a list or tuple has an item for each sample.
 
-    The items would be cut.
+    Otherwise each item would be cut as if it had rows.
 
     Args:
         batch: The first batch that was read. Later ones may have fewer samples.
@@ -124,9 +124,9 @@ def _form(item: Any) -> object:
 
 
 def _shown(item: Any) -> str:
-    """What a message says of an item of a list, or nothing.
+    """What a message says of an item of a list; empty if it does not look like rows.
 
-    So items that look like rows have one text.
+    Items that look alike have the same text.
     """
     if isinstance(item, torch.Tensor) and item.dim():
         return f"tensors of shape {tuple(item.shape)} and {item.dtype}"
@@ -138,7 +138,7 @@ def _shown(item: Any) -> str:
 def _are_images(items: Sequence[Any], samples: int | None) -> bool:
     """Whether items look like images of several sizes, with channels first.
 
-    They do not look like columns of the samples.
+    Items that may be columns of the samples do not count as images.
     """
     if not all(isinstance(item, torch.Tensor) and item.dim() == 3 for item in items):
         return False

@@ -1,6 +1,6 @@
 """The saved position of a loader, and what is wrong with it, if anything.
 
-The loader may have changed, or the position belongs to another one.
+A position is wrong if it was changed, or belongs to another loader.
 """
 
 from __future__ import annotations

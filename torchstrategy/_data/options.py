@@ -1,4 +1,4 @@
-"""What a person says of one distributed dataset; what a dataset function gets."""
+"""What a person says of one distributed dataset, and of a dataset function's input."""
 
 from __future__ import annotations
 
@@ -38,17 +38,21 @@ class AutoShardPolicy(enum.Enum):
     `AUTO` and `DATA`: all workers have the same dataset, whose batches are those of all
     workers. Each reads its own rows of a `DataLoader` of a dataset that is read by
     index. Each reads all of any other dataset, and keeps its own rows.
+
     `OFF`: each worker has a dataset of its own, such as a `DataLoader` with a
     `DistributedSampler`. A batch of it is split among the replicas of this worker. The
-    epoch ends where the longest of the datasets ends. `FILE`: refused.
+    epoch ends where the longest of the datasets ends.
+
+    `FILE`: refused.
 
     Example:
         >>> policy = torchstrategy.experimental.AutoShardPolicy.OFF
         >>> options = torchstrategy.InputOptions(experimental_auto_shard_policy=policy)
 
-    Differs from tf.distribute: TensorFlow has it in `tf.data.Options`. There, `AUTO`
-        means `FILE` if a dataset reads files, and batches have the size of all workers
-        with `OFF`, too. There is no `HINT`.
+    Differs from tf.distribute:
+        TensorFlow has it in `tf.data.Options`. There, `AUTO` means `FILE` if a dataset
+        reads files, and batches have the size of all workers with `OFF`, too. There is
+        no `HINT`.
 
     Source: https://www.tensorflow.org/versions/r2.4/api_docs/python/tf/data/experimental/AutoShardPolicy
     """
@@ -62,9 +66,9 @@ class AutoShardPolicy(enum.Enum):
 @final
 @dataclass(frozen=True, slots=True)
 class InputContext:
-    """Which part of the input to make: the argument of a dataset function.
+    """Says which part of the input a dataset function is to make.
 
-    `Strategy.distribute_datasets_from_function` takes that function.
+    `Strategy.distribute_datasets_from_function` calls the function with it.
 
     Args:
         num_input_pipelines: How often the function is called, in all processes
@@ -164,10 +168,10 @@ class InputOptions:
         >>> options.row_shares
         (3.0, 1.0)
 
-    Differs from tf.distribute: TensorFlow reads one batch ahead by default, this
-        library reads two. TensorFlow ignores some options under some strategies. It
-        does not have `load_ahead`, `row_shares` and `lists_are_rows`, and the policy is
-        in its `tf.data.Options`.
+    Differs from tf.distribute:
+        TensorFlow reads one batch ahead by default, this library reads two. TensorFlow
+        ignores some options under some strategies. It does not have `load_ahead`,
+        `row_shares` and `lists_are_rows`, and the policy is in its `tf.data.Options`.
 
     Raises:
         ValueError: If an option is set to something that no strategy does,

@@ -1,6 +1,6 @@
 """How the replicas' parts of a batch come to their devices, and when.
 
-They do as the caller asks for a step, or ahead of that.
+They come as the caller asks for a step, or ahead of that.
 
 Three kinds of threads may work on a replica's part; without prefetching, all three are
 the caller's thread:
@@ -20,10 +20,10 @@ Ahead, batches are read, split, pinned and copied:
     reader                     a copier for each replica       the consumer
                                on an accelerator
     waits for room
-    reads and splits a batch,                                  waits for the oldest step
-    stages its parts --------> copies its parts -------------> receives its parts
-    ^                                                              |
-    +--------------------------- room for one more ----------------+
+    reads and splits a batch,
+    stages its parts --------> copies its parts -------------> waits for the oldest step
+    ^                                                          receives its parts
+    +--------------------------- room for one more ------------+
 
 The threads share a `Prefetcher` with the iterator that they work for, which they do not
 keep alive. When it is dropped, the `Prefetcher` is closed, and they end. They use only
@@ -124,7 +124,8 @@ class Route:
         """
         assert self.device is not None
         stream = copy_stream(self.device, Cargo.BATCHES)
-        # Also makes its device the current one, for which torch pins memory.
+        # This also makes the stream's device the current one, for which torch pins
+        # memory.
         with on_stream(stream):
             parts, moved, events = self._send(
                 staged.parts, stream, are_in_host_memory=True
@@ -138,9 +139,9 @@ class Route:
         *,
         are_in_host_memory: bool,
     ) -> StagedBatch:
-        """The parts with their tensors on the device, copied by `stream`.
+        """The parts, with their tensors on the device; `stream` copies the tensors.
 
-        These are their tensors of host memory, or their other tensors.
+        Either the tensors in host memory are copied, or all others.
         """
         moved: list[torch.Tensor] = []
 
@@ -185,7 +186,7 @@ class Route:
 def _pin(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor in pinned memory, from which the device can copy by itself.
 
-    So the thread need not wait for it.
+    So the thread need not wait for the copy.
     """
     if tensor.layout is not torch.strided or tensor.is_nested:
         return tensor
@@ -200,7 +201,7 @@ def _pin(tensor: torch.Tensor) -> torch.Tensor:
 class Transfer:
     """The batch of one step, while its parts are copied to the replicas' devices.
 
-    It may be an error to raise instead.
+    It may also be an error to raise in place of the batch.
 
     Attributes:
         batch: The batch. None: an error of the reader takes its place; at the end of
@@ -258,7 +259,7 @@ class Reading(ABC):
         self.routes = routes
         # Replicas whose parts are copied.
         self._receivers = [r for r, route in enumerate(routes) if route.has_copies]
-        # Of the next step, if an error came after they were read.
+        # The elements of the next step, if an error came after they were read.
         self._elements: list[Tree] = []
         followed = None if splitter.reads_its_own else splitter.workers
         # An epoch over each source; none when nothing more is read. The caller's thread
@@ -316,9 +317,9 @@ class Reading(ABC):
             )
 
     def _marks(self) -> list[Callable[[], None]]:
-        """The functions that say of each epoch what the consumer has received.
+        """Functions that say, for each epoch, that the consumer received what was read.
 
-        It has received what was read until now.
+        They speak of all that was read until now.
         """
         marks: list[Callable[[], None]] = []
         for one in self._passes:
@@ -406,9 +407,9 @@ def next_of_all_workers(reading: Reading) -> Callable[[], Tree]:
 
 
 def _lend(batch: Tree) -> Tree:
-    """A batch as it can be sent.
+    """A batch in the form in which it can be sent.
 
-    It has its structure, its leaves as one replica has them, and which of these were
+    It has the structure, the leaves as one replica has them, and which of these were
     split.
     """
     leaves, spec = tree_flatten(batch)
@@ -416,15 +417,15 @@ def _lend(batch: Tree) -> Tree:
     of_one = [
         leaf.values[0] if isinstance(leaf, PerReplica) else leaf for leaf in leaves
     ]
-    # With the position of each leaf in its place.
+    # Each leaf is replaced by its position.
     structure = spec.unflatten(range(len(leaves)))
     return structure, [exchange_lists(leaf, Rows, list) for leaf in of_one], are_split
 
 
 def _borrow(borrowed: Tree, replicas: int, device: Device) -> Tree:
-    """The batch of which `_lend` made these parts.
+    """The batch of which `_lend` made these parts, on `device`.
 
-    All replicas have what one had, on `device`.
+    In this batch, all replicas have what one replica had.
     """
     structure, leaves, are_split = borrowed
 
@@ -437,10 +438,7 @@ def _borrow(borrowed: Tree, replicas: int, device: Device) -> Tree:
 
 
 def _as_understudy(leaf: Tree) -> Tree:
-    """A leaf of a batch whose rows no replica of this worker has.
-
-    Its first replica gets the leaf all the same.
-    """
+    """A leaf for the first replica, where no replica of this worker has rows."""
     if not isinstance(leaf, PerReplica):
         return leaf
     count = len(leaf._components)
@@ -533,7 +531,7 @@ class Prefetcher(Reading):
     def _set_going(self) -> None:
         """Starts the threads that are not running.
 
-        All of them or, if an earlier call was interrupted, the others.
+        These are all threads, or the others if an earlier call was interrupted.
         """
         if not self._threads and not self._is_closed:
             self._threads = self._make_threads()
@@ -599,7 +597,7 @@ class Prefetcher(Reading):
     ) -> None:
         """Runs the function of a reader or copier on its new thread.
 
-        The thread has the state of the caller's thread.
+        The function runs in the state of the caller's thread.
         """
         try:
             state.run_on_other_thread(device, life)
@@ -645,7 +643,8 @@ class Prefetcher(Reading):
         try:
             return self._begin_transfer()
         except BaseException as error:
-            # Not kept in a variable, since the error's traceback refers to this frame.
+            # The transfer is not kept in a variable, since the error's traceback refers
+            # to this frame.
             return Transfer(error=error)
 
     def _send_no_more(self) -> None:

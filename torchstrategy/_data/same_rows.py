@@ -1,6 +1,6 @@
-"""Whether all workers read the same rows in order, and take parts of each batch.
+"""Whether all workers read the same rows in the same order.
 
-It is the same order for all.
+Each worker then takes its part of every batch.
 
 Each worker draws the indices of whole batches, from a copy of the sampler of its own.
 If the copies draw differently, one worker loads rows that another has loaded, and
@@ -74,7 +74,7 @@ def begin_alike(
 ) -> None:
     """Begins an iteration in all workers.
 
-    They have loaders that fit together, and take the random states of worker 0.
+    All have loaders that fit together, and take the random states of worker 0.
 
     Args:
         workers: The processes that read.
@@ -138,7 +138,7 @@ def _refuse_other_datasets(workers: Workers, facts: dict[str, Any]) -> None:
 def mark_of_subsets(dataset: Any) -> str:
     """A text that differs where subsets in a dataset have other indices.
 
-    It is of `torch.utils.data.Subset`s, and empty if there are none.
+    It looks at each `torch.utils.data.Subset`, and is empty if there is none.
     """
     if isinstance(dataset, ConcatDataset):
         return " ".join(filter(None, map(mark_of_subsets, dataset.datasets)))
@@ -156,7 +156,7 @@ def mark_of_subsets(dataset: Any) -> str:
 def read_of(element: Tree, rows: int) -> Read:
     """What to compare of a batch that every worker has read whole.
 
-    It is its shapes, and the beginnings of its rows.
+    This is its shapes, and the beginnings of its rows.
 
     Numbers of a batch that stands for classes, words or ids say which rows they are. So
     floating-point numbers, which machines may compute with other rounding errors, are
@@ -232,7 +232,7 @@ def refuse_other_reads(workers: Workers, reads: Sequence[Read]) -> None:
 def mention_reads(workers: Workers, values: Sequence[Tree]) -> Callable[[], None]:
     """Lets the next exchange compare the batches among some values.
 
-    Returns a function that refuses other ones.
+    It returns a function that refuses differing batches.
 
     The function is called after the exchange.
 

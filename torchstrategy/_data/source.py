@@ -1,6 +1,6 @@
 """The loader or iterable that is read, and where its iteration stands.
 
-It also knows the rows that a worker loads of it.
+It also says which rows a worker loads from it.
 
 An epoch can be resumed, also in another process. If the loader has `state_dict`, the
 library saves its state. For any other loader, the library counts the elements that were
@@ -77,7 +77,7 @@ class Position:
     def restart(self) -> None:
         """Says that the consumer has come to the end of the epoch.
 
-        It stands before the next one.
+        The consumer now stands before the next epoch.
         """
         self.is_begun, self.count, self.asked, self.loader = False, 0, None, None
 
@@ -176,7 +176,7 @@ class Source:
     def makes_columns(self) -> bool:
         """Whether the tensors in a list from this source are certainly columns.
 
-        They are, since the loader stacks samples.
+        They are if the loader stacks samples.
         """
         return getattr(self._dataset, "collate_fn", None) is default_collate
 
@@ -194,21 +194,21 @@ class Source:
     def samples(self) -> int | None:
         """Of how many samples the first batch is made, if that is known.
 
-        A `DataLoader` makes it of its batch size.
+        A `DataLoader` makes the first batch of as many samples as its batch size.
         """
         loader, size = self._given, self._batch_size
         if not isinstance(loader, DataLoader) or size is None:
             return None
         with suppress(TypeError, NotImplementedError):
-            # That of a stream has no length.
+            # The sampler of a stream has no length.
             size = min(size, len(loader.sampler))  # type: ignore[arg-type]
         return size
 
     @property
     def asks_sampler_at_once(self) -> bool:
-        """Whether the loader iterates over its sampler when an epoch begins.
+        """Whether the loader iterates over its sampler as soon as an epoch begins.
 
-        If not, it does when the first element is read.
+        Other loaders do so when the first element is read.
         """
         return self.has_workers and _is_plain(self._dataset)
 
@@ -269,7 +269,7 @@ class Source:
         return Epoch(self, iterator, position, drawn)
 
     def _facts(self) -> dict[str, Any]:
-        """What all workers that read this source have alike, by a message's words."""
+        """What all workers that read this source have alike, named for messages."""
         within = getattr(self._given, "dataset", None)
         facts: dict[str, Any] = {
             "a dataset of the class": type(
@@ -447,7 +447,8 @@ class Source:
         if not self.asks_sampler_at_once:
             position.asked = self.generators_now()
         elif running and running >= set(multiprocessing.active_children()):
-            # Persistent workers, whose seed was drawn when the first epoch began.
+            # These are persistent workers, whose seed was drawn when the first epoch
+            # began.
             position.asked = []
         return iterator
 
@@ -489,7 +490,7 @@ class Source:
             )
             if asked is None:
                 rest = _RemainingIndices(sampler, position.count)
-                # Draws the seed.
+                # This draws the seed.
                 iterator = iter(_copy_loader(loader, rest, persistent_workers=False))
                 if self.has_workers:
                     return iterator  # it has begun to iterate over the sampler, too
@@ -533,7 +534,7 @@ class Epoch:
             element = next(self._iterator)
         except StopIteration:
             self.count -= 1
-            # Stays at its end, whatever the loader's iterator would do.
+            # The iteration stays at its end, whatever the loader's iterator would do.
             self._iterator = iter(())
             raise
         finally:
@@ -622,7 +623,7 @@ def _copy_loader(
 ) -> DataLoader[Any]:
     """A loader like `loader` that yields the batches of `indices`.
 
-    It yields the samples if `loader` does not make batches.
+    It yields samples if `loader` does not make batches.
     """
     chosen = (
         {"sampler": indices, "batch_size": None}
@@ -640,7 +641,7 @@ def _copy_loader(
 def _generators(*loaders: Any) -> list[torch.Generator]:
     """torch's default generator, and the generators of loaders and what they read.
 
-    They are in attributes of loaders, samplers and iterable datasets.
+    They are attributes of loaders, their samplers and iterable datasets.
     """
     parts = list(loaders)
     found = {id(torch.default_generator): torch.default_generator}

@@ -1,6 +1,6 @@
-"""Which rows go to which worker and which replica, and their shapes and dtypes.
+"""Which rows of what is read go to which worker and which replica.
 
-These are rows of what is read.
+It also says their shapes and dtypes.
 
 Either a batch is split into a part for each replica, or each replica gets an element of
 its own. Nothing is copied to another device here. The parts of a tensor share its
@@ -70,7 +70,7 @@ class SplitBatch(NamedTuple):
     def parts(self) -> list[list[Tree]]:
         """For each replica, its parts of the leaves that were split.
 
-        The first one also has what it has to spare.
+        The first replica also gets what it can spare for others.
         """
         count = len(self.rows)
         of_replicas: list[list[Tree]] = [[] for _ in range(count)]
@@ -86,7 +86,7 @@ class SplitBatch(NamedTuple):
     def assemble(self, arrived: Sequence[Sequence[Tree]]) -> Tree:
         """The element, with a per-replica value in place of each leaf that was split.
 
-        The value has the copied parts.
+        The value consists of the copied parts.
         """
         if self.spec is None:
             return arrived[0][0]
@@ -111,7 +111,7 @@ class SplitBatch(NamedTuple):
 def split_equally(replicas: int, rows: int) -> list[slice]:
     """Contiguous parts of ceil(rows / replicas) rows.
 
-    The last ones may be smaller or empty.
+    The last parts may be smaller or empty.
     """
     size = -(-rows // replicas)
     return [
@@ -120,9 +120,9 @@ def split_equally(replicas: int, rows: int) -> list[slice]:
 
 
 def split_in_proportion(shares: Sequence[float]) -> Callable[[int], list[slice]]:
-    """Contiguous parts in the proportion of `shares`, as nearly as whole rows allow.
+    """Contiguous parts with sizes in the proportion of `shares`.
 
-    The sizes of the parts are.
+    They are as close to it as whole rows allow.
     """
     sums = list(itertools.accumulate(shares))
     parts = [part / sums[-1] for part in sums]
@@ -209,7 +209,7 @@ def share_rule(
 def _is_leaf_or_empty(value: Any) -> bool:
     """Whether a value is a leaf, or an empty list or tuple.
 
-    Another element may have rows in its place.
+    Where one element has an empty list, another one may have rows.
     """
     return batch_types.is_leaf(value) or (type(value) in (list, tuple) and not value)
 
@@ -373,9 +373,9 @@ class Splitter(ABC):
 
     @property
     def may_look(self) -> bool:
-        """Whether to look if the first dimension of tensors has rows.
+        """Whether to check that the first dimension of tensors has rows.
 
-        It is looked at in the first batch, if the user has not said.
+        The first batch is checked, unless the user has said how lists are split.
         """
         return (
             not self._has_seen_layout
@@ -536,7 +536,7 @@ class SplitSteps(Splitter):
 class OneForEach(Splitter):
     """Gives each replica an element of its own.
 
-    It comes from one source in turn, or from a source for each replica.
+    The replicas read one source in turn, or each its own source.
     """
 
     def rows(self) -> Sequence[int | None]:
@@ -579,7 +579,7 @@ class OneForEach(Splitter):
 
 
 def are_in_host_memory(element: Tree) -> bool:
-    """Whether an element is obviously numbers, or tensors in the memory of the CPU."""
+    """Whether an element clearly is numbers, or tensors in the memory of the CPU."""
     items: Iterable[Any] = (element,)
     if type(element) is dict:
         items = element.values()

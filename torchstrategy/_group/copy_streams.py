@@ -6,8 +6,8 @@ order, and on one stream for all
 - a batch that is loaded ahead would come only after the step before it: the copy of
   parameters before it in the stream has to wait for that step;
 - a gradient that leaves would wait for a batch that comes, though a link carries both
-at the same time. The program, too, waits for the gradients that leave, and for nothing
-else.
+  at the same time.
+The program, too, waits for the gradients that leave, and for nothing else.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ _one_at_a_time = threading.Lock()
 @functools.cache
 def _new_stream(device: Device, cargo: Cargo) -> torch.Stream:
     try:
-        # Looked up at each call, since simulated devices exchange it.
+        # `torch.Stream` is looked up at each call, since simulated devices exchange it.
         return torch.Stream(device)
     except (RuntimeError, NotImplementedError):  # the backend has one stream
         return torch.accelerator.current_stream(device)
 
 
 def begin_copy_to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy in the CPU's memory of a tensor of an accelerator.
+    """A copy of an accelerator's tensor in the CPU's memory.
 
     It is there once the current stream is done.
 

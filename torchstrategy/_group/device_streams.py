@@ -84,16 +84,16 @@ class DeviceStreams:
             self._let_wait(side.values())
 
     def end_step(self) -> None:
-        """The step of the replica of this thread has ended.
+        """Says that the step of the replica of this thread has ended.
 
-        The caller's streams wait for all that it has queued.
+        The caller's streams wait for all that the step has queued.
         """
         with self.standing_still():
             pass
 
     @contextmanager
     def steps(self) -> Iterator[None]:
-        """A block in which the steps of all replicas run, with up-to-date copies."""
+        """A block in which all replicas run their steps, with current copies."""
         self._let_wait(self._before)
         try:
             yield

@@ -59,7 +59,7 @@ class ReplicaStopped(BaseException):
 class Watch(Protocol):
     """An observer, which is called whenever a replica goes on or stands still.
 
-    It is called on the thread that called `run`.
+    The call comes on the thread that called `run`.
 
     Attributes:
         take_turns: Whether the replicas should run one at a time, whichever devices
@@ -71,7 +71,7 @@ class Watch(Protocol):
     def look(self, running: Collection[int]) -> None:
         """Called with the replicas that may have run since the last call.
 
-        With none at the start of the run, and after a synchronization point.
+        There are none at the start of the run, and after a synchronization point.
         """
 
 
@@ -100,7 +100,7 @@ class Replica(ABC):
     def synchronize(self, name: str, combine: Combine, brought: Tree) -> Tree:
         """Waits until every replica of the run is at this synchronization point.
 
-        Returns this replica's result.
+        It returns the result for this replica.
 
         Args:
             name: The name of the synchronization point, as the user would write it:
@@ -164,7 +164,7 @@ class InlineReplica(Replica):
 
 # For each tensor, the tensors of the replicas, in replica order.
 _Columns = list[tuple[torch.Tensor, ...]]
-# From the gradients of outputs to those of inputs.
+# A function from the gradients of outputs to those of inputs.
 _Cut = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
 
 
@@ -194,7 +194,7 @@ class ReplicaGroup:
     bytes_per_pack: int = 0
 
     def with_buckets(self, bytes_per_pack: int) -> ReplicaGroup:
-        """The same group, with tensors in buckets of at most `bytes_per_pack`."""
+        """The same group, with buckets of tensors of at most `bytes_per_pack` bytes."""
         return replace(self, bytes_per_pack=bytes_per_pack)
 
     @property
@@ -232,7 +232,7 @@ class ReplicaGroup:
     ) -> list[torch.Tensor]:
         """The tensors of all replicas, joined along `axis`, on this replica's device.
 
-        They are in replica order.
+        They stand in replica order.
 
         Args:
             tensors: The tensors of this replica.
@@ -310,9 +310,10 @@ class ReplicaGroup:
         return self._differentiable(tensors, outputs, cut) if wants_grad else outputs
 
     def scaled_sum(self, grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The sums of the replicas' gradients.
+        """The sums of the replicas' gradients, scaled for this replica.
 
-        Each is multiplied by its replica's weight over that of this replica.
+        Each gradient is multiplied by its replica's weight over the weight of this
+        replica.
         """
         # With equal weights, this is a plain sum in one worker. Several know no weight
         # that is the greatest of all.
@@ -388,7 +389,7 @@ class ReplicaGroup:
         check: Callable[[Sequence[torch.Tensor]], None] = check_addable,
         told: Sequence[Any] = (),
     ) -> tuple[list[torch.Tensor], bool, Sequence[Any]]:
-        """One synchronization point: what replicas bring becomes one for all of them.
+        """One synchronization point: the replicas' tensors become one for all of them.
 
         Args:
             name: The name of the synchronization point.
@@ -490,7 +491,7 @@ class ReplicaGroup:
 class _Backward(torch.autograd.Function):
     """Gives outputs that were computed at a synchronization point their backward.
 
-    That is another synchronization point.
+    The backward is another synchronization point.
     """
 
     @staticmethod
@@ -516,7 +517,7 @@ class _Backward(torch.autograd.Function):
 class _Scaled(torch.autograd.Function):
     """The sum of the replicas' gradients, as `ReplicaGroup.scaled_sum` makes it.
 
-    It is differentiable for double backward.
+    You can differentiate it again, for a double backward.
     """
 
     @staticmethod
@@ -574,7 +575,7 @@ ALONE = ReplicaGroup(
 def group_here(what: str) -> ReplicaGroup | None:
     """The group of the replica that the caller is in, for a call of `what`.
 
-    It is None in the cross-replica context.
+    In the cross-replica context, it is None.
 
     Raises:
         RuntimeError: If the replica cannot synchronize with others: it was entered by

@@ -45,9 +45,9 @@ class Instrument:
         return None
 
     def _reached(self, replica: int, where: str) -> None:
-        """A replica has come to a point: its start, its end, or the place `where`.
+        """Says that a replica has come to its start, its end, or the place `where`.
 
-        `where` is a synchronization point, or a point that a test named.
+        A place is a synchronization point, or a point that a test named.
         """
 
     def _held(self, point: str) -> None:
@@ -108,7 +108,7 @@ def tell_combined_gradients() -> None:
 def call_step(replica: int, call: Callable[[], T]) -> T:
     """Calls the step in a replica, and tells the instruments of its start and end.
 
-    It tells of no end if the step raises.
+    They hear of no end if the step raises an error.
     """
     tell_reached(replica, START)
     result = call()

@@ -1,6 +1,6 @@
 """Tensors as NCCL and gloo take them.
 
-They know fewer dtypes than torch, and read memory as it is.
+These libraries know fewer dtypes than torch, and read memory as it is.
 
 They have no complex numbers and no int16, and add up the bytes of bools. They do not
 see that a tensor reads its memory as conjugate or negative. So a tensor is brought into
@@ -34,7 +34,7 @@ _ADDED_AS = {torch.int16: torch.int32, torch.bool: torch.int32}
 def can_be_added(dtype: torch.dtype) -> bool:
     """Whether `as_addable` takes a dtype.
 
-    Torch itself adds up no others, such as float8.
+    PyTorch itself does not add up other dtypes, such as float8.
     """
     return dtype in _ADDED or dtype in _ADDED_AS or dtype.is_complex
 
@@ -42,7 +42,7 @@ def can_be_added(dtype: torch.dtype) -> bool:
 def as_addable(tensor: torch.Tensor) -> torch.Tensor:
     """The numbers of a dense tensor, in a form that can be added up.
 
-    It is the tensor itself if that is one.
+    You get the tensor itself if it has such a form.
     """
     if tensor.dtype in _ADDED and not (tensor.requires_grad or tensor.is_neg()):
         return tensor
@@ -58,7 +58,7 @@ def from_addable(numbers: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def as_sendable(tensor: torch.Tensor) -> torch.Tensor:
     """The numbers of a dense tensor, in a form that can be sent.
 
-    It is the tensor itself if that is one.
+    You get the tensor itself if it has such a form.
     """
     sendable = as_in_memory(tensor)
     return sendable if sendable.dtype in _ADDED else bits(sendable)

@@ -1,6 +1,6 @@
 """One of several replicas, on a thread, and what it reports to the run.
 
-The thread is the one that called `run`, or one of its own.
+Its thread is the one that called `run`, or a thread of its own.
 
 A replica reports when it comes to a synchronization point, pauses, ends or fails. It
 stands still then, until the run answers. Note [Who may call what on which thread] in
@@ -125,9 +125,9 @@ def _call_on_streams(streams: DeviceStreams, step: Callable[[], Tree]) -> Tree:
 def await_turn(
     inbox: SimpleQueue[Any], reports: SimpleQueue[Report], report: Report
 ) -> Tree:
-    """How a replica on a thread of its own stands still.
+    """Makes a replica on a thread of its own stand still.
 
-    It reports, and waits for the message that wakes it.
+    The replica reports, and waits for the message that wakes it.
     """
     reports.put(report)
     answer = inbox.get()

@@ -39,9 +39,10 @@ from torchstrategy._group.workers import LONE, Workers
 # know only groups in which all take part. How many exchanges there will be, only the
 # step says: a gradient may be sent by itself, and a step may call `all_reduce` as often
 # as it likes. A group without this worker would have to be made by all workers, for
-# each such step, which takes longer than most steps. So its first replica runs the step
-# all the same, as an *understudy*. It needs rows, since the mean of no rows is NaN, and
-# many steps fail without any. They are those of another worker:
+# each such step, which takes longer than most steps.
+# So its first replica runs the step all the same, as an *understudy*. It needs rows,
+# since the mean of no rows is NaN, and many steps fail without any. They are those of
+# another worker:
 # - of a batch that all workers know, those of replica 0 of all (`Share.borrowed` in
 #   `_data/steps`);
 # - where each worker reads a dataset of its own, its own last batch or, if it had none,
@@ -100,7 +101,7 @@ class Participants:
     def weights(self) -> tuple[float, ...]:
         """What the gradient of each replica of the strategy is multiplied by.
 
-        It is 0 where it is dropped.
+        The weight is 0 where the gradient is dropped.
         """
         if self.reduction is ReduceOp.MEAN:
             return self.parts
@@ -110,7 +111,7 @@ class Participants:
     def weighing(self) -> tuple[int, ...]:
         """The replicas whose gradients count.
 
-        They are those that got rows of the batch, and that do not count 0.
+        Such a replica got rows of the batch, and does not count 0.
         """
         return tuple(r for r in self.present if self.weights[r])
 
@@ -211,7 +212,7 @@ class Participants:
         workers: Workers,
         counts: Sequence[float] | None = None,
     ) -> Participants:
-        """The weights where each of several workers has one replica, for one run.
+        """The weights for one run where each of several workers has one replica.
 
         The run has these values as arguments.
 
@@ -252,9 +253,9 @@ class Participants:
         has_news: bool = False,
         knows_rows: bool = True,
     ) -> Participants:
-        """The weights, from what is known of each replica of all `count` workers.
+        """The weights, computed from what is known of each replica of all workers.
 
-        This is worker number `index`.
+        There are `count` workers, and this one is number `index`.
         """
         # The loss of a replica without rows would be a mean over nothing: NaN. So its
         # step is not called, unless asked; but see Note [Why a worker without rows runs
@@ -305,8 +306,11 @@ def _of_rows(
     is_mean: bool,
     knows_rows: bool,
 ) -> tuple[Participants, Sequence[tuple[str, object]]]:
-    """The weights, and the lists that workers compare, the very same at each call."""
-    # Not an argument: to look for it would take a call.
+    """The weights, and the lists that workers compare.
+
+    Each call returns the very same lists.
+    """
+    # `reduction` is no argument: the cache would take a call to look for it.
     reduction = ReduceOp.MEAN if is_mean else ReduceOp.SUM
     everyone = [
         _Told(share=float(rows), rows=float(rows), is_absent=False, has_rows=rows > 0)
@@ -332,7 +336,7 @@ def _of_rows(
 def reduction_of(options: RunOptions, default: ReduceOp) -> ReduceOp:
     """How gradients become one, once each is weighted.
 
-    It is `default` where the options do not say.
+    It is `default` if the options do not say.
     """
     said = options.gradient_reduction
     if isinstance(said, ReduceOp):
@@ -344,7 +348,7 @@ def reduction_of(options: RunOptions, default: ReduceOp) -> ReduceOp:
 def replicas_with_rows(leaves: Sequence[Tree], num_replicas: int) -> list[int]:
     """The replicas of this worker that have all arguments, and rows of some batch.
 
-    They need no rows if no batch says its rows.
+    If no batch says how many rows it has, replicas need no rows.
     """
     records = [
         leaf.rows
@@ -395,7 +399,7 @@ def _shares(
 ) -> Sequence[float]:
     """How much each replica of this worker counts, if it takes part.
 
-    It counts as the user has said, or as it has rows.
+    The user has said how much, or its rows say so.
     """
     if given is None:
         return [1.0] * num_replicas if rows is None else rows
@@ -452,7 +456,7 @@ def _rows(
 ) -> tuple[int, ...] | None:
     """How many rows each replica has, if the arguments say so.
 
-    It has to be known how much each counts, too.
+    It must also be known how much each replica counts.
     """
     known = [
         leaf.rows

@@ -28,15 +28,15 @@ from torchstrategy._base.types import Device, GeneratorLike
 # runs. Nothing is kept between runs: torch's random state is all that a checkpoint has
 # to save. Only the caller's thread may exchange the state of a generator, and only
 # while all replicas that draw from it stand still. So it does this before it wakes a
-# replica, also before it wakes one to stop it. At a synchronization point the
-# generators have the caller's streams, since `combine` acts for the caller. When the
-# run is over, the caller's generators go on where replica 0 stopped, as after a plain
-# step. If replica 0 drew nothing and another replica did, the caller's generator moves
-# on by one number: otherwise the next run would make the same seeds, and the other
-# replica would draw the same numbers again. If replicas may run at the same time, they
-# share the one generator of the CPU, and draw from it as they come. This is so, too, in
-# a run in which a `Watch` has them take turns, since whether it does depends on what
-# earlier runs wrote.
+# replica, also before it wakes one to stop it.
+# At a synchronization point the generators have the caller's streams, since `combine`
+# acts for the caller. When the run is over, the caller's generators go on where replica
+# 0 stopped, as after a plain step. If replica 0 drew nothing and another replica did,
+# the caller's generator moves on by one number: otherwise the next run would make the
+# same seeds, and the other replica would draw the same numbers again.
+# If replicas may run at the same time, they share the one generator of the CPU, and
+# draw from it as they come. This is so, too, in a run in which a `Watch` has them take
+# turns, since whether it does depends on what earlier runs wrote.
 @final
 class RandomStreams:
     """The random streams of the replicas of one run.
@@ -70,7 +70,7 @@ class RandomStreams:
         }
         self._first = first
         self._generators = [of_device[device] for device in devices]
-        # The replica whose stream a generator has; 0 if not in here.
+        # The replica whose stream a generator has; 0 if the generator is not in here.
         self._holders: dict[GeneratorLike, int] = {}
         # The state at which a stream began.
         self._begun: dict[tuple[GeneratorLike, int], torch.Tensor] = {}
@@ -113,7 +113,7 @@ class RandomStreams:
             for generator, state in self._callers.items()
         )
         leads = not self._first  # replica 0 of all is in this process
-        # They are compared only if need be.
+        # The states are compared only if need be.
         if has_drawn and leads and all(as_they_were):
             torch.empty((), dtype=torch.int64, device="cpu").random_(
                 generator=torch.default_generator
@@ -141,7 +141,7 @@ class RandomStreams:
 def generators_of(device: Device, with_cpu: bool) -> list[GeneratorLike]:
     """The default generator of a device, if it is an accelerator.
 
-    That of the CPU comes before it, if asked for.
+    The CPU's generator comes before it, if you ask for that.
 
     If torch does not let anybody read the state of an accelerator's generator, replicas
     draw from it as they come.

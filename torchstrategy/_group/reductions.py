@@ -1,6 +1,6 @@
 """The arithmetic of `Strategy.reduce` and `Strategy.gather`.
 
-Which values fit together, and how sparse tensors are added up.
+It checks which values fit together, and adds up sparse tensors.
 """
 
 from __future__ import annotations
@@ -144,9 +144,9 @@ def reduce_values(
 
 
 def sum_along(value: Tree, axis: int | tuple[int, ...]) -> tuple[torch.Tensor, int]:
-    """The sum of one value along axes, and how many rows were added up.
+    """The sum of one value along one or several axes, and how many rows it added.
 
-    It counts rows for each element of the sum. There may be one axis.
+    It counts the rows for each element of the sum.
 
     Raises:
         ValueError: If there is no such axis.

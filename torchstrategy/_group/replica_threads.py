@@ -63,15 +63,16 @@ from torchstrategy._group.random_streams import RandomStreams
 # Note [Who may call what on which thread]
 # The single replica of a strategy runs on the caller's thread, and so does its
 # `combine`. For that while, `InlineReplica` puts the replica's frame and default device
-# aside. All that follows is about several replicas. The caller's thread runs everything
-# of `_Run`: it gives the turns, switches the random streams, and calls `combine`. A
-# replica's thread only runs the step, up to `stand_still`: there it reports and waits
-# until the caller's thread answers. So at a synchronization point all replicas stand
-# still, and `combine` may use all that replicas share without a lock. If all replicas
-# are in one lane, and nobody gives the turns, the caller's thread also runs the step in
-# a replica: in the first one, and in each one after it for as long as those before it
-# have ended. Where such a replica stands still, the caller's thread goes on with
-# `_Run._meet`, which lets the others come to the same point. Nothing but
+# aside. All that follows is about several replicas.
+# The caller's thread runs everything of `_Run`: it gives the turns, switches the random
+# streams, and calls `combine`. A replica's thread only runs the step, up to
+# `stand_still`: there it reports and waits until the caller's thread answers. So at a
+# synchronization point all replicas stand still, and `combine` may use all that
+# replicas share without a lock.
+# If all replicas are in one lane, and nobody gives the turns, the caller's thread also
+# runs the step in a replica: in the first one, and in each one after it for as long as
+# those before it have ended. Where such a replica stands still, the caller's thread
+# goes on with `_Run._meet`, which lets the others come to the same point. Nothing but
 # `ReplicaStopped` is raised there: the step must not catch an error of another replica.
 # Who raises it is `result`. Between two such points, the replicas of one lane run one
 # at a time. A lane is a physical device; if somebody gives the turns, or a `Watch` asks
@@ -89,12 +90,13 @@ from torchstrategy._group.random_streams import RandomStreams
 #   `ReplicatedRun._on_other_thread`, or have `DataReads.note` add to a set. Python does
 #   these in one piece, too.
 # Only the thread of the step may synchronize, and only during the step: any other
-# thread would wait for ever. The threads send each other messages by `SimpleQueue`
-# only. Its `put` may also be called in a finalizer or a signal handler, while another
-# `put` is under way; code with a lock could then wait for ever. To stop a replica that
-# sends no message, the caller's thread sets `is_cancelled`, which the replica reads
-# before its step, and has Python raise an exception on the thread that the replica has
-# written in `thread` (`ReplicaThreads.abandon`).
+# thread would wait for ever.
+# The threads send each other messages by `SimpleQueue` only. Its `put` may also be
+# called in a finalizer or a signal handler, while another `put` is under way; code with
+# a lock could then wait for ever. To stop a replica that sends no message, the caller's
+# thread sets `is_cancelled`, which the replica reads before its step, and has Python
+# raise an exception on the thread that the replica has written in `thread`
+# (`ReplicaThreads.abandon`).
 def _serve(inbox: SimpleQueue[Any]) -> None:
     """Runs on a replica's thread: does one task after another, until it gets None."""
     keep_graphs_here()
@@ -138,14 +140,14 @@ class ReplicaThreads:
     def is_fit(self) -> bool:
         """Whether the threads can be used.
 
-        They were not stopped, and exist here, unlike in a forked process.
+        They cannot once they were stopped, and do not exist in a forked process.
         """
         return self._finalizer.alive and all(
             thread.is_alive() for thread in self._threads
         )
 
     def abandon(self, replicas: Mapping[int, OneOfSeveral]) -> None:
-        """Stops the replicas whatever they do, and waits for their threads to end.
+        """Stops the replicas, whatever they do, and waits for their threads to end.
 
         After this, `is_fit` is false. The method does not use what `_Run` knows about
         the replicas, since this may be wrong: see Note [What happens on Ctrl-C]. If a
@@ -163,7 +165,7 @@ class ReplicaThreads:
             # now, and may finish them.
             self._threads[r].join(_PATIENCE_S)
             while self._threads[r].is_alive():
-                # Its step raises at its next line of Python.
+                # The replica's step raises at its next line of Python.
                 if (thread := replica.thread) is not None:
                     stop = ctypes.py_object(ReplicaStopped)
                     ctypes.pythonapi.PyThreadState_SetAsyncExc(
@@ -186,8 +188,8 @@ _DEFAULT_DEVICE = (
 _NAME = "torchstrategy-replica-"  # of a thread, before the number of its replica
 _BEGIN = object()  # the message to a replica that has not begun
 _LOOK_UP_S = 1.0  # how long the caller's thread waits before it looks for signals
-# The time before a replica is interrupted, and before it is again if it has caught the
-# exception.
+# The time before a replica is interrupted, and before the next time if it has caught
+# the exception.
 _PATIENCE_S = 0.1
 
 
@@ -230,7 +232,7 @@ _here = threading.local()
 def runs_under_way() -> int:
     """How many nested runs of several replicas are under way on this thread.
 
-    A merge function may call `run`, too.
+    Runs nest if a merge function calls `run`.
     """
     depth: int = getattr(_here, "depth", 0)
     return depth
@@ -309,7 +311,7 @@ class _Run:
         # What was raised where a replica of this thread stood still.
         self._interruption: BaseException | None = None
         self._stopped_here: int | None = None  # that replica, once it was stopped
-        # If somebody gives the turns, all are in one.
+        # If somebody gives the turns, all replicas are in one lane.
         self._lanes: dict[int, Device | None] = dict.fromkeys(present)
         if turns is None:
             self._lanes = {r: replicas.lanes[r] for r in present}
@@ -361,7 +363,7 @@ class _Run:
     def _run_here(self) -> None:
         """Calls the step in one replica after the other on this thread.
 
-        It does until one has waited for those after it.
+        It stops when a replica has waited for those after it.
         """
         for r in sorted(self._to_send):
             if self._to_send.get(r) is not _BEGIN or self._errors:
@@ -370,7 +372,7 @@ class _Run:
             here = self._replica(r, self._all.devices[r], stand_still=stand_still)
             self._take_turn(r)
             report = here.perform(self._state.run_on_callers_thread, self._call)
-            # Else the replica and this run would refer to each other.
+            # Otherwise the replica and this run would refer to each other.
             del here.stand_still
             self._take(report)
             del report  # its error may refer to this frame
@@ -501,7 +503,7 @@ class _Run:
     def _is_orderly(self, error: BaseException) -> bool:
         """Whether every replica stands still.
 
-        Then the waiting replicas can be stopped one by one.
+        If so, the waiting replicas can be stopped one by one.
         """
         if self._running or (self._threads is not None and not self._threads.is_fit):
             return False
@@ -565,9 +567,9 @@ class _Run:
 
 @final
 class Replicas:
-    """Runs the replicas of a strategy: one on the caller's thread, others on threads.
+    """Runs the replicas of a strategy on the caller's thread and on further threads.
 
-    Of several, some may run on the caller's thread, too.
+    A single replica runs on the caller's thread.
 
     Each run borrows a set of threads if it needs them. So several runs at the same
     time, of several threads or from a merge function, do not wait for each other.
@@ -596,9 +598,9 @@ class Replicas:
         watch: Watch | None = None,
         device_streams: DeviceStreams | None = None,
     ) -> dict[int, Tree]:
-        """Calls `call` for each of the replicas `present`. Returns the result of each.
+        """Calls `call` for each of the replicas `present`; returns the result of each.
 
-        `watch` observes the calls.
+        Meanwhile, `watch` observes the replicas.
 
         Raises:
             BaseException: Whatever the lowest replica that failed raised: the same

@@ -47,9 +47,9 @@ _TOGETHER = 1 << 24
 
 
 def detached_copy(tensor: torch.Tensor, device: Device) -> torch.Tensor:
-    """A copy on a device.
+    """A copy on a device, through which no gradient flows.
 
-    It never shares memory with the original, and no gradient flows through it.
+    It never shares memory with the original.
     """
     return tensor.detach().to(memory_device(device), copy=True)
 
@@ -61,7 +61,7 @@ class Write(NamedTuple):
     """
 
     targets: list[torch.Tensor]
-    # All on one device, which may be another one than that of the targets.
+    # All sources are on one device, which may be another one than that of the targets.
     sources: list[torch.Tensor]
 
 
@@ -208,7 +208,7 @@ def sum_each_on(
 ) -> list[torch.Tensor]:
     """The result of `sum_on` for each column of tensors of one dtype.
 
-    It is made in fused loops where possible.
+    Fused loops compute it where possible.
     """
     rows = [list(row) for row in zip(*columns, strict=False)]
     if not _are_fusible(columns, rows):
@@ -284,7 +284,7 @@ def concatenate_on(
 def _plan_transfers(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
     """Which tensors are sent together, by position.
 
-    These are small ones of one device and dtype, up to a total size.
+    Small ones of one device and dtype go together, up to a total size.
     """
     sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
     kinds: list[Hashable] = []
@@ -298,7 +298,7 @@ def _plan_transfers(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
 def is_sent_alone(tensor: torch.Tensor) -> bool:
     """Whether a tensor is large enough for a transfer of its own.
 
-    One of a layout that does not go with others is sent alone, too.
+    A tensor with a layout that does not go with others is also sent alone.
     """
     return (
         tensor.layout is not torch.strided
@@ -309,7 +309,7 @@ def is_sent_alone(tensor: torch.Tensor) -> bool:
 def _is_broadcast(writes: Sequence[Write]) -> bool:
     """Whether the same values go from one CUDA device to several others.
 
-    There is a primitive for that.
+    PyTorch has a primitive for that.
     """
     if len(writes) < 2 or len({tuple(map(id, write.sources)) for write in writes}) > 1:
         return False
@@ -382,7 +382,7 @@ Column = Sequence[torch.Tensor]
 def combine_in_buckets(
     columns: Sequence[Column], limit: int, combine: Callable[[Column], torch.Tensor]
 ) -> list[torch.Tensor]:
-    """Calls `combine` on columns in buckets. Returns its result for each column.
+    """Calls `combine` on columns in buckets; returns its result for each column.
 
     `combine` works element by element.
 
@@ -426,7 +426,7 @@ def exchange_in_buckets(
     ):
         like = [columns[index][0] for index in group]
         total = sum(tensor.numel() for tensor in like)
-        # Else they are too small to cut.
+        # Otherwise they are too small to cut.
         pieces = count if _kind(columns[group[0]]) and total >= count else 1
         if len(group) == pieces == 1:
             found[group[0]] = list(combine(columns[group[0]]))
@@ -452,9 +452,9 @@ def exchange_in_buckets(
 def plan_groups(
     kinds: Iterable[Hashable], sizes: Iterable[int], limit: float, over: bool = False
 ) -> list[list[int]]:
-    """Which of several things go together, by position, up to a total size.
+    """Which of several things go together, by position.
 
-    They are of one kind.
+    Things of one kind go together, up to a total size.
 
     Args:
         kinds: The kind of each thing.
@@ -476,7 +476,7 @@ def plan_groups(
 
 
 def _kind(column: Column) -> Hashable:
-    """What columns with common buckets share; None for one that is sent as it is."""
+    """What columns in the same buckets share; None if a column goes as it is."""
     if not column[0].numel() or any(
         tensor.layout is not torch.strided for tensor in column
     ):

@@ -90,7 +90,7 @@ def add_weighted(
 def factor_for(weight: float, tensors: Sequence[torch.Tensor]) -> float | torch.Tensor:
     """A number by which to multiply tensors.
 
-    On the CPU it is a tensor, since torch makes one of a number for each factor.
+    On the CPU it is a tensor, since torch makes one of a number for each product.
     """
     is_usual = torch_internals.kinds_of(tensors) in (
         {(torch.float32, True)},
@@ -108,7 +108,7 @@ def scale(
 ) -> Sequence[torch.Tensor | None]:
     """Each of some tensors, multiplied by a weight.
 
-    It is None in place of all tensors if the weight is 0.
+    If the weight is 0, you get None in place of all tensors.
     """
     if weight == 1:
         return tensors

@@ -1,6 +1,6 @@
 """The caller's random generators, which all workers keep in one state.
 
-It is the state that those of worker 0 have.
+This is the state of worker 0's generators.
 """
 
 from __future__ import annotations
@@ -53,10 +53,7 @@ class WorkerStreams:
         self._workers.mention(STREAMS, (self._mark(), self.has_drawn))
 
     def settle(self) -> None:
-        """Gives the generators the state of those of worker 0, if they differ.
-
-        They were found to differ then.
-        """
+        """Gives the generators the state of worker 0's, if a difference was found."""
         if STREAMS in self._workers.differing:
             self._workers.differing.discard(STREAMS)
             self._follow()

@@ -72,21 +72,21 @@ class Workers:
     def begin_run(self) -> None:
         """Counts a run.
 
-        Workers that are in different runs are told so at their next exchange.
+        Workers that are in different runs hear so at their next exchange.
         """
 
     @final
     def begin_step(self) -> None:
         """Says that what this worker raises from here on is an error of the step.
 
-        It is no refusal of the run.
+        Before, an error is a refusal of the run.
         """
         self.num_exchanges += 1
 
     def arrive(self, point: str) -> None:
         """Says at which synchronization point the replicas of this worker are.
 
-        It says so as the user would write it.
+        The name is the one that the user would write.
         """
 
     @final
@@ -105,9 +105,9 @@ class Workers:
         """The same for several values, each with what to call it."""
 
     def mention(self, what: str, value: object) -> None:
-        """Notes a value that need not be alike.
+        """Notes a value that need not be alike in all workers.
 
-        The next exchange finds out, and adds to `differing` what differs.
+        The next exchange compares it, and adds its name to `differing` if it differs.
 
         Args:
             what: One of `MENTIONED`.
@@ -117,7 +117,7 @@ class Workers:
     def place(self, name: str) -> int:
         """32 bits of where this worker is, for the exchange of this name.
 
-        They also tell what has to be alike.
+        The bits also depend on the values that have to be alike.
 
         Whoever sends them and finds them alike in all workers calls `take_compared`.
         """
@@ -148,7 +148,7 @@ class Workers:
     def begin_all_reduce(self, flat: torch.Tensor, name: str) -> Callable[[], None]:
         """Begins to make a tensor the sum of the workers' tensors.
 
-        Returns a function that waits for the end.
+        It returns a function that waits for the end.
 
         No message comes before it: the workers must know that all come to it in the
         same order, or fail.
@@ -205,7 +205,7 @@ class Workers:
     def refuse(self, error: Exception, name: str) -> None:
         """Comes to an exchange without what the others wait for there.
 
-        They raise an error, too, and all can go on.
+        The others raise an error, too, and all can go on.
 
         Args:
             error: Why. The caller raises it.
@@ -215,7 +215,7 @@ class Workers:
     def tell_failure(self, error: BaseException) -> None:
         """Tells the other workers that this one leaves by an exception.
 
-        It does unless they have it, too.
+        It tells nothing if they have the exception, too.
         """
 
     def explain_lost_worker(self, error: RuntimeError) -> RuntimeError:
@@ -229,7 +229,7 @@ class Workers:
 
     @final
     def note_of_all(self, error: BaseException) -> None:
-        """Says of an error that all workers raise one at this exchange.
+        """Notes that all workers raise this error at this exchange.
 
         So they can go on together.
         """
@@ -237,7 +237,7 @@ class Workers:
 
     @final
     def is_of_all(self, error: BaseException) -> bool:
-        """Whether all workers, this one too, raised an error at the newest exchange."""
+        """Whether all workers raised this error at the newest exchange."""
         return getattr(error, _OF_ALL, None) == self.num_exchanges
 
     @final
@@ -245,7 +245,7 @@ class Workers:
     def exchanging(self, name: str, is_run: bool = False) -> Iterator[None]:
         """A block in which this worker comes to exchanges with the others.
 
-        If it fails here, they are told why.
+        If the block fails, the others hear why.
 
         What it refuses before an exchange is refused by all of them, and they go on
         together. In a run, this is what stands in a block of `refusing`, and all that
@@ -327,7 +327,7 @@ PACK = 4 * 2**20  # bytes from which on tensors that are sent together are enoug
 def packs_of(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
     """The positions of tensors that are sent together, until they have `PACK` bytes.
 
-    They are of one dtype and device.
+    Tensors of one dtype and device go together.
     """
     return plan_groups(
         [(tensor.dtype, tensor.device) for tensor in tensors],

@@ -125,7 +125,7 @@ def wrap_copies(copies: list[torch.Tensor], destinations: Destinations) -> Tree:
 class CrossDeviceOps:
     """Reduces values of several devices to one, and copies it back to them.
 
-    Users may derive classes from it.
+    You may derive classes from it.
 
     A subclass implements `reduce_implementation`. It may also implement
     `batch_reduce_implementation`, if it has a better way for many values than one by
@@ -148,8 +148,9 @@ class CrossDeviceOps:
         >>> Largest().reduce(torchstrategy.ReduceOp.SUM, values, "cpu")
         tensor([1])
 
-    Differs from tf.distribute: `batch_reduce_implementation` need not be overridden.
-        The mean of integers is of torch's default dtype.
+    Differs from tf.distribute:
+        `batch_reduce_implementation` need not be overridden. The mean of integers is of
+        torch's default dtype.
 
     Source: https://www.tensorflow.org/versions/r2.4/api_docs/python/tf/distribute/CrossDeviceOps
     """
@@ -163,7 +164,7 @@ class CrossDeviceOps:
     ) -> Tree:
         """The sum or mean of the components of a value, on its destinations.
 
-        It does not change the value.
+        The value itself stays as it is.
 
         With the value itself as destinations, this is an all-reduce.
 
@@ -338,7 +339,7 @@ class CrossDeviceOps:
     ) -> list[list[torch.Tensor | None]]:
         """The weighted sums of the replicas' tensors, for each replica.
 
-        The sums are equal to the last bit.
+        All replicas get sums that are equal to the last bit.
 
         See Note [Where a gradient is weighed] in `_group/weighing`.
 
@@ -479,7 +480,7 @@ class _ByRoutes(CrossDeviceOps):
     def _totals(
         self, columns: Sequence[Column], route: Any, limit: int
     ) -> list[list[torch.Tensor]]:
-        """Of each column its sum, or a sum for each device of what `_route` returned.
+        """The sum of each column, or a sum for each device that `_route` returned.
 
         `limit` is how many bytes are sent together.
         """
@@ -499,7 +500,7 @@ AccumulationFn = Callable[[list[torch.Tensor]], torch.Tensor]
 class ReductionToOneDevice(_ByRoutes):
     """Adds values up on one device, and copies the result to its destinations.
 
-    It brings the values to that device first.
+    First, it copies the values to that device.
 
     Args:
         reduce_to_device: The device on which values are added. None: the first
@@ -652,8 +653,9 @@ class NcclAllReduce(_AllReduce):
         >>> ops.reduce(torchstrategy.ReduceOp.SUM, torch.ones(2), "cpu")
         tensor([1., 1.])
 
-    Differs from tf.distribute: Where there is no NCCL, an all-reduce of several values
-        raises an error that says why.
+    Differs from tf.distribute:
+        Where there is no NCCL, an all-reduce of several values raises an error that
+        says why.
 
     Raises:
         ValueError: If `num_packs` is negative; when it reduces, if NCCL cannot join the
@@ -678,7 +680,7 @@ class NcclAllReduce(_AllReduce):
 class HierarchicalCopyAllReduce(_AllReduce):
     """Reduces by copies, in two groups of devices.
 
-    It does within each group, then between the groups, and back.
+    It reduces within each group, then between the groups, and copies the result back.
 
     It is for machines on which each device has a fast connection to some devices and a
     slow one to others: a value goes from group to group only once in each direction.
@@ -714,7 +716,7 @@ class HierarchicalCopyAllReduce(_AllReduce):
     def _sums(self, tensors: Column, turn: int) -> Column:
         middle = (len(tensors) + 1) // 2
         groups = range(middle), range(middle, len(tensors))
-        # By the leader, on whose device a group adds up.
+        # The groups by their leaders, on whose devices they add up.
         led = {group[turn % len(group)]: group for group in groups}
         parts = [
             sum_on([tensors[i] for i in group], tensors[leader].device)
@@ -740,6 +742,6 @@ class HierarchicalCopyAllReduce(_AllReduce):
 def default_for(devices: Sequence[Device]) -> CrossDeviceOps:
     """The default way of a strategy to reduce among these devices.
 
-    That is NCCL where it works, and else on one device.
+    This is NCCL where it works, and else a reduction on one device.
     """
     return ReductionToOneDevice() if why_not_nccl(devices) else NcclAllReduce()

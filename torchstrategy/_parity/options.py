@@ -1,6 +1,6 @@
-"""What a person says about how values travel, and whether this can be done.
+"""What a person says about how values travel between replicas.
 
-They travel between replicas; this machine has to be able to do it.
+It checks whether this machine can do that.
 """
 
 from __future__ import annotations
@@ -69,9 +69,9 @@ class CommunicationOptions:
           1: tensor([2., 2.])
         }
 
-    Differs from tf.distribute: TensorFlow calls them hints, and many of its strategies
-        ignore them. Here, the method that gets an option which it cannot follow raises
-        an error.
+    Differs from tf.distribute:
+        TensorFlow calls them hints, and many of its strategies ignore them. Here, the
+        method that gets an option which it cannot follow raises an error.
 
     Raises:
         ValueError: If `bytes_per_pack` or `timeout_seconds` is negative, or

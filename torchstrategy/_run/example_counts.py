@@ -36,9 +36,9 @@ def count_examples(
     devices: Sequence[Device | None],
     first: int = 0,
 ) -> list[float]:
-    """What the function says of each replica of this worker.
+    """What the user's function says of each replica of this worker.
 
-    It is 0 for a replica without rows, which is not asked.
+    The function is not asked about a replica without rows, which counts 0.
 
     Args:
         strategy: The strategy whose replicas they are.

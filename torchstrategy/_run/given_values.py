@@ -47,7 +47,8 @@ def gather_alone(value: Tree, axis: int) -> Tree:
 def send_to(value: Tree, destinations: Any) -> Tree:
     """A value at its destinations.
 
-    That is a tensor on a device, or a copy for each component of a distributed value.
+    For one device, this is a tensor there. For a distributed value, each component gets
+    a copy.
     """
     if not isinstance(value, torch.Tensor):
         devices_of(destinations)  # raises an error for what is none

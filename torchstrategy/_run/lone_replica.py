@@ -72,8 +72,8 @@ def run_on_own_objects(
 
     def call() -> Tree:
         depth = len(frames)
-        # Not a block: a signal's handler may raise on the way into its `__exit__`, and
-        # the frame would stay.
+        # This is no `with` block: a signal's handler may raise on the way into
+        # `__exit__`, and the frame would stay.
         try:
             frames.append(frame)
             workers.begin_step()

@@ -67,13 +67,13 @@ class Metric:
     workers: Workers
     # By replica and name: what each state was when the run began.
     _given: dict[tuple[int, str], list[object]] = field(default_factory=dict)
-    # By name: the states with the counts of all replicas.
+    # The states with the counts of all replicas, by name.
     _together: dict[str, Any] = field(default_factory=dict)
 
     def hand_out(self, participants: Participants) -> None:
-        """Before a run: the first replica gets the states of the user's metric.
+        """Gives the states of the user's metric to the first replica, before a run.
 
-        The others get the default states.
+        The other replicas get the default states.
         """
         original, present = self.original, participants.present
         # The first of the replicas is that of all processes.
@@ -112,9 +112,9 @@ class Metric:
                 local[name], self._given[r, name] = state, _note_state(state)
 
     def put_together(self, participants: Participants) -> None:
-        """After a run: computes the states with the counts of all replicas.
+        """Computes the states from the counts of all replicas, after a run.
 
-        They are the replicas of all processes. The result is for `write_back`.
+        The replicas are those of all processes. `write_back` writes the result.
 
         Raises:
             RuntimeError: If a metric does not say how a state of several replicas
@@ -273,9 +273,9 @@ def metrics_among(
 
 
 def states_of(inside: Inside) -> list[str]:
-    """The names of the states of a metric that are its own.
+    """The names of a metric's own states.
 
-    A wrapper lists others, which another metric has.
+    A wrapper also lists states that another metric has; they are left out.
     """
     return (
         [name for name in inside["_defaults"] if name in inside]

@@ -31,7 +31,7 @@ def tensors_in(
 ) -> dict[tuple[int, str], torch.Tensor]:
     """The tensors in the tables of this name, each once, by its place.
 
-    A place is the position of a module, and a name there.
+    A place is the position of a module, and a name in its table.
     """
     found: dict[int, tuple[tuple[int, str], torch.Tensor]] = {}
     for position, module in enumerate(modules):
@@ -57,9 +57,9 @@ def is_running(module: nn.Module, name: str) -> bool:
 
 
 def writes_unseen(module: nn.Module) -> bool:
-    """Whether a layer of torch writes running statistics, and nothing with a version.
+    """Whether a layer writes running statistics, and nothing whose version changes.
 
-    It does not count batches.
+    Such a layer does not count its batches.
     """
     is_norm = isinstance(module, nn.BatchNorm1d.__mro__[1])
     return is_norm and module.training and module.num_batches_tracked is None

@@ -96,7 +96,7 @@ class RunLosses:
         self.reduction = self.said if isinstance(self.said, ReduceOp) else ReduceOp.MEAN
         self._told = ToldLosses(workers, num_local) if workers.count > 1 else None
         self._first, self._is_counted = workers.index * num_local, is_counted
-        # By the code of a step, how many of its runs have looked.
+        # How many runs of a step have looked, by the code of the step.
         self._looks: dict[object, int] = {}
         # By the code of a step: what looks whether it needs the whole batch, and in how
         # many runs it has.
@@ -163,7 +163,7 @@ class RunLosses:
     def _looks_at(self, fn: ReplicaFn, options: RunOptions) -> bool:
         """Whether a run looks at its losses to warn.
 
-        It looks at the first few of a step, if nobody has said how replicas count.
+        The first few runs of a step do, if nobody has said how replicas count.
         """
         key, looks = _code(fn), self._looks
         said = options.gradient_reduction or self.said
@@ -178,9 +178,9 @@ class RunLosses:
         return True
 
     def _look_of(self, fn: ReplicaFn) -> WholeBatchLook | None:
-        """What looks, in early runs of a step, whether its loss needs the batch.
+        """An object that looks whether the loss of a step needs the whole batch.
 
-        The whole batch is meant.
+        It does so in the first runs of the step.
         """
         key = _code(fn)
         look, runs = self._whole.get(key) or (WholeBatchLook(), 0)
@@ -196,16 +196,16 @@ class RunLosses:
     def warn(
         self, fn: ReplicaFn, watcher: Watcher | LoneWatcher, rows: Sequence[float]
     ) -> None:
-        """After a run: warns, once a step, if a gradient is not that of the batch.
+        """Warns after a run, once for each step, if a gradient is wrong.
 
-        The whole batch is meant.
+        A gradient is wrong if it is not that of the whole batch.
         """
         key = _code(fn)
         if key in self._warned:
             return
         is_by_rows = isinstance(watcher, (LossNotes, LoneLossNotes))
         if is_by_rows:
-            # To look must not stop a training.
+            # A failing look must not stop a training.
             with suppress(RuntimeError, TypeError, ValueError):
                 watcher.compare()
         tells = _tell_by_rows if is_by_rows else _tell_kept
@@ -325,7 +325,7 @@ def _rows(leaves: Sequence[Tree]) -> tuple[float, ...] | None:
 
 
 def _code(fn: Any) -> object:
-    """What two calls of one step have in common: each run may make a step anew."""
+    """What two calls of one step share, even if each run makes the step anew."""
     while isinstance(fn, partial):
         fn = fn.func
     return getattr(fn, "__code__", None) or type(fn)

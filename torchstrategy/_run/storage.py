@@ -1,6 +1,6 @@
-"""Where parameters live, and which strategy each module and variable belongs to.
+"""Where parameters live, and which strategy each object belongs to.
 
-Parameters belong to one, too.
+The objects are modules, variables and parameters.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ class Storage:
         )
 
     def watching(self) -> AbstractContextManager[None]:
-        """For the length of the block, takes in what this thread creates.
+        """A block that takes in the objects which this thread creates.
 
-        That is modules, optimizers and schedulers.
+        The objects are modules, optimizers and schedulers.
         """
         return watched(self)
 
@@ -134,7 +134,7 @@ _holders: dict[int, list[tuple[weakref.ref[nn.Module], weakref.ref[Storage]]]] =
 
 
 def _forget_holder(key: int, module: weakref.ref[nn.Module]) -> None:
-    """Called when a module that had a parameter is gone.
+    """Forgets a module that had a parameter, once the module is gone.
 
     Python's garbage collector calls it, on any thread.
     """
@@ -175,7 +175,7 @@ def _owner_of(
 def is_nobodys(thing: nn.Module | torch.Tensor) -> bool:
     """Whether a module or parameter belongs to no strategy.
 
-    A variable belongs to one for ever.
+    A variable always belongs to the strategy for which it was created.
     """
     return _owner_of(thing, is_anywhere=True) is None and not (
         is_variable(thing) and thing in _owners

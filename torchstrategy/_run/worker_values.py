@@ -1,6 +1,6 @@
 """The values that all workers have alike.
 
-They are those with which they begin, and those of buffers after a run.
+These are the values with which they begin, and those of buffers after a run.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def take_from_first_worker(
 ) -> None:
     """Writes worker 0's values on the modules and variables of all workers.
 
-    So they begin alike.
+    So all workers begin alike.
 
     Args:
         workers: The processes that train together.
@@ -83,7 +83,8 @@ def take_from_first_worker(
         for generator, state in zip(generators, states, strict=True):
             generator.set_state(state)
     others = [(name, t) for name, t in whole if not _can_be_sent(t)]
-    # Such as the adjacency matrix of a graph: it is data, which all workers have read.
+    # An example is the adjacency matrix of a graph: it is data, which all workers have
+    # read.
     if others:
         refuse_other_values(
             workers, names=[name for name, _ in others], tensors=[t for _, t in others]
@@ -93,7 +94,7 @@ def take_from_first_worker(
 def _can_be_sent(tensor: torch.Tensor) -> bool:
     """Whether other workers can write what this one sends.
 
-    Of a quantized tensor they would need the scale, too.
+    For example, they would also need the scale of a quantized tensor.
     """
     return (
         tensor.layout is torch.strided
@@ -151,9 +152,9 @@ def refuse_other_values(
 def refuse_other_writes(
     workers: Workers, names: Sequence[str], num_writes: Sequence[int]
 ) -> None:
-    """Refuses a run if workers have written parts of a sharded tensor unequally often.
+    """Refuses a run if workers have written a sharded tensor differently often.
 
-    One has written its part more often than another one.
+    Each worker writes its own part of the tensor.
 
     Raises:
         RuntimeError: Naming the first tensor that differs.

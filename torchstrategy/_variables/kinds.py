@@ -1,6 +1,6 @@
 """Variables with a component for each replica, and methods that take variables.
 
-These are methods of `Strategy.extended`.
+The methods are those of `Strategy.extended`.
 
 The component of a replica is a copy of the value, or a value of its own.
 """
@@ -171,7 +171,8 @@ class SyncOnReadVariable(DistributedVariable):
     def grad(self) -> None:
         """Always None.
 
-        There is no gradient of the whole batch with respect to one replica's value.
+        The gradient of the whole batch with respect to one replica's value does not
+        exist.
         """
         return None
 
@@ -248,9 +249,9 @@ class SyncOnReadVariable(DistributedVariable):
             self.assign(stand_in)
 
     def _take_as_made(self) -> list[torch.Tensor]:
-        """The values with which it was made, once, for the workers to begin alike.
+        """The values with which the variable was made, which it returns once.
 
-        There are none after an assignment.
+        With these values, the workers begin alike. After an assignment, there are none.
         """
         parts, self._is_as_made = self._parts if self._is_as_made else [], False
         return parts
@@ -292,7 +293,7 @@ class SyncOnReadVariable(DistributedVariable):
 def unwritten(variables: Sequence[SyncOnReadVariable]) -> Iterator[None]:
     """A block after which variables have the values of before.
 
-    What an understudy writes in it does not count.
+    So what an understudy writes in it does not count.
 
     See Note [Why a worker without rows runs the step] in `_group/participants`.
     """
@@ -310,7 +311,7 @@ def unwritten(variables: Sequence[SyncOnReadVariable]) -> Iterator[None]:
 class Component(Variable):
     """The component of a distributed variable in one replica.
 
-    The program has it outside of this replica.
+    The program holds it outside of this replica.
     """
 
     __slots__ = ("_memory", "container", "is_open", "known")
@@ -323,7 +324,7 @@ class Component(Variable):
 
     @staticmethod
     def of(container: DistributedVariable, memory: torch.Tensor) -> Component:
-        """The component of a variable whose value is, or is copied, in `memory`."""
+        """The component of a variable whose value is in `memory` or copied to it."""
         component = make_parameter(Component, memory, False)
         component.container, component._memory = weakref.ref(container), memory
         component._wanted, component._strategy = container._wanted, container._strategy
@@ -371,7 +372,7 @@ def _refuse_gradient(value: torch.Tensor) -> None:
 
 
 class VariablesOfExtended:
-    """What `StrategyExtended` knows of its strategy, and methods on variables."""
+    """What `StrategyExtended` knows of its strategy, and its methods for variables."""
 
     def __init__(self, container_strategy: StrategyLike | None = None) -> None:
         self._strategy_reference: weakref.ref[StrategyLike] | None = None
@@ -384,9 +385,9 @@ class VariablesOfExtended:
         raise self._missing("parameter_devices")
 
     def variable_created_in_scope(self, v: nn.Module | torch.Tensor) -> bool:
-        """Whether a module, or a parameter's module, belongs to this strategy's scopes.
+        """Whether you created a module or parameter in a scope of this strategy.
 
-        It was created in one, or the parameter was given to it there.
+        A parameter also counts if you gave it to a module there.
 
         Raises:
             TypeError: If it is neither.
@@ -426,8 +427,9 @@ class VariablesOfExtended:
             ... )
             (3.0, 3.0)
 
-        Differs from tf.distribute: The components of a mirrored variable stay equal:
-            after the calls, all have the value of the first one.
+        Differs from tf.distribute:
+            The components of a mirrored variable stay equal: after the calls, all have
+            the value of the first one.
 
         Raises:
             TypeError: If `var` is neither a variable nor a parameter.
@@ -458,9 +460,9 @@ class VariablesOfExtended:
     def colocate_vars_with(
         self, colocate_with_variable: torch.Tensor
     ) -> AbstractContextManager[None]:
-        """A block in which variables are created on the devices of another one.
+        """A block in which variables are created on the devices of another variable.
 
-        In a strategy, all of them are there.
+        All variables of one strategy are on the same devices anyway.
 
         Example:
             >>> strategy = torchstrategy.CentralStorageStrategy(["cpu", "cpu"])
@@ -533,7 +535,7 @@ class VariablesOfExtended:
     def _regroup(self, by_replica: Sequence[Tree]) -> Tree:
         """One tree out of what replicas returned.
 
-        It is the object that is the same in all, else a `DistributedValues`.
+        A leaf is the object that is the same in all replicas, or a `DistributedValues`.
         """
         return regroup(by_replica, are_results=True)
 
@@ -576,9 +578,9 @@ class VariablesOfExtended:
         kwargs: Any,
         group: bool,
     ) -> Tree:
-        """What `fn` returns for each of several places, put together.
+        """What `fn` returns for each of several places, joined to one value.
 
-        Each call has its components of the arguments.
+        Each call gets the place's components of the arguments.
         """
         results = [
             fn(one, *select(tuple(args), i), **select(dict(kwargs or {}), i))

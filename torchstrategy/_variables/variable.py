@@ -126,9 +126,10 @@ class Variable(ShowsLocalGrad, VariableBase):
           1: 4.0
         }
 
-    Differs from tf.distribute: To create a variable in a replica is a synchronization
-        point: all replicas create it together. Replicas cannot make a mirrored variable
-        diverge: assigning it in a replica without an aggregation is an error.
+    Differs from tf.distribute:
+        To create a variable in a replica is a synchronization point: all replicas
+        create it together. Replicas cannot make a mirrored variable diverge: assigning
+        it in a replica without an aggregation is an error.
 
     Raises:
         ValueError: If an enum is none; if it is to be trained and its dtype cannot be;
@@ -278,7 +279,7 @@ class Variable(ShowsLocalGrad, VariableBase):
     def _require_outside(self, name: str) -> None:
         """Refuses a write on an attribute of the user's in a replica.
 
-        All replicas have the one variable.
+        All replicas share the one variable.
         """
         # torch's compiler has notes of its own on tensors.
         is_known = hasattr(
@@ -319,7 +320,7 @@ class Variable(ShowsLocalGrad, VariableBase):
     def _stand_in(self) -> torch.Tensor:
         """The tensor that torch functions use in place of the variable.
 
-        It is that of the caller's replica, or outside.
+        Each replica has its own such tensor, and so has the caller outside of replicas.
         """
         local: torch.Tensor = local_object(self)
         if local is self and (context := self._replica()) is not None:
@@ -357,9 +358,9 @@ class Variable(ShowsLocalGrad, VariableBase):
         return self
 
     def _take_memory(self, value: torch.Tensor) -> None:
-        """Gives the variable other memory.
+        """Gives the variable other memory, as `module.double()` does.
 
-        It may have another dtype, as `module.double()` does.
+        The memory may have another dtype.
         """
         _call_plainly(set_plain_data, (), (self, value), {})
 
@@ -369,7 +370,7 @@ class Variable(ShowsLocalGrad, VariableBase):
     def _replica(self) -> ReplicaContextLike | None:
         """The context of the replica that the caller is in.
 
-        It is there if the variable belongs to the replica's strategy.
+        It is None unless the variable belongs to the replica's strategy.
         """
         frame = current_frame()
         if frame is None or frame.replica_context is None:
@@ -463,7 +464,7 @@ def _with_stand_ins(value: Any, used: dict[int, tuple[Variable, torch.Tensor]]) 
 
 
 def _has_a_say(kind: Any) -> bool:
-    """Whether a class of tensors has its own `__torch_function__`, to be called."""
+    """Whether a class of tensors has a `__torch_function__` that must be called."""
     says_nothing = (
         kind is torch.Tensor
         or kind.__torch_function__ is nn.Parameter.__torch_function__
@@ -474,7 +475,7 @@ def _has_a_say(kind: Any) -> bool:
 def _without_variables(value: Any) -> Any:
     """The arguments for the `__torch_function__` of another class.
 
-    They hold no variables, which it may not know.
+    They hold no variables, since that class may not know them.
     """
 
     def plain(leaf: Any) -> Any:
@@ -503,7 +504,7 @@ def write(
 ) -> None:
     """Does `assign`, `assign_add` or `assign_sub` on the memory of a variable.
 
-    It does so for a component, too.
+    It also does so on the memory of a component.
 
     Raises:
         ValueError: If the value does not fit.
@@ -610,7 +611,7 @@ class Wanted:
 def create(wanted: Wanted) -> Variable:
     """Creates a variable for the strategy of the caller.
 
-    In a replica it does so together with the other replicas.
+    In a replica, it does so together with the other replicas.
     """
     frame = current_frame()
     if frame is None or is_default(frame.strategy):
@@ -704,7 +705,7 @@ def _assign_together(
         )
     if variable.aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
         value = strategy.extended._first_of(value)
-    # With NONE there is only one replica.
+    # With `VariableAggregation.NONE`, there is only one replica.
     elif variable.aggregation is not VariableAggregation.NONE:
         with without_autograd():
             value = strategy.extended._reduce_leaf(

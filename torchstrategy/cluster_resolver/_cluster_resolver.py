@@ -29,9 +29,9 @@ from torchstrategy.cluster_resolver._slurm_lists import (
 
 @final
 class ClusterSpec:
-    """The processes of a cluster: jobs, such as `"worker"`, of tasks with addresses.
+    """The processes of a cluster: its jobs, their tasks and the tasks' addresses.
 
-    Each job has several tasks, each at an address.
+    Each job, such as `"worker"`, has several tasks, each at an address.
 
     Args:
         cluster: For each job its tasks: a list of addresses, or, if not all tasks are
@@ -47,9 +47,9 @@ class ClusterSpec:
         >>> spec.task_address("worker", 1)
         'b:2222'
 
-    Differs from tf.distribute: In TensorFlow it is `tf.train.ClusterSpec`; protocol
-        buffers are not accepted and not made. It does not change, and is equal to other
-        `ClusterSpec`s only.
+    Differs from tf.distribute:
+        In TensorFlow it is `tf.train.ClusterSpec`; protocol buffers are not accepted
+        and not made. It does not change, and is equal to other `ClusterSpec`s only.
 
     Raises:
         TypeError: If it is not a dict of lists or dicts of strings.
@@ -103,9 +103,9 @@ class ClusterSpec:
         return tasks[task_index]
 
     def job_tasks(self, job_name: str) -> list[str | None]:
-        """The addresses of a job by the indices of its tasks.
+        """The addresses of a job, in the order of its tasks' indices.
 
-        It is None for tasks that are not known.
+        The address of a task that is not known is None.
 
         Raises:
             ValueError: If there is no such job.
@@ -114,14 +114,13 @@ class ClusterSpec:
         return [tasks.get(index) for index in range(max(tasks, default=-1) + 1)]
 
     def as_dict(self) -> dict[str, Any]:
-        """The tasks of each job.
+        """The tasks of each job, in the form that `ClusterSpec` takes.
 
-        They are a list where all are known, and else a dict, as a `ClusterSpec` is made
-        of.
+        A job is a list if all its tasks are known, and else a dict.
         """
         spec: dict[str, Any] = {}
         for job, tasks in self._tasks.items():
-            # From 0 on, and no other.
+            # The indices begin with 0 and leave none out.
             has_all_numbers = bool(tasks) and len(tasks) == max(tasks) + 1
             spec[job] = list(tasks.values()) if has_all_numbers else dict(tasks)
         return spec
@@ -235,9 +234,10 @@ class ClusterResolver(ABC):
         >>> resolver.master(), resolver.task_type, resolver.task_id
         ('localhost:2222', None, 1)
 
-    Differs from tf.distribute: `num_accelerators` counts those of this machine, and is
-        refused for another task, whose machine it cannot see. There are no sessions,
-        and so no `config_proto`.
+    Differs from tf.distribute:
+        `num_accelerators` counts those of this machine, and is refused for another
+        task, whose machine it cannot see. There are no sessions, and so no
+        `config_proto`.
 
     Source: https://www.tensorflow.org/versions/r2.4/api_docs/python/tf/distribute/cluster_resolver/ClusterResolver
     """
@@ -246,7 +246,7 @@ class ClusterResolver(ABC):
     # constructor.
     _told = _Task()
     _environment: str | None = ""
-    # How many each task has, if that was said.
+    # How many accelerators each task has, if that was said.
     _accelerators: Counter[str] | None = None
 
     @abstractmethod
@@ -277,7 +277,7 @@ class ClusterResolver(ABC):
     ) -> Counter[str]:
         """How many accelerators a task has, by kind: `{"GPU": 8}`.
 
-        It is 0 for a kind that it has none of.
+        The number is 0 for a kind that the task does not have.
 
         If nobody has said how many each task has, it counts those that this process
         sees.
@@ -308,12 +308,15 @@ class ClusterResolver(ABC):
                 f"process, {self.task_type} {self.task_id}, sees its own only. Use "
                 "SimpleClusterResolver(spec, num_accelerators={'GPU': 8})."
             )
-        # The sign leaves out a kind of which there is none.
+        # The plus sign leaves out a kind of which there is none.
         return +Counter(GPU=len(local_accelerators()))
 
     @property
     def environment(self) -> str | None:
-        """Where it runs, as it was told; in TensorFlow `"google"`, or else empty."""
+        """Where the program runs, as the resolver was told.
+
+        In TensorFlow, it is `"google"` or empty.
+        """
         return self._environment
 
     @property
@@ -377,7 +380,7 @@ class _FixedResolver(ClusterResolver):
     ) -> str:
         """The address of the process that leads.
 
-        If both `task_type` and `task_id` are given, it is that of that task.
+        If you give both `task_type` and `task_id`, you get the address of that task.
 
         Raises:
             ValueError: If there is no such task.
@@ -491,8 +494,9 @@ class SlurmClusterResolver(_FixedResolver):
         >>> for name in [name for name in os.environ if name.startswith("SLURM_")]:
         ...     del os.environ[name]
 
-    Differs from tf.distribute: It never sets CUDA_VISIBLE_DEVICES, `rpc_layer` is None,
-        and `scontrol` is not called. `jobs` may not leave out tasks.
+    Differs from tf.distribute:
+        It never sets CUDA_VISIBLE_DEVICES, `rpc_layer` is None, and `scontrol` is not
+        called. `jobs` may not leave out tasks.
 
     Raises:
         RuntimeError: If this process was not started by Slurm.
@@ -596,7 +600,7 @@ def _tasks_of_nodes(given: int | list[int] | None, nodes: list[str]) -> list[int
     if given is not None:
         found = list(given)
     else:
-        # Such as "2(x3),1".
+        # An example is "2(x3),1".
         name, text = _variable("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
         found = expand_counts(name, text)
     if len(found) != len(nodes):
@@ -638,9 +642,10 @@ class UnionResolver(ClusterResolver):
         >>> union.task_type
         'worker'
 
-    Differs from tf.distribute: A `task_id` of 0 that is given wins over the first
-        resolver's, as any other does. `master` puts the `rpc_layer` of the union before
-        every address, and that of the first resolver where the union has none.
+    Differs from tf.distribute:
+        A `task_id` of 0 that is given wins over the first resolver's, as any other
+        does. `master` puts the `rpc_layer` of the union before every address, and that
+        of the first resolver where the union has none.
 
     Raises:
         ValueError: If there is no resolver.
@@ -674,7 +679,7 @@ class UnionResolver(ClusterResolver):
         Raises:
             KeyError: If a job has one task twice, where they go by their indices.
         """
-        # By job, its tasks in each cluster that has it.
+        # For each job, its tasks in each cluster that has the job.
         of_jobs: dict[str, list[Any]] = {}
         for resolver in self._resolvers:
             for job, tasks in resolver.cluster_spec().as_dict().items():
@@ -687,9 +692,9 @@ class UnionResolver(ClusterResolver):
         task_id: int | None = None,
         rpc_layer: str | None = None,
     ) -> str:
-        """What the first says.
+        """What the `master` of the first resolver returns.
 
-        If both `task_type` and `task_id` are given, it is the address of that task.
+        If you give both `task_type` and `task_id`, you get the address of that task.
 
         Raises:
             ValueError: If there is no such task.
@@ -723,7 +728,7 @@ def _unite(
 ) -> list[str] | dict[int, str]:
     """The tasks of one job."""
     if all(isinstance(part, list) for part in parts):
-        # They are lists.
+        # mypy does not see that all parts are lists.
         return [address for part in parts for address in part]  # type: ignore[misc]
     tasks: list[tuple[int, str]] = []
     for part in parts:
@@ -800,7 +805,7 @@ class TFConfigClusterResolver(ClusterResolver):
         task_id: int | None = None,
         rpc_layer: str | None = None,
     ) -> str:
-        """The address of this task, or of the one that is named.
+        """The address of this task, or of the task that you name.
 
         It is empty in a cluster of one task or none.
 
@@ -853,9 +858,9 @@ def _text(name: str, where: dict[str, Any]) -> str | None:
 
 
 def _said(make: Callable[[Any], T], value: Any) -> T:
-    """What is made of a value that the variable holds.
+    """What `make` makes of a value that the variable holds.
 
-    Whatever is wrong with it, the variable has to be changed.
+    An error says that the variable has to be changed.
     """
     try:
         return make(value)

@@ -1,6 +1,6 @@
-"""Lists that Slurm writes in short, in environment variables.
+"""Reads lists that Slurm writes in short form in environment variables.
 
-They are lists of nodes, and of the numbers of tasks on them.
+Some lists name nodes, and others say how many tasks each node has.
 """
 
 from __future__ import annotations

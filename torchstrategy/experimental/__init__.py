@@ -34,7 +34,7 @@ __all__ = [
 for _name in __all__:
     globals()[
         _name
-        # Those that are not only here are `torchstrategy`'s in the end.
+        # Names that are also in `torchstrategy` get that module in the end.
     ].__module__ = __name__
 # A run makes contexts, many of them, and `CollectiveHints` is the same object in
 # `compat.v1`.

@@ -1,6 +1,6 @@
 """Losses that are a sum over the rows of the whole batch, divided by a number.
 
-No replica knows this number alone.
+No replica alone knows this number.
 
 Before the gradients of the replicas are added up, each is multiplied by the replica's
 weight: by its fraction of the rows if gradients are averaged, by 1 if they are summed.
@@ -27,7 +27,7 @@ def compute_average_loss(
 ) -> torch.Tensor:
     """The weighted mean of the losses of all rows of the whole batch.
 
-    It is a loss to call `backward` on in a replica.
+    Call `backward` on it in a replica.
 
     The mean of a replica's own rows, which steps are written with as a rule, is exact
     as long as each row counts the same. Where rows are weighted or ignored, or count by
@@ -75,9 +75,10 @@ def compute_average_loss(
         ...     count = strategy.reduce("sum", counted, axis=0)
         ...     loss = strategy.reduce("sum", losses, axis=0) / count
 
-    Differs from tf.nn: TensorFlow divides by the rows of this replica times the number
-        of replicas, whatever the weights, and its result has to be summed over the
-        replicas. Nothing is divided by the number of replicas here.
+    Differs from tf.nn:
+        TensorFlow divides by the rows of this replica times the number of replicas,
+        whatever the weights, and its result has to be summed over the replicas. Nothing
+        is divided by the number of replicas here.
 
     Raises:
         RuntimeError: In the cross-replica context, unless `global_batch_size` is given;
@@ -113,7 +114,7 @@ def scale_regularization_loss(
 ) -> torch.Tensor:
     """A loss of the parameters only, which all replicas together count once.
 
-    It depends on nothing else.
+    The loss may not depend on the rows of the batch.
 
     Add it to what `compute_average_loss` returns, or to the mean loss of the replica's
     rows.
@@ -138,8 +139,9 @@ def scale_regularization_loss(
         >>> torch.allclose(model.weight.grad, 2 * model.weight)
         True
 
-    Differs from tf.nn: TensorFlow always divides by the number of replicas. Here what
-        replicas' gradients are multiplied by adds up to 1 in any case.
+    Differs from tf.nn:
+        TensorFlow always divides by the number of replicas. Here what replicas'
+        gradients are multiplied by adds up to 1 in any case.
 
     Raises:
         RuntimeError: In the cross-replica context.

@@ -19,15 +19,15 @@ from torchstrategy._base.objects.module_traversal import held_plainly
 from torchstrategy._base.torch_internals import hide_from_compiler
 from torchstrategy._group.group import ReplicaGroup, group_here
 
-# The base class of all of them, without its private name.
+# The base class of all batch normalisation layers, reached without its private name.
 _BATCH_NORM: Any = nn.BatchNorm1d.__mro__[1]
 _TORCHS_OWN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 class SyncBatchNorm(nn.SyncBatchNorm):
-    """Batch normalisation over the rows of all replicas, as one device would.
+    """Batch normalisation over the rows of all replicas, as one device would do it.
 
-    It takes mean and variance over these rows.
+    It takes the mean and the variance over these rows.
 
     Forward, backward and running statistics are those of `torch.nn.BatchNorm1d`, `2d`
     or `3d` on the whole batch, on any device. Rows of replicas whose gradient is
@@ -64,10 +64,10 @@ class SyncBatchNorm(nn.SyncBatchNorm):
                 [ 0.0000],
                 [ 1.2247]])
 
-    Differs from torch.nn: `torch.nn.SyncBatchNorm` is for processes, each with an
-        accelerator; this one is for the replicas of a strategy, and has no
-        `process_group`. It synchronises in evaluation, too, where there are no running
-        statistics.
+    Differs from torch.nn:
+        `torch.nn.SyncBatchNorm` is for processes, each with an accelerator; this one is
+        for the replicas of a strategy, and has no `process_group`. It synchronises in
+        evaluation, too, where there are no running statistics.
 
     Raises:
         ValueError: From `run`, if an input has no channel dimension or not
@@ -110,7 +110,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         return nn.BatchNorm1d.forward(self, input)
 
     @classmethod
-    # No process_group.
+    # The method of torch also has a parameter `process_group`.
     def convert_sync_batchnorm(cls, module: nn.Module) -> nn.Module:  # type: ignore[override]
         """Puts a `SyncBatchNorm` in the place of each batch normalisation of a model.
 
@@ -132,9 +132,10 @@ class SyncBatchNorm(nn.SyncBatchNorm):
             >>> [type(layer).__name__ for layer in model]
             ['Linear', 'SyncBatchNorm']
 
-        Differs from torch.nn: Hooks are kept. A layer that is used twice stays one
-            layer. A layer that does something of its own is refused, where torch would
-            convert it and drop that.
+        Differs from torch.nn:
+            Hooks are kept. A layer that is used twice stays one layer. A layer that
+            does something of its own is refused, where torch would convert it and drop
+            that.
 
         Raises:
             TypeError: If a layer cannot be converted; then none is.
@@ -279,7 +280,7 @@ def _is_to_convert(module: object) -> bool:
 def _refuse_own_ways(path: str, layer: nn.Module) -> None:
     """Refuses a layer with attributes or methods of its own.
 
-    A `SyncBatchNorm` would not have them.
+    The `SyncBatchNorm` in its place would not have them.
     """
     if getattr(layer, "process_group", None) is not None:
         raise TypeError(

@@ -1,6 +1,6 @@
-"""Code for several devices, tested on one.
+"""Tests code for several devices on one device.
 
-There are simulated devices, and what tells a right step from a wrong one.
+It simulates devices, and tells a right step from a wrong one.
 """
 
 from torchstrategy._base.errors import explain_keywords as _explain_keywords

@@ -68,7 +68,7 @@ class Traffic:
 
     @property
     def writes(self) -> int:
-        """How many tensors got another one's values on the same device."""
+        """How many tensors got the values of another tensor of the same device."""
         return sum(
             copy.is_write and copy.source == copy.target for copy in self._copies
         )
@@ -77,7 +77,7 @@ class Traffic:
     def meetings(self) -> Counter[str]:
         """How often the replicas synchronized, by the name of the point.
 
-        Errors give it this name: `"optimizer.step()"`.
+        Error messages use the same names, such as `"optimizer.step()"`.
         """
         return Counter(self._meetings)
 
@@ -85,7 +85,7 @@ class Traffic:
     def gradient_reductions(self) -> int:
         """How often gradients that the replicas had collected became one.
 
-        That is once a step, if nothing goes twice.
+        It happens once a step, if no gradient is sent twice.
         """
         return self._reductions
 
@@ -104,7 +104,7 @@ class Traffic:
 def count_traffic() -> Iterator[Traffic]:
     """A block that counts copies, synchronization points and reductions of gradients.
 
-    It counts how often gradients become one.
+    A reduction is a moment at which the replicas' gradients become one.
 
     It counts on this thread and on those of its runs.
 

@@ -77,7 +77,7 @@ def fail_in_replica(
 def slow_replica(replica: int) -> Iterator[None]:
     """A block in which one replica goes on only when no other can.
 
-    It is the last at every synchronization point.
+    So it is the last to come to every synchronization point.
 
     It is as one slow device among fast ones, without any waiting, and the same each
     time. The others go in replica order, one at a time, on whatever devices they are.
@@ -152,7 +152,7 @@ class _Fault(Instrument):
 class _Calls(TorchFunctionMode):
     """Sees the torch functions that the steps of all replicas call.
 
-    Their threads wear the caller's modes.
+    It can, because their threads run under the torch modes of the caller.
     """
 
     def __init__(self, fault: _Fault) -> None:

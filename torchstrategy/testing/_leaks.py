@@ -1,7 +1,4 @@
-"""What a block left behind: threads that go on, open scopes, changed settings.
-
-These are settings of torch.
-"""
+"""What a block left behind: threads, open scopes and changed settings of torch."""
 
 from __future__ import annotations
 
@@ -57,9 +54,9 @@ def no_thread_leaks(*, timeout: float = _PATIENCE_S) -> Iterator[None]:
 
 @contextmanager
 def no_scope_leaks() -> Iterator[None]:
-    """Fails if this thread ends the block in another strategy's scope than before.
+    """Fails if this thread leaves the block in another strategy's scope.
 
-    It compares with the scope in which it began the block.
+    The scope has to be the one in which the thread began the block.
 
     Raises:
         AssertionError: Saying where the thread was, and where it is. If the block
@@ -83,9 +80,9 @@ def no_scope_leaks() -> Iterator[None]:
 
 @contextmanager
 def no_torch_state_leaks() -> Iterator[None]:
-    """Fails if the block leaves a setting of torch changed, in this thread or anywhere.
+    """Fails if the block leaves a setting of torch changed.
 
-    It looks at those of the process, too.
+    It looks at the settings of this thread and at those of the process.
 
     Grad mode and inference mode, autocast, modes and hooks that are in force, default
     dtype and device, determinism, numbers of threads, the current accelerator, global
@@ -250,8 +247,9 @@ def _of_the_process() -> dict[str, object]:
         "the current accelerator": _current_accelerator(),
         "determinism": torch.get_deterministic_debug_mode(),
         "anomaly detection": torch.is_anomaly_enabled(),
-        # torch.get_float32_matmul_precision raises where they differ "none" is what it
-        # begins with, and as good as "ieee", which putting it back leaves.
+        # torch.get_float32_matmul_precision raises where the backends differ.
+        # A backend begins with "none", which is as good as "ieee". Putting the
+        # precision back leaves "ieee".
         "the precision of float32 products": [
             backend.fp32_precision.replace("none", "ieee") for backend in products
         ],
@@ -276,7 +274,7 @@ def _of_the_process() -> dict[str, object]:
 def _global_hooks() -> dict[str, tuple[Callable[..., Any], ...]]:
     """The global hooks of all modules and all optimizers, by kind.
 
-    Torch has no public function that lists them.
+    PyTorch has no public function that lists them.
     """
     kinds = {**vars(of_modules), **vars(of_optimizers)}
     found = {
@@ -298,7 +296,7 @@ def _is_of_others(hook: Callable[..., object]) -> bool:
 def _current_accelerator() -> int:
     """The index of this thread's current accelerator; 0 where none was used.
 
-    The thread begins with 0; to ask torch would start an accelerator.
+    A thread begins with 0, and to ask torch would start an accelerator.
     """
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None or not torch.get_device_module(accelerator).is_initialized():

@@ -75,7 +75,7 @@ class Lockstep(Instrument):
             refuse_bad_replica(repr(self), replica)
         self._history: list[tuple[int, str]] = []
         self._block: ExitStack | None = None
-        # For all runs of a block: they are to go differently.
+        # All runs of a block share it, so that each goes differently.
         self._drawn: Drawn | None = None
 
     @property

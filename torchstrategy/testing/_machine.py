@@ -41,7 +41,7 @@ _OF_CLUSTERS = (
 def report() -> dict[str, Any]:
     """What is here: versions, devices and their links, strategies, and the cluster.
 
-    They are the strategies that would be made.
+    The strategies are those that you would get on this machine.
     """
     accelerators = local_accelerators()
     devices = [torch.device("cpu", 0), *accelerators]
@@ -62,8 +62,8 @@ def report() -> dict[str, Any]:
             "python": platform.python_version(),
             "platform": platform.platform(),
             **{name: _version(name) for name in _PACKAGES},
-            # With what it was built for, which some packages do not say in their
-            # version.
+            # What torch was built for stands beside its version, since some packages do
+            # not say it there.
             "torch": torch.__version__,
             "cuda": torch.version.cuda,
             "threads": torch.get_num_threads(),
@@ -159,9 +159,9 @@ def _device(device: torch.device) -> dict[str, Any]:
 
 
 def _step(device: torch.device) -> str:
-    """A step of a training on the device.
+    """Trains one step on the device.
 
-    Its weights have to be those of the same step in plain PyTorch.
+    The weights have to be those of the same step in plain PyTorch.
     """
     inputs = torch.arange(12.0).reshape(4, 3) / 12
     plain = torch.nn.Linear(3, 1)

@@ -24,7 +24,7 @@ from torchstrategy.testing._virtual_time.hosts import Host, Hosts
 def clocks_of_replicas(hosts: Hosts) -> AbstractContextManager[None]:
     """A block in which each replica of a run has a clock among `hosts`.
 
-    It is for a block of virtual time.
+    Use it within a block of virtual time.
 
     Raises:
         RuntimeError: In a replica, where each replica would begin a block of its own.

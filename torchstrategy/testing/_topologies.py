@@ -21,7 +21,7 @@ from torchstrategy.strategy import Strategy
 from torchstrategy.testing._simulation import simulated_devices
 
 _PLACES = ("cpu", "sim", "real")
-# One: nothing to bring together; three: few batches divide evenly.
+# One replica has nothing to bring together. With three, few batches divide evenly.
 _REPLICAS = [1, 2, 3]
 
 
@@ -36,7 +36,7 @@ def _default(devices: Sequence[Device]) -> Strategy:
 
 
 def _central(devices: Sequence[Device]) -> Strategy:
-    """With parameters where nobody looks: on the CPU, but for a lone replica's."""
+    """With parameters on the CPU, where nobody looks, unless there is one replica."""
     return CentralStorageStrategy(devices, devices[0] if len(devices) == 1 else "cpu:0")
 
 
@@ -60,7 +60,7 @@ class Topology:
 
     kind: str
     place: str | None = None  # the type of its devices; None: it is bound to none
-    # Of each replica; none, in a place that is not here.
+    # The device of each replica; empty for a place that is not here.
     devices: tuple[Device, ...] = ()
 
     def __str__(self) -> str:
@@ -82,7 +82,7 @@ class Topology:
 
 
 def accelerators() -> list[Device]:
-    """The real accelerators of torch in this process, or none with simulated ones.
+    """The real accelerators that torch uses in this process.
 
     There are none once devices are simulated.
     """
@@ -90,9 +90,9 @@ def accelerators() -> list[Device]:
 
 
 def devices_here(real: list[Device]) -> dict[str, Sequence[Device]]:
-    """The devices of each place, of which `real` ones were found first.
+    """The devices of each place.
 
-    They were found before any were simulated.
+    `real` are the real devices, which were found before any were simulated.
     """
     return {
         "cpu": [canonical_device("cpu:0")],

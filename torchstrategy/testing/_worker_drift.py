@@ -24,10 +24,10 @@ def assert_workers_agree(
     Every worker calls it, between runs. Every parameter, every buffer and every tensor
     in the state of an optimizer is compared with that of worker 0, bit by bit; NaN
     agrees with NaN. Of a tensor that is sharded, each worker puts the whole together
-    and compares that. After a run all workers are equal. A worker drifts if the script
-    writes on its model outside of `strategy.run` and not on those of others, for
-    example if only one worker loads a checkpoint. A strategy in one process has one
-    worker, which agrees with itself.
+    and compares that. After a run all workers are equal.
+    A worker drifts if the script writes on its model outside of `strategy.run` and not
+    on those of others, for example if only one worker loads a checkpoint. A strategy in
+    one process has one worker, which agrees with itself.
 
     Args:
         strategy: The strategy of the workers.

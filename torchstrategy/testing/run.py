@@ -1,6 +1,6 @@
-"""`python -m torchstrategy.testing.run train.py` runs a program without GPUs.
+"""`python -m torchstrategy.testing.run train.py` runs a program for GPUs without any.
 
-With `--devices 4` the program, which is one for GPUs, has four.
+With `--devices 4`, the program sees four GPUs.
 """
 
 from torchstrategy.testing._runner import main

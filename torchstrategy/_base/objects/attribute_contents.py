@@ -1,6 +1,6 @@
 """What plain attributes hold, at any depth.
 
-These are containers, objects and tensors, with the attributes of these.
+They hold containers, objects and tensors, which have attributes themselves.
 
 Each replica has copies of all containers, objects and tensors that a step may change in
 place. A program may set attributes on tensors, too, as in `weight.is_expert = True`.
@@ -54,7 +54,7 @@ _CALLED = (types.FunctionType, types.MethodType, types.BuiltinFunctionType)
 class CopiedThing(NamedTuple):
     """An attribute, or what it holds, with the copies of the replicas.
 
-    It is a container, an object or a tensor.
+    What an attribute holds is a container, an object or a tensor.
     """
 
     path: str
@@ -67,7 +67,7 @@ def find_copied_things(
 ) -> tuple[dict[int, CopiedThing], dict[int, CopiedThing], list[CopiedThing]]:
     """All that attributes hold and that may be changed in place.
 
-    It is kept by the ids of the user's objects.
+    The keys of the result are the ids of the user's objects.
 
     Returns:
         The containers and objects; the leaves, which are tensors, and arrays as tensors
@@ -111,7 +111,7 @@ def things_in(
 ) -> Iterator[tuple[str, Any]]:
     """The tensors, containers and other objects in a value, each with its path.
 
-    Arrays, modules and `PerReplica`s are among them.
+    The other objects include arrays, modules and `PerReplica`s.
 
     What is in a container of many entries is left out if all of it is data, unless
     `has_data`.
@@ -168,7 +168,7 @@ _MOST = 10_000_000  # entries of what is equally deep
 class Data(NamedTuple):
     """What is in a value that is nothing but data.
 
-    These are numbers, strings and the like, in containers and plain objects.
+    Data is numbers, strings and the like, in containers and plain objects.
     """
 
     entries: int  # how many all containers have
@@ -261,7 +261,7 @@ def named_items(value: Any) -> dict[tuple[str, Any], Any]:
 def attributes(thing: Any) -> dict[str, Any]:
     """The attributes of an object, in its `__dict__` and in slots.
 
-    No method of the object is called for them.
+    Finding them calls no method of the object.
     """
     try:
         found: dict[str, Any] = object.__getattribute__(thing, "__dict__")
@@ -335,7 +335,7 @@ def globals_in(code: types.CodeType) -> tuple[str, ...]:
 def names_in(code: types.CodeType) -> tuple[str, ...]:
     """The names of globals and attributes in a function, each once.
 
-    Those in functions and comprehensions inside it are there, too.
+    The names in functions and comprehensions inside it count, too.
     """
     inner = [
         names_in(constant)
@@ -348,7 +348,7 @@ def names_in(code: types.CodeType) -> tuple[str, ...]:
 def is_plain_holder(value: Any) -> bool:
     """Whether a value is known to be no more than what it holds.
 
-    It is a plain container, or an object with attributes.
+    Such a value is a plain container, or an object with attributes.
 
     Such an object has no lock, file or random generator, and nothing that is called.
     """

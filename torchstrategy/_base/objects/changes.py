@@ -123,7 +123,7 @@ class Snapshot:
     def forget(self, place: Any, name: Any) -> None:
         """Drops an entry of a table.
 
-        It counts as changed, whatever it is, until the snapshot is taken again.
+        The entry then counts as changed until the snapshot is taken again.
         """
         self._known[place][name] = object()  # which no table holds
         self._sizes, self._names, self._values = [_FORGOTTEN], [], []

@@ -41,7 +41,7 @@ def roots_of(modules: Sequence[nn.Module]) -> list[nn.Module]:
 def held_plainly(module: nn.Module) -> Iterator[tuple[str, Any]]:
     """What is in the plain attributes of a module and its tensors.
 
-    Modules, tensors and other things are there, each with its path.
+    This is modules, tensors and other things, each with its path.
     """
     for name, value in plain_attributes(module).items():
         yield from things_in(f".{name}", value)
@@ -89,7 +89,7 @@ def move(module: nn.Module, device: Device) -> nn.Module:
 def computed_by_hooks(module: nn.Module) -> set[str]:
     """The plain attributes that a hook computes again before each forward.
 
-    Those of `weight_norm` and pruning do.
+    For example, the hooks of `weight_norm` and of pruning do so.
 
     They compute `weight` of parameters whose names begin with `weight_`.
     """
@@ -109,7 +109,7 @@ def tables_of(
 ) -> dict[tuple[int, str], dict[Any, Any]]:
     """The tables of modules, by the position of the module and the table's name.
 
-    The `__dict__`s of the modules are given.
+    You pass the `__dict__`s of the modules.
     """
     tables = ("_parameters", "_modules", "_buffers", *HOOK_TABLES)
     return {
@@ -133,5 +133,5 @@ HOOK_FLAGS = (
 # The attributes in which torch itself keeps tables, hooks, flags, and the result of
 # `module.compile()`.
 TORCHS_OWN = frozenset({*vars(nn.Module()), "_compiled_call_impl"})
-# Those of them that hold more than a flag.
+# The tables among torch's own attributes that hold more than a flag.
 TABLES = TORCHS_OWN - {"training", "_is_full_backward_hook"}

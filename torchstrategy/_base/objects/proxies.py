@@ -78,7 +78,7 @@ class Proxy:
     def __class__(self) -> type:
         """The user's class.
 
-        Pickle compares it with the class in the result of `__reduce_ex__`.
+        pickle compares it with the class in the result of `__reduce_ex__`.
         """
         return plain_class(type(self))
 
@@ -96,7 +96,7 @@ class Proxy:
 def _in_users_class(thing: object, name: str) -> Any:
     """What the user's class has under a name.
 
-    It is a property, or a method that takes the object as its first argument.
+    This is a property, or a method that takes the object as its first argument.
 
     It is the same whether the object is a proxy or not. See Note [What a proxy must not
     change].
@@ -147,7 +147,7 @@ def users_own(optimizer: Any, name: str) -> Any:
 def parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
     """The parameters that an optimizer updates, in order.
 
-    The user's own, also while the optimizer is a proxy.
+    They are the user's own, also while the optimizer is a proxy.
     """
     return list(
         chain.from_iterable(map(_members_of, users_own(optimizer, "param_groups")))
@@ -166,10 +166,10 @@ def is_torchs(optimizer: Optimizer) -> bool:
 
 
 def has_own_code_only(optimizer: Optimizer) -> bool:
-    """Whether a step of an optimizer is torch's own code, and none of the user's."""
+    """Whether a step of an optimizer runs torch's code only, and none of the user's."""
     inside: dict[str, Any] = vars(optimizer)
     cls: Any = plain_class(type(optimizer))
-    # A learning-rate scheduler puts one there that calls that of the class.
+    # A learning-rate scheduler puts a `step` there that calls the one of the class.
     step = inside.get("step")
     is_of_class = step is None or (
         hasattr(step, "_wrapped_by_lr_sched") and step.__wrapped__ is cls.step
@@ -185,7 +185,7 @@ def has_own_code_only(optimizer: Optimizer) -> bool:
 def _of_replica(name: str) -> property:
     """The `param_groups`, `state` or `step` of a proxy.
 
-    In a replica it is that of the replica's `ReplicaOptimizer`.
+    In a replica, you get that of the replica's `ReplicaOptimizer`.
     """
 
     def get(optimizer: Any) -> Any:
@@ -210,7 +210,8 @@ class _OptimizerProxy(Proxy):
 
     param_groups = _of_replica("param_groups")
     state = _of_replica("state")
-    # No method: a learning-rate scheduler puts a `step` of its own on the instance.
+    # This is a property and no method: a learning-rate scheduler puts its own `step` on
+    # the instance.
     step = _of_replica("step")
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -232,7 +233,7 @@ class _OptimizerProxy(Proxy):
 def _methods_of(cls: type) -> dict[str, Any]:
     """The public methods that the user's class of optimizers adds to torch's.
 
-    Replicas call them together, like `step`.
+    Replicas call such a method together, as they call `step`.
 
     Methods that torch's `Optimizer` also has are not among them, and neither are
     private methods, since other methods call those.
@@ -280,7 +281,7 @@ class ShowsLocalGrad(nn.Parameter):
     def grad(self) -> Any:
         """The gradient of the parameter.
 
-        In a replica it is the gradient of the replica's own parameter.
+        In a replica, it is the gradient of the replica's own parameter.
         """
         local: Any = local_object(self)
         return raw_grad(self) if local is self else local.grad
@@ -299,9 +300,9 @@ class ShowsLocalGrad(nn.Parameter):
 
 
 class _Attributes:
-    """Gives an object, in each replica, attributes of its own.
+    """Gives an object its own attributes in each replica.
 
-    It is a trainer, or a parameter of the user's.
+    The object is a trainer, or a parameter of the user's.
 
     In the order in which methods are looked up, it comes after all classes of the
     user's and before `object`. So a `__getattribute__` or `__setattr__` of the user's
@@ -355,12 +356,12 @@ class _Attributes:
 def _attributes_in_replica(thing: Any) -> dict[str, Any] | None:
     """The attributes that an object has in the replica of this thread.
 
-    It is None outside of replicas.
+    Outside of replicas, it is None.
     """
     local = local_object(thing)
     if local is thing:
         return None
-    # That of a trainer is a dict.
+    # The replica's own object for a trainer is a dict.
     own: dict[str, Any] = vars(local) if isinstance(local, torch.Tensor) else local
     return own
 
@@ -378,14 +379,15 @@ def _of_class(thing: object, name: str) -> Any:
 
 
 class _ParameterProxy(Proxy, ShowsLocalGrad, _Attributes):
-    """The user's parameter, which shows the gradient of a replica's in the replica.
+    """The user's parameter, which in a replica shows the replica's gradient.
 
-    It shows the attributes of that replica's parameter, too.
+    It also shows the attributes of the replica's parameter.
 
     A gradient that is asked for by such a parameter, as `backward(inputs=...)` does, is
-    that of the replica's, too. All else is the user's: operations on it use the user's
-    own parameter, also in a replica. This is enough for a step that clears, clips, logs
-    or asks for the gradients of a list of parameters that was made outside of the step.
+    that of the replica's, too.
+    All else is the user's: operations on it use the user's own parameter, also in a
+    replica. This is enough for a step that clears, clips, logs or asks for the
+    gradients of a list of parameters that was made outside of the step.
     """
 
     def __getattribute__(self, name: str) -> Any:
@@ -456,15 +458,15 @@ def install(objects: Sequence[object], run: object) -> None:
 
 @functools.cache  # once in a process
 def _tell_autograd() -> None:
-    """From here on, a backward may be asked for the gradient of a proxy.
+    """Lets a backward that is asked for a proxy's gradient make the replica's.
 
-    It makes that of the replica's parameter.
+    From here on, the gradient is that of the replica's parameter.
     """
     take_inputs_by(local_object)
 
 
 def uninstall(objects: Sequence[object], run: object) -> None:
-    """The reverse of `install`; may be called again.
+    """The reverse of `install`, which you may call again.
 
     Objects that another run has proxies of stay proxies.
     """

@@ -1,6 +1,6 @@
 """What the library puts into torch's classes for a while.
 
-By its hooks the library is told of what is done with them.
+Its hooks tell the library what a program does with objects of these classes.
 
 - While a scope is open, it is told of each module, optimizer, scheduler and scaler that
   is created. torch has hooks for parameters that are registered on a module, but none
@@ -99,7 +99,7 @@ _lock = threading.Lock()
 def watched(storage: Any) -> Iterator[None]:
     """A block in which a storage takes in each object that this thread creates.
 
-    Some objects come several times.
+    The storage may get the same object several times.
 
     Its `take_part` is called with a new module, `take_stepper` with a new optimizer,
     scheduler or scaler, and `claim_parameter` with a module and a parameter, when the
@@ -160,7 +160,7 @@ _constructors = _Exchange(dict.fromkeys([*_NEW, *_COPIED], _tell_when_called))
 class _SchedulerGuard:
     """An attribute of schedulers that a step in a replica may not use.
 
-    A scheduler would count a step in each of them.
+    Otherwise the scheduler would count one step for each replica.
 
     Args:
         name: The name of the attribute.
@@ -229,9 +229,9 @@ guards = _Exchange(
         (LRScheduler, "_step_count"): lambda _: _SchedulerGuard(
             "_step_count", is_count=True
         ),
-        # Of CosineAnnealingWarmRestarts.
+        # CosineAnnealingWarmRestarts has this attribute.
         (LRScheduler, "T_cur"): lambda _: _SchedulerGuard("T_cur", is_count=True),
-        # Which `step` and `unscale_` call first.
+        # `step` and `unscale_` call this method first.
         (torch.amp.GradScaler, "_unscale_grads_"): _guard_method,
     }
 )
@@ -268,7 +268,7 @@ def tell_of_steps(told: Any) -> None:
 def others_are_told() -> bool:
     """Whether somebody else has registered global hooks.
 
-    Torch calls them with every optimizer, copies included.
+    PyTorch calls such hooks with every optimizer, also with copies.
     """
     before, after = global_step_hooks()
     return len(before) > 1 or len(after) > 1

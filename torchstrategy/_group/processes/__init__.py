@@ -1,8 +1,6 @@
-"""Several processes that train together: how they meet, send, and who is lost.
+"""Several processes that train together.
 
-It answers: how does a worker find the others, how do bytes travel, and how does each
-worker hear, by name, of another one that failed, hangs or is gone? `process_group` is
-what the rooms above use.
+They meet, send each other values, and find out which of them is lost.
 
     wire                  values as bytes without code, as workers send them
     comparisons           what workers compare, as bytes and in words

@@ -1,6 +1,6 @@
-"""Calls that may never return: they have a limit.
+"""Calls that may never return, and so have a time limit.
 
-Whoever waits for them looks around meanwhile.
+Whoever waits for such a call looks after other things meanwhile.
 """
 
 from __future__ import annotations

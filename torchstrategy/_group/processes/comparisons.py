@@ -1,7 +1,6 @@
-"""What workers compare.
+"""What workers compare, as bytes and in words.
 
-They compare it as bytes that differ where two values do, and in words that show the
-difference.
+The bytes differ where two values do, and the words show the difference.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from torchstrategy._base.marks import digest_of
 def by_name(value: object) -> dict[str, str]:
     """The parts of a value that are shown if they differ.
 
-    Those of a list of dicts are shown each by itself.
+    A list of dicts shows the parts of each dict by itself.
     """
     if not isinstance(value, list) or not all(isinstance(one, dict) for one in value):
         return {"": _printed(value)}
@@ -33,7 +32,7 @@ def by_name(value: object) -> dict[str, str]:
     return shown
 
 
-# By what it is called, the parts of each thing.
+# For the name of each thing, its parts.
 _Compared = Sequence[tuple[str, dict[str, str]]]
 
 
@@ -118,18 +117,18 @@ def _place_of(text: str) -> _Place | None:
 
 
 def is_outside_of_step(place: str) -> bool:
-    """Whether a worker that waits there has itself called something for all workers.
+    """Whether a worker that waits there has called something that asks all workers.
 
-    It has called that outside of its step.
+    The worker has called it outside of its step.
     """
     found = _place_of(place)
     return found is not None and bool(found.call)
 
 
 def hint_of_one_alone(places: Mapping[int, str]) -> str:
-    """What to add if workers are apart as one that validates or logs alone is.
+    """A hint, if the workers are apart as they are where one alone validates or logs.
 
-    Otherwise it is nothing.
+    Otherwise it is empty.
 
     That is so if a worker has made a call outside of its step that another one has not
     made, and if one has made more runs than another one. Workers that part within a
@@ -172,7 +171,7 @@ def comparable(named: Any) -> bytes:
 class ComparedBytes:
     """Makes the bytes by which workers see whether they are at one place.
 
-    They also see whether they have there what is alike.
+    The bytes also show whether the values that have to be alike there are alike.
     """
 
     def __init__(self) -> None:
@@ -181,7 +180,7 @@ class ComparedBytes:
         self._made: dict[str, tuple[object, bytes]] = {}
 
     def join(self, place: str, compared: Sequence[tuple[str, object]]) -> bytes:
-        """The bytes of a place, and of named values that are compared there."""
+        """The bytes of a place, and of values with names that are compared there."""
         parts = [place.encode()]
         for what, value in compared:
             known, made = self._made.get(what, _NOTHING)

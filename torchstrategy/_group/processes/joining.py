@@ -61,7 +61,7 @@ _met: Counter[str] = Counter()  # how many strategies the same processes have ha
 def _next_name(store: Any, ranks: Sequence[int]) -> str:
     """A name for the next strategy of these processes.
 
-    It is the same in all of them, and that of no earlier one.
+    All of them use the same name, and no earlier strategy has it.
 
     A process can leave its default group and join another one, where ranks with these
     numbers are other processes, which have counted from the beginning. So it counts for
@@ -79,9 +79,9 @@ def groups_of(
     group: dist.ProcessGroup | None,
     timeout: timedelta | None,
 ) -> list[dist.ProcessGroup]:
-    """Groups of the same processes.
+    """New groups of the same processes.
 
-    A worker that fails closes them, and the user's own group stays as it is.
+    A worker that fails closes these groups, and the user's own group stays as it is.
 
     Args:
         ranks: The processes, by their numbers in the default group.
@@ -93,7 +93,7 @@ def groups_of(
     # None: as the default group.
     kind = None if known == dist.get_backend_config() else known
     if "cpu" not in devices_of(known):
-        # As of init_process_group("nccl"): tables, scalars and generators are on the
+        # As with init_process_group("nccl"), tables, scalars and generators are on the
         # CPU.
         kind = f"cpu:gloo,{known}"
     kinds = [kind, kind, "gloo"]
@@ -236,9 +236,9 @@ def join(rank: int, count: int, address: str, timeout: timedelta | None) -> None
 
 
 def _attempt() -> str:
-    """A prefix that restarted processes of torchrun have not used.
+    """A prefix that no earlier attempt of torchrun has used.
 
-    Torchrun has ended them and started them again.
+    torchrun may have ended processes and started them again.
     """
     return f"torchstrategy/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
 
@@ -334,9 +334,9 @@ def _others_need_store(lines: Lifelines) -> bool:
 
 
 def _forget() -> None:
-    """In a forked process: it has joined nothing, and must destroy nothing.
+    """Makes a forked process forget what its parent has joined.
 
-    Its parent has what there is.
+    The process has joined nothing, and must not destroy what its parent has.
     """
     atexit.unregister(_leave)
     _ending.clear()
@@ -347,6 +347,6 @@ def _forget() -> None:
 def leak(thing: object) -> None:
     """Keeps an object for as long as the process lives.
 
-    What it would do at its end is not to be waited for.
+    So nobody waits for what the object would do at its end.
     """
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))

@@ -1,6 +1,6 @@
-"""Connections between all workers, which tell why one is lost.
+"""Connections between all workers, by which each hears that another one is lost.
 
-They also tell that one has ended.
+Each hears why, or that the other process has ended.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any, final
 
 from torchstrategy._group.processes.inherited import give_back
 
-# Letters of a word: a word fits into the memory of a connection, so nobody waits to say
-# it.
+# How many letters a word may have: it fits into the memory of a connection, so nobody
+# waits to say it.
 _LONGEST_TEXT = 4000
 
 Word = dict[str, Any]
@@ -93,7 +93,7 @@ class Lifelines:
                 data = connection.recv(2**16)
             except BlockingIOError:
                 return
-            # As "connection reset", where the other end had not read all.
+            # An example is "connection reset", if the other end had not read all.
             except OSError:
                 data = b""
             if not data:

@@ -21,8 +21,8 @@ from torchstrategy._group.workers import WorkerError
 
 USUAL_LIMIT = timedelta(minutes=30)  # torch's own for a group
 _LOOK_S = 0.02  # how often a worker looks whether another one has come
-# How long a worker may refuse connections that has come: another process may have left
-# its address.
+# How long a worker that has come may refuse connections: another process may have left
+# its address there.
 _REFUSED_S = 3.0
 # Keys: why the meeting is over, and, with its number, that a worker knows it.
 _OVER, _HEARD = "over", "heard/"
@@ -35,7 +35,7 @@ _T = TypeVar("_T")
 class Entry(NamedTuple):
     """What a worker puts into the store.
 
-    It puts who it is, what it tells the others, and where it takes connections.
+    This is who it is, what it tells the others, and where it takes connections.
     """
 
     who: str
@@ -56,10 +56,11 @@ def name_of(index: int, count: int) -> str:
 # those of higher ones. Whoever brings the secret is a worker. It waits for all answers
 # at once: for a worker that was stopped the system still takes a call, and nobody
 # answers. Whoever waited for this answer alone would answer nobody either, and would be
-# named, too. So a worker that dies after it has come is noticed by those that it is
-# connected to. They tell the others: by their connections, and those that they have
-# none to by the store. While torch makes its groups, which it does in C++ without
-# looking at anybody, `call_watched` looks.
+# named, too.
+# So a worker that dies after it has come is noticed by those that it is connected to.
+# They tell the others: by their connections, and those that they have none to by the
+# store. While torch makes its groups, which it does in C++ without looking at anybody,
+# `call_watched` looks.
 @final
 class Meeting:
     """One worker on its way to the others.
@@ -96,13 +97,14 @@ class Meeting:
         # Connections of an earlier meeting of the same workers.
         self.earlier: Lifelines | None = None
         self._connected: set[int] = set()
-        # Those that were not answered yet, by the number of who was called.
+        # The calls that were not answered yet, by the number of the worker that was
+        # called.
         self._calls: dict[int, _Call] = {}
-        # Since when, by the secret of who refuses connections.
+        # For the secret of a worker that refuses connections, since when it does so.
         self._refused: dict[str, float] = {}
 
     def meet(self) -> list[Entry]:
-        """Connects `lines` to all workers. Returns what each has put into the store.
+        """Connects `lines` to all workers; returns what each has put into the store.
 
         Raises:
             WorkerError: Naming who has not come in time, or has ended.
@@ -126,7 +128,7 @@ class Meeting:
             raise
 
     def call_watched(self, call: Callable[[], _T]) -> _T:
-        """What a call for all workers returns, if none of them ends meanwhile."""
+        """The result of a call in which all workers take part, if none of them ends."""
         try:
             return self._call_watched(call)
         except BaseException as error:
@@ -141,9 +143,9 @@ class Meeting:
         self._try(lambda: self._store.set(f"{_HEARD}{self._index}", ""))
 
     def wait_for_others(self) -> None:
-        """Lets the others hear why the meeting is over.
+        """Waits until the others have heard why the meeting is over.
 
-        Then the process that keeps the store ends.
+        Without this, the process that keeps the store might end before they hear it.
         """
         end = time.monotonic() + _REFUSED_S
         while not self._have_others_heard() and time.monotonic() < end:
@@ -176,14 +178,14 @@ class Meeting:
 
     def _look_while_grouping(self) -> None:
         self.look()
-        # Its time is over: whoever says nothing now does not answer.
+        # The time is over: a worker that says nothing now does not answer.
         if self.lines.first("lost") is not None:
             raise NoAnswer
 
     def _lost_error(self, problem: str) -> WorkerError:
         """The error where torch could not make its groups.
 
-        A worker that says nothing now is missing.
+        It names a worker that says nothing now.
         """
         self.lines.say("lost", problem)
         end = time.monotonic() + _REFUSED_S
@@ -228,7 +230,7 @@ class Meeting:
         )
 
     def _look_into_store(self) -> None:
-        """Raises an error if a worker gave up to which there is no connection."""
+        """Raises an error if a worker without a connection to this one has given up."""
         if self._ask(lambda: bool(self._store.check([_OVER]))):
             raise WorkerError(self._ask(lambda: self._store.get(_OVER)).decode())
 
@@ -315,7 +317,7 @@ class Meeting:
                 continue
             connection.setblocking(False)
             waiting.register(connection, selectors.EVENT_READ, call)
-            # The end of the connection is heard of like an answer.
+            # The end of the connection arrives like an answer.
             with suppress(OSError):
                 connection.sendall(f"{entry.secret} {self._index}\n".encode())
             return
@@ -330,7 +332,7 @@ class Meeting:
     def _answer(self, server: socket.socket, waiting: selectors.BaseSelector) -> None:
         """Takes the connections of workers of higher numbers.
 
-        Takes the answers of those of lower ones, too.
+        It also takes the answers of workers of lower numbers.
         """
         for key, _ in waiting.select(_LOOK_S):
             connection = key.fileobj
@@ -397,7 +399,7 @@ class _Call:
         self.worker = worker
         self.entry = entry
         is_here = entry.host == socket.gethostname()
-        # Those not tried yet.
+        # The addresses that were not tried yet.
         self.addresses = iter([*(["127.0.0.1"] if is_here else []), *entry.addresses])
         self.address = ""  # the one that was tried last
         self.problem = ""  # why that was nothing
@@ -424,9 +426,9 @@ def _server() -> socket.socket:
 
 
 def _addresses(home: tuple[str, int] | None) -> list[str]:
-    """Where other workers may reach this machine.
+    """The addresses at which other workers may reach this machine.
 
-    They do by the chosen interfaces, as it reaches the store, or by its name.
+    They come from the chosen interfaces, the way to the store, or the machine's name.
     """
     found = chosen_addresses()
     if home is not None:

@@ -24,7 +24,7 @@ _ADDRESS = slice(20, 24)  # in the answer, the four bytes of the IPv4 address
 def chosen_addresses() -> list[str]:
     """The addresses of the interfaces that the user has chosen for gloo.
 
-    They are in the variable `GLOO_SOCKET_IFNAME`.
+    The variable `GLOO_SOCKET_IFNAME` names these interfaces.
 
     torch connects workers by these interfaces. The machine's own name may mean another
     one, or only this machine.

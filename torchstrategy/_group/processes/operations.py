@@ -1,4 +1,7 @@
-"""Operations of `torch.distributed` that are under way, and their groups' end."""
+"""Operations of `torch.distributed` that are under way, and how they end.
+
+It also ends the groups of these operations.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,7 @@ class Operation:
 def end_groups(groups: list[dist.ProcessGroup], under_way: list[Operation]) -> None:
     """Ends groups and their threads.
 
-    It does when a worker fails, a strategy is no longer used, or the process ends.
+    This happens if a worker fails, a strategy is no longer used, or the process ends.
 
     The threads of gloo take Python's lock to let go of tensors. One that does so while
     Python ends aborts the process.
@@ -80,7 +83,7 @@ def begin_sum(
     turns. NCCL does both at once.
     """
     if flat.nbytes <= PACK or not flat.is_cpu:
-        # As `dist.all_reduce` does after a dozen checks.
+        # `dist.all_reduce` makes the same call after a dozen checks.
         return (group.allreduce([flat], _AT_ONCE),)
     pieces = flat.split(PACK // flat.element_size())
     return (group.allreduce([piece], _AT_ONCE) for piece in pieces)
@@ -95,6 +98,6 @@ def split_sum(
 ) -> Sequence[torch.Tensor]:
     """The parts of a sum that was made of several tensors in one.
 
-    Each has the dtype and shape of its own.
+    Each part has the dtype and shape of its tensor.
     """
     return unflatten(from_addable(flat.to(like[0].device), like[0].dtype), like)

@@ -38,18 +38,18 @@ from torchstrategy._group.processes.operations import (
 from torchstrategy._group.processes.wire import decode, encode
 from torchstrategy._group.workers import MENTIONED, WorkerError, Workers, packs_of
 
-# In which all workers that wait for others say that they have lost one.
+# The seconds in which all workers that wait for others say that they have lost one.
 _PATIENCE_S = 3.0
 # How long a worker waits before it looks whether another one is lost.
 _LOOK = timedelta(seconds=0.25)
 _LISTEN_S = 0.02
-# So long after an operation of others has failed, this worker may hear that another one
+# How long after a failed operation of others this worker may hear that another worker
 # is lost.
 _LOST_S = 0.5
 _LONG_S = 2.0  # a worker that has waited for so long tells the others where
 _MESSAGE = 256  # bytes of the message with which every exchange begins
 _DIGEST = 8  # bytes of a `digest`
-# In the place of where a worker is that refuses an exchange.
+# What a worker sends in place of where it is, if it refuses an exchange.
 _REFUSED = digest(b"refused")
 # The header of a message: a digest of where the worker is and of what it compares, how
 # many bytes it tells, in which run it is, and a digest of each thing that is mentioned.
@@ -61,7 +61,8 @@ _OF_MENTIONED = [
 _HEADER = (3 + len(MENTIONED)) * _DIGEST
 # The positions of the groups of a worker.
 _DATA = 0  # sends tensors, from any device
-# Sends gradients during backward, in an order that is not that of the other exchanges.
+# This group sends gradients during backward, in another order than that of the other
+# exchanges.
 _EARLY = 1
 _CONTROL = 2  # sends messages, from the memory of the CPU
 
@@ -70,7 +71,10 @@ _used: weakref.WeakSet[ProcessGroup] = weakref.WeakSet()
 
 
 def _forget_inherited() -> None:
-    """In a forked worker: it must not destroy what its parent uses."""
+    """Makes a process that was forked from a worker forget the groups of its parent.
+
+    It must not destroy what its parent uses.
+    """
     for workers in list(_used):
         workers._forget()
 
@@ -519,13 +523,14 @@ class ProcessGroup(Workers):
         had_news, has_met = False, False
         while True:
             try:
-                # Then Python handles signals: see Note [What happens on Ctrl-C].
+                # Between two waits, Python handles signals: see Note [What happens on
+                # Ctrl-C].
                 sent.work.wait(_LOOK)
                 return
             except RuntimeError:
                 if sent.work.is_completed():
-                    # Raises again if the operation failed, and not if it has just
-                    # ended.
+                    # This raises the error again if the operation failed, and not if it
+                    # has just ended.
                     sent.work.wait()
                     return
                 if had_news:
@@ -540,7 +545,7 @@ class ProcessGroup(Workers):
                 has_met = True
 
     def _waits_elsewhere(self, group: int) -> bool:
-        """Whether another worker, too, has waited in another group for long."""
+        """Whether all workers have waited for long, and not all in the same group."""
         if not self._has_said_where and time.monotonic() - self._waits_since > _LONG_S:
             self._has_said_where = True
             self._lines.say("waits", self._waits_at, group=group)
@@ -588,7 +593,7 @@ class ProcessGroup(Workers):
     def _lost_error(self, where: str, error: RuntimeError) -> WorkerError:
         """The error that says which worker is lost and why.
 
-        It says what can be known within seconds.
+        It says what can be found out within seconds.
         """
         self._lines.say("lost", where)
         self._close("another worker was lost")
@@ -635,7 +640,7 @@ class ProcessGroup(Workers):
     def _flatten(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         """The elements of tensors of one dtype and device in one new tensor.
 
-        Its dtype is one that backends add up.
+        The new tensor has a dtype that backends add up.
         """
         flat = flatten(map(torch.Tensor.detach, tensors))
         return self._sendable(as_addable(flat))

@@ -38,7 +38,7 @@ from torchstrategy._base.memory import bits
 from torchstrategy._base.torch_internals import sparse_indices, sparse_values
 
 _LENGTH = 8  # bytes of the length of the structure
-# From which on numbers are written in hexadecimal, which Python reads whatever their
+# Numbers from here on are written in hexadecimal, which Python reads whatever their
 # length is.
 _WIDE = 2**63
 

@@ -133,17 +133,17 @@ def saved(node: Node, name: str) -> Any:
 
 
 def reduction_of(node: Node) -> int | None:
-    """How a loss function reduces its elements, as torch codes it.
+    """How a loss function reduces its elements, in torch's code.
 
-    0 is not at all, 1 their mean, 2 their sum.
+    0 means that it does not reduce them, 1 means their mean, and 2 means their sum.
     """
     return getattr(node, "_saved_reduction", None)
 
 
 def python_number(value: Any) -> float | None:
-    """The number that an operand is in Python; None for a tensor.
+    """The Python number that an operand is; None for a tensor.
 
-    The program wrote or computed it.
+    The program wrote this number or computed it in Python.
     """
     if not isinstance(value, torch.Tensor):
         return float(value)
@@ -170,7 +170,7 @@ def is_scalar(tensor: torch.Tensor) -> bool:
 def total_weight(node: Node) -> torch.Tensor:
     """What a mean of `nll_loss` was divided by.
 
-    That is the number of targets that count, or the sum of their class weights.
+    This is the number of targets that count, or the sum of their class weights.
 
     Eight bits of bfloat16 cannot hold 3,001. There it is counted again, without that
     the host waits for a device.
@@ -193,9 +193,9 @@ def total_weight(node: Node) -> torch.Tensor:
 
 
 def target_of(node: Node) -> tuple[int, ...]:
-    """Tells the targets of a loss of classes from others.
+    """A mark that tells the targets of a loss of classes from other targets.
 
-    Losses of other rows have targets elsewhere in memory.
+    Losses of other rows have their targets elsewhere in memory.
     """
     target = saved(node, "target")
     return (target.data_ptr(), *target.shape, *target.stride())
@@ -204,7 +204,7 @@ def target_of(node: Node) -> tuple[int, ...]:
 def averaged(node: Node) -> tuple[Node, int]:
     """The operand whose elements are averaged or added up.
 
-    It is the node that made it, and which of its outputs it is.
+    It is given as the node that made it, and which of the node's outputs it is.
     """
     inner, index = next(edge for edge in node.next_functions if edge[0] is not None)
     return inner, index
@@ -219,7 +219,7 @@ def length_of(node: Node) -> int:
 def is_selection(node: Node) -> bool:
     """Whether a mask or indices had chosen the elements that were averaged.
 
-    They must not have been mixed since.
+    The answer is no if the chosen elements were mixed before the mean.
 
     All that lies between has an element, or a row, for each that was chosen.
     """
@@ -238,9 +238,9 @@ def is_selection(node: Node) -> bool:
 
 
 def depends_only_on_parameters(node: Node | None) -> bool:
-    """Whether a factor is a parameter, or computed of nothing but parameters.
+    """Whether a factor is a parameter, or computed from nothing but parameters.
 
-    So it is the same in all replicas.
+    Such a factor is the same in all replicas.
     """
     waiting, left = [node], MAX_OF_PARAMETERS
     while waiting:
@@ -248,7 +248,7 @@ def depends_only_on_parameters(node: Node | None) -> bool:
         left -= 1
         if one is None or left < 0:
             return False
-        # Of the node that adds to the gradient of a leaf.
+        # Only a node that adds to the gradient of a leaf has this attribute.
         variable = getattr(one, "variable", None)
         if variable is not None:
             if not isinstance(variable, nn.Parameter):

@@ -87,7 +87,10 @@ class Scale(NamedTuple):
 @final
 @dataclass(slots=True, eq=False)
 class Entry:
-    """Where the gradient of a term enters: at a node's output, times these."""
+    """Where the gradient of a term enters the graph.
+
+    It enters at an output of a node, multiplied by `factor` and `scales`.
+    """
 
     node: Node
     index: int
@@ -97,9 +100,9 @@ class Entry:
     def gradient(
         self, like: torch.Tensor, weight: float | torch.Tensor = 1.0
     ) -> torch.Tensor:
-        """What backward begins with there, if `like` is the loss.
+        """The gradient with which backward begins at this entry, if `like` is the loss.
 
-        The term counts `weight`.
+        The term counts with the given weight.
         """
         # A half weight would be off by a thousandth.
         dtype = torch.promote_types(like.dtype, torch.float32)
@@ -167,9 +170,9 @@ class _Path(NamedTuple):
     factor: float = 1.0
     divisors: tuple[float, ...] = ()
     scales: tuple[Scale, ...] = ()
-    # A tensor that it was divided by, which may be its count.
+    # A tensor that the term was divided by, which may be its count.
     divisor: torch.Tensor | None = None
-    # Where it is multiplied by something that parameters make.
+    # Where the term is multiplied by something that parameters make.
     entry: Entry | None = None
     is_added: bool = False
     is_hooked: bool = False
@@ -359,9 +362,10 @@ def _through_product(node: Node, index: int, path: _Path) -> _Steps | None:
 
 
 def _through_learned_product(node: Node, index: int, path: _Path) -> _Steps | None:
-    """The gradient of the factor is multiplied by the weight of the term, too.
+    """The steps to the operand of a product whose other factor is learned.
 
-    Both enter at the product.
+    The gradient of that factor is multiplied by the weight of the term, too: both
+    gradients enter at the product.
     """
     first, second = node.next_functions
     if depends_only_on_parameters(second[0]):
@@ -436,7 +440,7 @@ _BY_MEAN, _BY_SUM = 1, 2
 def _kind(node: Node, index: int) -> str:
     """What the node at which a term was found does.
 
-    It is `TARGETS`, `SELECTION`, `MEAN`, `SUM` or `UNREADABLE`.
+    The kinds are `TARGETS`, `SELECTION`, `MEAN`, `SUM` and `UNREADABLE`.
     """
     name = node.name()
     if shape_of(node, index):

@@ -1,6 +1,6 @@
 """What happens where the backward of a replica begins.
 
-Its loss is read, and its gradient is weighted by that.
+The replica's loss is read, and the reading weighs the replica's gradient.
 
 The gradients of a replica are multiplied by its part of the rows when they are reduced,
 see `gradient_reducer`. A loss that was divided by something else gets another weight
@@ -92,7 +92,7 @@ class _Watcher:
 class LossNotes(_Watcher):
     """Notes, in each replica, what its losses were divided by.
 
-    They are compared when the run has ended.
+    The notes are compared when the run has ended.
     """
 
     def __init__(
@@ -232,7 +232,7 @@ def reading_of(
 def common_factor(factors: Sequence[float] | None) -> float | None:
     """What all terms of a loss are multiplied by.
 
-    It is None if some are multiplied by another number than others.
+    It is None if the terms have different factors.
     """
     if factors is None:
         return 1.0
@@ -245,9 +245,9 @@ def weighted_roots(
     terms: Sequence[Term],
     factors: Sequence[float] | None,
 ) -> tuple[Sequence[Any], Sequence[Any]]:
-    """Where backward begins, and with which gradients, for these factors of terms.
+    """The tensors where backward begins, and their gradients, for weighted terms.
 
-    The terms are to be multiplied by them.
+    Each term of the loss is multiplied by its factor.
 
     Args:
         outputs: Where it would begin.

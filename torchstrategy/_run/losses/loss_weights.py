@@ -62,9 +62,9 @@ BEHIND_HOOKS = "has several terms and passes through backward hooks of a module"
 
 
 class Fact(NamedTuple):
-    """What is known of one term in one replica, without the graph. See `Term`.
+    """What is known of one term in one replica, without its graph. See `Term`.
 
-    The graph is not to be kept alive.
+    A reference to the graph would keep it alive.
 
     `is_rounded` tells that the count was no number of 64 bits, and `likes` how many
     terms of its source the loss has, each of other targets. `is_awaited` tells that the
@@ -175,7 +175,8 @@ class LossWeights(NamedTuple):
     def factors(self, replica: int, part: float) -> list[float] | None:
         """What the gradient of each term of a replica is multiplied by.
 
-        Its part of the rows comes beside that. None: by 1.
+        The replica's part of the rows is a further factor. None means that each factor
+        is 1.
         """
         if not self.is_alike or replica not in self.replicas:
             return None
@@ -266,7 +267,7 @@ def _column(
         else _CLOSE
     )
     if reason == COUNTED and differs <= near * max(parts):
-        # So that nothing changes, not even by rounding.
+        # With the weights of rows, nothing changes, not even by rounding.
         reason, weights = LIKE_ROWS, list(parts)
     return Column(
         facts[0].source, facts[0].name, reason, tuple(counts), tuple(weights), differs
@@ -278,7 +279,7 @@ def _unlike(
     parts: Sequence[float],
     rows: Sequence[float] | None,
 ) -> Column:
-    """For replicas with other terms: their loops may depend on the number of rows."""
+    """For replicas with other terms, whose loops may depend on the number of rows."""
     first = of_replicas[0][0]
     for facts in of_replicas:
         unread = next((fact for fact in facts if fact.source == UNREADABLE), None)
@@ -399,7 +400,7 @@ def _is_by_rows(
 def _is_no_count(
     facts: Sequence[Fact], likes: Sequence[int], rows: Sequence[float] | None
 ) -> bool:
-    """Whether Python numbers by which a sum was divided, or multiplied, count nothing.
+    """Whether the Python numbers that divide or multiply a sum are no counts.
 
     Counts are whole numbers.
     """
@@ -427,7 +428,7 @@ def _is_by_terms(
 def counts_alone(fact: Fact, rows: float | None) -> bool:
     """Whether the only term of a loss counts whenever counts differ.
 
-    It does if all replicas have the same and as many rows.
+    All replicas must have the same term, and the same number of rows.
     """
     return fact.source in (TARGETS, DIVISOR, SELECTION) and not (
         rows == 1 and fact.is_added

@@ -97,12 +97,11 @@ class ToldLosses:
 
 
 def when_to_compare(reading: LossReading, is_even: bool, rows: float | None) -> str:
-    """When workers have to compare their losses, if all but counts is the same.
+    """When workers have to compare their losses, if all have read the same.
 
-    All have read the same as this one then.
+    Their counts may differ, and do not matter here.
 
-    It does not depend on the counts. Those that travel with the gradients have to be
-    numbers from 0 on.
+    Counts that travel with the gradients have to be numbers from 0 on.
 
     Args:
         reading: What was read.
@@ -124,7 +123,7 @@ def when_to_compare(reading: LossReading, is_even: bool, rows: float | None) -> 
 def mark_of(reading: LossReading) -> int:
     """32 bits of all that was read, but for what is compared in another way.
 
-    That is the counts that are no Python numbers.
+    Counts that are no Python numbers are compared in another way.
     """
     if all(fact.source not in _COUNTED for fact in reading.facts):
         return 0  # rows count, whatever it is
@@ -142,7 +141,10 @@ def mark_of(reading: LossReading) -> int:
 
 
 def count_on_device(reading: LossReading) -> torch.Tensor:
-    """What the only term was divided by, in float64, where it is, without a wait."""
+    """What the only term was divided by, in float64, on its own device.
+
+    The host does not wait for this number.
+    """
     (fact,) = reading.facts
     count = fact.counted
     assert isinstance(count, torch.Tensor)

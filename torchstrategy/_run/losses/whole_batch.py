@@ -1,4 +1,4 @@
-"""Losses that no replica's weight makes right: they need numbers of the batch.
+"""Losses that no weight of a replica makes right.
 
 Their gradient needs numbers of the whole batch.
 
@@ -167,7 +167,7 @@ class WholeBatchLook:
         is_loop = num_terms >= rows
         if rows < 2 or rows != int(rows) or is_loop:
             return
-        # What cannot be read is not told.
+        # A loss that cannot be read gives no warning.
         with suppress(Exception), without_autograd(), unseen_by_function_modes():
             found, factors = _search(loss.grad_fn, int(rows))
             with self._lock:
@@ -188,10 +188,10 @@ class WholeBatchLook:
 def _search(root: Node, rows: int) -> tuple[Finding | None, list[torch.Tensor]]:
     """What the loss does, and the tensors by which it multiplies means over rows.
 
-    These tensors have no gradients.
+    The search finds those tensors that have no gradients.
     """
     factors: list[torch.Tensor] = []
-    # Which keeps the nodes, so that no other one gets the id of one.
+    # This keeps the nodes alive, so that no new node gets the id of an old one.
     seen: dict[tuple[int, bool], Node] = {}
     waiting = [_Place(root, None, (), False)]
     for _ in range(_MAX_STEPS):
@@ -251,9 +251,9 @@ def _step(place: _Place, name: str, is_reduced: bool) -> list[_Place]:
 
 
 def _other_factor(node: Node) -> Iterator[torch.Tensor]:
-    """The tensor of several numbers that multiplies something without a gradient.
+    """The tensor by which something is multiplied, if it needs no gradient.
 
-    It needs no gradient itself.
+    The tensor has several numbers.
     """
     first, second = node.next_functions
     if first[0] is None or second[0] is None:
@@ -263,9 +263,9 @@ def _other_factor(node: Node) -> Iterator[torch.Tensor]:
 
 
 def _reduces_rows(node: Node, rows: int) -> bool:
-    """Whether an operation adds up what is of several rows.
+    """Whether an operation adds up values of several rows.
 
-    Its first dimension, which can be that of the rows.
+    It does if it reduces the first dimension, and this can be that of the rows.
     """
     if reduction_of(node) == 0:
         return False
@@ -285,12 +285,12 @@ def _reduced_dimensions(node: Node, count: int) -> list[int]:
 
 
 def _multiplies_rows(node: Node, rows: int) -> bool:
-    """Whether a product of matrices has a number for each two rows of the batch.
+    """Whether a product of matrices has a number for each pair of rows of the batch.
 
-    Both factors are computed of the batch.
+    Both factors have to be computed from the batch.
     """
     shape = shape_of(node)
-    # As in attention: each row has a product of its own.
+    # Attention is an example: each row has a product of its own.
     if len(shape) == 3 and shape[0] != 1:
         return False
     first, second = (inner for inner, _ in node.next_functions)
@@ -302,7 +302,7 @@ def _multiplies_rows(node: Node, rows: int) -> bool:
 def _has_rows(node: Node) -> bool:
     """Whether a layer has brought the replica's own data into what the node makes.
 
-    That data was not collected.
+    Data that was collected from all replicas does not count.
     """
     has_rows, waiting = False, [node]
     seen = {id(node): node}

@@ -1,6 +1,6 @@
-"""A worker with one replica: the step uses the user's own objects.
+"""A worker with one replica, whose step uses the user's own objects.
 
-Only gradients are exchanged.
+Such workers exchange nothing but gradients.
 
 Several workers that have a replica each need no copies. The step of each worker uses
 the model, the optimizer and all else that the program has, as under

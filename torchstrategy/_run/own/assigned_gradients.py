@@ -24,20 +24,24 @@ from torchstrategy._run.own.trained_tensors import TrainedTensors
 # the run began. Before anything is done with `.grad` that cannot be taken back, which
 # is another backward, an update, or the end of the run, each other object is compared
 # by the sum of its bits. If all workers have the same numbers there, they are left as
-# they are. Else they are weighed and added up. What a step assigns may have the earlier
-# gradient of the batch in it: `parameter.grad = parameter.grad + new`. The weights of
-# all workers add up to 1, so that the earlier one is in the weighted sum once, as it
-# should be. They do not where gradients are added up and not averaged, and nobody knows
-# whether it is in there: then it is refused. Clipping reads all of a gradient:
-# `clip_grad_norm_` on gradients of this worker's rows takes their norm, and what the
-# workers add up is not what one device would have clipped. So an assigned gradient that
-# was written in place and is not alike in all workers is refused. (What was computed
-# out of place before it was assigned, nobody can see.) A step may also write on a
-# gradient in place. After a backward of the run, that is what clipping does, alike in
-# all workers; numbers of this worker's rows would make parameters differ, which
-# `ValuesOfParameters` finds. Where no backward made the gradients, nobody would look:
-# so a gradient that was written in such a run counts as assigned. To assign means a
-# message, so all workers must do it alike. A step that assigns nothing sends none.
+# they are. Else they are weighed and added up.
+# What a step assigns may have the earlier gradient of the batch in it: `parameter.grad
+# = parameter.grad + new`. The weights of all workers add up to 1, so that the earlier
+# one is in the weighted sum once, as it should be. They do not where gradients are
+# added up and not averaged, and nobody knows whether it is in there: then it is
+# refused.
+# Clipping reads all of a gradient: `clip_grad_norm_` on gradients of this worker's rows
+# takes their norm, and what the workers add up is not what one device would have
+# clipped. So an assigned gradient that was written in place and is not alike in all
+# workers is refused. (What was computed out of place before it was assigned, nobody can
+# see.)
+# A step may also write on a gradient in place. After a backward of the run, that is
+# what clipping does, alike in all workers; numbers of this worker's rows would make
+# parameters differ, which `ValuesOfParameters` finds. Where no backward made the
+# gradients, nobody would look: so a gradient that was written in such a run counts as
+# assigned.
+# To assign means a message, so all workers must do it alike. A step that assigns
+# nothing sends none.
 @final
 class AssignedGradients:
     """Which gradients are of the whole batch, and what becomes of the others.
@@ -76,19 +80,16 @@ class AssignedGradients:
             ]
 
     def begin_run(self) -> None:
-        """What was put into `.grad` between runs counts as the whole batch's.
-
-        The program has put it there.
-        """
+        """Takes what the program put into `.grad` between runs as the whole batch's."""
         gradients: Sequence[Any] = raw_grads(self._tensors.parameters)
         if not all(map(is_, gradients, map(_target, self._known))) and self.find():
             self.note(gradients)
         self._versions = versions_of(gradients)
 
     def find_written(self, indices: Sequence[int] | None = None) -> list[int]:
-        """The positions of parameters whose gradient is another one or was written.
+        """The positions of parameters with another gradient, or one that was written.
 
-        It was since the run began.
+        It looks at what has happened since the run began.
         """
         found = self.find(indices)
         looked_at = range(len(self._known)) if indices is None else indices
@@ -188,7 +189,7 @@ class AssignedGradients:
     def _find_changed(self, indices: Sequence[int]) -> set[int]:
         """The positions of gradients that were written again after they were set.
 
-        They were set to those of this worker's rows.
+        Before, they had become the gradients of this worker's rows.
         """
         gradients = raw_grads(self._tensors.parameters)
         # Gradients that were sent together are parts of one tensor, and count their
@@ -231,7 +232,7 @@ class AssignedGradients:
     def _add_up_unread(
         self, own: Sequence[torch.Tensor], weight: float, point: str
     ) -> list[torch.Tensor]:
-        """The same for an accelerator, which decides itself which gradients differ.
+        """Does the same on an accelerator, which decides itself which gradients differ.
 
         The host reads none of them.
         """

@@ -1,6 +1,6 @@
 """Gradients that count by a number which travels with them.
 
-The sums are divided by the sum of the numbers.
+The sum of the gradients is divided by the sum of these numbers.
 
 Each worker multiplies its gradients by its count, divided by the sum of the counts of
 all workers in an earlier step. Where all counts are as they were, this is the weight
@@ -17,7 +17,7 @@ import torch
 # float32 has each multiple of it, up to 2 ** 36, as a whole number of its own.
 _STEP: Final = 4096.0
 
-# In the place of the mark of what was read, which mostly differs from it.
+# What is sent in place of the mark of what was read, which mostly differs from it.
 _UNFORESEEN: Final = 0x5A17
 
 NUM_NUMBERS: Final = 2  # so many numbers tell a count in the memory of the CPU

@@ -32,7 +32,7 @@ def weigh(numbers: torch.Tensor, weight: float | torch.Tensor) -> None:
 
     What does not count may be NaN, and 0 * NaN is NaN.
     """
-    # On an accelerator, for which the host does not wait.
+    # The weight is on an accelerator, and the host does not wait for it.
     if isinstance(weight, torch.Tensor):
         weight = weight.to(numbers.device)
         numbers.mul_(weight).masked_fill_(weight == 0, 0)
@@ -67,7 +67,10 @@ def as_dense(gradient: torch.Tensor) -> torch.Tensor:
 
 
 def as_sent(gradient: torch.Tensor | None, parameter: torch.Tensor) -> torch.Tensor:
-    """What a worker sends of a parameter: zeros if only another has a gradient."""
+    """What a worker sends for a parameter.
+
+    It sends zeros if it has no gradient where another worker has one.
+    """
     if gradient is None:
         return torch.zeros_like(parameter, dtype=dtype_of_gradient(parameter))
     return as_dense(gradient)
@@ -93,9 +96,9 @@ def _laid_out(
 
 
 def add(old: torch.Tensor, new: torch.Tensor | None) -> torch.Tensor:
-    """The sum of a gradient from before a backward and that of the backward.
+    """The sum of the gradient from before a backward and the one of the backward.
 
-    It is in the memory in which autograd adds.
+    The sum is in the memory in which autograd adds.
     """
     if new is None:
         return old
@@ -105,9 +108,9 @@ def add(old: torch.Tensor, new: torch.Tensor | None) -> torch.Tensor:
 
 
 class _WithoutGraph(torch.autograd.Function):
-    """The gradient of the whole batch, of which no gradient can be taken.
+    """The gradient of the whole batch, which itself has no gradient.
 
-    Its graph has parts in other workers.
+    Other workers hold parts of its graph.
     """
 
     @staticmethod

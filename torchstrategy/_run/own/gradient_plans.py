@@ -1,6 +1,6 @@
 """Which gradients the workers send when a backward ends, and in which order.
 
-They are the same, in the same order, in all of them.
+All workers send the same gradients in the same order.
 
 Workers that send tensors of other sizes to one another would mix them up, or end: gloo
 aborts the process. So a plan follows from what all workers know, and from nothing that
@@ -23,11 +23,11 @@ NONE, SPARSE, DENSE = 0, 1, 2
 # A dense gradient that one backward adds in several parts, as reentrant checkpoints do.
 SEVERAL = 3
 
-# Bytes of a gradient that is sent by itself: to pack it would take longer than to send
-# it apart.
+# From this number of bytes on, a gradient is sent by itself: packing it would take
+# longer.
 LARGE = 1 << 18
-# So many large gradients are worth the hooks by which they are sent while backward goes
-# on.
+# From this number on, large gradients are worth the hooks that send them while backward
+# goes on.
 _FEW = 2
 
 
@@ -95,9 +95,7 @@ class GradientPlan:
 
 @final
 class KnownPlans:
-    """The plans of the exchanges that there were, and which of them comes next.
-
-    That is known as far as it can be predicted.
+    """The plans of past exchanges, and a prediction of which comes next.
 
     Args:
         tensors: The parameters and buffers.
@@ -120,7 +118,7 @@ class KnownPlans:
         """The plan of an exchange of such gradients and buffers; see `GradientPlan`."""
         key = kinds, buffers
         if key not in self._made:
-            # In all workers at once, which have made the same plans.
+            # This happens in all workers at once, since they have made the same plans.
             if len(self._made) >= _MOST_PLANS:
                 self._made.clear()
                 self._after.clear()
@@ -140,12 +138,13 @@ class KnownPlans:
         self.predicted = self._after.get(plan, plan)
 
 
-# Are kept: where each step uses other parameters, there would be more and more.
+# How many plans are kept: where each step uses other parameters, there would be more
+# and more.
 _MOST_PLANS = 100
 
 
 def dtype_of_gradient(parameter: torch.Tensor) -> torch.dtype:
-    """The dtype of a parameter's gradient, which may be another one than its own.
+    """The dtype of a parameter's gradient, which may differ from the parameter's.
 
     See `torch.Tensor.grad_dtype`.
     """

@@ -1,6 +1,6 @@
 """What a lone replica's loss was divided by.
 
-It weighs the gradients of its worker, or a run warns.
+This number weighs the gradients of its worker, or the run warns.
 
 `LoneLossWeigher` is for `gradient_reduction="loss"`. See `Note [When workers compare
 their losses]`. `LoneLossNotes` only looks on: where gradients are weighed by rows and
@@ -54,7 +54,8 @@ from torchstrategy._run.losses.whole_batch import WholeBatchLook
 from torchstrategy._run.own.counted_gradients import CountedGradients
 from torchstrategy._run.own.own_gradients import OwnGradients
 
-# Are kept, of backwards whose workers need not compare their losses before.
+# How many places are kept at which workers need not compare their losses before
+# backward.
 _MOST_KNOWN = 256
 
 _Run = Callable[[Sequence[Any], Sequence[Any]], Any]
@@ -63,7 +64,10 @@ _Place = tuple[str, int, bool]
 
 
 class _Usual(NamedTuple):
-    """What the workers found where a backward of a step began, for the next time."""
+    """What the workers found where a backward of a step began.
+
+    They go by it the next time.
+    """
 
     when: str  # they have to compare their losses
     total: float = 0.0  # the sum of the counts of all workers
@@ -83,10 +87,11 @@ class _Usual(NamedTuple):
 #   begins. So it is for sharded models, which send their gradients themselves, and for
 #   scales in the memory of an accelerator, which have to be the same in all workers.
 # A count in the memory of an accelerator travels by itself, from there: the host never
-# waits for it. A worker that has read something else than the last time has another
-# mark. All workers see it when the gradients have come, tell one another what they have
-# read, and send the gradients once more by the right weights. That worker itself knows
-# it before. It begins backward when it knows the weights: meanwhile it sends zeros.
+# waits for it.
+# A worker that has read something else than the last time has another mark. All workers
+# see it when the gradients have come, tell one another what they have read, and send
+# the gradients once more by the right weights. That worker itself knows it before. It
+# begins backward when it knows the weights: meanwhile it sends zeros.
 @final
 class LoneLosses:
     """What workers with one replica each know of the losses of their steps.
@@ -194,7 +199,7 @@ class LoneLossWeigher:
     def _kind_of(self, reading: LossReading) -> tuple[str, int]:
         """When the workers compare such a loss, and the mark of it."""
         fact = reading.facts[0]
-        # Numbers of this step are a part of it.
+        # Numbers of this step are a part of the mark of such a loss.
         if len(reading.facts) > 1 or fact.scales or fact.source == NUMBER:
             return when_to_compare(reading, self._is_even, self._rows), mark_of(reading)
         kinds, key = (
@@ -212,9 +217,10 @@ class LoneLossWeigher:
         return known
 
     def _ask(self, place: _Place, reading: LossReading) -> list[float] | None:
-        """Compares the losses of all workers.
+        """Compares the losses of all workers; returns what multiplies each gradient.
 
-        Returns what the gradient of each term is multiplied by. None: by 1.
+        There is a factor for the gradient of each term. None means that each factor is
+        1.
         """
         weights, of_all = self._weights, self._of_all
         with without_autograd(), unseen_by_function_modes():
@@ -261,7 +267,7 @@ class LoneLossWeigher:
 def _only(factors: Sequence[float] | None) -> float:
     """The factor of all terms, where backward has run already.
 
-    So it is for a single term, or without counts.
+    There is a single term then, or none has a count.
     """
     factor = common_factor(factors)
     assert factor is not None
@@ -323,9 +329,9 @@ class LoneLossNotes:
         return self._reading is not None
 
     def settle(self, name: str) -> None:
-        """Called in all workers where the numbers that travel with gradients differ.
+        """Compares what all workers read, if the numbers beside gradients differ.
 
-        All of them have a reading.
+        All workers call it, and each has a reading.
         """
         assert self._reading is not None
         with without_autograd(), unseen_by_function_modes():
@@ -339,7 +345,7 @@ class LoneLossNotes:
 
 
 def _mark_of_counts(reading: LossReading, part: float) -> int:
-    """32 bits, equal in workers whose counts are to one another as their rows."""
+    """32 bits that are equal where the workers' counts are to one another as rows."""
     counted = [
         number_of(fact.counted) for fact in reading.facts if fact.counted is not None
     ]

@@ -102,10 +102,7 @@ class MarkFormat:
         return head + b"".join(map(self._written.__getitem__, mark.parts()))
 
     def read(self, sums: bytes, own: Mark) -> Verdict:
-        """Reads the sums of all workers' numbers.
-
-        This worker has brought `own`.
-        """
+        """Reads the sums of all workers' numbers; this worker has brought `own`."""
         if_alike = b"".join(map(self._if_alike.__getitem__, own.parts()))
         if sums == self._head_of_most + if_alike:  # as mostly
             return _ALL_ALIKE
@@ -122,17 +119,17 @@ class MarkFormat:
 
 @functools.cache
 def mark_format(count: int, dtype: torch.dtype) -> MarkFormat:
-    """How so many workers write a mark as numbers of a dtype.
+    """How the workers write a mark as numbers of a dtype.
 
-    It is the same for all groups of as many workers.
+    The format is the same for all groups of as many workers.
     """
     return MarkFormat(count, dtype)
 
 
 def _parts_of(byte: int, bits: int) -> list[float]:
-    """The parts of a byte with so many bits, each followed by its square.
+    """The parts of a byte, each of so many bits, and each followed by its square.
 
-    The lowest comes first.
+    The lowest part comes first.
     """
     parts: list[float] = []
     for shift in range(0, 8, bits):

@@ -108,13 +108,13 @@ class Mentions(Protocol):
         """32 bits of what need not be alike, but needs a message if it is not."""
 
     def settle_difference(self, name: str) -> None:
-        """Called in all workers when their marks differ: they tell what differs."""
+        """Tells the other workers what differs; all call it when their marks differ."""
 
 
 class _SentAsPredicted(NamedTuple):
-    """What a worker has sent by a predicted plan, and what it would have sent.
+    """What a worker has sent by a predicted plan.
 
-    It would have sent that if all had asked one another.
+    It also says what the worker would have sent if all had asked one another.
     """
 
     kinds: bytes  # what it has as the gradient of each parameter
@@ -179,7 +179,7 @@ class OwnGradients(SentGradients):
     # A backward
 
     def run_backward(self, backward: Callable[[], Any], makes_graph: bool) -> Any:
-        """Runs a backward of the step, which makes gradients the whole batch's."""
+        """Runs a backward of the step, which makes gradients of the whole batch."""
         self._begin(makes_graph)
         try:
             result = backward()
@@ -241,9 +241,9 @@ class OwnGradients(SentGradients):
                 self._sent_at_begin = self._send_predicted(self._plan, [])
 
     def _watch_large(self) -> list[Any]:
-        """Hooks by which large gradients are sent early.
+        """Sets hooks by which large gradients are sent early.
 
-        Before the first exchange, they count parts of gradients.
+        Before the first exchange, the hooks count the parts of gradients.
         """
         parameters = self.tensors.parameters
         if self._plan is None:
@@ -344,9 +344,9 @@ class OwnGradients(SentGradients):
         return self._put_together(right, own, memories, sparse)
 
     def _weigh_as_asked(self) -> None:
-        """This worker was to count by a number that travels.
+        """Weighs by what all workers say, in place of a number that travels.
 
-        All workers tell how much they count instead.
+        All workers tell one another how much they count.
         """
         self._counted = None
         self.multiply_next(self._ask())
@@ -568,9 +568,9 @@ class OwnGradients(SentGradients):
             self._write_buffers(self._send_and_await(plan, own))
 
     def begin_unforeseen(self, device: torch.device | None) -> None:
-        """The next backward is not what the others foresee.
+        """Sends zeros, so that all workers ask one another and send once more.
 
-        Sends zeros, so that all ask and send once more.
+        The next backward is not the one that the others foresee.
 
         Backward begins after that, since it has to know the weights.
 
@@ -621,7 +621,7 @@ class OwnGradients(SentGradients):
     def has_others(self, indices: Sequence[int]) -> bool:
         """Whether parameters here have gradients that no backward of a run has made.
 
-        These positions are meant.
+        `indices` are the positions of the parameters.
         """
         return bool(self._assigned.find(indices))
 

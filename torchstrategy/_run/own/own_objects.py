@@ -1,6 +1,6 @@
 """The objects of a scope whose strategy has one replica in each worker.
 
-There are several workers. One run is made with the objects.
+There are several workers. This file also makes one run with the objects.
 
 The step uses the program's own objects. So a run prepares next to nothing, and nothing
 has to be brought back. What the workers have to keep alike is told in `Note [What lone
@@ -64,8 +64,9 @@ from torchstrategy._variables.variable import Variable
 
 # Note [What lone replicas keep alike]
 # - Parameters and variables: worker 0's values at the first run; after it, all workers
-#   make the same updates, of the gradients of the whole batch. Of parameters that are
-#   sharded each worker has a part: see Note [Gradients that others send].
+#   make the same updates, of the gradients of the whole batch.
+#   Each worker has a part of sharded parameters: see Note [Gradients that others
+#   send].
 # - Buffers that a step writes: the workers' mean for running statistics, else those of
 #   the first worker that has rows. They are sent with the gradients of the next
 #   backward, or when the run ends.
@@ -207,9 +208,10 @@ class OwnObjects(Storage):
             self.gradients.end_run()
 
     def _restore_values_after(self, call: Callable[[], Tree]) -> Callable[[], Tree]:
-        """A call after which some variables have the values from before it.
+        """The call, after which some variables have their values from before it.
 
-        These variables are put together when they are read.
+        These variables have a value for each replica, and become one when they are
+        read.
         """
 
         def call_and_restore() -> Tree:
@@ -352,7 +354,10 @@ class OwnObjects(Storage):
     # What has to be alike, and what is looked at if it is not
 
     def note_compared(self) -> None:
-        """See `Mentions`: settings, steppers' states, trained parameters, and modes."""
+        """Notes settings, steppers' states, trained parameters and modes.
+
+        See `Mentions`.
+        """
         compared: list[tuple[str, object]] = []
         for reference in list(self._optimizers.values()):
             optimizer = reference()
@@ -377,9 +382,10 @@ class OwnObjects(Storage):
         self._workers.compare_all(compared)
 
     def mark(self) -> int:
-        """See `Mentions`: generators, what was read, parameters, and counts of losses.
+        """A mark of what should be alike in all workers; see `Mentions`.
 
-        The generators are the random ones.
+        This is random generators, what was read, the values of parameters, and counts
+        of losses.
         """
         # Of plain tuples: what Python prints of a named one comes by several calls.
         self._mark_of_reads = (
@@ -391,9 +397,9 @@ class OwnObjects(Storage):
         return mark ^ self._mark_of_losses
 
     def settle_difference(self, name: str) -> None:
-        """See `Mentions`: refuses other rows and values, and takes random states.
+        """Refuses other rows and other values; see `Mentions`.
 
-        It takes those of worker 0.
+        All workers then take the random states of worker 0.
 
         Losses that were noted are compared here, too.
         """
@@ -482,7 +488,7 @@ class OwnObjects(Storage):
     def _changed_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The arguments of a step, with a closure whose loss is the whole batch's.
 
-        None: as they are.
+        None means that the arguments stay as they are.
         """
         if len(args) > 1 and callable(args[1]):  # the first one is the optimizer
             return (args[0], self._closure_of_all_workers(args[1]), *args[2:]), kwargs
@@ -496,7 +502,7 @@ class OwnObjects(Storage):
     def _closure_of_all_workers(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """A closure that returns the loss of the whole batch.
 
-        It takes the place of one that returns that of this worker's rows.
+        The user's closure returns the loss of this worker's rows.
         """
 
         def whole() -> Any:

@@ -25,16 +25,17 @@ from torchstrategy._group.workers import Workers
 # draws from them, and each other worker from a stream whose seed is made of this state
 # and of the number of the worker: so a dropout mask is drawn once only. In the first
 # run after a seed was set these are the streams of as many replicas in one process, see
-# Note [Random streams of replicas]. Workers that compute one model together, as with
-# tensor parallelism, draw the numbers of the first of them. What acts for all workers,
-# as a merge function or an optimizer that adds noise does, draws the same numbers in
-# all of them: from one more stream that is made of the state. When the run is over, all
-# workers need the same state again, and none knows what another one has drawn. So a
-# worker that has drawn gives its generators a state that is made of the one from before
-# the run. If only some workers have drawn, or a loader has drawn other numbers between
-# runs, the states differ. The next exchange shows it, and at the end of its run all
-# workers take the state of worker 0. Where only some steps have drawn, a warning says
-# so.
+# Note [Random streams of replicas].
+# Workers that compute one model together, as with tensor parallelism, draw the numbers
+# of the first of them. What acts for all workers, as a merge function or an optimizer
+# that adds noise does, draws the same numbers in all of them: from one more stream that
+# is made of the state.
+# When the run is over, all workers need the same state again, and none knows what
+# another one has drawn. So a worker that has drawn gives its generators a state that is
+# made of the one from before the run. If only some workers have drawn, or a loader has
+# drawn other numbers between runs, the states differ. The next exchange shows it, and
+# at the end of its run all workers take the state of worker 0. Where only some steps
+# have drawn, a warning says so.
 @final
 class OwnRandom:
     """The caller's random generators in one worker.
@@ -55,16 +56,16 @@ class OwnRandom:
         self._digest = b""  # of these states
         self._first = _States([])  # with which the replica's stream begins
         self._generators = self.generators()  # those of the newest run
-        # At which the stream for all workers was left.
+        # The states at which the stream for all workers was left.
         self._shared: _States | None = None
         self.mark = 0  # a number by which workers compare the states
-        # In so many runs the replica has drawn since the workers last compared.
+        # In how many runs the replica has drawn since the workers last compared.
         self._num_drawn = 0
 
     def draw_from(self, stream: int) -> None:
-        """From the next run on, the replica draws the random numbers of a worker.
+        """Makes the replica draw the random numbers of a worker from the next run on.
 
-        That worker computes the same.
+        That worker computes the same as this one.
         """
         self._stream, self._begun = stream, _States([])
 
@@ -124,7 +125,7 @@ class OwnRandom:
             self._set(self._first)
 
     def end_run(self) -> None:
-        """The replica has drawn what it draws: generators get the next run's state."""
+        """Gives the generators the state for the next run, when this one has drawn."""
         has_drawn = (
             _States(self._generators).bits != self._first.bits
             or self._shared is not None
@@ -136,7 +137,7 @@ class OwnRandom:
             self._set(self._begun)
 
     def _seed(self, stream: int | str) -> None:
-        """Lets generators begin a stream made of the states when the run began."""
+        """Lets generators begin a stream made of their states at the run's begin."""
         salt = (
             stream.to_bytes(8, "little") if isinstance(stream, int) else stream.encode()
         )

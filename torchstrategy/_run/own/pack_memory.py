@@ -1,6 +1,6 @@
 """The memory in which the tensors of a pack travel together.
 
-It is used again in the next step.
+The next step uses this memory again.
 """
 
 from __future__ import annotations
@@ -93,9 +93,9 @@ class PackMemory:
     def put_buffers(
         self, own: dict[int, torch.Tensor], weight: float, leads: bool
     ) -> None:
-        """Copies this worker's buffers into it, and weighs those that are averaged.
+        """Copies this worker's buffers into the pack, and weighs some of them.
 
-        All workers get the mean of these.
+        It weighs the buffers of which all workers get the mean.
 
         Args:
             own: The buffers by their positions.
@@ -110,7 +110,7 @@ class PackMemory:
             self._taken.zero_()
 
     def put_mark(self, mark: Mark | None) -> None:
-        """Writes the mark that rides along; None: zeros, whose sums tell nothing."""
+        """Writes the mark that travels along; None: zeros, whose sums tell nothing."""
         assert self._marks is not None
         self._mark.raw = (
             bytes(self._marks.num_bytes) if mark is None else self._marks.write(mark)
@@ -134,7 +134,7 @@ class PackMemory:
     def sums_of_gradients(self, own: list[Any], are_dense: bool) -> list[torch.Tensor]:
         """The sums over all workers, once they are there.
 
-        They are in the memory of this worker's gradients, if it has any.
+        They lie in the memory of this worker's gradients, if it has any.
 
         Args:
             own: The gradients of this worker.
@@ -155,11 +155,9 @@ class PackMemory:
 
 @final
 class PackMemories:
-    """The memories of the plans that are used by turns: only a few are kept.
+    """The memories of the plans in use.
 
-    Args:
-        num_workers: How many workers there are. Their marks ride along in the first
-            pack of each plan.
+    Only those of a few plans are kept.
     """
 
     def __init__(self, num_workers: int) -> None:

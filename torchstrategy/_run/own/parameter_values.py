@@ -1,6 +1,6 @@
 """Whether the workers still have the same values of parameters.
 
-They also have the same parts of those that are sharded.
+For sharded parameters, it compares the parts that workers have in common.
 """
 
 from __future__ import annotations
@@ -64,7 +64,8 @@ class ValuesOfParameters:
     def _checksum_of_next(self) -> int:
         """The checksum of a piece of the next tensor.
 
-        It is of the first elements in the first round, then of the next ones.
+        The first round takes the first elements of each tensor, the next round those
+        after them.
 
         What wrote all of a tensor is found once each tensor had its turn; what wrote
         one element, in a later round.

@@ -22,8 +22,8 @@ from torchstrategy._base.types import Tree
 from torchstrategy._group.workers import Workers
 from torchstrategy._run.own.sharded_models import ShardedModels
 
-# In which rows on an accelerator are compared: later the host would have to wait for
-# it.
+# The number of runs in which rows on an accelerator are compared. Later, the host would
+# have to wait for the accelerator.
 _FIRST_RUNS = 3
 _LOOKED_AT = 1 << 16  # bytes of a tensor that are compared
 

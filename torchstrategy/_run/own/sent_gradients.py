@@ -36,7 +36,7 @@ _ask_nobody: Callable[[], float] = float  # is not called, since nothing was cou
 class SentGradients:
     """The part of `OwnGradients` that sends.
 
-    It sends large gradients each by itself, and packs of all others.
+    It sends each large gradient by itself, and all others in packs.
 
     Args:
         workers: The processes that train together.
@@ -72,7 +72,7 @@ class SentGradients:
         self._ask: Callable[[], float] = _ask_nobody
         self._is_unforeseen = False
         self._unweighed = {}
-        # By the position of a parameter, memory for a weighed gradient.
+        # Memory for a weighed gradient, by the position of its parameter.
         self._staged: dict[int, torch.Tensor] = {}
 
     # How much they count
@@ -102,13 +102,13 @@ class SentGradients:
         self.loss_factor = factor
 
     def forget_counts(self) -> None:
-        """A backward is over that a count weighed, or what all workers have said."""
+        """Forgets how a backward was weighed, once it is over."""
         self._counted, self._ask, self._is_unforeseen = None, _ask_nobody, False
         self._unweighed = {}
         self.sent_weight = self.weight
 
     def _settle_counts(self, counted: CountedGradients) -> Settled | None:
-        """What follows of all workers' counts; None if they do not fit together."""
+        """What follows from all workers' counts; None if they do not fit together."""
         assert self._verdict is not None
         return (
             counted.settle(self._verdict.counts)
@@ -125,7 +125,8 @@ class SentGradients:
         if weight is not None:
             self.sent_weight, self.loss_factor = weight, weight / self.weight
         if not isinstance(factor, torch.Tensor) and factor == 1.0:
-            # The sums stay where they are, and that is free for the next step.
+            # The sums stay where they are, and the staged memory is free for the next
+            # step.
             self._staged.update(self._unweighed)
             return
         for memory in memories:
@@ -166,9 +167,9 @@ class SentGradients:
             )
 
     def _staged_memory(self, i: int, like: torch.Tensor) -> torch.Tensor:
-        """Memory from which a large gradient is sent while that has to stay.
+        """Memory from which a large gradient is sent while the gradient has to stay.
 
-        New memory is slow.
+        The memory is kept, since new memory is slow.
         """
         known = self._staged.get(i)
         if known is None or (known.shape, known.dtype, known.device) != (

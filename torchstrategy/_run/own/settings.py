@@ -21,7 +21,7 @@ class _Known(NamedTuple):
 
 @final
 class SettingsOfOptimizers:
-    """Lists of settings, each of which stays the same object while they are the same.
+    """Lists of settings; a list stays the same object while its settings are the same.
 
     So workers need not look into them again. For a learning rate in the memory of an
     accelerator, the host would have to wait for all that the accelerator has to do.
@@ -70,9 +70,9 @@ def _holds_tensors(value: Any) -> bool:
 
 
 def _seen(value: Any) -> Any:
-    """What differs once a value was written or is another object.
+    """A mark that differs once a value was written or is another object.
 
-    For a tensor on the CPU it always differs.
+    For a tensor on the CPU, the mark always differs.
     """
     if isinstance(value, Mapping):
         return {key: _seen(one) for key, one in value.items()}

@@ -1,6 +1,6 @@
 """Models that are sharded over the workers.
 
-They send the gradients of their parameters themselves.
+Such models send the gradients of their parameters themselves.
 
 `fully_shard` gives each worker a part of each parameter, puts whole parameters together
 while they are used, and averages their gradients over the workers when backward has
@@ -120,25 +120,20 @@ class ShardedModels:
             for one in group.fsdp_params[:1]:
                 module, name = places_of_sharded(one)[0]
                 found.setdefault(ranks, f"{type(module).__name__}.{name}")
-        # To these, each process has its gradient for itself.
+        # For such a parameter, each process has its gradient for itself.
         for module, name in self._split[:1]:
             found.setdefault((rank,), f"{type(module).__name__}.{name}")
         return found
 
     def take_from_first(self) -> None:
-        """Gives workers with the same part of a parameter the values of the first.
-
-        Several workers may have it.
-        """
+        """Gives workers with the same part of a parameter the first one's values."""
         with torch.no_grad():
             for parameter in self.parameters():
                 _take_from_first(parameter)
 
     @contextmanager
     def weighing(self, weight: float, count: int) -> Iterator[None]:
-        """A block in which backward computes gradients that this worker's count weighs.
-
-        They count as much as this worker does.
+        """A block in which backward weighs gradients by how much this worker counts.
 
         Args:
             weight: How much it counts.
@@ -182,7 +177,7 @@ def _weighing_by(factor: float) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 def _take_from_first(parameter: Any) -> None:
-    """Sends the first process's part among those with the same part of a `DTensor`."""
+    """Sends a part of a `DTensor` from the first process that has this part."""
     for dim, placement in enumerate(parameter.placements):
         mesh, own = parameter.device_mesh, parameter.to_local()
         if placement.is_replicate() and mesh.size(dim) > 1 and own.numel():

@@ -1,6 +1,6 @@
-"""The parameters and buffers that all workers have alike, in one order.
+"""The parameters and buffers that all workers have alike.
 
-It is the same order in all workers.
+All workers keep them in the same order.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class BufferLayout(NamedTuple):
     Workers that have the same ones have equal layouts.
     """
 
-    # Among all names of buffers, of which some may stand for None.
+    # The positions among all names of buffers, of which some may stand for None.
     positions: tuple[int, ...]
     names: tuple[tuple[int, str], ...]  # each with the position of the module
     shapes: tuple[torch.Size, ...]
@@ -95,7 +95,7 @@ class TrainedTensors:
         self._forms = forms(self.parameters)
         self._tables_of_buffers = [module._buffers for module in modules]
         self._averages = averages_buffers
-        # Before so many runs this process has written buffers.
+        # Before how many runs this process has written buffers.
         self.num_writes_between_runs = 0
         self.index = {id(parameter): i for i, parameter in enumerate(self.parameters)}
         self.positions = list(range(len(self.parameters)))
@@ -105,9 +105,9 @@ class TrainedTensors:
         self._take_buffers()
 
     def is_current(self) -> bool:
-        """Whether the modules still have the same parameters and hold the same modules.
+        """Whether the modules still have the same parameters and the same modules.
 
-        The parameters have the same shapes.
+        The parameters also have to have the same shapes.
         """
         if (
             self._tables_of_sharded
@@ -187,9 +187,9 @@ class TrainedTensors:
     # Buffers
 
     def layout_of_written(self) -> BufferLayout | None:
-        """Which buffers there are, if one has changed since the workers agreed.
+        """Which buffers there are, if one has changed since the workers last agreed.
 
-        It was written, made or replaced since then.
+        A buffer changes if it is written, made or replaced.
 
         Statistics on an accelerator that change unseen count as written. To compare
         them, the host would wait for it.
@@ -206,7 +206,7 @@ class TrainedTensors:
     def _refuse_written_unsendable(self) -> None:
         """Refuses a write of the step on a buffer that cannot be sent beside others.
 
-        A sparse one has no fixed size.
+        For example, a sparse buffer has no fixed size.
         """
         for module in self._modules:
             for name, buffer in module._buffers.items():
@@ -220,7 +220,7 @@ class TrainedTensors:
     def _is_as_before(self, buffer: torch.Tensor) -> bool:
         """Whether such a buffer was there when the workers last agreed about buffers.
 
-        It must not have been written since.
+        The answer is no if it was written since.
         """
         return self._versions_of_unsendable.get(id(buffer)) == version_of(buffer)
 
@@ -291,9 +291,9 @@ class TrainedTensors:
         return [buffer for buffer in self.buffers if buffer is not None]
 
     def known_buffers(self) -> dict[str, torch.Tensor]:
-        """By name, the buffers' values that all workers should have had at the start.
+        """By name, the values of buffers that all workers should have had at the start.
 
-        That is when the run began.
+        The start is the moment at which the run began.
         """
         known = {
             i: value for copies in self._known for i, value in copies.by_position()
@@ -381,7 +381,7 @@ _MODE: Callable[[nn.Module], bool] = attrgetter("training")
 
 
 def _is_unsendable(buffer: torch.Tensor | None) -> TypeGuard[torch.Tensor]:
-    """Whether a buffer cannot be sent beside others, as numbers in one memory."""
+    """Whether a buffer cannot be sent beside others in one piece of memory."""
     return buffer is not None and (
         buffer.layout is not torch.strided
         or buffer.is_quantized

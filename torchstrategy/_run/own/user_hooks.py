@@ -58,7 +58,7 @@ class UserHooks:
     def _registered(self, kind: int) -> Iterator[Any]:
         """The hooks that were there when backward began.
 
-        Those that a hook has removed meanwhile are left out.
+        Hooks that another hook has removed meanwhile are left out.
         """
         table = self._tables[kind]
         for key, hook in self._taken[kind].items():
@@ -67,9 +67,9 @@ class UserHooks:
 
 
 def _is_of_several(hook: Any) -> bool:
-    """Whether a hook is one of torch's own.
+    """Whether a hook is one that `register_multi_grad_hook` has put on the tensor.
 
-    `register_multi_grad_hook` looks at several tensors by such hooks.
+    Such a hook is torch's own, and looks at several tensors.
     """
     code = getattr(hook, "__code__", None)
     return code is not None and code.co_filename == torch.autograd.graph.__file__

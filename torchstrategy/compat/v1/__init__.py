@@ -1,6 +1,6 @@
 """The names of `tf.compat.v1.distribute`.
 
-They are what `torchstrategy` has, and strategies with the methods of version 1.
+They are the names of `torchstrategy`, and strategies with the methods of version 1.
 
 A strategy of version 1 is the same as that of the same name in `torchstrategy`, but for
 what `compat.v1.Strategy` says; scopes, replicas, modules and datasets are the same.

@@ -14,9 +14,9 @@ from torchstrategy.strategy import StrategyBase
 
 
 class Strategy(StrategyBase):
-    """What `torchstrategy.Strategy` is, with the methods of version 1.
+    """`torchstrategy.Strategy`, with the methods of version 1.
 
-    It is no instance of that one.
+    An instance of this class is no instance of `torchstrategy.Strategy`.
 
     `reduce` has a default for `axis`. Where version 2 iterates over a dataset, version
     1 asks an iterator of `make_dataset_iterator` or `make_input_fn_iterator` for one
@@ -52,9 +52,7 @@ class Strategy(StrategyBase):
         axis: int | tuple[int, ...] | None = None,
         weights: Tree = None,
     ) -> Tree:
-        """What `torchstrategy.Strategy.reduce` is.
-
-        It reduces over the replicas only, unless `axis` is given.
+        """`torchstrategy.Strategy.reduce`, over replicas only unless you give `axis`.
 
         Source: https://www.tensorflow.org/versions/r2.2/api_docs/python/tf/compat/v1/distribute/Strategy#reduce
         """
@@ -70,9 +68,7 @@ class Strategy(StrategyBase):
     def experimental_make_numpy_dataset(
         self, numpy_input: Tree, session: None = None
     ) -> Dataset[Tree]:
-        """What `torchstrategy.Strategy.experimental_make_numpy_dataset` is.
-
-        There are no sessions.
+        """`torchstrategy.Strategy.experimental_make_numpy_dataset`, without sessions.
 
         Source: https://www.tensorflow.org/versions/r2.2/api_docs/python/tf/compat/v1/distribute/Strategy#experimental_make_numpy_dataset
         """
@@ -164,9 +160,9 @@ class MultiWorkerMirroredStrategy(MultiWorkerMirroredBase, Strategy):
 
 
 def get_loss_reduction() -> ReduceOp:
-    """`ReduceOp.SUM`, as outside of Estimator.
+    """`ReduceOp.SUM`, as in TensorFlow outside of Estimator.
 
-    The optimizer need not divide by the number of replicas.
+    You need not divide by the number of replicas in the optimizer.
 
     How the gradients of a run become one, `RunOptions(gradient_reduction=...)` says.
 

@@ -27,9 +27,9 @@ _MODULES = (
 
 @contextmanager
 def world_of_one(record: RankRecord, began: Callable[[], None]) -> Iterator[None]:
-    """A block in which `init_process_group` without ranks makes a group of one.
+    """A block in which `init_process_group` without ranks makes a group of one rank.
 
-    It is called where there are no ranks.
+    The program calls it where there are no ranks.
 
     Args:
         record: Gets the collectives.

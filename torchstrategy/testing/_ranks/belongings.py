@@ -1,6 +1,6 @@
 """What a process has for itself, and ranks on threads would share.
 
-Each rank puts on its own when its turn begins.
+Each rank puts its own belongings in place when its turn begins.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def _put_random_numbers(states: Sequence[torch.Tensor]) -> None:
 
 
 def _take_random_numbers_of_numpy() -> bytes:
-    # As bytes, since arrays are not compared as a whole.
+    # Bytes are compared, since arrays are not compared as a whole.
     return pickle.dumps(np.random.get_state(legacy=False))
 
 
@@ -95,7 +95,7 @@ _ENVIRONMENT = _PARTS.index(process.ENVIRONMENT)
 class Belongings:
     """What Python and torch have for one process.
 
-    Environment, random numbers, script, hooks, groups, settings, folder.
+    This is environment, random numbers, script, hooks, groups, settings and folder.
 
     Args:
         imports: What modules say while they are imported in the run.

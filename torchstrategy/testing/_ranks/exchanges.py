@@ -1,6 +1,6 @@
-"""What ranks bring to a collective, what they get, and whether they fit together.
+"""What ranks bring to a collective, and what they get from it.
 
-It says what is wrong if they do not.
+If the ranks do not fit together, it says what is wrong.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Settle = Callable[[list[Values]], list[Values]]
 def _not_the_programs() -> Iterator[None]:
     """A block whose operators are not the program's.
 
-    Its `TorchDispatchMode` does not see them, nor who listens.
+    The program's `TorchDispatchMode` does not see them, nor does a listener.
     """
     with torch.no_grad(), unwatched(), without_dispatch_modes():
         yield
@@ -118,7 +118,7 @@ class Exchange:
         self.calls: dict[int, Call] = {}
         self.lines: dict[int, str] = {}
         self.moments: dict[int, Moments] = {}
-        # When it is over, as each who listens notes it.
+        # When the exchange is over, as each listener notes it.
         self.ends: dict[Listener, Any] = {}
         self.results: dict[int, Values] | None = None
         # What each rank knew when it called.
@@ -204,7 +204,7 @@ class Exchange:
 def place_of_sender(rank: int, target: int) -> int:
     """What an exchange calls the sender of a message: the rank, or `~rank`.
 
-    It is `~rank` if it sends to itself, as it is there twice.
+    It is `~rank` if the rank sends to itself, since the rank is there twice then.
 
     The receiver is `rank` then.
     """
@@ -333,10 +333,7 @@ class Part(Wait):
             self._exchange.heard[self._place] = happened.now(self._rank)
 
     def is_known_to_be_read(self, happened: Happened) -> bool:
-        """Whether the rank knows from later events that others have what it gave.
-
-        They are all others.
-        """
+        """Whether the rank knows from later events that others have all it gave."""
         heard = self._exchange.heard
         others = [rank for rank in self._exchange.ranks if rank != self._place]
         return all(
@@ -345,9 +342,10 @@ class Part(Wait):
 
     @property
     def queue(self) -> Hashable:
-        """The same for what is done one after the other.
+        """An object that is the same for what is done one after the other.
 
-        The collectives of a group are, and messages of a pair.
+        The collectives of a group come one after the other, and so do the messages of a
+        pair.
         """
         group = self._exchange.calls[self._place].group
         return group, None if self.message is None else frozenset(self._exchange.ranks)
@@ -356,7 +354,7 @@ class Part(Wait):
     def message(self) -> object | None:
         """An object that is the same for the sender and the receiver of a message.
 
-        It is None of a collective.
+        For a collective, it is None.
         """
         return (
             self._exchange

@@ -1,6 +1,6 @@
 """The process group that ranks on threads have.
 
-Torch's own C++ and Python work on it: reducer, FSDP, DTensor.
+PyTorch's own C++ and Python work on it: the reducer, FSDP and DTensor.
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ class RankGroup(_ProcessGroup):  # type: ignore[misc]
         return None if is_read_by_torch() else self._bound
 
     def _get_backend(self, device: Any) -> RankGroup:
-        """What has the group's collectives on a device.
+        """The object that has the group's collectives on a device.
 
         Since torch 2.14, `batch_isend_irecv` asks any group for it.
         """
@@ -177,9 +177,9 @@ class RankGroup(_ProcessGroup):  # type: ignore[misc]
         return self
 
     def _start_coalescing(self, device: Any) -> None:
-        """Collectives in a coalescing block are held one by one.
+        """Holds the collectives in a coalescing block one by one.
 
-        Each is checked, and each is in the record.
+        Each collective is checked, and each is in the record.
         """
 
     def _end_coalescing(self, device: Any) -> None:

@@ -1,6 +1,6 @@
 """What each rank knows of what the others have done.
 
-It knows it from the collectives, messages and notes that it got.
+A rank knows it from the collectives, messages and notes that it got.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Happened:
 
     def __init__(self, size: int) -> None:
         self._clocks = [[0] * size for _ in range(size)]
-        # What is known to who reads the store of `torch.distributed`.
+        # What is known to a rank that reads the store of `torch.distributed`.
         self._notes = [0] * size
 
     def now(self, rank: int) -> Moment:

@@ -1,6 +1,6 @@
-"""Ranks share modules: what a module sets up on import holds for all ranks.
+"""Ranks share modules, so what a module sets up on import must hold for all ranks.
 
-It says something of loggers, warnings and files.
+A module may set up loggers, warnings and files.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Imports:
             call()
 
     def noted(self) -> AbstractContextManager[None]:
-        """A block in which such calls are noted.
+        """A block in which the set-up calls of imported modules are noted.
 
         No rank waits for a module that another one is importing.
         """
@@ -64,7 +64,7 @@ class Imports:
             ],
             (torch.serialization, "add_safe_globals"),
             (torch.serialization, "register_package"),
-            # Through which all functions of `warnings` add a filter.
+            # All functions of `warnings` add a filter through this one.
             (warnings, "_add_filter"),
         ]
         there = [(owner, name) for owner, name in places if hasattr(owner, name)]

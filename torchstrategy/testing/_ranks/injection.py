@@ -101,7 +101,8 @@ class Injection:
         if isinstance(error, BaseException):
             return lambda: error
         if isinstance(error, type) and issubclass(error, BaseException):
-            # One that needs arguments is refused here, and not where it is raised.
+            # An error class that needs arguments is refused here, and not where it is
+            # raised.
             error()
             return error
         raise TypeError(

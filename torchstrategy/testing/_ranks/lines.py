@@ -22,7 +22,7 @@ _NOT_THE_USERS = (
 def is_called_by_torch() -> bool:
     """Whether torch's own code called a collective.
 
-    `DistributedDataParallel` does.
+    For example, `DistributedDataParallel` does so.
     """
     frame: FrameType | None = inspect.currentframe()
     while frame is not None:
@@ -54,7 +54,7 @@ def is_called_by_a_library() -> bool:
 def places_of_the_user() -> list[tuple[str, int]]:
     """The files and numbers of the program's lines, the innermost first.
 
-    They are neither torch's nor this library's.
+    Lines of torch and of this library are left out.
 
     Lines of installed packages come last: a program cannot change them.
     """

@@ -1,6 +1,7 @@
-"""A test that runs in ranks: plain ones, `async` ones, and others.
+"""Runs a test in ranks.
 
-Examples of hypothesis and methods of `unittest.TestCase` do, too.
+It may be a plain test, an `async` one, a hypothesis test or a method of
+`unittest.TestCase`.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ def run_test_case(
 ) -> None:
     """Runs a method of a test case in `n` ranks.
 
-    Each makes one for itself, with its `setUp` and its `tearDown`.
+    Each rank makes a test case for itself, with its `setUp` and its `tearDown`.
 
     Args:
         found: The test case that the caller has. Each rank's has the attributes which
@@ -114,7 +115,7 @@ class Captured(NamedTuple):
 class OwnOutput:
     """What the fixture `capsys` is in a rank.
 
-    It has what this rank prints, and nothing of the others.
+    It has what this rank prints, and nothing that the others print.
     """
 
     def __init__(self) -> None:

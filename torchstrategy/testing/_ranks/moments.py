@@ -1,6 +1,6 @@
 """When ranks come to a collective, and when they have what they get.
 
-Those who listen note it.
+Each listener notes these moments in its own way.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ def ranks_end() -> None:
 
 
 def device_of(tensors: Sequence[torch.Tensor]) -> int | None:
-    """The index of the device that some tensors are on, None for the CPU.
+    """The index of the device that some tensors are on; None for the CPU.
 
-    Of no tensors, it is the current device.
+    If there are no tensors, it is the current device.
     """
     if tensors:
         return index_of(tensors[0])
@@ -87,9 +87,9 @@ class Moments:
 
 
 def met(kind: str, size: int, ranks: Sequence[Moments]) -> dict[Listener, Any]:
-    """Says that all ranks have come.
+    """Says that all ranks have come; returns the moment at which this is over.
 
-    Returns the moment at which it is over, as each who listens notes it.
+    Each listener notes this moment in its own way.
     """
     ends = {}
     for listener in listeners():

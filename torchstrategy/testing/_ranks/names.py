@@ -17,9 +17,9 @@ _MOST_ENTRIES = 64  # of a dict or a module, which is searched at each collectiv
 
 
 def names_of(tensor: torch.Tensor) -> frozenset[str]:
-    """The names under which the user's functions that run now have a tensor.
+    """The names that running functions of the user have for a tensor.
 
-    Their modules may have it, too.
+    It also looks at the names in their modules.
     """
     names: set[str] = set()
     frame, left = inspect.currentframe(), _MOST_FRAMES

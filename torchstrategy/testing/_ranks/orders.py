@@ -1,6 +1,6 @@
-"""The order in which ranks or replicas go on: as listed, reversed, or seeded.
+"""The order in which ranks or replicas go on: as listed, reversed or random.
 
-A seed draws the order.
+A seed draws a random order.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Drawn(Order):
 def with_a_seed(name: str) -> str:
     """The name of an order that is the same each time.
 
-    `random` gets a seed, and `random:7` and `reversed` stay.
+    `random` gets a seed, while `random:7` and `reversed` stay as they are.
 
     Raises:
         ValueError: If there is no such order.

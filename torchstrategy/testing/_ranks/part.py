@@ -58,6 +58,6 @@ def part_of_names(names: Sequence[tuple[Any, str]]) -> Part:
 def never_same(one: object, other: object) -> bool:
     """Says of a part that it is put in place each time.
 
-    To compare would take longer, or ask the program's objects.
+    A comparison would take longer, or call methods of the program's objects.
     """
     return False

@@ -1,6 +1,7 @@
 """What Python has once for a process.
 
-Built-in names, streams, hooks, warnings, loggers, settings, Hydra, folder.
+This is built-in names, streams, hooks, warnings, loggers, settings, Hydra and the
+folder.
 """
 
 from __future__ import annotations
@@ -233,7 +234,7 @@ def _is_same_environment(one: _Environment, other: _Environment) -> bool:
 def _begin_environment(environment: _Environment) -> _Environment:
     """What a process has that this one begins.
 
-    What is in `os.environ` is its true environment, and not a dict.
+    `os.environ` holds its true environment, and not a dict.
     """
     if environment.place is _environment:
         return environment
@@ -254,7 +255,7 @@ def add_to_environment(
 def _take_running_hydra() -> Any:
     """The run of Hydra that `hydra.main` has begun; None if there is none.
 
-    Hydra lets a process have one.
+    Hydra lets a process have only one run.
     """
     # The class is not there yet while the module is imported.
     kind = getattr(sys.modules.get("hydra.core.global_hydra"), "GlobalHydra", None)

@@ -24,9 +24,9 @@ class _Open(NamedTuple):
 
 @final
 class OneProfiler:
-    """Says whose the profiler is.
+    """Says which rank has the profiler.
 
-    Torch has one for a process, and a second one, on another thread, ends Python.
+    PyTorch has one for a process. A second one, on another thread, crashes Python.
     """
 
     def __init__(self) -> None:
@@ -43,7 +43,7 @@ class OneProfiler:
         )
 
     def close(self, rank: int) -> None:
-        """Ends, on its thread, the profiler that a rank has left open when it ended."""
+        """Ends a profiler that a rank has left open, on the thread of that rank."""
         if self._open is not None and self._open.rank == rank:
             # Torch's, if it was prepared, and has not begun.
             with suppress(RuntimeError):

@@ -1,6 +1,6 @@
 """What a backend refuses of one rank's tensors, before it exchanges anything.
 
-These are torch's own errors, in its words.
+The errors are torch's own, in its words.
 
 A group of ranks would take most of it, since it copies tensors of the CPU. A program
 that passed here would then fail on a cluster. The errors are those that torch 2.11
@@ -123,7 +123,7 @@ def _check_dtype(dtype: torch.dtype, operation: Any) -> None:
 def _is_called_by(part_of_name: str) -> bool:
     """Whether a function of `torch.distributed` called the collective.
 
-    It is one such as `all_gather_object`.
+    For example, `all_gather_object` calls collectives.
     """
     frame: FrameType | None = inspect.currentframe()
     while frame is not None:
@@ -139,7 +139,7 @@ def _is_called_by(part_of_name: str) -> bool:
 def check_own_message(what: str, backend: str) -> None:
     """Refuses a message of a rank to itself.
 
-    Gloo has no connection for it; NCCL takes its two ends only together.
+    gloo has no connection for it, and NCCL takes its two ends only together.
 
     Args:
         what: Who does what, for the error.
@@ -190,7 +190,7 @@ def check_scattered(output: torch.Tensor, given: torch.Tensor, count: int) -> No
 
 
 def check_split(tensor: torch.Tensor, rows: Sequence[int], count: int) -> None:
-    """Refuses a tensor of `all_to_all_single` whose rows ranks cannot divide.
+    """Refuses a tensor of `all_to_all_single` with rows that do not divide equally.
 
     Raises:
         RuntimeError: If they cannot.

@@ -60,7 +60,7 @@ def run_ranks(
 ) -> tuple[list[T], RankRecord]:
     """Runs a distributed program in this process, on a thread for each of `n` ranks.
 
-    It calls `main(rank, *args)` there.
+    On each thread, it calls `main(rank, *args)`.
 
     `main` is written as for `torchrun` or `torch.multiprocessing.spawn`: it calls
     `init_process_group`, with any backend, and uses `torch.distributed`,
@@ -134,7 +134,7 @@ def run_recorded(
 ) -> list[T]:
     """`run_ranks`, with a record that the caller has.
 
-    The record is of use, too, if the run ends with an error.
+    So the caller also has the record if the run ends with an error.
     """
     _check_number(n)
     chosen = order_of_ranks(order, n)
@@ -181,11 +181,11 @@ class _Run:
         ]
         # What the process still has, between the turns of two ranks.
         self._taken_off: Belongings | None = None
-        # Of the device meshes of each rank.
+        # The marks of the device meshes of each rank.
         self._marks = [next(_marks) for _ in range(n)]
         self._gone: set[int] = set()
         self._one_gone = threading.Semaphore(0)
-        # In the order in which ranks failed.
+        # The errors in the order in which ranks failed.
         self._errors: dict[int, BaseException] = {}
         self.results: list[Any] = [None] * n
 
@@ -360,9 +360,9 @@ class _Run:
 
 @contextmanager
 def _outside_of_the_program() -> Iterator[None]:
-    """A block whose operators neither modes nor transforms see.
+    """A block whose operators the program's modes and transforms do not see.
 
-    They are those in which the rank of this thread is.
+    The rank of this thread has entered these modes and transforms.
     """
     with (
         unwatched(),

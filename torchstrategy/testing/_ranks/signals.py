@@ -1,8 +1,6 @@
-"""Handlers of signals: each rank has its own, for what the rank sends to itself.
+"""Handlers of signals: each rank has its own.
 
-Python calls handlers on its main thread, and allows no other thread to set one. A
-signal from outside goes to the process that runs the ranks, and ends them all, as
-Ctrl-C does.
+They answer the signals that the rank sends to itself.
 """
 
 from __future__ import annotations
@@ -43,9 +41,9 @@ class OwnSignals:
     def _in_ranks(
         self, function: Callable[..., Any], own: Callable[..., Any] | None
     ) -> Callable[..., Any]:
-        """A function for all threads, in which ranks call `own` or are refused.
+        """A function for all threads, which calls `own` in ranks, or refuses the call.
 
-        `own` gets the original before its arguments.
+        `own` gets the original function before its arguments.
         """
 
         def called(*args: Any, **kwargs: Any) -> Any:

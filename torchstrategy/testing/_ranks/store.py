@@ -26,7 +26,7 @@ _drawn_ports = count(49152)
 class RankStore(Store):  # type: ignore[misc]
     """A store of all ranks, as one rank uses it.
 
-    Torch's C++ calls its methods with bytes.
+    PyTorch's C++ calls its methods with bytes.
 
     Args:
         world: The ranks.
@@ -185,7 +185,7 @@ class FileStore(RankStore):
         return self._path
 
 
-# By torch's names.
+# The classes by torch's names.
 STORES: dict[str, type[RankStore]] = {"TCPStore": TCPStore, "FileStore": FileStore}
 
 

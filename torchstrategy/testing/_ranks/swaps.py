@@ -50,10 +50,7 @@ class Swaps:
         self._seen: dict[Hashable, dict[tuple[_Names, _Names], tuple[Said, Said]]] = {}
 
     def find(self, group: Hashable, first: Said, other: Said) -> str | None:
-        """A message, if two ranks called two collectives the other way round.
-
-        They are collectives of one group.
-        """
+        """A message, if two ranks called two collectives of a group in other orders."""
         here, there = _apart(first, other)
         if not here or not there:
             return None
@@ -69,9 +66,9 @@ class Swaps:
 def _ring(
     seen: dict[tuple[_Names, _Names], tuple[Said, Said]], here: _Names, there: _Names
 ) -> list[tuple[Said, Said]] | None:
-    """What came before, so that the second rank has what the first one calls now.
+    """The earlier calls that led the second rank to what the first one calls now.
 
-    It has come round to it. None: nothing did.
+    It is None if there are no such calls.
 
     Of several ways it is the shortest one.
     """

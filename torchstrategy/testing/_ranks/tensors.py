@@ -1,6 +1,6 @@
 """The numbers of tensors that ranks exchange.
 
-They are taken when a collective is called, and brought when it is waited for.
+They are read when a collective is called, and written when a rank waits for it.
 """
 
 from __future__ import annotations

@@ -269,7 +269,7 @@ _Hooks = tuple[list[dict[int, Any]], bool | None]
 def take_hooks() -> _Hooks:
     """The hooks for all modules and optimizers that there are now.
 
-    It also says of which kind those of backward are.
+    It also says of which kind the hooks of backward are.
     """
     return [dict(table) for table in _HOOKS], _MODULES._global_is_full_backward_hook
 
@@ -285,9 +285,9 @@ def put_hooks(hooks: _Hooks) -> None:
 
 @final
 class _Table(MutableMapping[int, Any]):
-    """One of torch's tables of hooks, whose values a loop sees unchanged.
+    """One of torch's tables of hooks, which a rank may replace during a loop.
 
-    The loop does not see that another rank's are put there.
+    A loop over its values does not see that another rank's hooks are put there.
 
     A hook may hold a collective, and then other ranks run in the middle of torch's
     loop.
@@ -318,7 +318,7 @@ class _Table(MutableMapping[int, Any]):
 def hooks_that_change() -> AbstractContextManager[None]:
     """A block in which a hook may let other ranks run while torch loops over hooks.
 
-    `put_hooks` may be called meanwhile.
+    Meanwhile, `put_hooks` may be called.
     """
     return replacing(
         [(owner, name, _Table(getattr(owner, name))) for owner, name in _LOOPED]
@@ -329,7 +329,7 @@ def hooks_that_change() -> AbstractContextManager[None]:
 def meshes_marked_by(mark: Callable[[], int]) -> Iterator[None]:
     """A block in which a `DeviceMesh` gets a mark when it is made.
 
-    It equals only meshes with the same mark.
+    A mesh equals only meshes with the same mark.
 
     torch keeps results by mesh, and many depend on the rank: how large its shard is,
     what it sends to whom. Meshes of two ranks are equal otherwise, as they never meet
@@ -362,9 +362,10 @@ def meshes_marked_by(mark: Callable[[], int]) -> Iterator[None]:
 
 
 def forget_meshes() -> None:
-    """Empties torch's caches by mesh.
+    """Empties torch's caches of meshes.
 
-    No mesh of a later run is in them, and the old ones hold all of their run.
+    A later run finds no mesh of its own in them, and old meshes keep all of their run
+    alive.
     """
     redistribute: Any = sys.modules.get(_REDISTRIBUTE)
     if redistribute is not None:
@@ -377,7 +378,7 @@ def forget_meshes() -> None:
 def forget_fake_results() -> None:
     """Empties the cache of fake tensors.
 
-    It takes the current device of one rank for that of all.
+    The cache takes the current device of one rank for that of all ranks.
     """
     fake_tensors: Any = sys.modules.get(_FAKE_TENSORS)
     if fake_tensors is not None and fake_tensors.FakeTensorMode.cache:
@@ -436,7 +437,7 @@ def groups_made_by(
 ) -> Iterator[None]:
     """A block in which `torch.distributed` asks `make` for every process group.
 
-    It does whatever backend a program names.
+    It does so whatever backend a program names.
 
     torch's backend "fake" stays what it is: it exchanges nothing, and each process may
     take any rank in it.
@@ -523,7 +524,7 @@ def groups_made_by(
 def _replaced_for_ranks() -> list[tuple[Any, str, Any]]:
     """What else of torch would wait, ask for a backend, or be one for all ranks.
 
-    That is gloo or NCCL. Each has its owner, name and replacement.
+    A backend is gloo or NCCL. Each entry is the owner, the name and the replacement.
     """
     in_place: list[tuple[Any, str, Any]] = [
         (c10d, "_store_based_barrier", lambda *args, **options: None),
@@ -591,7 +592,7 @@ def _name_the_backend(
 def _keep_works(notify: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """Makes a replacement for what tells the ranks in a `Join` that one goes on.
 
-    It keeps the last collective of each.
+    The replacement keeps the last collective of each rank.
 
     `DistributedDataParallel` gives it to C++, which waits for it in the backward pass,
     and does not keep the object of Python. Without that, C++ knows no way to wait for
@@ -623,7 +624,7 @@ def _read_default_group(_: Any) -> Any:
     if reader is not None and str(reader.f_globals.get("__name__")).startswith(
         "torch."
     ):
-        # And not in the body of a module or a class.
+        # A function, and not the body of a module or a class.
         is_in_function = reader.f_code.co_flags & inspect.CO_OPTIMIZED
         if not is_in_function:
             return None
@@ -645,7 +646,7 @@ OBJECTS_OF = c10d.__name__  # the module with `all_gather_object` and its like
 def _keep_objects_here(find: Callable[..., Any]) -> Callable[..., Any]:
     """Makes a replacement for what finds the device to which bytes are moved.
 
-    `all_gather_object` and its like move them.
+    `all_gather_object` and its like move bytes to this device.
 
     They stay on the CPU: their bytes on a device are no part of the program. Others ask
     for tensors of their own.
@@ -671,7 +672,7 @@ def _find_accelerator() -> torch.device | None:
 def _config_of(backend: str) -> str:
     """What `dist.get_backend_config` says.
 
-    That is the devices whose tensors a group takes, each with its backend.
+    This is the devices whose tensors a group takes, each with its backend.
     """
     accelerator = _find_accelerator()
     kind = "cpu" if accelerator is None else accelerator.type
@@ -708,15 +709,15 @@ PROFILER: Any = torch.autograd.profiler.profile
 def factor_of(operation: Any) -> float:
     """The factor of a `PREMUL_SUM`.
 
-    NCCL multiplies each rank's numbers by it before it adds them.
+    NCCL multiplies each rank's numbers by this factor before it adds them.
     """
     return float(operation.__getstate__()[1])
 
 
 def after_backward(call: Callable[[], None]) -> bool:
-    """Has a function called at the end of the backward pass on this thread.
+    """Calls a function at the end of the backward pass on this thread.
 
-    Returns False if none runs.
+    It returns False if no backward runs.
     """
     engine: Any = torch.autograd.Variable._execution_engine
     try:

@@ -1,6 +1,6 @@
 """The settings that torch has once for a process, by its private names.
 
-It has what asks for each, and what sets it.
+For each setting, it has one function that reads it and one that sets it.
 
 When torch moves one of them, this file changes and no other does. The tests are in
 `tests/unit/testing/test_ranks_and_the_process.py`.
@@ -30,7 +30,7 @@ def _precision_of(backend: str, operator: str) -> _Setting:
         return precision
 
     def put(precision: str) -> None:
-        # Then it has the one of all operators.
+        # After this, the operator has the precision of all operators.
         _C._set_fp32_precision_setter(backend, operator, "none")
         if ask() != precision:
             _C._set_fp32_precision_setter(backend, operator, precision)
@@ -41,7 +41,7 @@ def _precision_of(backend: str, operator: str) -> _Setting:
 def _older(
     ask: Callable[[], Any], put: Callable[[Any], Any], parts: list[tuple[str, str]]
 ) -> _Setting:
-    """A setting that torch tells only where it fits to those of its parts.
+    """A setting that torch tells only if its parts agree with it.
 
     A program can set the parts apart.
     """

@@ -1,6 +1,6 @@
 """One rank runs at a time, and hands over only where it has to wait.
 
-A run is the same each time.
+So a run is the same each time.
 """
 
 from __future__ import annotations
@@ -153,9 +153,9 @@ class Turns:
             self.check(rank)
 
     def poll(self, rank: int) -> None:
-        """Lets others run as far as they can, for a rank that asks again and again.
+        """Lets other ranks run as far as they can, for a rank that asks repeatedly.
 
-        It asks whether something is there.
+        The rank asks whether something is there.
         """
         self.check(rank)
         self._ranks[rank].is_polling = True
@@ -181,9 +181,9 @@ class Turns:
             raise RanksStopped(self._why_stopped)
 
     def refuse_to_wait_for_thread(self, thread: int, wait: Wait) -> None:
-        """Stops the run if the rank whose turn it is would wait outside of `wait`.
+        """Stops the run if the rank whose turn it is would wait for another rank.
 
-        It would wait for another rank.
+        A rank may wait in `wait` only.
 
         That rank could not go on before this one hands over, which it never would.
 
@@ -210,7 +210,7 @@ class Turns:
     def stop(self, why: str) -> None:
         """Lets all ranks that wait raise an error when their turn comes.
 
-        All others raise it when they next wait.
+        All other ranks raise it when they next wait.
         """
         if self._why_stopped is None:
             self._why_stopped = why

@@ -61,7 +61,7 @@ class World:
         self.size, self.turns, self.came_to = size, turns, came_to
         self.record = record
         self.happened = Happened(size)
-        # Of `torch.distributed`, by what each is called.
+        # The stores of `torch.distributed`, by their names.
         self.stores: dict[str, Notes] = {}
         self._open: dict[Hashable, Exchange] = {}
         # Messages without a receiver, by its address.
@@ -85,9 +85,9 @@ class World:
         return part
 
     def _check_order(self, exchange: Exchange, key: Hashable) -> None:
-        """Refuses collectives called in another order; see Note [What is a swap].
+        """Refuses collectives that ranks called in another order.
 
-        Ranks have called them.
+        See Note [What is a swap].
         """
         said = exchange.said()
         group = key[0] if isinstance(key, tuple) else key

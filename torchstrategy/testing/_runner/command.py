@@ -61,7 +61,7 @@ _NOT_SHARED = (
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a program as the command line says; returns its exit status."""
     options, output = _parsed(arguments), Output()
-    # Which the program may replace, and leave.
+    # The program may replace the built-in names and leave the folder.
     names, folder = take_builtins(), Path.cwd()
     try:
         before = (
@@ -266,7 +266,7 @@ class _Run:
         self.races: list[str] = []
         self.findings: list[Finding] = []
         self.prediction: Prediction | None = None
-        # Of the argument that each rank is given besides.
+        # The spelling of the additional argument that each rank gets.
         self.spelling: str | None = None
 
     def go(self) -> int:
@@ -392,7 +392,7 @@ def _progress(steps: int) -> None:
 def _spawning(spawn: Callable[..., None]) -> Iterator[None]:
     """A block in which `torch.multiprocessing.spawn` runs ranks.
 
-    Processes would not share simulated devices.
+    New processes would not share simulated devices.
     """
     processes: Any = mp
     before = processes.spawn, processes.start_processes
@@ -405,9 +405,9 @@ def _spawning(spawn: Callable[..., None]) -> Iterator[None]:
 
 @contextmanager
 def _starting_nothing() -> Iterator[None]:
-    """A block in which no process is started with tensors of devices.
+    """A block that refuses to start a process with tensors of devices.
 
-    It would fail, and the program go on.
+    Otherwise the process would fail, and the program would go on.
     """
     Starting.refused = _NOT_SHARED
     try:

@@ -125,7 +125,7 @@ def _tensor_is_cuda(tensor: torch.Tensor) -> bool:
 
 
 class _Kind(type):
-    """The type of the stand-in for `torch.device`, with the real instances."""
+    """The type of the stand-in for `torch.device`, whose instances are real devices."""
 
     def __instancecheck__(cls, value: object) -> bool:
         return isinstance(value, _Device)

@@ -1,6 +1,6 @@
 """How an error that ended the program is printed.
 
-It has no frames of this library, and is in the program's words.
+The text leaves out frames of this library, and uses the program's words.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _OF_TORCHRUN = frozenset(
 def printed(error: BaseException) -> str:
     """What Python would print, with the program's own lines.
 
-    The lines of torch and others are below them.
+    Below them stand the lines of torch and other libraries.
     """
     found = traceback.TracebackException.from_exception(error)
     if os.environ.get("TORCHSTRATEGY_FULL_TRACEBACK", "0") in ("", "0"):
@@ -51,9 +51,9 @@ def _leave_out_our_frames(found: traceback.TracebackException | None) -> None:
 
 
 def advice(error: BaseException, has_ranks: bool) -> str:
-    """What to write, where an error means that the program was started wrongly.
+    """What to write, if an error means that the program was started the wrong way.
 
-    It expects to be started in another way.
+    Such a program expects another way to be started.
     """
     asked = error.args[0] if isinstance(error, KeyError) and error.args else None
     if asked in _OF_TORCHRUN and not has_ranks:

@@ -60,7 +60,7 @@ class Observer(TorchDispatchMode):
         self.seen = Observations()
         # Called with each operator and its arguments before it runs.
         self.before: Callable[..., None] | None = None
-        # Called with each operator, its arguments and its result.
+        # This is called with each operator, its arguments and its result.
         self.also: Callable[..., None] | None = None
         self._most_steps, self._progress = most_steps, progress
 
@@ -97,7 +97,7 @@ class Observer(TorchDispatchMode):
     def stepped(self, rank: int, steps: int) -> None:
         """Counts the steps of the thread that made most.
 
-        Ends the thread's program after enough of them.
+        After enough steps, it ends the thread's program.
         """
         if steps > self.seen.steps:
             self.seen.steps = steps
@@ -117,7 +117,7 @@ class Observer(TorchDispatchMode):
         if on_cpu:
             line, is_pageable = line_of_the_user(), not on_cpu[0].is_pinned()
             self.seen.pageable_copies[line] += is_pageable
-            # A copy that is not to block does, without pinned memory.
+            # Without pinned memory, even a copy that is not to block waits.
             if waits or is_pageable:
                 self.seen.blocking_copies[line] += 1
 

@@ -48,9 +48,9 @@ class Output:
 
 @contextmanager
 def ends_with_a_report(output: Output) -> Iterator[None]:
-    """A block in which `os._exit` ends the program, not Python, and `exec` is refused.
+    """A block in which `os._exit` ends the program, not Python.
 
-    That is `os.exec...`.
+    In the block, `os.exec...` is refused.
     """
     mine, exit_now, replace = os.getpid(), os._exit, (os.execv, os.execve)
 

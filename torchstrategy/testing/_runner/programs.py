@@ -47,7 +47,7 @@ class Program(NamedTuple):
     def at_home(self) -> Iterator[None]:
         """A block in which `sys.argv`, `sys.path` and `__main__` suit the program.
 
-        They are as the program expects them. `__main__` is the module.
+        `__main__` is the module of this name, as the program expects it.
         """
         before = sys.argv, list(sys.path), sys.modules["__main__"]
         sys.argv = [self.file, *self.arguments]

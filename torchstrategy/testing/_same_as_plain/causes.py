@@ -1,6 +1,6 @@
 """Why a step in replicas differs from the step in plain PyTorch.
 
-It is found by evidence, mostly by training again.
+Evidence finds the cause: mostly, the step is trained again with one thing changed.
 
 Each possible cause is looked for in turn. If a cause can be removed (dropout, batch
 statistics, how gradients are reduced), it is removed and the trainings are compared
@@ -44,7 +44,7 @@ from torchstrategy.testing._same_as_plain.training import Problem
 
 _SHOWN = 3  # names in a list
 _CLOSE = 1e-3  # to a ratio
-# What is ignored then.
+# What a comparison ignores if only the update matters.
 _ONLY_UPDATE = frozenset({*SECTIONS, "order"}) - {"gradients", "parameters"}
 
 
@@ -74,9 +74,9 @@ class Cause(NamedTuple):
 
 
 def causes(problem: Problem, mismatch: Mismatch) -> list[str]:
-    """The causes of a difference, those first that are proved.
+    """The causes of a difference, the proved ones first.
 
-    There are none if it is none of the usual causes.
+    The list is empty if none of the usual causes applies.
     """
     problem = dataclasses.replace(problem, batches=problem.batches[: mismatch.step + 1])
     found: list[str] = []
@@ -210,9 +210,9 @@ def _batch_statistics(problem: Problem, mismatch: Mismatch) -> Cause | None:
 
 
 def _own_count(problem: Problem, mismatch: Mismatch) -> Cause | None:
-    """The losses tell themselves by what they were divided.
+    """The losses themselves tell what they were divided by.
 
-    To weigh by that proves that nothing else is wrong.
+    If gradients that are weighted by these counts are right, nothing else is wrong.
     """
     told = mismatch.replicas.losses.told()
     if told is None or problem.reduction is not ReduceOp.MEAN or problem.weighs_losses:
@@ -405,7 +405,7 @@ def _update(problem: Problem, mismatch: Mismatch) -> Cause | None:
 def _coupled_rows(problem: Problem, mismatch: Mismatch) -> Iterator[str]:
     """The last cause to look for: rows depend on each other.
 
-    They do if replicas that all have the same rows agree.
+    Replicas that all have the same rows agree in this case.
     """
     batches = tuple(repeated(batch, problem.num_replicas) for batch in problem.batches)
     alike = dataclasses.replace(

@@ -56,9 +56,10 @@ class Mismatch:
 
 
 class StepFailed(Exception):
-    """The step raised in replicas only.
+    """The step raised an error in replicas only.
 
-    It raised only there, only in one order of them, or because of another device.
+    It raised in any order of the replicas, in one order only, or because of another
+    device.
 
     Args:
         step: The step, from 0.

@@ -1,6 +1,6 @@
 """What an error of a step is about, and who raised it.
 
-It is about tensors and generators of another device, or synchronization.
+Such errors are about tensors or generators of another device, or synchronization.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _REPLICA = re.compile(r"raised by replica (\d+) of ")
 
 
 def is_about_devices(error: BaseException) -> bool:
-    """Whether torch refused work on tensors, or a generator, of another device."""
+    """Whether torch refused tensors, or a generator, of another device."""
     return (
         isinstance(error, (RuntimeError, ValueError))
         and _WORDS.search(str(error)) is not None

@@ -1,6 +1,6 @@
 """What differs between two records of the same step, and by how much.
 
-It says whether that is more than rounding.
+It also tells whether a difference is more than rounding.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def differences(
 def against_plain(replicas: Record, plain: Record) -> list[Pair]:
     """Pairs the numbers that replicas made with those that plain PyTorch made.
 
-    Plain PyTorch made them of the whole batch.
+    Plain PyTorch computes with the whole batch.
     """
     (alone,) = plain.seen
     pairs: list[Pair] = []
@@ -215,7 +215,7 @@ def _as_one(
 ) -> torch.Tensor | None:
     """The value for the whole batch, as plain PyTorch would return it.
 
-    It is made of the values that replicas returned.
+    It is joined from the values that the replicas returned.
     """
     shares = replicas.shares
     tensors = [part for part in parts if part is not None]
@@ -272,9 +272,9 @@ def _weighted(tensors: Sequence[torch.Tensor], parts: Sequence[float]) -> torch.
 def _gathered(
     parts: Sequence[torch.Tensor | None], expected: torch.Tensor | None
 ) -> torch.Tensor | None:
-    """The rows of all replicas in one tensor, if there are as many as expected.
+    """The rows of all replicas in one tensor.
 
-    The parts have them together; else it is None.
+    It is None unless all parts together have as many rows as expected.
     """
     tensors = [part for part in parts if part is not None]
     if expected is None or expected.dim() == 0 or len(tensors) < len(parts):

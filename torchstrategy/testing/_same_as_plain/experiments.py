@@ -1,6 +1,6 @@
 """The problem with one thing changed, trained again.
 
-So one sees whether that thing made the difference.
+The result shows whether that thing made the difference.
 """
 
 from __future__ import annotations
@@ -184,10 +184,7 @@ def ratio_of(ours: Numbers, theirs: Numbers) -> float | None:
 
 
 def synchronized_statistics(models: Sequence[nn.Module]) -> set[str]:
-    """The names of the running statistics of layers over the rows of all replicas.
-
-    These layers take them so.
-    """
+    """The names of running statistics that layers take over all replicas' rows."""
     return {
         joined(name, buffer)
         for model in models

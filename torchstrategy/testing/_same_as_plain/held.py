@@ -1,6 +1,6 @@
 """What a function holds besides its arguments.
 
-Closure variables, globals, attributes, and what these contain.
+It holds closure variables, globals, attributes, and what these contain.
 
 With it a message can name the tensor that was left on another device, or the generator
 that all replicas share.
@@ -55,7 +55,7 @@ def words_in(fn: object) -> set[str]:
 def words_on_the_way(error: BaseException) -> Iterator[tuple[str, set[str]]]:
     """The names and strings in each of the user's functions that `error` came through.
 
-    A module's `forward` is such a function.
+    For example, the error may have come through a module's `forward`.
     """
     for frame, _ in traceback.walk_tb(error.__traceback__):
         if frame.f_globals.get("__name__", "").split(".")[0] not in NOT_LOOKED_INTO:
@@ -88,7 +88,7 @@ def _words_of(code: types.CodeType) -> set[str]:
 def _functions(fn: object, depth: int, seen: set[int]) -> Iterator[Any]:
     """`fn`, the functions inside of it, and the user's functions that it names.
 
-    It has some inside if it is a partial or a method.
+    A partial or a method has a function inside of it.
     """
     if (
         id(fn) in seen
@@ -113,7 +113,7 @@ def _functions(fn: object, depth: int, seen: set[int]) -> Iterator[Any]:
 def _named(fn: Any) -> Iterator[tuple[str, str, Any]]:
     """The objects that a function, method, partial or callable object holds.
 
-    Each is the name, the kind of name, the value.
+    Each comes as its name, the kind of the name, and the value.
     """
     if isinstance(fn, functools.partial):
         arguments = {

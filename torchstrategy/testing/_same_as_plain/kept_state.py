@@ -1,6 +1,6 @@
 """What a step keeps outside of the model and the optimizer.
 
-In globals, closure variables, attributes and containers.
+It may keep state in globals, closure variables, attributes and containers.
 
 Every training begins with what the step found there, and goes on with what it has left
 there itself. If trainings shared it, the second one would find what the first one has
@@ -38,10 +38,7 @@ _MUCH = 2**26  # bytes of an array; a larger one is data, too
 
 
 class _Global(NamedTuple):
-    """A global variable of a module that a function uses, or an attribute it reads.
-
-    It is an attribute of a class.
-    """
+    """A global variable that a function uses, or a class's attribute that it reads."""
 
     owner: Any
     name: str
@@ -140,7 +137,7 @@ class KeptState:
     def _find(self, fn: Any, depth: int, seen: set[int]) -> None:
         """Notes where a function keeps state.
 
-        Notes the functions and classes of the user's that it names, too.
+        It also notes which of the user's functions and classes the function names.
         """
         if id(fn) in seen or depth < 0:
             return
@@ -202,7 +199,7 @@ def _values_used_by(fn: types.FunctionType) -> Iterator[Any]:
 def _is_open(value: Any) -> bool:
     """Whether a value is a container or an object with exchangeable contents.
 
-    It is not a part of a model.
+    A part of a model is none.
     """
     if isinstance(value, types.CellType):
         return True

@@ -1,4 +1,4 @@
-"""What the replicas' losses were divided by in one step, by their graphs."""
+"""What the replicas' losses were divided by in one step, read from their graphs."""
 
 from __future__ import annotations
 
@@ -95,9 +95,9 @@ class LossCounts(NamedTuple):
 
     @property
     def unread(self) -> str | None:
-        """The name of a node at which the graph of a loss could not be read further.
+        """The name of a node where the graph of a loss could not be read further.
 
-        It is None if there is none.
+        It is None if there is no such node.
         """
         names = [
             column.name
@@ -108,9 +108,9 @@ class LossCounts(NamedTuple):
         return names[0] if names else None
 
     def parts(self, num_replicas: int) -> tuple[float, ...] | None:
-        """How much the loss of each replica is of that of the batch.
+        """How much of the batch's loss the loss of each replica is.
 
-        None: its terms do not agree on it.
+        It is None if the terms of a loss do not agree on that.
         """
         for_all = set()
         for one in self.found:

@@ -1,6 +1,6 @@
-"""The message of a failed comparison: at which step, what differs, and why.
+"""The message of a failed comparison.
 
-It says by how much, too.
+It says at which step, what differs, by how much, and why.
 """
 
 from __future__ import annotations
@@ -189,9 +189,9 @@ def _devices_text(problem: Problem, where: str, failure: StepFailed) -> str:
 
 
 def _held_elsewhere(problem: Problem, device: Device) -> Iterator[tuple[str, str]]:
-    """The tensors and generators of the step that are not on `device`.
+    """The tensors and generators that the step holds and that are not on `device`.
 
-    The step holds them. Each comes with what to do about it.
+    Each comes with advice on what to do about it.
     """
     for fn in (problem.step, problem.model_fn):
         for name, value in held_by(fn):
@@ -210,7 +210,7 @@ def _held_elsewhere(problem: Problem, device: Device) -> Iterator[tuple[str, str
 def _named_elsewhere(
     functions: Iterable[tuple[str, set[str]]], device: Device
 ) -> Iterator[tuple[str, str]]:
-    """The devices but `device` that functions name, each with what to do about it."""
+    """The devices other than `device` that functions name, each with advice."""
     for function, words in functions:
         for match in filter(None, map(_DEVICE.fullmatch, sorted(words))):
             kind, index = match.groups()

@@ -50,9 +50,9 @@ class Source:
 
 @final
 class Sources:
-    """All generators from which a step may draw.
+    """All generators from which a step may draw, and tensors on which it may write.
 
-    All tensors outside of models on which it may write, too.
+    The tensors are those outside of models.
 
     Args:
         functions: The functions that may hold some: first the step, then those that
@@ -126,9 +126,9 @@ class Sources:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """A block after which all sources and kept things are as they were before.
+        """A block after which all sources are as they were before.
 
-        The functions keep these things.
+        What the functions keep is restored, too.
         """
         states, kept = self.states(), self.kept_state.read()
         try:
@@ -140,9 +140,9 @@ class Sources:
 
 @final
 class Stream:
-    """The random numbers of one of several trainings, and of the step's tensors.
+    """The random numbers of one of several trainings, and the numbers of held tensors.
 
-    The step holds these; their numbers are kept.
+    The step of the training holds these tensors.
 
     Args:
         sources: The generators and tensors.
@@ -227,7 +227,7 @@ def _of_tensor(name: str, tensor: torch.Tensor) -> Source:
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's numbers are its whole state, and not so many as data has."""
+    """Whether a tensor's numbers are its whole state, and too few to be data."""
     is_ordinary = (
         tensor.layout is torch.strided
         and not tensor.is_inference()

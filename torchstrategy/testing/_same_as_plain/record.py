@@ -1,6 +1,6 @@
 """What one step of a training leaves behind, as numbers on the CPU.
 
-No later step writes on them.
+No later step writes on these numbers.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ class Sighting:
 
     @classmethod
     def of(cls, returned: Tree, models: Tree) -> Sighting:
-        """Takes the numbers where the step just ended, in a replica or plainly.
+        """Takes the numbers where the step just ended.
 
-        Plainly is in plain PyTorch.
+        That may be in a replica or in plain PyTorch.
         """
         return cls(_only_numbers(leaves_with_names(returned)), _attributes_of(models))
 

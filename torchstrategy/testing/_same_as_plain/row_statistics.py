@@ -1,6 +1,6 @@
 """The calls of a step in which rows become one number, and what they made.
 
-`inputs.mean()` of rows of its batch is such a call.
+For example, `inputs.mean()` makes one number of the rows of a batch.
 
 Plain PyTorch computes such a number from all rows, and a replica from its own. Whether
 that makes the difference is tried: the replicas are given the numbers of plain PyTorch
@@ -79,7 +79,7 @@ Calls = dict[Key, Call]
 
 @final
 class RowStatistics:
-    """Notes such calls in a comparison of trainings.
+    """Notes, in a comparison, the calls that make one number of several rows.
 
     It may give replicas the results of plain PyTorch.
 
@@ -117,7 +117,7 @@ class RowStatistics:
     def differing(self) -> dict[Place, bool]:
         """Where replicas and plain PyTorch reduced the same rows to other numbers.
 
-        It also says if gradients flow through it.
+        It also says whether gradients flow through the place.
         """
         found: dict[Place, bool] = {}
         for plain, replicas in zip(self.plain, self.replicas, strict=False):
@@ -213,9 +213,10 @@ def _place_of(frame: FrameType | None) -> Place | None:
 
 
 def _reduces_the_same_rows(call: Call, theirs: Sequence[Call]) -> bool:
-    """Whether replicas had the rows of plain PyTorch together.
+    """Whether replicas had the rows of plain PyTorch, and got other results.
 
-    Each made another result of the same shape.
+    The replicas had these rows together, and each result has the shape of plain
+    PyTorch's.
     """
     shapes = {(one.result.shape, one.rows.shape[1:]) for one in (call, *theirs)}
     if len(shapes) > 1:

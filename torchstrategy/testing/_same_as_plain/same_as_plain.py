@@ -47,7 +47,7 @@ def assert_same_as_plain(
 ) -> None:
     """Trains in plain PyTorch and under a strategy, and fails if the two differ.
 
-    It fails with the cause.
+    The error tells the cause.
 
     Both trainings begin with the same seed. In plain PyTorch, on the device of replica
     0, the step is called with whole batches; under the strategy the model and the
@@ -207,9 +207,9 @@ def assert_same_as_plain(
 
 
 def _warn_if_all_are_even(problem: Problem) -> None:
-    """Says that no two replicas ever differed in their rows.
+    """Says that no two replicas ever had different numbers of rows.
 
-    What is wrong only then has not been looked for.
+    Mistakes that show only with uneven rows were not looked for.
     """
     count, given = problem.num_replicas, []
     with suppress(TypeError, ValueError):  # some rows cannot be counted like this

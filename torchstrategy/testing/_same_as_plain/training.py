@@ -209,9 +209,9 @@ class Training(ABC):
 
     @contextmanager
     def _updates(self, leader: Record | None) -> Iterator[list[Numbers]]:
-        """A block in which the gradients at each `optimizer.step()` are noted.
+        """A block that notes the gradients at each `optimizer.step()`.
 
-        They are replaced by the leader's.
+        The block then replaces them by the gradients of the leader.
         """
         updates: list[Numbers] = []
 
@@ -340,10 +340,7 @@ class ReplicaTraining(Training):
 def _observed(
     step: Callable[[Any, Any, Any], Tree], models: Tree, optimizers: Tree, batch: Tree
 ) -> Sighting:
-    """Calls the step, in plain PyTorch or in a replica.
-
-    Takes the numbers that it leaves there.
-    """
+    """Calls the step, in plain PyTorch or in a replica, and keeps its numbers."""
     return Sighting.of(step(models, optimizers, batch), models)
 
 

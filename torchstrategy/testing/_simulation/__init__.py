@@ -1,6 +1,6 @@
 """Simulated devices: tensors in the CPU's memory that torch takes for others.
 
-It takes them for tensors on `sim:0`, `sim:1` and so on.
+PyTorch takes them for tensors on `sim:0`, `sim:1` and so on.
 
 A tensor of such a device is a plain `torch.Tensor`, not a subclass; torch's own
 autograd, optimizers and modules work on it. Whenever torch needs a kernel, the CPU's
@@ -140,7 +140,7 @@ _registered: list[Backend] = []
 def simulate_devices(count: int) -> list[torch.device]:
     """Gives this process devices `sim:0` to `sim:<count - 1>`.
 
-    Code for several GPUs can be tested on them.
+    On them, you can test code for several GPUs.
 
     Tensors report the device on which they are and compute true numbers. Torch refuses
     to mix two devices in its own words, "Expected all tensors to be on the same

@@ -54,7 +54,7 @@ def depth_of_backward() -> int:
 class _Engine:
     """Runs backward on the calling thread.
 
-    Torch's pool of threads has none for a second device.
+    PyTorch's pool of threads has no thread for a second device.
     """
 
     def __init__(self, engine: Any) -> None:

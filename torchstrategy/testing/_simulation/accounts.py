@@ -1,6 +1,6 @@
 """How many bytes each device holds.
 
-It is exactly those of the storages that were made on it, in their present sizes.
+It counts exactly the storages that were made on the device, in their present sizes.
 
 `torch.cuda` says instead what CUDA's allocator would count, which gives out memory in
 blocks and keeps it.
@@ -92,14 +92,14 @@ class Account:
 # this thread holds the lock.
 _lock = threading.RLock()
 _accounts: defaultdict[int, Account] = defaultdict(Account)
-# By address: how many bytes less a storage has than it was made with.
+# For each address, how many bytes less the storage has than it was made with.
 _missing: dict[int, int] = {}
 
 
 def account(storage: torch.UntypedStorage, index: int) -> None:
     """Counts a storage of the CPU for a simulated device, once.
 
-    The memory becomes that of the device.
+    The memory of the storage becomes that of the device.
     """
     marks = storage.__dict__
     if "_torchstrategy_device" in marks:
@@ -174,7 +174,7 @@ def _of_machine() -> float:
         return math.inf
 
 
-# What torch says of the CPU's memory, by the system.
+# What torch says if the CPU has no memory left, on each system.
 _OF_THE_CPU = ("DefaultCPUAllocator", "not enough memory")
 
 
@@ -184,7 +184,7 @@ def is_out_of_memory(error: RuntimeError) -> bool:
 
 
 def out_of_memory(index: int, size: int | None) -> torch.OutOfMemoryError:
-    """Counts that there was not enough memory, and makes the error of it.
+    """Counts that there was not enough memory, and makes the error for it.
 
     The error is in torch's words for CUDA.
 

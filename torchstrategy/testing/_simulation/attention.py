@@ -1,6 +1,6 @@
-"""Attention as one kernel, as on GPUs: no scores of all pairs are held.
+"""Attention as one kernel, as on GPUs.
 
-They are pairs of tokens.
+It never holds the scores of all pairs of tokens.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _as_one_backward = operator(f"{_ONE_KERNEL}_backward")
 def register(backend: Backend) -> None:
     """Registers the kernels."""
     for name in (_ONE_KERNEL, f"{_ONE_KERNEL}_backward"):
-        # It draws nothing without dropout.
+        # Without dropout, the kernel draws no random numbers.
         backend.kernel(name)(written_for_cpu(operator(name), operator(name)))
     backend.kernel(_OF_CUDA)(written_for_cpu(_of_cuda, _flash))
     backend.kernel(f"{_OF_CUDA}_backward")(
@@ -78,9 +78,9 @@ def _check(
     value: torch.Tensor,
     mask: torch.Tensor | None,
 ) -> None:
-    """Refuses what CUDA refuses: dtypes that differ, and some that are allowed.
+    """Refuses what CUDA refuses: dtypes that differ, and calls that no kernel computes.
 
-    No kernel computes these.
+    `torch.nn.attention.sdpa_kernel` says which kernels are allowed.
     """
     if not query.dtype == key.dtype == value.dtype:
         raise RuntimeError(
@@ -94,7 +94,7 @@ def _check(
             f"got attn_mask.dtype: {mask.dtype} and  query.dtype: {query.dtype} "
             "instead."
         )
-    # Where `torch.nn.attention.sdpa_kernel` notes what is allowed, for all devices.
+    # `torch.nn.attention.sdpa_kernel` notes here what is allowed, for all devices.
     allowed: Any = torch.backends.cuda
     if allowed.math_sdp_enabled():
         return

@@ -1,6 +1,6 @@
-"""Mixed precision on simulated devices: which operators run in the lower precision.
+"""Mixed precision on simulated devices.
 
-Some never do.
+It says which operators run in the lower precision, and which never do.
 
 The lists are those of torch for CUDA. It registers its casts in builds for the CPU,
 too, so it tells which of them this version has.

@@ -48,7 +48,7 @@ class Backend:
         return register
 
     def redispatch(self, name: str, kernels: Any) -> None:
-        """Makes another device's kernel, which touches no memory, an operator's."""
+        """Uses another device's kernel, which touches no memory, for an operator."""
         op = operator(name)
         self.kernel(name)(
             lambda *args, **kwargs: op.redispatch(kernels, *args, **kwargs)
@@ -108,9 +108,10 @@ def _of_aten(but: set[str]) -> Iterator[tuple[str, str]]:
 
 
 def _is_taken_apart(full: str, name: str) -> bool:
-    """Whether torch runs an operator by others.
+    """Whether torch runs an operator by calling other operators.
 
-    It does as `empty()` and a variant with `out=`, as a composite, or tensor by tensor.
+    It may call `empty()` and a variant with `out=`, run a composite, or go tensor by
+    tensor.
     """
     if name.startswith("_foreach_") or has_kernel(
         full, "CompositeExplicitAutogradNonFunctional"
@@ -130,7 +131,7 @@ def _is_composite(full: str) -> bool:
 def _taken_apart_if_sparse(but: set[str]) -> Iterator[str]:
     """The operators that torch decomposes for sparse tensors of a new device.
 
-    It does not for sparse tensors of the CPU.
+    It does not decompose them for sparse tensors of the CPU.
     """
     for full, name in _of_aten(but):
         # `clone` and `copy_` may cross devices.

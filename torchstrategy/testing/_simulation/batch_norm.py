@@ -34,7 +34,7 @@ def _but_channels(tensor: torch.Tensor) -> list[int]:
 
 
 def _per_channel(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Statistics of shape (channels,), made fit to multiply with a tensor.
+    """Statistics of shape (channels,), in a shape that multiplies with a tensor.
 
     The tensor has the shape (rows, channels, ...).
     """

@@ -1,6 +1,6 @@
 """Writes on pinned memory that torch does not see, while a copy is under way.
 
-NumPy makes such writes.
+For example, NumPy makes such writes.
 
 A copy that does not block has to find the memory as it was, and to be the last that
 writes there, until the program waits for it. So the bytes are summed up when it begins,
@@ -24,7 +24,10 @@ from torchstrategy.testing._simulation.shapes import is_large, shapes_only
 
 
 class UnderWay(NamedTuple):
-    """A copy not yet waited for, with what its memory on the CPU has to hold."""
+    """A copy that the program has not waited for, and what its memory has to hold.
+
+    This is its memory on the CPU.
+    """
 
     storage: weakref.ref[torch.UntypedStorage]  # nobody can write once it is gone
     address: int
@@ -94,7 +97,7 @@ class Checksums:
     def end(self, is_over: Callable[[UnderWay], bool]) -> list[UnderWay]:
         """Forgets the copies of which `is_over` says so.
 
-        Returns those whose memory somebody has changed.
+        It returns the copies whose memory somebody has changed.
         """
         if not self._copies:
             return []
@@ -116,7 +119,7 @@ def _are_alike(source: torch.Tensor, target: torch.Tensor) -> bool:
 def _checksum(tensor: torch.Tensor) -> int:
     """A checksum of the bytes of a tensor, also of a simulated device.
 
-    The memory of one is that of the CPU.
+    The memory of such a tensor is that of the CPU.
     """
     tensor = tensor.detach()
     if not tensor.is_contiguous():

@@ -85,7 +85,7 @@ def _register_factories(backend: Backend) -> None:
             raise _explained(error, size, dtype, device) from None
         return on_device(made, ordinal(device))
 
-    # Written for real devices only.
+    # PyTorch has written these operators for real devices only.
     for name in ("kaiser_window", "kaiser_window.periodic", "kaiser_window.beta"):
         backend.kernel(name)(functools.partial(run_on_cpu, operator(name)))
 
@@ -139,7 +139,7 @@ def _register_copies(backend: Backend) -> None:
 
     foreach_copy = operator("_foreach_copy_")
 
-    # Of the operators on lists, the one whose pairs may cross devices.
+    # This is the only operator on lists whose pairs may cross devices.
     @backend.kernel("_foreach_copy_")
     def _foreach_copy(targets: Any, sources: Any, non_blocking: bool = False) -> None:
         kinds = {
@@ -147,7 +147,7 @@ def _register_copies(backend: Backend) -> None:
             for tensor in (*targets, *sources)
         }
         if len(kinds) == 1:
-            # As of the others, one kernel is many copies.
+            # As with the other operators on lists, one kernel makes many copies.
             run_on_cpu(foreach_copy, targets, sources)
             return
         for target, source in zip(targets, sources, strict=True):

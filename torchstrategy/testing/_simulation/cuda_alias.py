@@ -57,7 +57,7 @@ _TOLD_A_NAME = (
 
 
 class Compiling:
-    """What `torch.compile` does in such blocks where the backend is inductor.
+    """What `torch.compile` does in such blocks if the backend is inductor.
 
     Inductor writes kernels for a GPU.
 
@@ -70,10 +70,10 @@ class Compiling:
     count = 0
 
 
-# Under another name also where something stands in for the class.
+# This name stays the real class where something stands in for it.
 _DEVICE: Any = torch.device
 _lock = threading.Lock()
-# While a block is open: what is replaced, to be put back.
+# What was replaced while a block is open, to be put back.
 _before: list[tuple[Any, str, Any]] = []
 _open = 0  # how many blocks are open, on all threads
 
@@ -82,7 +82,7 @@ _open = 0  # how many blocks are open, on all threads
 class cuda_alias(TorchFunctionMode):
     """A block in which `"cuda"` means the simulated devices.
 
-    It is for code that names CUDA and is to be tested without.
+    Use it to test code that names CUDA on a machine without CUDA.
 
     `device="cuda:1"`, `.to("cuda")`, `.cuda(1)`, `torch.cuda.set_device(1)`,
     `torch.autocast("cuda")` and their like act on `sim:1`, and checkpoints name
@@ -309,7 +309,7 @@ class _Engine:
 class _Calls(threading.local):
     """The modes that handle a call of this thread now.
 
-    Torch has therefore taken them off the thread.
+    PyTorch has taken these modes off the thread for the call.
     """
 
     def __init__(self) -> None:
@@ -334,7 +334,8 @@ def _starts(
             run, alias = thread.run, _calls.modes[-1] if _calls.modes else _innermost()
 
             def aliased() -> None:
-                # Without entering it: the thread may go on when the block has ended.
+                # The mode is pushed and not entered: the thread may go on when the
+                # block has ended.
                 push_function_mode(alias)
                 run()
 
@@ -395,9 +396,9 @@ def _compiled(
 def _while_watched(
     watched: Callable[..., Any], other: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """Makes a function that calls one of two.
+    """Makes a function that calls one of two functions.
 
-    It calls the first while a mode watches operators, and else the second.
+    It calls the first while a mode watches operators, and the second otherwise.
     """
 
     @functools.wraps(other)
@@ -410,7 +411,7 @@ def _while_watched(
 def _in_operators(with_index: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """Makes a replacement for what finds a device while a call is handled.
 
-    This thread handles the call of the program.
+    The call is one of the program, and this thread handles it.
 
     An operator of distributed tensors is Python, and makes tensors on the "cuda" of its
     mesh.
@@ -432,7 +433,7 @@ def _without_modes(call: Callable[..., Any]) -> Callable[..., Any]:
 def _sets_default_type(call: Callable[[Any], None]) -> Callable[[Any], None]:
     """Makes a replacement for `torch.set_default_tensor_type`.
 
-    It knows `torch.cuda.FloatTensor` and its like.
+    The replacement knows `torch.cuda.FloatTensor` and its like.
     """
 
     @functools.wraps(call)
@@ -480,7 +481,7 @@ def _profilers_without_cuda() -> Iterator[tuple[Any, str, Any]]:
 def _told(call: Callable[..., Any]) -> Callable[..., Any]:
     """Makes a replacement for a function, in which `"cuda"` means simulated devices.
 
-    No argument at all means them, too.
+    A call without an argument means them, too.
     """
 
     @functools.wraps(call)

@@ -1,6 +1,6 @@
-"""CUDA graphs: the operators of a block are kept, and replayed one by one.
+"""CUDA graphs: the operators of a block are kept, and run again on a replay.
 
-They run again where the graph is replayed.
+A replay runs them one by one.
 
 Note [What a capture leaves]: CUDA does not run what it captures. Here it has to run,
 since operators need results to go on with. So what the block writes on tensors from
@@ -221,7 +221,7 @@ class _Recording(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._calls = calls
         self._own: set[int] = set()  # addresses of memory that was made here
-        # What was written, and what it was.
+        # The tensors that were written, and their values before.
         self._before: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._random = [generator.get_state() for generator in default_generators()]
 

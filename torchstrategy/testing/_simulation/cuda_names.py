@@ -246,9 +246,9 @@ _ASK_WHO_CALLS = ("get_rng_state", "set_rng_state")
 
 
 def dtype_of_legacy(kind: Any) -> torch.dtype | None:
-    """The dtype of `torch.cuda.FloatTensor` or its like, or of its name.
+    """The dtype of `torch.cuda.FloatTensor` or its like, or of such a name.
 
-    It is None if it is something else.
+    For anything else, it is None.
     """
     name = (
         kind if isinstance(kind, str) else f"torch.cuda.{getattr(kind, '__name__', '')}"
@@ -258,7 +258,10 @@ def dtype_of_legacy(kind: Any) -> torch.dtype | None:
 
 
 def _of_its_own(thing: Any) -> Any:
-    """An equal object: dynamo's tables refuse one function under two names."""
+    """Another object that does the same.
+
+    dynamo's tables refuse one function under two names.
+    """
     if inspect.isclass(thing) or thing.__name__ in _ASK_WHO_CALLS:
         return thing
 
@@ -425,7 +428,7 @@ def _marks_nothing(*args: Any, **kwargs: Any) -> int:
 def _legacy(name: str, dtype: torch.dtype) -> Any:
     """Makes a stand-in for `torch.cuda.FloatTensor` and its like.
 
-    They are types and constructors at once.
+    These are types and constructors at once.
     """
 
     class Kind(type):
@@ -509,7 +512,7 @@ _PREFIXES_OF_CUDA = (
 def of_cpp(name: str) -> Any:
     """What `torch._C` lacks: a function of CUDA, or an error with its name.
 
-    It is asked for that.
+    Python calls it for a name that `torch._C` does not have.
 
     Raises:
         AttributeError: If simulated devices have nothing like it.

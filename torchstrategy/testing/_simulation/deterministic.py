@@ -1,6 +1,6 @@
 """`torch.use_deterministic_algorithms(True)`: the operators that torch refuses.
 
-They have no such kernel on GPUs.
+These operators have no deterministic kernel on GPUs.
 
 Most of them have one on the CPU, so there torch refuses others.
 """
@@ -20,9 +20,9 @@ Given = Callable[[str], Any]
 
 
 class NotDeterministic(NamedTuple):
-    """What torch's message calls an operator, and for which arguments; None: all.
+    """What torch's message calls an operator, and for which arguments it comes.
 
-    It raises the message for these.
+    None stands for all arguments.
     """
 
     name: str
@@ -116,18 +116,18 @@ _ONLY = {"median": ("dim", "dim_values"), "nanmedian": ("dim", "dim_values")}
 
 
 def not_deterministic(operator: str) -> NotDeterministic | None:
-    """What torch says of an operator, `"aten.put_.default"`.
+    """What torch says of an operator such as `"aten.put_.default"`.
 
-    It is None if it has a deterministic kernel on GPUs.
+    It is None if the operator has a deterministic kernel on GPUs.
     """
     _, name, overload = operator.split(".")
     return _NAMES.get(name) if name not in _ONLY or overload in _ONLY[name] else None
 
 
 def check_deterministic(found: NotDeterministic, given: Given) -> None:
-    """Refuses or warns of an operator if only deterministic ones are wanted.
+    """Refuses an operator, or warns of it, if it is not deterministic.
 
-    The program has asked for them alone.
+    The program has asked for deterministic operators only.
 
     Raises:
         RuntimeError: With torch's words.

@@ -81,9 +81,9 @@ IN_FLOAT32 = frozenset(
 
 
 def check_of(name: str) -> Check | None:
-    """What an operator, `"aten.mm.default"`, is checked by before it runs.
+    """The check before an operator such as `"aten.mm.default"` runs.
 
-    It is None if CUDA computes all of it.
+    It is None if CUDA computes the operator for all dtypes.
     """
     packet = name.split(".")[1] if name.startswith("aten.") else ""
     if packet in _REFUSED:

@@ -11,7 +11,7 @@ import torch
 def put_in_place(name: str, make: Callable[..., Any]) -> None:
     """Replaces a class of torch whose C++ code serves only backends in C++.
 
-    It can make objects only for those.
+    The C++ code can make objects for such backends only.
 
     Args:
         name: The name of the class in `torch`.

@@ -19,9 +19,9 @@ from torchstrategy.testing._simulation.torch_internals import (
 
 
 def install() -> None:
-    """Lets a fake tensor on `"sim"` be one on the device that is current each time.
+    """Lets a fake tensor on `"sim"` be on the device that is current at each call.
 
-    It is not on that of the first time.
+    Without this, it would be on the device that was current the first time.
 
     torch keeps what an operator returned for its arguments. Of those, only `"cuda"`
     without an index means another device at another time; and torch gives `"cuda"` its

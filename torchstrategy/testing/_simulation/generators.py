@@ -1,6 +1,6 @@
 """Random numbers of simulated devices, each of which has a generator.
 
-The generator has one of the CPU inside.
+Inside this generator is one of the CPU.
 
 A program has a `SimulatedGenerator`, of which torch's C++ is told that it is one of a
 simulated device. So torch's dispatcher brings an operator of the CPU that is given one
@@ -68,7 +68,7 @@ class _Inside:
     def counted_now(self) -> _Counted | None:
         """The seed and offset to which the generator was set.
 
-        It is None if it was seeded since, or never set.
+        It is None if the generator was seeded since, or never set.
         """
         counted = self.counted  # another thread may exchange it meanwhile
         return (
@@ -94,12 +94,12 @@ class _Inside:
         """Sets the state of the generator inside, which says the seed and offset."""
         self.generator.set_state(state)
         own = self.generator.initial_seed()
-        # The second, if it has drawn since.
+        # The generator has the second state if it has drawn since.
         known = (_Counted(seed, offset), _Counted(seed, offset - _WORD))
         self.counted = next((one for one in known if one.own_seed() == own), None)
 
 
-# Of each living generator of this file, by the generator's id.
+# The generator inside each living generator of this file, by the outer one's id.
 _inside: dict[int, _Inside] = {}
 
 
@@ -112,7 +112,7 @@ def _fresh(seed: int) -> bytes:
 def _bytes_of(state: torch.Tensor) -> bytes:
     """The bytes of a state, read without an operator.
 
-    Nobody who counts operators shall see them.
+    So a program that counts operators does not count this.
     """
     return state.numpy().tobytes()
 
@@ -122,7 +122,7 @@ def _state_of(content: bytes) -> torch.Tensor:
 
 
 @final
-# The original: `install` puts another one in its place.
+# This derives from the original class: `install` puts another one in its place.
 class SimulatedGenerator(torch.Generator):
     """A generator of a simulated device."""
 
@@ -303,7 +303,7 @@ def refused_by_the_cpu() -> RuntimeError:
 def counted_state(index: int) -> torch.Tensor:
     """The state of the default generator of a device as a GPU has it.
 
-    It is a seed and an offset, of 8 bytes each.
+    The state is a seed and an offset, of 8 bytes each.
 
     It leads to the same numbers wherever it is set. It is not the state in which the
     generator is now: numbers that are drawn after it was set are not what the generator

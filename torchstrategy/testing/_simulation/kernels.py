@@ -1,6 +1,6 @@
-"""How a simulated device runs any operator: by the CPU's kernel, in place.
+"""How a simulated device runs any operator: by the CPU's kernel, on its memory.
 
-It runs on the same memory.
+Tensors of the device and of the CPU share that memory.
 
 Torch calls `run_on_cpu` for every operator that has a tensor of a simulated device
 among its arguments and no kernel of its own. The function checks that all tensors are
@@ -18,7 +18,7 @@ from typing import Any, final
 
 import torch
 
-# Under this name also where `cuda_alias` puts another in its place.
+# This name stays torch's function where `cuda_alias` puts another in its place.
 from torch import is_autocast_enabled
 
 from torchstrategy.testing._simulation.accounts import is_out_of_memory, out_of_memory
@@ -146,9 +146,10 @@ _BYTES = (torch.bool, torch.uint8)
 
 
 def _waits_for_indices(values: Any, indices: Sequence[Any], *_: Any) -> bool:
-    """A GPU counts which elements of a mask are True.
+    """Whether a GPU makes the program wait for the indices of a call.
 
-    It brings an index from the CPU to where the values are.
+    A GPU counts which elements of a mask are True, and brings an index from the CPU to
+    the values.
     """
     return any(
         index is not None and (index.dtype in _BYTES or index.is_cpu)
@@ -333,7 +334,7 @@ class _Arguments:
 
     def _look(self, see: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self._see = see
-        # Of the device's and the CPU's, by id.
+        # The tensors of the device and of the CPU, by id.
         self._seen: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self.args = [
             self._seen_by_cpu(value, i) for i, value in enumerate(self._given_args)
@@ -357,9 +358,9 @@ class _Arguments:
 
     @property
     def are_of_the_cpu(self) -> bool:
-        """Whether the call is one of the CPU, brought here for a generator of a device.
+        """Whether the call is one of the CPU.
 
-        Torch has brought it here.
+        PyTorch has brought it here because of a generator of a device.
         """
         return self._device is None and self._given_kwargs.get("device") is None
 
@@ -450,7 +451,7 @@ def run_on_cpu(op: Any, *args: Any, **kwargs: Any) -> Any:
 def written_for_cpu(op: Any, function: Callable[..., Any]) -> Callable[..., Any]:
     """Makes a kernel of a function of tensors of the CPU.
 
-    It is for an operator that torch has for GPUs only.
+    The kernel is for an operator that torch has for GPUs only.
     """
     operator = _operator(op)
 
@@ -585,7 +586,7 @@ def _dtype_of(value: complex) -> torch.dtype:
 def _bring_back(target: Any, written: Any, device: int) -> None:
     """Brings the result that the CPU wrote to a tensor of the device.
 
-    It does if it is not in the same memory already.
+    Nothing is to do if both have the same memory.
     """
     if isinstance(target, (list, tuple)):
         for one, other in zip(target, written, strict=True):
@@ -653,7 +654,7 @@ _UNCOUNTED = (
 
 
 def run_each_on_cpu(op: Any, *args: Any, **kwargs: Any) -> Any:
-    """The kernel of operators on lists (`_foreach_add_`).
+    """The kernel of operators on lists, such as `_foreach_add_`.
 
     The lists may hold tensors of several devices.
     """

@@ -1,6 +1,6 @@
 """Kernels of layers for which torch asks this backend for other operators.
 
-It asks the CPU for others than a backend like this one.
+For the CPU, torch calls other operators than for a backend like this one.
 """
 
 from __future__ import annotations
@@ -74,9 +74,9 @@ def _dropout(
 
 
 def _histc(inputs: Any, *options: Any, **named: Any) -> Any:
-    """Counts integers, too, as on GPUs: layers of experts count rows by it.
+    """Counts integers, too, as on GPUs.
 
-    They count those of each expert.
+    Layers of experts use it to count the rows of each expert.
     """
     if inputs.dtype.is_floating_point:
         return torch.histc(inputs, *options, **named)
@@ -107,7 +107,7 @@ def _lstsq(
 ) -> Any:
     """Solves as CUDA does, which knows one driver.
 
-    It says nothing of the rank, and needs a full one.
+    This driver says nothing of the rank, and needs a full one.
     """
     if driver not in (None, "gels"):
         raise RuntimeError(

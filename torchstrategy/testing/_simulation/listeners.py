@@ -43,15 +43,15 @@ class Copy(NamedTuple):
     source: Stream | None  # the current stream of the device; None: the CPU
     target: Stream | None
     tensors: tuple[torch.Tensor, torch.Tensor]  # of the source and of the target
-    # Whether the memory of the CPU is; False if the CPU has no part in it.
+    # Whether the CPU's memory is pinned; False if the CPU has no part in the copy.
     is_pinned: bool
     blocks: bool  # whether the program waits until the copy is done
 
     @property
     def stream(self) -> Stream:
-        """The stream on which it is done.
+        """The stream on which the copy is done.
 
-        That is the source's, or the target's if it comes from the CPU.
+        This is the stream of the source, or of the target if the source is on the CPU.
         """
         stream = self.target if self.source is None else self.source
         assert stream is not None
@@ -69,9 +69,9 @@ class Arrival(NamedTuple):
 
 
 class Meeting(NamedTuple):
-    """A collective to which all ranks have come, or a message from one to another.
+    """A collective to which all ranks have come, or a message between two ranks.
 
-    It goes from the first of two to the second.
+    A message goes from the first rank to the second.
     """
 
     kind: str
@@ -107,21 +107,21 @@ class Listener(ABC):
     def freed(self, address: int) -> None:
         """Memory is free: the next tensor of its stream may get it.
 
-        It is the stream for which the memory was allocated.
+        The stream is the one for which the memory was allocated.
         """
 
     @abstractmethod
     def guarded(self, stream: Stream, tensor: torch.Tensor) -> None:
-        """`tensor.record_stream(stream)`.
+        """The program has called `tensor.record_stream(stream)`.
 
-        The memory is not reused before the work on that stream is done.
+        The memory is not used again before the work on that stream is done.
         """
 
     @abstractmethod
     def moment(self, stream: Stream) -> Any:
         """The moment at which all work that is now on a stream is done.
 
-        It is noted in whatever way this listener does.
+        Each listener notes a moment in its own way.
         """
 
     @abstractmethod
@@ -130,9 +130,9 @@ class Listener(ABC):
 
     @abstractmethod
     def waits_for_stream(self, stream: Stream, other: Stream) -> None:
-        """Work put on a stream from here on waits for the work now on another one.
+        """New work on a stream waits for the work that is now on another stream.
 
-        It waits for all of that.
+        It waits until all of that work is done.
         """
 
     @abstractmethod
@@ -179,7 +179,7 @@ class Listener(ABC):
     def received(self, stream: Stream | None, moment: Any, kind: str) -> None:
         """A rank waits for what a collective of a `kind` brings.
 
-        Its stream does, or, with None, the program.
+        Its stream waits. If the stream is None, the program waits.
         """
 
     @abstractmethod

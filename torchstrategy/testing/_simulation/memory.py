@@ -68,7 +68,7 @@ def on_device(tensor: torch.Tensor, index: int) -> torch.Tensor:
 def on_cpu(tensor: torch.Tensor) -> torch.Tensor:
     """The memory of a tensor on a simulated device, as a tensor on the CPU.
 
-    It has the same sizes and strides.
+    The tensor has the same sizes and strides.
     """
     if tensor.layout is torch.sparse_coo:
         return _sparse(
@@ -165,7 +165,7 @@ def _retagged(tensor: torch.Tensor, kind: int, index: int) -> torch.Tensor:
 def check_byte_order() -> None:
     """Refuses a machine on which `_retagged` would swap the two integers.
 
-    It would write them in the wrong order.
+    On such a machine, it would write them in the wrong order.
 
     Raises:
         RuntimeError: On a big-endian machine.

@@ -1,6 +1,6 @@
 """What `torch.sim` is: the functions at `torch.get_device_module(device)`.
 
-Code finds them there, as at `torch.cuda`.
+Code finds functions there as it finds them at `torch.cuda`.
 """
 
 from __future__ import annotations
@@ -130,9 +130,9 @@ def get_device_name(device: torch.device | str | int | None = None) -> str:
 def get_device_properties(
     device: torch.device | str | int | None = None,
 ) -> types.SimpleNamespace:
-    """The name of a device, and no capability of CUDA's.
+    """The name of a device, its sizes, and no capability of CUDA's.
 
-    Nothing enforces the sizes, which `DataParallel` compares.
+    Nothing enforces the sizes. `DataParallel` compares them.
     """
     return types.SimpleNamespace(
         name=get_device_name(device),
@@ -154,9 +154,9 @@ def is_bf16_supported() -> bool:
 
 
 def empty_cache() -> None:
-    """Gives back the memory that is kept.
+    """Gives back the memory that is kept, of which there is none.
 
-    `torch.cuda.memory_reserved` tells of it; there is none.
+    `torch.cuda.memory_reserved` tells how much is kept.
     """
     for index in range(device_count()):
         _accounts.account_of(index).empty_cache()

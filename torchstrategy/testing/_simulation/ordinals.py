@@ -130,7 +130,7 @@ def ordinal(device: torch.device | str | int | None) -> int:
 
 
 def known(device: Any, index: Callable[[Any], int], what: str = "device") -> int:
-    """The number of a device, for functions with an error for a missing one.
+    """The number of a device, for functions with an error for a missing device.
 
     These functions of `torch.cuda` have an error of their own.
 

@@ -44,7 +44,7 @@ def install() -> None:
 def _asked_for_cuda(is_available: Callable[..., bool]) -> Callable[..., bool]:
     """Makes a replacement for `torch.cuda.nccl.is_available`.
 
-    It says no if no tensor is on CUDA.
+    The replacement says no if no tensor is on CUDA.
 
     A torch without NCCL would warn at each call.
     """
@@ -61,7 +61,7 @@ def _either(
 ) -> Callable[..., Any]:
     """Makes a function that calls `real` for tensors of CUDA, and `copy` for others.
 
-    It calls `real` if torch has it.
+    It calls `real` only if torch has it.
     """
 
     @functools.wraps(copy)
@@ -88,7 +88,7 @@ def _scattered(
     made = []
     for i, (part, index) in enumerate(zip(parts, devices, strict=False)):
         with stream(streams[i] if streams else None):
-            # In the strides of the part, or the part itself.
+            # The copy has the strides of the part, or is the part itself.
             made.append(part.to(_device(index), non_blocking=True))
     return tuple(made)
 

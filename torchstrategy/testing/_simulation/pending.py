@@ -40,7 +40,7 @@ _asked: defaultdict[tuple[bytes, int], Any] = defaultdict()
 def answer_whatever_is_pending(answer: Any) -> Callable[[], Any]:
     """Makes a function that returns `answer`, and keeps the pending exception.
 
-    It keeps it for `raise_what_was_taken`.
+    `raise_what_was_taken` can raise that exception later.
 
     The function is made of C functions only. An interruption such as Ctrl-C may be
     raised in any function that is written in Python, and torch's C++ code that calls
@@ -57,7 +57,7 @@ def answer_whatever_is_pending(answer: Any) -> Callable[[], Any]:
 def raise_what_was_taken() -> None:
     """Raises on this thread the exception that was taken away last.
 
-    It is the same object; does nothing if there is none.
+    It raises the same object, and does nothing if there is none.
     """
     here = threading.get_ident()
     taken = [

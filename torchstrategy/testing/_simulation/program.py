@@ -1,6 +1,6 @@
-"""What the program itself does with memory of the CPU, told to listeners.
+"""Tells listeners what the program itself does with memory of the CPU.
 
-They are told on which line of the program it is.
+They also hear on which line of the program it does so.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def watching_the_cpu() -> Iterator[None]:
 def watched_thread() -> AbstractContextManager[None]:
     """A block for a thread that stands for a process.
 
-    In it, the thread is watched if the process is.
+    The block watches the thread if the process is watched.
     """
     return _watched_here() if _blocks and not _here.is_watched else nullcontext()
 
@@ -134,7 +134,7 @@ def _reading(method: Callable[..., Any], name: str) -> Callable[..., Any]:
 class _Watch(TorchDispatchMode):
     """Sees every operator of the thread that opens the block, and of replicas.
 
-    They wear the caller's modes.
+    It sees those of replicas because their threads run under the caller's modes.
     """
 
     supports_higher_order_operators = True  # such as `flex_attention`
@@ -144,8 +144,8 @@ class _Watch(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        # Else torch wraps the method below, which costs each operator and each view two
-        # microseconds.
+        # Otherwise torch wraps the method below, which costs each operator and each
+        # view two microseconds.
         return False
 
     @override
@@ -180,7 +180,7 @@ Uses = Callable[
 def _uses_of(op: Any) -> Uses | None:
     """A function that finds the tensors of the CPU that a call reads and writes.
 
-    It is None if it looks into no memory.
+    It is None if the call looks into no memory.
 
     The function returns None if there are none, as of all operators of devices: it is
     called at each operator.
@@ -239,7 +239,8 @@ def _uses_of(op: Any) -> Uses | None:
 def _pieces_of(tensor: torch.Tensor) -> list[torch.Tensor]:
     """The tensors whose memory a tensor has.
 
-    They are those within one that only stands for others, as a `DTensor` does.
+    A tensor such as a `DTensor` only stands for others, so these are the ones within
+    it.
     """
     if type(tensor) in _PLAIN:
         return [tensor]
@@ -262,7 +263,7 @@ def _pieces_of(tensor: torch.Tensor) -> list[torch.Tensor]:
 def users_line() -> str:
     """The innermost line of the program in the stack: ` (train.py:12)`.
 
-    It is neither torch's nor this package's.
+    Lines of torch and of this package do not count.
     """
     found = users_place()
     return f" ({found})" if found else ""
@@ -271,7 +272,7 @@ def users_line() -> str:
 def users_place() -> str:
     """The innermost line of the program in the stack: `train.py:12`, or nothing.
 
-    It is neither torch's nor this package's.
+    Lines of torch and of this package do not count.
     """
     return users_call().line
 
@@ -295,7 +296,7 @@ _PARTS = (
     ("/torch/optim/", "optimizer"),
     ("/torch/nn/utils/clip_grad.py", "optimizer"),
     ("/torch/amp/grad_scaler.py", "optimizer"),
-    # It calls C++, from which buckets of gradients are sent.
+    # This file calls C++, which sends buckets of gradients.
     ("/torch/autograd/graph.py", "engine"),
     ("/torch/nn/", "module"),
     ("/torch/distributed/", "distributed"),
@@ -308,7 +309,8 @@ _name_of: Callable[[Any], str] = attrgetter(
 def users_call() -> Call:
     """Who calls the operator that runs now."""
     frame, way = inspect.currentframe(), ""
-    # At each operator: a line number is computed where it is asked for.
+    # This runs at each operator: a line number is computed only when somebody asks for
+    # it.
     while frame is not None:
         code = frame.f_code
         name, part = _files[code.co_filename]
@@ -322,9 +324,9 @@ def users_call() -> Call:
 
 @final
 class _Files(dict[str, tuple[str, str]]):
-    """The name of each file of the user's, and nothing of others.
+    """The name of each file of the user's, and nothing for other files.
 
-    With the part of torch that it is in, if that matters.
+    For a file of torch, it also has the part of torch, if that matters.
     """
 
     def __missing__(self, file: str) -> tuple[str, str]:

@@ -1,6 +1,6 @@
 """Records the work on simulated devices' streams, and finds races.
 
-They are races between streams and with the program.
+Two streams may race, or a stream and the program.
 
 Simulated devices do all work at once. On a real device a stream does its work some time
 later, and the work of two streams is ordered only where one waits for the other. For
@@ -107,7 +107,8 @@ class Recorder(Listener):
         # How much of every stream's work the program has waited for.
         self._host: Clock = {}
         self._memory: dict[int, _Memory] = {}
-        # What may still use memory that is free, by its home.
+        # The work that may still use free memory, by the stream to which the memory
+        # belongs.
         self._returned: dict[Stream, list[_Work]] = {}
         self._under_way = Checksums()
         # Pinned memory that copies used while the program went on.
@@ -136,7 +137,7 @@ class Recorder(Listener):
             for tensor in copy.tensors
         )
         with self._lock:
-            # Streams may have waited for an earlier copy, and the program not.
+            # Streams may have waited for an earlier copy while the program has not.
             if copy.target is None:
                 written_at = {place.address for place in written}
                 self._check_checksums(lambda other: other.address in written_at)
@@ -179,7 +180,7 @@ class Recorder(Listener):
                     self._returned.setdefault(memory.home, []).append(work)
 
     def end(self) -> None:
-        """The record is over.
+        """Ends the record.
 
         A stream that has never waited for another one was not about to do so.
         """
@@ -422,7 +423,7 @@ class Recorder(Listener):
 def record_streams(check: bool = True) -> Iterator[Recorder]:
     """Records the work on simulated devices' streams, and finds races.
 
-    They may happen on real devices.
+    These races may happen on real devices.
 
     A consumer does not wait for a copy on a side stream; a tensor is freed while
     another stream may still read it, because nobody called `record_stream`; a buffer is
@@ -486,7 +487,7 @@ def _place(tensor: torch.Tensor) -> _Place:
     """The memory of a tensor; if it has gaps, they count as used."""
     storage = tensor.untyped_storage()
     address, in_all = storage.data_ptr(), storage.nbytes()
-    # As mostly; an expanded one has a part for many elements.
+    # Most tensors are so; in an expanded one, many elements share a part.
     if tensor.nbytes >= in_all and tensor.is_contiguous():
         return _Place(address, WHOLE)
     span = Span(*extent(tensor))

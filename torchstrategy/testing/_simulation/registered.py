@@ -24,7 +24,7 @@ from torchstrategy.testing._simulation.torch_internals import (
 
 _CUDA, _OURS = "CUDA", "PrivateUse1"
 _AUTOCAST = f"Autocast{_OURS}"
-# For which key the program has registered a kernel, by the operator and our key.
+# The key for which the program has registered a kernel, by the operator and our key.
 _said: dict[tuple[str, str], str] = {}
 
 
@@ -54,7 +54,8 @@ def registering_for_cuda() -> Iterator[tuple[Any, str, Any]]:
         key, name = _translated(said), _full_name(self.ns, op_name)
         if key.endswith(_OURS):
             if self.ns == "aten":
-                # Of a kernel of ours, where a GPU has one that is written in C++.
+                # The program may override a kernel of ours where a GPU has one that is
+                # written in C++.
                 options["allow_override"] = True
             elif has_kernel(name, key) and _said.get((name, key)) != said:
                 return  # torch's own FSDP registers one kernel for both keys
@@ -85,9 +86,9 @@ def _translated(key: str) -> str:
 
 
 def _without_autocast(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes a kernel that calls another one without our key.
+    """Makes a kernel that calls another one without our dispatch key.
 
-    That one leaves away the key of CUDA, which it names.
+    That other kernel leaves away the key of CUDA, since it names that key.
     """
     key = DispatchKeySet(getattr(DispatchKey, _AUTOCAST))
 

@@ -32,7 +32,7 @@ def replacing(values: Sequence[tuple[Any, str, Any]]) -> Iterator[None]:
     finally:
         for (owner, name, value), (_, _, ours) in zip(before, alike, strict=True):
             is_function = isinstance(ours, (FunctionType, _Builtin))
-            # Else the program has put its own there.
+            # Otherwise the program has put its own value there.
             if not is_function or _value_of(owner, name) is ours:
                 setattr(owner, name, value)
 
@@ -51,7 +51,7 @@ def _used_alike(
 ) -> list[tuple[Any, str, Any]]:
     """What has to be replaced, and by what.
 
-    The program can use the new function as it uses the one before.
+    The program can then use the new function as it uses the old one.
 
     Args:
         owner: What has the attribute.
@@ -78,9 +78,9 @@ def _used_alike(
 
 @final
 class _Builtin:
-    """A function in place of a builtin one, which is no method of a class.
+    """A function in place of a builtin one.
 
-    A class may have it as an attribute.
+    If a class has it as an attribute, it does not become a method.
     """
 
     def __init__(self, function: Callable[..., Any], name: str) -> None:

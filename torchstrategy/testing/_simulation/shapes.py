@@ -1,6 +1,6 @@
 """Operators that are not computed: their results only have the right sizes.
 
-Their memory is such that nobody touches it.
+Nobody touches the memory of these results.
 
 So a model of real size runs on a laptop, as far as sizes are all that matters. torch's
 meta kernels know the sizes.
@@ -122,7 +122,7 @@ def _asked(
 def _layout(tensors: Sequence[Any]) -> torch.memory_format:
     """The layout of a convolution's result.
 
-    Channels come last, if its input or its weight has them so. Meta kernels forget.
+    It is channels last, if the input or the weight is. Meta kernels forget that.
     """
     for layout in (torch.channels_last, torch.channels_last_3d):
         for tensor in tensors[:2]:
@@ -164,9 +164,9 @@ def _signature(value: Any) -> Any:
 
 
 def _take_from_the_system(at_least: int) -> None:
-    """Has glibc take blocks of so many bytes from the system.
+    """Makes glibc take blocks of so many bytes from the system.
 
-    The system gives memory only where it is touched.
+    The system gives memory only where somebody touches it.
 
     By itself, glibc keeps blocks that it has had once, and gives their touched memory
     to the next one that asks.

@@ -58,7 +58,7 @@ def _structural(op: Any, kernels: Any) -> Any:
         ]
         if len(set(devices)) > 1:
             raise mismatch(str(op), devices[1], devices[0])
-        # A new one is put on the current device.
+        # A new tensor is put on the current device.
         with current(devices[0] if devices else kwargs.get("device")):
             return op.redispatch(kernels, *args, **kwargs)
 

@@ -1,6 +1,6 @@
-"""Storages of simulated devices: made, resized, exchanged and sent on.
+"""Storages of simulated devices: how they are made, resized and exchanged.
 
-They are sent to another process.
+It also sends storages to another process.
 """
 
 from __future__ import annotations
@@ -94,9 +94,9 @@ def adopt(tensor: torch.Tensor, made: torch.Tensor) -> None:
 
 
 def install() -> None:
-    """Teaches `torch.UntypedStorage` and process queues about simulated devices.
+    """Teaches `torch.UntypedStorage` about simulated devices.
 
-    These are queues between processes.
+    It teaches queues between processes, too.
     """
     storage: Any = torch.UntypedStorage
     storage.__new__ = staticmethod(_maker(storage.__new__))
@@ -131,9 +131,9 @@ def _maker(make: Callable[..., Any]) -> Callable[..., Any]:
 def _resizer(
     resize: Callable[..., Any], nbytes: Callable[..., int]
 ) -> Callable[..., Any]:
-    """Makes a replacement for `storage.resize_`: FSDP frees and takes memory by it.
+    """Makes a replacement for `storage.resize_`.
 
-    It takes memory again that it has freed.
+    FSDP uses `resize_` to free memory and to take it again.
 
     The memory stays, and only the size is noted, here and in the account of the device.
     """

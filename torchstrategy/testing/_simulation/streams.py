@@ -116,7 +116,7 @@ class Stream(_Plain):
 
     @property
     def cuda_stream(self) -> int:
-        """What `torch.cuda.Stream` has for the address of the driver's stream.
+        """What `torch.cuda.Stream` has as the address of the driver's stream.
 
         It is 0 for the default stream.
         """
@@ -178,7 +178,7 @@ class Event(torch.Event):
         self._enable_timing = enable_timing
         self._device: torch.device | None = None
         self._at: float | None = None  # seconds
-        # For those that listened when it was recorded.
+        # The moments for those that listened when the event was recorded.
         self._moments: dict[Listener, Any] = {}
 
     @property
@@ -188,9 +188,9 @@ class Event(torch.Event):
 
     @property
     def cuda_event(self) -> int:
-        """What `torch.cuda.Event` has for the address of the driver's event.
+        """What `torch.cuda.Event` has as the address of the driver's event.
 
-        It is 0 before it is recorded.
+        It is 0 before the event is recorded.
         """
         return 0 if self._at is None else id(self)
 
@@ -269,7 +269,7 @@ class Event(torch.Event):
 class stream:
     """A block in which a stream is the current one of its device.
 
-    That device is the current one, too. None: no change.
+    Its device is the current one, too. None changes nothing.
     """
 
     def __init__(self, stream: Stream | None) -> None:
@@ -319,7 +319,7 @@ def why_capture_is_lost() -> str | None:
 def refuse_in_capture(what: str) -> None:
     """Refuses a call that CUDA does not allow while a graph is recorded.
 
-    It records this thread's work, which is lost then.
+    The graph records the work of this thread, and is lost then.
     """
     if _here.is_capturing:
         _here.lost = (
@@ -333,7 +333,7 @@ def refuse_in_capture(what: str) -> None:
 def set_stream(stream: Stream | None) -> None:
     """Makes a stream this thread's current one of its device.
 
-    That device becomes the current one, too. None: no change.
+    Its device becomes the current one, too. None changes nothing.
     """
     if stream is None:
         return
@@ -373,7 +373,7 @@ def computed(
 ) -> None:
     """Says that an operator has run on the current stream of a device.
 
-    Its tensors are as the CPU sees them.
+    Its tensors come as the CPU sees them.
     """
     kernel = Kernel(identity_of_current_stream(device), operator, args, kwargs, results)
     for listener in listeners():
@@ -419,7 +419,7 @@ def copied(source: torch.Tensor, target: torch.Tensor, non_blocking: bool) -> No
 def identity_of_current_stream(device: int | None = None) -> tuple[int, int]:
     """This thread's current stream of a device, as listeners know it.
 
-    Without a device it is that of the current one.
+    Without a device, it is the stream of the current device.
     """
     index = ordinal(device)
     stream = _here.streams.get(index)
@@ -448,9 +448,9 @@ def freed(address: int) -> None:
 
 
 def install() -> None:
-    """Lets `torch.Stream(device="sim:1")` make one of a simulated device.
+    """Lets `torch.Stream(device="sim:1")` make a stream of a simulated device.
 
-    `torch.Event(device="sim:1")` does, too.
+    `torch.Event(device="sim:1")` makes an event of it.
     """
     put_in_place("Stream", _stream)
     put_in_place("Event", _event)

@@ -1,6 +1,6 @@
-"""`torch.cuda.set_sync_debug_mode`, which tells a program where it waits.
+"""`torch.cuda.set_sync_debug_mode`: tells a program where it waits for a device.
 
-It may wait for a device without saying so.
+A program may wait without saying so.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ _mode = _Mode()
 
 
 def set_sync_debug_mode(debug_mode: int | str) -> None:
-    """Sets what happens where the program waits for a device: a warning or an error.
+    """Sets what happens where the program waits for a device.
 
-    It may also be nothing.
+    It may be nothing, a warning or an error.
 
     Raises:
         RuntimeError: If it is none of `default`, `warn` and `error`, and no number of
@@ -62,7 +62,7 @@ def check_wait() -> None:
 def levels_to_the_user() -> int:
     """How far above the caller of this function the program's innermost line is.
 
-    It is neither torch's nor this package's.
+    Lines of torch and of this package do not count.
     """
     level, frame = 0, inspect.currentframe()
     while (

@@ -1,6 +1,6 @@
 """Functions of tensors for which torch's C++ has a wrong answer.
 
-They are `tensor.to("sim")`, `tensor.data = ...` and others.
+Examples are `tensor.to("sim")` and `tensor.data = ...`.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def _with_items_here(value: Any) -> Any:
 def _shown_to_modes(call: Callable[..., Any]) -> Callable[..., Any]:
     """Makes a replacement for a function that a `TorchFunctionMode` sees.
 
-    It sees it under the function's public name.
+    The mode sees it under the function's public name.
 
     Without it, C++ would show the mode the function that is replaced.
     """
@@ -149,9 +149,9 @@ def _new_tensor(call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _following_the_tensor(call: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes a replacement for `tensor.new(2)` or `tensor.type("...FloatTensor")`.
+    """Makes a replacement for `tensor.new(2)` or `tensor.type("...")`.
 
-    The latter is `tensor.type("torch.sim.FloatTensor")`.
+    For example, a program calls `tensor.type("torch.sim.FloatTensor")`.
 
     The result is on the device of `tensor`, or on the current device if `tensor` is on
     the CPU. C++ would take the first device.
@@ -252,7 +252,7 @@ def _refuse_left_gradient(parameter: torch.Tensor) -> None:
 def _refuse_to_lose(gradients: Any) -> None:
     """A hook on the leaf of graphs from before a move.
 
-    It refuses their gradients, which would reach no parameter.
+    It refuses the gradients of these graphs, which would reach no parameter.
     """
     raise RuntimeError(
         "A parameter was moved to a device of another type, by `Module.to` or "
@@ -264,7 +264,7 @@ def _refuse_to_lose(gradients: Any) -> None:
 def _may_share_implementation(ask: Callable[..., bool]) -> Callable[..., bool]:
     """Makes a replacement for the function that `Module.to` asks.
 
-    It asks it before it does `parameter.data = ...`.
+    `Module.to` asks it before it does `parameter.data = ...`.
     """
 
     # The signature is that of the original, since torch's compiler looks at it.

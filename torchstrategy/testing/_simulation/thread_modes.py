@@ -19,7 +19,7 @@ from torchstrategy._base.torch_internals import (
 def starting_in(mode: TorchDispatchMode) -> tuple[type[threading.Thread], str, Any]:
     """What `replacing` takes so that each new thread is in a mode.
 
-    A thread that starts in its block is for as long as it lives.
+    A thread that starts in the block is in the mode for as long as it lives.
     """
     start = threading.Thread.start
 

@@ -79,20 +79,21 @@ Operator: Any = torch._ops.OpOverload
 def without_dispatch_modes() -> Iterator[None]:
     """A block without modes of dispatch.
 
-    Torch's tracer and its compiler lose sight of what such a mode has handled.
+    Otherwise, torch's tracer and its compiler lose sight of what such a mode has
+    handled.
     """
     there = torch.utils._python_dispatch._get_current_dispatch_mode_stack()
     with torch.utils._python_dispatch._disable_current_modes():
         yield
-    # It has kept them alive: to take a mode away that nobody else refers to crashes
-    # torch 2.10.
+    # The list has kept the modes alive: taking away a mode that nobody else refers to
+    # crashes torch 2.10.
     del there
 
 
 class Replaced(NamedTuple):
     """A function or object of torch that a simulated device replaces.
 
-    What has it as an attribute, and its name.
+    It has the owner of the attribute, and the attribute's name.
     """
 
     owner: Any
@@ -133,7 +134,7 @@ NotForTheCache: Any = _BypassDispatchCache
 def register_hooks_again(tensor: Any) -> None:
     """Registers a tensor's hooks with autograd again.
 
-    The tensor was given another C++ implementation before.
+    Before, the tensor was given another C++ implementation.
     """
     if tensor._backward_hooks is not None:
         tensor._backward_hooks = tensor._backward_hooks
@@ -155,7 +156,7 @@ def make_device_guard(answering: Callable[[Any], Callable[[], Any]]) -> Any:
 def schema(operator: Any) -> Any:
     """The declared arguments and results of an operator.
 
-    They say what it writes and which results are views.
+    They say what the operator writes, and which results are views.
     """
     return operator._schema
 
@@ -163,7 +164,7 @@ def schema(operator: Any) -> Any:
 def generator_id(generator: Any) -> int:
     """A number that identifies a generator.
 
-    Torch makes a new Python object for the same generator at each kernel.
+    PyTorch makes a new Python object for the same generator at each kernel.
     """
     identity: int = generator._cdata
     return identity

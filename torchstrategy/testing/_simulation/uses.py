@@ -33,7 +33,7 @@ class Uses(Generic[T]):
     __slots__ = ("_begins", "_of_whole", "_parts")
 
     def __init__(self) -> None:
-        # The use of all bytes, where no part has one of its own.
+        # The use of all bytes whose part has no use of its own.
         self._of_whole: tuple[T, ...] = ()
         self._begins: list[int] = []
         self._parts: list[tuple[Span, T]] = []

@@ -1,6 +1,6 @@
-"""What messages call things: devices by the program's names, files by package.
+"""What messages call devices and files.
 
-They are files of a library.
+A device has the program's name for it. A file of a library comes with its package.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _OF_PACKAGES = ("site-packages", "dist-packages")
 def in_words_of_cuda(text: str) -> str:
     """A message in which simulated devices have the program's names for them.
 
-    It has `cuda:1` for `sim:1`.
+    For example, it has `cuda:1` for `sim:1`.
     """
     return _TYPE.sub(r"torch.cuda.\1Tensor", _DEVICE.sub("cuda", text))
 

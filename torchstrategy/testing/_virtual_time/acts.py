@@ -13,9 +13,9 @@ from torchstrategy.testing._virtual_time.spans import Span
 
 
 class Moment(float):
-    """A moment that a clock gave away, with a number by which it is known later.
+    """A moment that a clock has given away.
 
-    It is known by it when it comes back.
+    It has a number, by which the clock knows it when it comes back.
     """
 
     __slots__ = ("number",)
@@ -51,7 +51,7 @@ class Notes(NamedTuple):
     host: str
     stream: Stream | None
     number: int
-    # Whether it is when `DistributedDataParallel` brings a bucket of gradients.
+    # Whether `DistributedDataParallel` brings a bucket of gradients at this moment.
     is_bucket: bool = False
 
 

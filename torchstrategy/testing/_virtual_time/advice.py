@@ -1,13 +1,14 @@
 """What would make the steps of a program faster.
 
-Each change is predicted, and said only if it does.
+Each change is predicted, and reported only if it helps.
 
 Note [A second prediction]
 The acts of the program are changed as the advice would change them, and played again.
 So the second figure is of the same program by the same model, and not a rule of thumb.
 What each change does to the acts is in the function that makes it. A change that would
 need another order of the program's own work, such as smaller buckets of gradients,
-cannot be predicted so, and is not made."""
+cannot be predicted so, and is not made.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ _LEAST_GAIN = 0.01  # the part of a step below which a change is not worth a lin
 _READ = "aten._local_scalar_dense"
 _MIB = 2**20
 _BUCKET = 25  # MiB: `bucket_cap_mb` where nobody says it
-# The part of the bandwidth that a copy gets which changes the order of elements.
+# The part of the bandwidth that a copy gets if it changes the order of elements.
 _STRIDED = 0.75
 _LINES = 2
 
@@ -107,7 +108,7 @@ def _changes(acts: Sequence[Act], profile: DeviceProfile) -> Iterator[_Change]:
 
 
 def _pinned(acts: Sequence[Act], profile: DeviceProfile) -> _Change | None:
-    """A program's copies to devices come from pinned memory; nobody waits for them."""
+    """The program's copies to a device come from pinned memory, and do not block it."""
     changed: list[Act] = []
     lines: list[str] = []
     were_pinned = True
@@ -145,7 +146,7 @@ def _is_waited_for(acts: Sequence[Act], i: int) -> bool:
 def _unread(acts: Sequence[Act]) -> _Change | None:
     """The program reads no numbers: they are not copied, and nobody waits for them."""
     reads = [i for i, act in enumerate(acts) if _is_read(act)]
-    # The copy, and the wait for it.
+    # Both the copy and the wait for it are gone.
     gone = {place for i in reads for place in (i - 1, i)}
     lines = [act.where for act in acts if isinstance(act, Awaits) and _is_read(act)]
     kept = [
@@ -168,7 +169,7 @@ def _is_read(act: Act) -> bool:
 
 def _fused(acts: Sequence[Act]) -> _Change | None:
     """What an optimizer computes in a step is one operator on all of its tensors."""
-    # By host: the places of what it computes, since its optimizer began a step.
+    # For each host, the places of what it computes since its optimizer began a step.
     mine: dict[str, list[int]] = {}
     gone: set[int] = set()
     fused: dict[int, Span] = {}  # by place
@@ -187,7 +188,7 @@ def _fused(acts: Sequence[Act]) -> _Change | None:
                 for span in (acts[place] for place in places)
                 if isinstance(span, Span)
             ]
-            # Else it works on several devices.
+            # Otherwise the host works on several devices.
             if len({span.stream for span in spans}) == 1:
                 seconds, launches = act.fused
                 launch = min(span.launch for span in spans) * (1 + (launches - 1) / 2)
@@ -227,7 +228,7 @@ def _channels_last(acts: Sequence[Act], profile: DeviceProfile) -> _Change | Non
 def _graphed(acts: Sequence[Act]) -> _Change | None:
     """Forward and backward are a CUDA graph each.
 
-    The program launches each as it launches one operator.
+    The program launches each graph as it launches one operator.
 
     None if the program reads what the device has computed within one of them, sends to
     other ranks, or uses several devices: then they cannot be graphs, or not as they
@@ -261,7 +262,7 @@ def _graphed(acts: Sequence[Act]) -> _Change | None:
 
 
 def _larger_buckets(acts: Sequence[Act]) -> Iterator[_Change]:
-    """Some buckets of `DistributedDataParallel` in a row are sent together.
+    """Several buckets of `DistributedDataParallel` are sent together.
 
     They are sent when the last of them is full.
     """
@@ -294,9 +295,9 @@ def _larger_buckets(acts: Sequence[Act]) -> Iterator[_Change]:
 def _sent_together(
     acts: Sequence[Act], together: Sequence[Sequence[Meets]]
 ) -> list[Act] | None:
-    """The acts in which only the last of each some collectives is there.
+    """The acts, with each group of collectives replaced by its last one.
 
-    It has the bytes of all of them.
+    The last one carries the bytes of the group.
 
     None if somebody waits for one of them before the last is sent.
     """

@@ -101,7 +101,8 @@ class _Task(NamedTuple):
 
 @final
 class _Here(threading.local):
-    # Of backward, where this thread's optimizer began its step; None: it makes none.
+    # The depth of backward at which this thread's optimizer began its step; None: it
+    # makes none.
     depth: int | None = None
 
 
@@ -117,15 +118,15 @@ class Clock(Listener):
         self.copies: list[TimedCopy] = []
         self.synchronizations: list[Synchronization] = []
         self.cpu_work: list[CpuWork] = []
-        # Of the steps of the program, or of its first rank: when all is done.
+        # When all work of each step is done, for the program or its first rank.
         self.ends: list[float] = []
         self.acts: list[Act] = []
         self.costs = CostModel(profile)
-        # Between two marks each: by device.
+        # For each stretch between two marks, the peak of each device.
         self._peaks = [{device: held(device) for device in range(devices)}]
         self._ready: dict[Stream, float] = defaultdict(float)
         self._free: dict[_Engine, float] = defaultdict(float)
-        # By device: how many streams it has but for the default one.
+        # For each device, how many streams it has without the default one.
         self._numbers: dict[int, int] = defaultdict(int)
         self._lanes: dict[Stream, str] = {}
         self._here = _Here()
@@ -143,7 +144,7 @@ class Clock(Listener):
     def end_here(self) -> float:
         """When the program is done with what it has asked for until now.
 
-        It may also be the rank whose thread this is.
+        On the thread of a rank, it is when this rank is done.
         """
         host = self.hosts.here()
         return max(host.now, host.done)
@@ -155,7 +156,7 @@ class Clock(Listener):
     def peaks(self, first: int, last: int | None) -> dict[int, int]:
         """The most bytes that each device held since a call of `begin_peaks`.
 
-        They are counted to before another call of it.
+        The count ends before the next such call.
         """
         return {
             device: max(peaks[device] for peaks in self._peaks[first:last])
@@ -237,7 +238,7 @@ class Clock(Listener):
         self._note(copy, span, route)
         if copy.blocks:
             memory = "pinned memory" if copy.is_pinned else "memory that is not pinned"
-            # Ranks do the same, each on its own.
+            # Ranks do the same, each on its own device.
             here = "its device" if self.hosts.here().is_rank else f"sim:{device}"
             way = f"to {here} from {memory}" if comes else f"from {here} to {memory}"
             self._wait(span.end, f"a copy {way}", users_call())
@@ -306,7 +307,7 @@ class Clock(Listener):
 
     @override
     def waits_for_stream(self, stream: Stream, other: Stream) -> None:
-        # Which is what torch does, with an event.
+        # PyTorch does the same with an event.
         self.waits(stream, self.moment(other))
 
     @override
@@ -504,7 +505,7 @@ class Clock(Listener):
     def _noted(self, stream: Stream | None, is_bucket: bool = False) -> Moment:
         """The moment at which a stream is ready and the program is here.
 
-        The acts have it, too.
+        The acts get the moment, too.
         """
         host = self.hosts.here()
         moment = self._moment(
@@ -519,9 +520,9 @@ class Clock(Listener):
         return moment
 
     def _lane(self, stream: Stream) -> str:
-        """`"stream 0"`, the default one, or a number in the order of first use.
+        """`"stream 0"` for the default stream, or a number in the order of first use.
 
-        It is the same in every run.
+        The number is the same in every run.
         """
         device, number = stream
         if number:
@@ -532,7 +533,7 @@ class Clock(Listener):
     def _wait(self, until: float, why: str, call: Call, *on: Any, **known: Any) -> None:
         """Lets the program wait until a moment.
 
-        `on` and `known` say for whose, as `Awaits` takes them.
+        `on` and `known` say what it waits for, as `Awaits` takes them.
         """
         with self._lock:
             host = self.hosts.here()

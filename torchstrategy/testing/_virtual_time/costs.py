@@ -33,8 +33,8 @@ class Cost(NamedTuple):
     # The seconds that its arithmetic would take at the peak of its dtype.
     at_peak: float
     launches: int = 1  # how many kernels it is
-    # The part of the seconds that transposes images, which those in channels-last order
-    # do not need.
+    # The part of the seconds that transposes images. Images in channels-last order do
+    # not need it.
     layout: float = 0.0
 
 
@@ -88,11 +88,12 @@ _WRITES_ONLY = (
     "exponential_",
 )
 _GATHERS = ("embedding", "index_select", "gather", "index")
-# By name: the position of the first factor.
+# For each operator, the position of the first factor.
 _PRODUCTS = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1, "addbmm": 1}
 _MAY_USE_TF32 = {*_PRODUCTS, "convolution", "convolution_backward"}
 _ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
-# A convolution of an image's three channels, and the part of its speed.
+# How few channels slow a convolution down, as of an image's three, and the part of its
+# speed that is left.
 _FEW_CHANNELS, _OF_FEW_CHANNELS = 8, 0.35
 _TENSORS_IN_A_LAUNCH = 60  # of an operator on lists
 _NOT_A_KERNEL = ("is_set_to",)
@@ -281,7 +282,7 @@ def _traffic(
     if name in _GATHERS:
         return 2 * made
     if name == "nll_loss_forward":
-        # One number of each row, from a line of memory of its own.
+        # It reads one number of each row, from a line of memory of its own.
         return int(64 * args[1].numel())
     if name == "nll_loss_backward":
         return 2 * made  # set to zero, then written here and there
@@ -304,9 +305,9 @@ def _traffic(
 
 
 def _is_known_norm(name: str, args: Sequence[Any]) -> bool:
-    """Whether it is a batch norm in evaluation, which knows its statistics.
+    """Whether an operator is a batch norm in evaluation, with known statistics.
 
-    It is a product and a sum for each element.
+    Such a batch norm is a product and a sum for each element.
     """
     return name == "native_batch_norm" and not args[_TRAINING]
 

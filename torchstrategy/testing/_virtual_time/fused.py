@@ -45,7 +45,7 @@ def watching_optimizers(clock: Clock) -> Iterator[None]:
 def fused_step(optimizer: Optimizer, costs: CostModel) -> tuple[float, int] | None:
     """The seconds and the launches of a fused step.
 
-    It is None if it is fused already, or torch has none for it.
+    It is None if the step is fused already, or torch has no fused step for it.
     """
     known = _FUSED.get(type(optimizer))
     if known is None:

@@ -1,6 +1,6 @@
 """The clocks of the program: one for it, and one for each rank.
 
-Others give clocks to threads of theirs.
+Other code may give clocks to its own threads.
 
 Ranks are processes of their own. Threads of one process share Python's lock: a clock
 with a `share` of 3 is one of three that go on at the same time, and what takes the
@@ -72,10 +72,7 @@ class Hosts:
         self._ranks: list[Host] = []  # of a run that has not ended
 
     def here(self) -> Host:
-        """The clock of this thread, of its rank, or else of the program.
-
-        It is the rank whose thread this is.
-        """
+        """The clock of this thread, or of its rank, or else of the program."""
         return self._here.given or self._here.rank or self.program
 
     def give(self, host: Host | None) -> None:
@@ -102,9 +99,9 @@ _others: list[ClocksOfOthers] = []
 
 
 def also_in_each_block(clocks_of_others: ClocksOfOthers) -> None:
-    """Lets each block of virtual time enter something of others.
+    """Lets each block of virtual time also enter a block of other code.
 
-    They have threads with clocks of their own.
+    That code has threads with clocks of their own.
 
     It is entered before anything else of the block, so that it may refuse the block.
     """

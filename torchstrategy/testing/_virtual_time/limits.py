@@ -1,6 +1,6 @@
-"""What a test allows a program: how long it takes, how often it waits.
+"""What a test allows a program to take.
 
-It also limits how much memory it needs.
+It limits the time, how often the program waits, and how much memory it needs.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class Limits:
     max_bytes: int | None = None
 
     def broken(self, trace: VirtualTrace) -> str:
-        """The limits that the program went beyond, each with its figures.
+        """The limits that the program went beyond, with their figures, and the report.
 
-        With the report; it is empty if there are none.
+        It is empty if the program kept within all limits.
         """
         trace = trace._from_first_mark()
         found = list(self._broken(trace))

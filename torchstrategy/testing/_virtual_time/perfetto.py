@@ -1,6 +1,6 @@
-"""A stretch of virtual time as a file for Perfetto and chrome:
+"""A stretch of virtual time as a file for Perfetto and `chrome://tracing`.
 
-Tracing. // Perfetto is at https://ui.perfetto.dev.
+Perfetto is at https://ui.perfetto.dev.
 """
 
 from __future__ import annotations

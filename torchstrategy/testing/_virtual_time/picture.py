@@ -1,6 +1,6 @@
 """A stretch of virtual time as a picture.
 
-It is an SVG file, with a line for the program and for each stream and engine.
+The picture is an SVG file, with a line for the program and for each stream and engine.
 
 The picture follows the reader's choice of light or dark. On a narrow screen its letters
 grow, so that they can be read.
@@ -117,7 +117,7 @@ class _Bar:
     name: str = ""
     function: str = ""  # of the program
     count: int = 1
-    # The seconds of each, if it is several.
+    # The seconds of each operator, if a bar stands for several.
     names: dict[str, float] = field(default_factory=dict)
     functions: dict[str, float] = field(default_factory=dict)
 
@@ -208,9 +208,9 @@ def picture(timeline: Timeline) -> str:
 
 
 def _lanes(timeline: Timeline) -> Iterator[tuple[str, list[_Bar]]]:
-    """First when each device is idle, which is what is looked for.
+    """The lanes to draw, first those that show when each device is idle.
 
-    Then the program, the streams and the engines.
+    A reader mostly looks for these. Then come the program, the streams and the engines.
     """
     for device in timeline.devices:
         idle = timeline.idle(device)
@@ -267,7 +267,7 @@ def _hover(name: str, seconds: float, where: str, size: int | None = None) -> st
 def _joined(bars: Sequence[_Bar], timeline: Timeline) -> Iterator[_Bar]:
     """Bars as they can be drawn.
 
-    What is too narrow to be seen alone is one bar with its neighbours.
+    A bar that is too narrow to be seen alone is joined with its neighbours.
     """
     least = _LEAST * timeline.seconds / (_WIDTH - 2 * _MARGIN)
     for kind in _LEGEND:

@@ -1,6 +1,6 @@
 """What is known of GPUs: the figures of their makers, and guesses.
 
-The guesses are of how much of them a program gets.
+A guess says how much of a maker's figure a program gets.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class DeviceProfile:
     def named(name: str) -> DeviceProfile:
         """The profile of this name, or the first one whose name begins so.
 
-        `"A100"` is `"A100-SXM-80GB"`.
+        For example, `"A100"` means `"A100-SXM-80GB"`.
 
         Raises:
             ValueError: If there is none.
@@ -106,7 +106,7 @@ class DeviceProfile:
     def peak(self, dtype: torch.dtype, tensor_cores: bool = False) -> float:
         """Floating-point operations a second.
 
-        They are of float32 in `tensor_cores`, if asked, where the device has TF32.
+        For float32, you may ask for `tensor_cores`, if the device has TF32.
         """
         key: torch.dtype | str = (
             "tf32"

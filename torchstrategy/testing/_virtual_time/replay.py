@@ -45,7 +45,7 @@ class _Replay:
         self._ready: dict[Stream, float] = defaultdict(float)
         self._free: dict[tuple[int, str], float] = defaultdict(float)
         self._moments: dict[int, float] = {}
-        # By host: the end of what it put on a stream last.
+        # For each host, the end of what it put on a stream last.
         self._last: dict[str, float] = {}
         self.play: dict[type, Callable[[Any], None]] = {
             Span: self._put,

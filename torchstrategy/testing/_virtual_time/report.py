@@ -13,14 +13,15 @@ from torchstrategy.testing._virtual_time.timeline import MATTERS, Timeline, Wait
 
 HEAD = "Figures of a model, +-30 %; not measured."
 _WAITS = 5
-# From which part on it is said to be all, and until which seconds to be none.
+# The part from which on the report says "all", and the seconds up to which it says
+# "none".
 _ALL, _NONE = 0.995, 5e-8
 
 
 def report(timeline: Timeline) -> str:
     """The steps, the devices, the copies by routes, and the waits that matter most.
 
-    The waits come with their lines.
+    Each wait comes with its line.
     """
     lines = [
         HEAD,

@@ -15,9 +15,9 @@ Interval = tuple[float, float]
 
 
 class Span(NamedTuple):
-    """An operator, copy or collective, from when to when, in seconds of the block.
+    """An operator, a copy or a collective, and from when to when it runs.
 
-    They are seconds since the block began.
+    The times are seconds since the block began.
     """
 
     device: int

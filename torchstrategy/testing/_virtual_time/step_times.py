@@ -150,7 +150,7 @@ def _between(timeline: Timeline, since: float, until: float) -> Timeline:
 def _divided(timeline: Timeline, bounds: Sequence[float]) -> list[Timeline]:
     """The stretches from each bound to the next one.
 
-    Each thing is in all that it is in for a while.
+    Each thing is in every stretch in which it runs, even for a short while.
     """
     spans = _sorted_into(bounds, timeline.spans, lambda span: (span.start, span.end))
     waits = _sorted_into(

@@ -1,6 +1,6 @@
-"""Steps of a program: each ends with `optimizer.step()`, or the call `step()`.
+"""Steps of a program: each ends with `optimizer.step()`, or with the call `step()`.
 
-The program may call that itself.
+The program may call `torchstrategy.testing.step` itself.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from torchstrategy.testing._ranks.world import current_rank
 
-# Called with the rank, 0 where there are none, and how many steps it has made.
+# A function that gets the rank, 0 where there are no ranks, and how many steps it has
+# made.
 Ended = Callable[[int, int], None]
 
 _SAID = 0  # stands for the program among the ids of its optimizers
@@ -25,7 +26,7 @@ _SAID = 0  # stands for the program among the ids of its optimizers
 class _Steps:
     """Counts the steps of a program, or of each of its ranks.
 
-    They are those of the optimizer that makes most.
+    If there are several optimizers, it counts the one that makes most steps.
 
     A program with two optimizers, such as a GAN, makes one step when the first of them
     has made one.
@@ -33,7 +34,7 @@ class _Steps:
 
     def __init__(self, ended: Ended, of_each_thread: bool) -> None:
         self._ended, self._of_each_thread = ended, of_each_thread
-        # By rank or thread, and optimizer.
+        # How many steps were made, by rank or thread, and optimizer.
         self._counts: Counter[tuple[int, int]] = Counter()
         self._most: Counter[int] = Counter()  # by rank or thread
 

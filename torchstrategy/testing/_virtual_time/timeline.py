@@ -52,7 +52,7 @@ class Wait(NamedTuple):
     where: str
     seconds: float
     times: int
-    # The seconds of them in which no device computes that the program puts work on.
+    # The seconds of the wait in which no device computes that the program puts work on.
     idle: float
 
 
@@ -110,7 +110,7 @@ class Timeline:
     def overlap(self, one: Kind, other: Kind, device: int | None = None) -> float:
         """How much of one kind of work a device does while it does the other kind.
 
-        It is a part of the time.
+        The result is a part of the time of the one kind.
         """
         whole = shared = 0.0
         for index in self.devices if device is None else [device]:
@@ -120,9 +120,9 @@ class Timeline:
         return shared / whole if whole else 1.0
 
     def waits(self) -> list[Wait]:
-        """What the program waits for: first what matters, and then the longest.
+        """What the program waits for: first what matters, and then the longest waits.
 
-        A wait matters since devices are idle for long.
+        A wait matters if devices are idle for long because of it.
         """
         found: dict[tuple[str, str], Wait] = {}
         idle = self.idle_by_host()
@@ -141,9 +141,9 @@ class Timeline:
         )
 
     def idle_by_host(self) -> dict[str, list[Interval]]:
-        """When no device computes that one program, or one rank, puts work on.
+        """When no device computes what one program, or one rank, puts work on.
 
-        None takes part in a collective either.
+        In these times, no device takes part in a collective either.
         """
         devices: dict[str, set[int]] = {}
         for span in self.spans:
@@ -182,9 +182,9 @@ class Timeline:
         return any(span.phase != "forward" for span in self.spans)
 
     def lanes(self) -> Iterator[tuple[str, Sequence[Span | Synchronization | CpuWork]]]:
-        """What to draw in one line each.
+        """What to draw, with a line for each.
 
-        That is the program, and of each device its streams and its engines.
+        The lines are the program, and the streams and engines of each device.
         """
         for host in sorted(
             {one.host for one in self.synchronizations}
@@ -212,7 +212,7 @@ class Timeline:
 
 
 DEFAULT_LANE = "stream 0"
-# The part of the time that a device has to be idle, so that a wait matters.
+# The part of the time that a device has to be idle for a wait to matter.
 MATTERS = 0.005
 _PHASES = ("forward", "backward", "optimizer")
 

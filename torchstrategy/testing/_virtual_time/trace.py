@@ -27,7 +27,8 @@ _STEP = "step"
 class VirtualTrace:
     """What `virtual_time` has seen so far.
 
-    What takes how long, what waits for what, and how much memory it needs.
+    It tells what takes how long, what waits for what, and how much memory the program
+    needs.
 
     All times are in seconds and come from a model, so they are about 30 % off. What
     happens, in which order, and who waits for whom is as on a real device.
@@ -55,7 +56,7 @@ class VirtualTrace:
     def seconds(self) -> float:
         """How long it takes, until the program and all streams are done.
 
-        Of a step, it is until the next mark.
+        For a step, it is the time until the next mark.
         """
         since, until = self._window()
         return until - since
@@ -73,9 +74,9 @@ class VirtualTrace:
 
     @property
     def synchronizations(self) -> list[Synchronization]:
-        """Where the program waits for a device: why, on which line, and for how long.
+        """Where the program waits for a device: why, where, and for how long.
 
-        It is a line of your program.
+        It names the line of your program.
 
         A copy that blocks, `.item()`, `.cpu()`, `synchronize()`, `nonzero()` and the
         like. Those that need not wait, since the device is done already, are in the
@@ -86,8 +87,8 @@ class VirtualTrace:
     def device(self, device: _Device = 0) -> DeviceTime:
         """What one device does, and for how many seconds.
 
-        These are its seconds `busy`, `idle`, `copying` and `communicating`. It also has
-        its `peak_bytes`, `flops` and `mfu`.
+        The seconds are `busy`, `idle`, `copying` and `communicating`. There are also
+        `peak_bytes`, `flops` and `mfu`.
 
         `mfu`, model flops utilization, is the part of the time that the arithmetic
         would take at the peak of its dtype. It counts matrix products, convolutions and
@@ -106,7 +107,7 @@ class VirtualTrace:
     ) -> float:
         """How much of one kind of work a device does while it does the other kind.
 
-        It is a part of the time of that work, from 0 to 1.
+        The result is a part of the time of the first kind, from 0 to 1.
 
         Args:
             one: `"copy"`, from and to other memory; `"collective"`, between ranks; or
@@ -171,9 +172,10 @@ class VirtualTrace:
         return part
 
     def _advice(self) -> list[Advice]:
-        """What would make its steps faster.
+        """What would make the steps faster.
 
-        It is nothing of a part, or if others, such as replicas, have given clocks.
+        A part of a trace has no advice. Nor has a trace in which others, such as
+        replicas, gave clocks.
         """
         if self._part != (None, None) or self._clock.hosts.were_given:
             return []
@@ -182,7 +184,7 @@ class VirtualTrace:
     def report(self) -> str:
         """The trace in words: its steps, the devices, the copies, and five waits.
 
-        They are the waits that matter most.
+        These are the waits that matter most.
 
         A trace of a whole block ends with advice: at most five changes, each of which
         was predicted to make its steps faster.

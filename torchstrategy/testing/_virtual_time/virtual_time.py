@@ -29,9 +29,9 @@ def virtual_time(
     *,
     program_clock: bool = False,
 ) -> Iterator[VirtualTrace]:
-    """A block with simulated devices on a clock of their own.
+    """A block in which simulated devices have a clock of their own.
 
-    Their work takes the time that it would take on real ones.
+    On this clock, their work takes the time that it would take on real devices.
 
     The times come from a model, and are about 30 % off. Exact are: which copies block
     the program and on which line, which streams wait for which, how many bytes go
