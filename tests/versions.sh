@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
 # Runs the tests with one Python and one torch, and prints a line for the table of docs/versions.md:
 #
-#   tests/versions.sh PYTHON TORCH [TESTS]...
+#   tests/versions.sh PYTHON TORCH [TESTS or OPTIONS]...
 #
-#   tests/versions.sh python3.10 2.10.0                  all tests, by the two commands of the README
+#   tests/versions.sh python3.10 2.10.0                  the two commands of the README
+#   tests/versions.sh python3.10 2.10.0 --all            the same with all tests, for a release
 #   tests/versions.sh python3.13 2.15.0 tests/equality   those of a folder
 #   tests/versions.sh python3.13 2.15.0 names            none: looks for the private names of torch that the package
 #                                                        uses, and writes them into tests/house/torch_names.txt
@@ -60,5 +61,5 @@ run_tests() {
 failed=0
 on_cpu=$(run_tests "$environment/cpu.log" "$@") || failed=1
 simulated=$(run_tests "$environment/simulated.log" "$@" --simulate-devices=5) || failed=1
-echo "| $version | $torch | $(date +%F) | ${*:-all} | $on_cpu | $simulated |"
+echo "| $version | $torch | $(date +%F) | ${*:-README} | $on_cpu | $simulated |"
 exit "$failed"

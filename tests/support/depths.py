@@ -152,8 +152,8 @@ def _is_skipped(item: pytest.Item) -> bool:
 def _one_of_each_case(variants: Sequence[pytest.Item]) -> Sequence[pytest.Item]:
     """One variant of those that differ in their strategy only.
 
-    It is one with several replicas if there is any. Which one it is differs from case to
-    case, so that all strategies are seen. One more variant has one replica.
+    It is one with several replicas if there is any. Which one it is differs from case
+    to case, so that all strategies are seen. One more variant has one replica.
     """
     of_case: dict[str, list[pytest.Item]] = {}
     for item in variants:
