@@ -110,7 +110,7 @@ def output_of_workers(*arguments: str) -> str:
 
 
 @pytest.mark.slow
-@for_changes
+@for_releases
 @pytest.mark.parametrize(
     "arguments", [(), ("--replicas", "2", "--optimizer", "adam", "--dtype", "float64")]
 )
@@ -497,7 +497,7 @@ def test_the_check_of_the_trainer_fails_when_a_checkpoint_lacks_the_average(
         problem.check(Forgetful, options)
 
 
-@for_changes
+@for_releases
 @pytest.mark.slow
 def test_the_trainer_resumes_and_writes_for_tensorboard(tmp_path: Path) -> None:
     command = (

@@ -163,6 +163,7 @@ def commands() -> list[Any]:
     ]
 
 
+@for_changes
 @pytest.mark.slow
 @pytest.mark.parametrize("command", commands())
 def test_a_command_trains_what_one_process_trains(
@@ -202,7 +203,7 @@ def test_a_command_trains_what_one_process_trains(
 
 
 @pytest.mark.slow
-@for_changes
+@for_releases
 def test_the_pods_train_what_one_process_trains(
     folder: Path, expected: list[float]
 ) -> None:

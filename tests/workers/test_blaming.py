@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import torchstrategy
-from conditions import for_changes
+from conditions import for_changes, for_releases
 from workers import blaming
 from workers.cluster import Outcome, alone, cluster, free_ports
 
@@ -84,7 +84,7 @@ def test_a_worker_that_was_stopped_is_said_not_to_answer(
         assert re.search(r"has not answered for \d+ s", outcome.value)
 
 
-@for_changes
+@for_releases
 def test_a_stopped_worker_is_named_where_the_others_wait_at_different_places() -> None:
     """A sum had come to its end in some of them.
 
@@ -150,7 +150,7 @@ def test_a_worker_that_is_stopped_while_all_join_is_named(culprit: int) -> None:
         assert seconds < SOON_S
 
 
-@for_changes
+@for_releases
 def test_a_worker_that_is_stopped_before_it_answers_is_named_alone() -> None:
     """Whoever had called it waited for its answer, answered nobody, and was named.
 

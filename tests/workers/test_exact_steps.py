@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import torchstrategy
-from conditions import for_changes, some_of
+from conditions import for_releases, some_of
 from workers import exact_steps
 from workers.cluster import cluster
 
@@ -28,7 +28,7 @@ def of_plain_torch(program: exact_steps.Program) -> list[torch.Tensor]:
     return exact_steps.come_to(torchstrategy.get_strategy(), program)
 
 
-@pytest.mark.parametrize("workers", [2, pytest.param(3, marks=for_changes)])
+@pytest.mark.parametrize("workers", [2, pytest.param(3, marks=for_releases)])
 @pytest.mark.parametrize("size", [1, math.inf], ids=["sent early", "sent in the end"])
 def test_steps_compute_the_numbers_of_plain_torch(workers: int, size: float) -> None:
     programs = some_of(exact_steps.PROGRAMS)
@@ -47,7 +47,7 @@ def test_steps_compute_the_numbers_of_plain_torch(workers: int, size: float) -> 
     assert wrong == {}
 
 
-@pytest.mark.parametrize("workers", [2, pytest.param(3, marks=for_changes)])
+@pytest.mark.parametrize("workers", [2, pytest.param(3, marks=for_releases)])
 def test_steps_of_copies_compute_the_numbers_of_plain_torch(workers: int) -> None:
     """Some batches have rows for some of a worker's replicas only, or for none."""
     programs = some_of(exact_steps.PROGRAMS)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from conditions import for_changes, some_of
+from conditions import for_changes, for_releases, some_of
 from known_losses import KNOWN, Rows, ce, each, masked
 from workers import losses, sharding
 from workers.cluster import cluster
@@ -30,7 +30,7 @@ UNDECIDED = {
 # tests/unit/run/test_loss_terms.py reads them.
 SLOW = {"compiled_loss", "compiled_model"}
 NAMES = [name for name in KNOWN if name not in SLOW]
-LONG = [pytest.param(3, 1, marks=for_changes), pytest.param(2, 2, marks=for_changes)]
+LONG = [pytest.param(3, 1, marks=for_releases), pytest.param(2, 2, marks=for_releases)]
 layouts = pytest.mark.parametrize(("workers", "replicas"), [(2, 1), *LONG])
 
 

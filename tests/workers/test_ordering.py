@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from conditions import for_changes
+from conditions import for_releases
 from workers import ordering
 from workers.cluster import cluster
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.slow
     ("workers", "replicas", "in_batches", "num_workers", "load_ahead"),
     [
         (3, 1, False, 0, None),
-        pytest.param(2, 2, False, 1, None, marks=for_changes),
+        pytest.param(2, 2, False, 1, None, marks=for_releases),
         (3, 1, True, 0, None),
     ],
 )

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import torchstrategy
-from conditions import for_changes
+from conditions import for_releases
 from workers import reading
 from workers.cluster import cluster
 from workers.trainings import Net, difference
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.slow
         pytest.param(
             {"num_workers": 1, "persistent_workers": True},
             id="in processes",
-            marks=for_changes,
+            marks=for_releases,
         ),
     ],
 )

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import torchstrategy
-from conditions import for_changes
+from conditions import for_changes, for_releases
 from workers import reshaped_steps
 from workers.cluster import cluster
 from workers.exact_steps import Program, come_to, differ
@@ -45,7 +45,7 @@ def test_objects_that_change_between_runs_are_those_of_plain_torch(
 
 
 @pytest.mark.parametrize(
-    ("workers", "replicas"), [(2, 1), (2, 2), pytest.param(3, 1, marks=for_changes)]
+    ("workers", "replicas"), [(2, 1), (2, 2), pytest.param(3, 1, marks=for_releases)]
 )
 def test_running_statistics_are_averaged_where_gradients_are_added_up(
     workers: int, replicas: int

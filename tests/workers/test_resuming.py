@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import torchstrategy
-from conditions import for_changes
+from conditions import for_releases
 from torchstrategy._group.workers import PACK
 from workers import resuming
 from workers.cluster import cluster
@@ -36,7 +36,7 @@ def test_a_training_goes_on_in_fewer_processes_and_in_one(
 
 
 @pytest.mark.parametrize(
-    ("workers", "replicas"), [(2, 1), pytest.param(3, 1, marks=for_changes), (2, 2)]
+    ("workers", "replicas"), [(2, 1), pytest.param(3, 1, marks=for_releases), (2, 2)]
 )
 def test_a_checkpoint_of_workers_that_had_copies_goes_on(
     workers: int, replicas: int
@@ -60,7 +60,7 @@ def test_a_checkpoint_of_workers_that_had_copies_goes_on(
 
 
 @pytest.mark.parametrize("pack", [200, PACK], ids=["several packs", "one pack"])
-@pytest.mark.parametrize("count", [3, pytest.param(4, marks=for_changes)])
+@pytest.mark.parametrize("count", [3, pytest.param(4, marks=for_releases)])
 @pytest.mark.parametrize("kind", resuming.KINDS)
 def test_a_training_that_begins_anew_has_the_same_bits(
     kind: str, count: int, pack: int

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import torchstrategy
-from conditions import for_changes, some_of
+from conditions import for_changes, for_releases, some_of
 from workers import sharding, sharding_more, unlike_shards
 from workers.cluster import Cluster, cluster
 from workers.exact_steps import differ
@@ -28,7 +28,7 @@ def of_plain_torch(train: sharding.Train) -> list[torch.Tensor]:
 
 
 @for_changes
-@pytest.mark.parametrize("workers", [2, pytest.param(4, marks=for_changes)])
+@pytest.mark.parametrize("workers", [2, pytest.param(4, marks=for_releases)])
 def test_steps_compute_the_numbers_of_plain_torch(workers: int) -> None:
     """Among the batches are uneven ones, and one of a single row.
 

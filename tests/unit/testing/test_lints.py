@@ -18,7 +18,7 @@ import linted
 import planted
 import ranked_programs
 import right_trainings
-from conditions import for_changes
+from conditions import for_changes, for_releases
 from planted import PAIRS, RANKS
 from processes import NO_ACCELERATOR, python
 from torchstrategy.testing import Finding, RankRecord, lint_training, run_ranks
@@ -53,6 +53,7 @@ def test_a_planted_mistake_is_named(name: str) -> None:
     )
 
 
+@for_releases
 @pytest.mark.parametrize(
     ("name", "words"),
     [
@@ -76,6 +77,7 @@ def test_its_right_twin_is_not(name: str) -> None:
     assert findings_of(name, is_right=True) == []
 
 
+@for_changes
 @pytest.mark.parametrize(
     "program", right_trainings.IN_RANKS, ids=lambda program: program.__name__
 )
@@ -174,7 +176,7 @@ def test_a_comment_on_the_statement_silences_a_finding(
 ONE_OF_EACH = {PAIRS[name].lint: name for name in ON_CPU}
 
 
-@for_changes
+@for_releases
 @pytest.mark.parametrize("lint", ONE_OF_EACH)
 def test_a_comment_silences_each_lint(lint: str, tmp_path: Path) -> None:
     """On any of the lines that a finding names."""

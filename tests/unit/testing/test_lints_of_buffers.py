@@ -84,7 +84,7 @@ def test_buffers_of_ranks_that_broadcast_nothing_are_their_own() -> None:
     assert lints(lambda rank: trains_features(rank, "nothing", rank)) == []
 
 
-@for_changes
+@for_releases
 def test_a_memory_of_each_rank_is_left_alone() -> None:
     assert lints(lambda rank: trains_features(rank, "all", rank, fills=True)) == []
 

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 
 import linted
-from conditions import for_changes, for_releases
+from conditions import for_releases
 from planted import Added, Copied
 from torchstrategy.testing import Finding, run_ranks
 
@@ -227,7 +227,7 @@ def divided_layers(rank: int, dropout: float, seed: int, rows: int) -> None:
     fit(model, sgd(model), batches(rows))
 
 
-@for_changes
+@for_releases
 def test_ranks_that_divide_a_model_drop_other_numbers_that_are_alike() -> None:
     (finding,) = findings_of(lambda rank: divided_layers(rank, 0.5, 10 + rank, 0))
     assert finding.name == "random-numbers-differ" and len(finding.lines) == 1
@@ -236,7 +236,7 @@ def test_ranks_that_divide_a_model_drop_other_numbers_that_are_alike() -> None:
     assert findings_of(lambda rank: divided_layers(rank, 0.5, 10, 0)) == []
 
 
-@for_changes
+@for_releases
 def test_ranks_that_divide_a_model_get_other_rows() -> None:
     (finding,) = findings_of(lambda rank: divided_layers(rank, 0.0, 10, rank))
     assert finding.name == "gradient-not-reduced" and "2.weight" in finding.says
@@ -479,6 +479,7 @@ def norms_are_averaged_after_steps(rank: int) -> None:
                 parameter.data /= RANKS
 
 
+@for_releases
 @pytest.mark.parametrize(
     "program",
     [

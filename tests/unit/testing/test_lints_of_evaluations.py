@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
 
 import linted
-from conditions import for_changes
+from conditions import for_changes, for_releases
 from torchstrategy.testing import Finding, run_ranks
 
 RANKS = 2
@@ -234,7 +234,7 @@ def test_results_that_come_together_after_the_next_step_are_something_else() -> 
     assert names_of(between) == []
 
 
-@for_changes
+@for_releases
 @pytest.mark.parametrize("is_evaluated_before", [False, True])
 def test_a_copy_that_each_rank_trains_is_left_alone(is_evaluated_before: bool) -> None:
     def program(rank: int) -> None:
@@ -900,7 +900,7 @@ def found_in_a_grid(**options: Any) -> list[Finding]:
     ]
 
 
-@for_changes
+@for_releases
 def test_other_rows_for_ranks_that_divide_a_model_are_named() -> None:
     (finding,) = found_in_a_grid()
     assert (
@@ -925,7 +925,7 @@ RIGHT_GRIDS: dict[str, dict[str, Any]] = {
 }
 
 
-@for_changes
+@for_releases
 @pytest.mark.parametrize("name", RIGHT_GRIDS)
 def test_rows_in_a_grid_that_may_be_meant(name: str) -> None:
     assert found_in_a_grid(**RIGHT_GRIDS[name]) == []

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from conditions import for_changes, for_releases
+from conditions import for_releases
 from linted import findings_of, names_of
 from torchstrategy.testing import run_ranks
 
@@ -126,7 +126,7 @@ def lints(program: Callable[[int], Any]) -> list[str]:
     return names_of(lambda: run_ranks(main, RANKS))
 
 
-@for_changes
+@for_releases
 @of_each_update
 def test_a_gradient_that_a_loop_leaves_out_is_named(
     make_update: Callable[[], Update],
@@ -448,7 +448,7 @@ RIGHT = [
 ]
 
 
-@for_changes
+@for_releases
 @pytest.mark.parametrize("program", RIGHT)
 def test_a_right_program_is_left_alone(program: Callable[[int], None]) -> None:
     assert lints(program) == []
@@ -703,7 +703,7 @@ def test_parts_of_an_order_that_each_rank_draws_itself(
     assert lints(program) == ([] if is_right else ["same-rows"])
 
 
-@for_changes
+@for_releases
 @pytest.mark.parametrize("memory", ["each its own", "drawn again"])
 def test_rows_of_a_memory_that_are_drawn_at_random_are_left_alone(memory: str) -> None:
     def program(rank: int) -> None:
@@ -807,7 +807,7 @@ def test_sums_of_micro_batches_that_are_divided_by_the_tokens_of_all_ranks(
     assert lints(program) == ([] if is_right else ["loss-divided-twice"])
 
 
-@for_changes
+@for_releases
 def test_gradients_that_are_reduced_among_one_group_after_another() -> None:
     """Two by two, and then across: a mean over four ranks."""
 

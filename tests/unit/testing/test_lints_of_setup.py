@@ -29,7 +29,7 @@ from torch.utils.data import (
     TensorDataset,
 )
 
-from conditions import for_changes
+from conditions import for_changes, for_releases
 from linted import findings_of, findings_of_file, names_of
 from torchstrategy.testing import run_ranks
 
@@ -67,7 +67,7 @@ def shard(is_right: bool) -> None:
     fit(model, sgd(model) if is_right else early)
 
 
-@for_changes
+@for_releases
 @pytest.mark.parametrize("is_right", [False, True])
 def test_an_optimizer_made_before_the_model_is_sharded(is_right: bool) -> None:
     found = findings_of(lambda: run_ranks(lambda rank: shard(is_right), RANKS))

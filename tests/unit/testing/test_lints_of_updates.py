@@ -23,7 +23,7 @@ from torch.optim.lr_scheduler import (
     ReduceLROnPlateau,
 )
 
-from conditions import for_changes
+from conditions import for_changes, for_releases
 from linted import findings_of, findings_of_file, names_of
 from torchstrategy.testing import run_ranks
 
@@ -133,7 +133,7 @@ def test_a_step_of_the_scaler_is_left_alone(name: str) -> None:
     assert names_of(lambda: train_scaled(through_scaler, MAKERS[name])) == []
 
 
-@for_changes
+@for_releases
 @pytest.mark.parametrize("is_right", [False, True])
 def test_scaled_gradients_that_ranks_reduce_themselves(is_right: bool) -> None:
     def program(rank: int) -> None:
@@ -744,7 +744,7 @@ def test_the_same_updates_in_float32_are_left_alone(name: str) -> None:
     assert names_of(lambda: fit_in(torch.float32, SMALL[name])) == []
 
 
-@for_changes
+@for_releases
 @pytest.mark.parametrize("is_right", [False, True])
 def test_shards_in_bfloat16(is_right: bool) -> None:
     def program(rank: int) -> None:

@@ -29,6 +29,7 @@ from torch.utils.data import (
 )
 
 import linted
+from conditions import for_releases
 from torchstrategy.testing import run_ranks
 
 RANKS, ROWS = 2, 32
@@ -918,6 +919,7 @@ OTHERS: dict[str, Program] = {
 }
 
 
+@for_releases
 @pytest.mark.parametrize("which", OTHERS)
 def test_groups_and_schedules_of_the_program(which: str) -> None:
     """A program may change its groups at any time, with schedules that say nothing.

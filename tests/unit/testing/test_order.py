@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import torchstrategy
-from conditions import for_changes, needs_signals
+from conditions import for_releases, needs_signals
 from problems import context, data, deal, mlp, mse, parameters, replica_id, sgd
 from topologies import TOPOLOGIES, central, central_with_copies
 from torchstrategy._group import replica_threads
@@ -420,7 +420,7 @@ def test_a_replica_may_end_while_others_have_blocks_left() -> None:
     assert [r for r, _ in lockstep.history] == [0, 0, 1, 1, 2, 2, 1, 2, 2]
 
 
-@for_changes
+@for_releases
 @pytest.mark.usefixtures("places")
 @needs_signals
 def test_ctrl_c_stops_replicas_that_compute_and_replicas_that_pause(

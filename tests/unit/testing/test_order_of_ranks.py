@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from conditions import for_changes
+from conditions import for_releases
 from torchstrategy.testing import RanksStopped, run_ranks
 
 FILE = re.escape(Path(__file__).name)
@@ -78,7 +78,7 @@ def test_a_missing_barrier_shows_in_one_of_two_orders(
     )
 
 
-@for_changes
+@for_releases
 def test_a_seed_makes_the_same_order_again() -> None:
     def history(order: str) -> tuple[list[int], str]:
         seen: list[int] = []

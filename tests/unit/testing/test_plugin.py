@@ -564,7 +564,7 @@ def test_each_strategy_has_one_name_and_its_replicas_go_round_the_devices(
 # Leaks
 
 
-@for_changes
+@for_releases
 @pytest.mark.slow
 def test_cuda_means_simulated_devices_before_a_test_module_is_imported(
     tmp_path: Path,

@@ -11,11 +11,12 @@ from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
-from conditions import for_releases
+from conditions import for_changes, for_releases
 from ranked_programs import EVERYWHERE, RANKS, Place
 from torchstrategy.testing import RankRecord, run_ranks
 
 
+@for_changes
 @pytest.mark.filterwarnings("ignore")  # of torch's internals, about themselves
 @pytest.mark.parametrize("program", EVERYWHERE, ids=lambda program: program.__name__)
 def test_a_program_of_four_ranks_is_right(

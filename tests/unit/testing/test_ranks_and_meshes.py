@@ -92,7 +92,7 @@ def all_places(dimensions: int) -> list[Places]:
 # Shards
 
 
-@for_changes
+@for_releases
 @pytest.mark.parametrize(
     "make", [init_device_mesh, None], ids=["init_device_mesh", "DeviceMesh"]
 )
@@ -205,7 +205,7 @@ def test_slices_of_a_mesh_and_flattened_ones_tell_ranks_apart_too() -> None:
 # Runs
 
 
-@for_changes
+@for_releases
 def test_a_run_knows_nothing_of_the_meshes_of_the_run_before() -> None:
     """The same mesh, other orders of ranks.
 
@@ -304,7 +304,7 @@ def fit_plainly(parts: int) -> list[torch.Tensor]:
     return [parameter.detach() for parameter in model.parameters()]
 
 
-@for_changes
+@for_releases
 @pytest.mark.parametrize("shape", [(2, 2), (2, 3), (3, 2)], ids=str)
 def test_sharded_data_over_tensor_parallel_layers_train_as_plain_pytorch(
     shape: tuple[int, int],

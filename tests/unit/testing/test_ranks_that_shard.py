@@ -110,7 +110,7 @@ def on_one_device(make: Make, options: dict[str, Any]) -> list[torch.Tensor]:
     return [parameter.detach() for parameter in net.parameters()]
 
 
-@for_changes
+@for_releases
 @pytest.mark.parametrize("is_ignored", [True, False])
 @pytest.mark.parametrize(
     "options", [{"foreach": True}, {"foreach": False}, {"fused": True}, {}]

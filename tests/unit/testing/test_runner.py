@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from conditions import for_changes
+from conditions import for_changes, for_releases
 from processes import LEAN, NO_ACCELERATOR, python
 from torchstrategy.testing import RankRecord
 from torchstrategy.testing._runner.comparison import differences
@@ -107,7 +107,7 @@ def test_a_program_in_a_package_runs_with_m_and_stops_where_it_is_told(
     ]
 
 
-@for_changes
+@for_releases
 def test_lines_that_programs_for_cuda_say_hold(tmp_path: Path) -> None:
     lines = PROGRAMS / "cudaisms.txt"
     done, _ = run(
@@ -174,7 +174,7 @@ def test_a_torch_that_was_built_for_cuda_keeps_its_version() -> None:
     assert done.returncode == 0, done.stderr
 
 
-@for_changes
+@for_releases
 def test_functions_of_torch_that_ask_for_devices_run(tmp_path: Path) -> None:
     program = """
         import torch
@@ -471,6 +471,7 @@ def test_each_rank_of_a_program_may_start_hydra(tmp_path: Path) -> None:
     )
 
 
+@for_releases
 @pytest.mark.parametrize("shared", [True, False])
 def test_a_program_whose_processes_share_a_model_is_told_to_use_ranks(
     tmp_path: Path, shared: bool

@@ -138,7 +138,7 @@ def test_a_process_ends_cleanly_with_work_graphs_and_cycles_alive() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
-@for_changes
+@for_releases
 @runs_here
 def test_a_spawned_process_is_sent_tensors_if_it_simulates_devices_too(
     tmp_path: Path,
