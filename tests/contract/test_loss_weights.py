@@ -116,6 +116,7 @@ on_cpu = pytest.mark.skipif(
 )
 
 
+@pytest.mark.slow
 @on_cpu
 @pytest.mark.parametrize("count", [5, 7])
 @pytest.mark.parametrize("kind", KINDS)

@@ -75,7 +75,7 @@ NOT_UNDER: dict[str, dict[str, tuple[tuple[str, ...], str]]] = {
             ("default",),
             "the default strategy returns the loader itself",
         ),
-        r"for batch in .* options\):": (
+        r"(?s)for batch in .* options\s*\):": (
             tuple(MAKERS),
             "shares for two replicas of one process",
         ),

@@ -22,7 +22,7 @@ import pytest
 import pytest_torchstrategy
 import torchstrategy
 import torchstrategy.testing
-from conditions import for_changes
+from conditions import for_releases
 from processes import LEAN, NO_ACCELERATOR, python
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -155,7 +155,7 @@ def consoles() -> list[Any]:
     return [
         pytest.param(
             block,
-            marks=[for_changes] if block.document.stem == "testing" else [],
+            marks=[for_releases] if block.document.stem == "testing" else [],
             id=str(block),
         )
         for block in blocks("console")
@@ -176,7 +176,7 @@ def test_a_reader_who_follows_a_page_sees_what_it_shows(
     assert_prints(console, tmp_path, printed_by if is_last else printed_sooner_by)
 
 
-@for_changes
+@for_releases
 def test_a_reader_who_follows_the_tutorial_sees_what_it_shows(tmp_path: Path) -> None:
     """Its commands read what those before them have written."""
     (document,) = {

@@ -317,7 +317,7 @@ def before() -> str:
 
 
 @pytest.mark.slow
-@for_changes
+@for_releases
 def test_both_programs_train_the_same_model(folder: Path) -> None:
     command = "torchrun --standalone --nproc-per-node 2 train.py"
     found = []
