@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from conditions import for_changes, for_releases
+from conditions import for_releases
 from processes import python
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -44,7 +44,7 @@ def test_two_runs_of_a_contest_are_equal(
     assert first[0] and len(first[1][f"{name}.json"]) > 10_000
 
 
-@for_changes
+@for_releases
 def test_two_processes_predict_the_same_at_real_size(tmp_path: Path) -> None:
     outputs = []
     for name in ("one", "other"):
@@ -97,7 +97,7 @@ print(time.process_time() - began, resource.getrusage(resource.RUSAGE_SELF).ru_m
 """  # noqa: E501
 
 
-@for_changes
+@for_releases
 @pytest.mark.slow
 def test_three_steps_of_gpt2_take_a_laptop_little_time_and_memory() -> None:
     """GPT-2 124M, 16 rows of 1,024 tokens: 1.2 s and 0.32 GiB.
