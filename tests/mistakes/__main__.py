@@ -70,15 +70,14 @@ def main() -> None:
 def choose_tests(reached: Reached, mistake: Mistake, seconds: float) -> Trial:
     """The tests of a trial: as many as take so many seconds without a mistake.
 
-    Tests that start processes come last, since nobody knows which lines they reach
-    there.
+    Tests of unseen processes come last: nobody knows which lines they reach there.
     """
     room = Path(mistake.path).parts[0].strip("_").removesuffix(".py")
     here = reached.tests_of(mistake.path, mistake.line, mistake.last_line)
     # Programs of the kit know no strategy, and workers no kit.
     elsewhere = {
         name
-        for name in reached.tests_with_processes()
+        for name in reached.tests_of_unseen_processes()
         if name not in here and ("testing" in name) == (room == "testing")
     }
     chosen, taken = [], 0.0

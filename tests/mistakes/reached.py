@@ -1,13 +1,15 @@
 """Which test reaches which line of the package, and how long it takes.
 
 `Recorder` is a plugin of pytest: with it, a run of tests writes two files into a
-folder, and `Reached` reads them. What a test reaches in processes that it starts is not
-seen. `Reached.tests_with_processes` names such tests: they may reach every line.
+folder, and `Reached` reads them. What a test reaches in processes that it calls is
+written by those: see `recorded_lines`. What it reaches in others is not seen.
+`Reached.tests_of_unseen_processes` names such tests: they may reach every line.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Generator, Iterable, Sequence
 from pathlib import Path
@@ -18,6 +20,7 @@ import pytest
 
 import torchstrategy
 from depths import Depth, depth_of
+from recorded_lines import FOLDER, PREFIX
 
 PACKAGE = Path(torchstrategy.__file__).parent
 # A test that waits this long, and does not compute, waits for a process.
@@ -50,6 +53,7 @@ class Recorder:
         self.coverage.set_option("run:disable_warnings", ["no-data-collected"])
         self.times: dict[str, Timed] = {}
         self._failed: set[str] = set()
+        os.environ[FOLDER] = str(folder)
         self.coverage.start()
 
     @pytest.hookimpl(hookwrapper=True)
@@ -70,6 +74,12 @@ class Recorder:
     def pytest_sessionfinish(self, exitstatus: int) -> None:
         self.coverage.stop()
         self.coverage.save()
+        of_processes = coverage.CoverageData(str(self.folder / "lines-of-processes"))
+        for file in self.folder.glob(f"{PREFIX}.*"):
+            lines = coverage.CoverageData(str(file))
+            lines.read()
+            of_processes.update(lines)
+            file.unlink()
         # A run that was broken off has not seen all tests.
         if exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
             (self.folder / "times.json").write_text(json.dumps(self.times))
@@ -81,12 +91,17 @@ class Reached:
     def __init__(self, folders: Sequence[Path]) -> None:
         self.times: dict[str, Timed] = {}
         self._lines: list[coverage.CoverageData] = []
+        self._seen_in_processes: set[str] = set()
         for folder in folders:
             times = json.loads((folder / "times.json").read_text())
             self.times.update({name: Timed(*values) for name, values in times.items()})
             lines = coverage.CoverageData(str(folder / "lines"))
             lines.read()
             self._lines.append(lines)
+            in_processes = coverage.CoverageData(str(folder / "lines-of-processes"))
+            in_processes.read()
+            self._seen_in_processes |= in_processes.measured_contexts()
+            self._lines.append(in_processes)
 
     def tests_of(self, path: str, first: int, last: int) -> list[str]:
         """The tests that reach a line from `first` to `last` of a file of the package.
@@ -103,12 +118,14 @@ class Reached:
                         reached.update(contexts.get(line, []))
         return [name for name in reached if self._passes(name)]
 
-    def tests_with_processes(self) -> list[str]:
-        """The tests that wait for processes."""
+    def tests_of_unseen_processes(self) -> list[str]:
+        """The tests that wait for processes that nobody has recorded."""
         return [
             name
             for name, timed in self.times.items()
-            if timed.waits_for_processes and timed.has_passed
+            if timed.waits_for_processes
+            and timed.has_passed
+            and name not in self._seen_in_processes
         ]
 
     def in_order(self, names: Iterable[str], near: str) -> list[str]:

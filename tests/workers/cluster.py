@@ -23,6 +23,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from recorded_lines import recorded_lines
+
 # How long a call may take before the processes are ended: they wait for each other for
 # ever.
 LIMIT_S = 300.0
@@ -93,8 +95,9 @@ class Cluster:
             args: Its arguments.
             without: The processes that are not waited for.
         """
+        test = os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" ")[0]
         for connection in self.connections:
-            connection.send_bytes(pickle.dumps((call, args)))
+            connection.send_bytes(pickle.dumps((call, args, test)))
         outcomes = [Outcome(None, "not waited for")] * len(self.connections)
         waiting = [rank for rank in range(len(outcomes)) if rank not in without]
         end = time.monotonic() + LIMIT_S
@@ -250,12 +253,13 @@ def _serve(
     _rank.append(rank)
     while True:
         try:
-            call, args = pickle.loads(connection.recv_bytes())
+            call, args, test = pickle.loads(connection.recv_bytes())
         except EOFError:
             return
         faulthandler.dump_traceback_later(LIMIT_S - 10, exit=True, file=crash)
         try:
-            outcome = Outcome(call(*args), None)
+            with recorded_lines(test):
+                outcome = Outcome(call(*args), None)
         except BaseException as error:
             outcome = Outcome(
                 None, f"{type(error).__name__}: {error}", traceback.format_exc()
