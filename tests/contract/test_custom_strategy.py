@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import torchstrategy
+from conditions import for_changes
 from documents import examples_run_on
 from torchstrategy import (
     DistributedValues,
@@ -79,6 +80,7 @@ def test_the_gradient_in_parts_is_that_of_the_batch(rows: int, count: int) -> No
         torch.testing.assert_close(p.grad, gradient)
 
 
+@for_changes
 @settings(deadline=None)
 @given(
     rows=st.integers(1, 9),

@@ -21,7 +21,7 @@ from torch.optim.optimizer import (
 )
 
 import torchstrategy
-from conditions import for_releases
+from conditions import for_changes, for_releases
 from failures import MOMENTS, Problem, Steps, merge, reduce
 
 pytestmark = pytest.mark.usefixtures("a_hang_is_a_failure")
@@ -54,6 +54,7 @@ def census() -> Counter[type]:
     return Counter(ours | {kind: kinds[kind] for kind in watched})
 
 
+@for_changes
 @pytest.mark.slow
 def test_a_hundred_failures_leak_nothing() -> None:
     strategy = torchstrategy.CentralStorageStrategy(["cpu"] * 3)
@@ -142,6 +143,7 @@ def test_threads_are_made_once_and_end_when_the_strategy_is_collected(
     assert set(threading.enumerate()) - before == made
 
 
+@for_changes
 def test_threads_end_when_a_strategy_whose_replicas_failed_is_collected(
     no_thread_left: None,
 ) -> None:

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import torchstrategy
+from conditions import for_changes
 from known_losses import KNOWN, Loss, Net, Rows, ce, each, masked, rows_of
 from topologies import (
     SIMULATED,
@@ -116,6 +117,7 @@ on_cpu = pytest.mark.skipif(
 )
 
 
+@for_changes
 @pytest.mark.slow
 @on_cpu
 @pytest.mark.parametrize("count", [5, 7])
@@ -621,6 +623,7 @@ AROUND: list[Callable[[torch.Tensor, Net], torch.Tensor]] = [
 part = st.tuples(st.sampled_from(MEANS), st.lists(st.sampled_from(AROUND), max_size=3))
 
 
+@for_changes
 @settings(max_examples=60, deadline=None, derandomize=True, database=None)
 @given(
     st.lists(part, min_size=1, max_size=3),

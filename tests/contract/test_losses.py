@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import torchstrategy
+from conditions import for_changes
 from problems import (
     assert_close,
     built,
@@ -193,6 +194,7 @@ def test_the_gradient_is_that_of_the_whole_batch_under_every_strategy(
     check_case(strategy, CASES[name], 7)
 
 
+@for_changes
 @quickly
 @given(
     st.sampled_from(sorted(STRATEGIES)),
@@ -516,6 +518,7 @@ def test_an_optimizer_with_a_closure_is_given_the_loss_of_the_whole_batch() -> N
     assert_close(parameters(model), parameters(twin), "parameters", 1e-9)
 
 
+@for_changes
 @pytest.mark.slow  # the first to import the compiler
 # Which the compiler asks for.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")

@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import torchstrategy
+from conditions import for_changes
 from problems import assert_close, close, data, deal, mlp, parameters, sgd
 from topologies import central, compute_devices
 
@@ -121,6 +122,7 @@ def test_in_a_step_a_type_of_device_means_that_of_the_replica() -> None:
 # Few rows, and keyword arguments
 
 
+@for_changes
 @given(
     rows=st.integers(0, 9),
     replicas=st.integers(1, 4),

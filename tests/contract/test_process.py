@@ -377,6 +377,7 @@ EXITS: dict[str, str] = {
 }
 
 
+@for_changes
 @pytest.mark.slow
 @pytest.mark.parametrize("program", EXITS.values(), ids=EXITS)
 def test_the_interpreter_exits_without_a_word(program: str) -> None:

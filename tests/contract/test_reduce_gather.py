@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from components import NO_SUM, SINGLE, TWO, Pair, dealt, in_replicas, per_replica
+from conditions import for_changes
 from problems import close, context, replica_id, shown
 from topologies import TOPOLOGIES, central
 from torchstrategy import OneDeviceStrategy, ReduceOp, Strategy
@@ -620,6 +621,7 @@ def test_gathering_is_torch_cat(replicas: int, rank: int, data: st.DataObject) -
         assert torch.equal(mine.cpu(), whole)
 
 
+@for_changes
 @quickly
 @given(st.integers(1, 4), SHAPES)
 def test_an_all_reduce_is_a_reduction_that_every_replica_has(

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from conditions import for_changes
 from known_losses import KNOWN, Net, rows_of
 from problems import close
 from topologies import SIMULATED, compute_devices
@@ -180,6 +181,7 @@ class Split(Net):
 LEFT_OUT = {"compiled_loss", "compiled_model", "gathered_by_everybody"}
 
 
+@for_changes
 @pytest.mark.skipif(bool(SIMULATED), reason="these losses hold tensors of the CPU")
 @pytest.mark.parametrize("count", [5, 2])
 def test_known_losses(count: int) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from conditions import for_releases
+from conditions import for_changes, for_releases
 from random_programs import actions, events, layers
 from random_programs.comparison import differences
 from random_programs.generation import Generator
@@ -68,6 +68,7 @@ class _Wrong(layers.Layer):
         return Wrong()
 
 
+@for_changes
 def test_a_difference_is_found_and_shrunk() -> None:
     """A long program with one wrong part becomes a short one.
 

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import torchstrategy
+from conditions import for_changes
 from problems import (
     ELSEWHERE,
     assert_close,
@@ -91,6 +92,7 @@ CLEARING: dict[str, Callable[[Any, Any], None]] = {
 }
 
 
+@for_changes
 @pytest.mark.parametrize("way", CLEARING)
 def test_every_way_of_clearing_gradients_means_what_it_means_in_plain_torch(make, way):
     clear = CLEARING[way]
@@ -398,6 +400,7 @@ def test_every_replica_reads_the_gradient_of_the_whole_batch_also_that_of_earlie
             )
 
 
+@for_changes
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_gradients_that_a_step_adds_up_itself_are_those_of_the_whole_batch(
     make, reduction

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import torchstrategy
-from conditions import for_releases
+from conditions import for_changes, for_releases
 from problems import (
     adam,
     assert_close,
@@ -607,6 +607,7 @@ def heads_loss(model: Any, batch: Any) -> torch.Tensor:
     return F.mse_loss(model(batch[0], batch[2]), batch[1])
 
 
+@for_changes
 def test_a_parameter_that_some_replicas_do_not_use_has_the_gradient_of_the_whole_batch(
     make,
 ):
@@ -681,6 +682,7 @@ def test_runs_of_several_threads_lose_no_gradient():
     assert_close(gradients(model), gradients(twin), "four threads")
 
 
+@for_changes
 def test_two_topologies_give_the_same_numbers_bit_for_bit():
     def step(model: Any, optimizer: Any, batch: Any) -> None:
         optimizer.zero_grad()

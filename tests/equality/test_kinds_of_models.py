@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrizations
 
+from conditions import for_changes
 from nets import F64, Net, train
 from problems import (
     assert_close,
@@ -187,6 +188,7 @@ def test_batch_norm_models_train_on_replicas(make):
     assert float(mse(model, whole).detach()) < 0.7 * before
 
 
+@for_changes
 def test_copies_and_aliases_give_the_same_model_bit_for_bit():
     builds = {
         **MODELS,

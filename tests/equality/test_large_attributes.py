@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 import torchstrategy
+from conditions import for_changes
 from topologies import central, central_in_one_place, mirrored, mirrored_with_copies
 from torchstrategy._base.objects import attribute_contents
 from torchstrategy._copies.attributes import late_attributes
@@ -201,6 +202,7 @@ BETWEEN: dict[str, Callable[[Any, Thing, int], object]] = {
 }
 
 
+@for_changes
 @pytest.mark.parametrize("between", BETWEEN)
 @pytest.mark.parametrize("act", STEPS)
 def test_what_is_written_anywhere_in_it_is_there_everywhere(

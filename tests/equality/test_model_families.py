@@ -23,7 +23,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import torchstrategy
-from conditions import for_releases
+from conditions import for_changes, for_releases
 from problems import assert_close, context, deal, gradients, sgd
 from topologies import SIMULATED, central, central_with_copies, compute_devices
 from torchstrategy.nn import SyncBatchNorm, compute_average_loss
@@ -504,6 +504,7 @@ def assert_same_rows(
     )
 
 
+@for_changes
 @pytest.mark.parametrize(("name", "is_reentrant"), [("gpt2", False), ("vit", True)])
 def test_layers_may_be_recomputed_from_some_step_on(
     name: str, is_reentrant: bool
@@ -540,6 +541,7 @@ def test_layers_may_be_recomputed_from_some_step_on(
     assert of_replicas == [2, (3, 3, 1), (3, 3, 1), 1, 1]
 
 
+@for_changes
 def test_a_part_may_be_frozen_between_steps() -> None:
     def freeze(training: Training, k: int) -> None:
         if k == 1:
@@ -622,6 +624,7 @@ def test_hidden_states_are_there_in_every_replica_and_outside(name: str) -> None
     assert len(ours(**beside(ours, batch), output_hidden_states=True)[hidden]) == 3
 
 
+@for_changes
 @pytest.mark.parametrize(("name", "beams"), [("gpt2", 1), ("gpt2", 3), ("t5", 1)])
 def test_replicas_generate_what_one_device_generates(name: str, beams: int) -> None:
     strategy, ours, plain = started(name)
@@ -642,6 +645,7 @@ def test_replicas_generate_what_one_device_generates(name: str, beams: int) -> N
     )
 
 
+@for_changes
 def test_what_is_written_on_a_configuration_holds_in_every_replica() -> None:
     strategy, ours, plain = started("gpt2")
     inputs = FAMILIES["gpt2"].batches()[1]
@@ -684,6 +688,7 @@ def test_what_is_written_on_a_configuration_holds_in_every_replica() -> None:
 
 # In the scope of a strategy on devices, from_pretrained wants a package more:
 # accelerate.
+@for_changes
 @pytest.mark.parametrize(
     "way", ["distributed"] if SIMULATED else ["distributed", "made_in_the_scope"]
 )
@@ -742,6 +747,7 @@ def test_a_tokenizers_batches_are_dealt_out_as_a_loader_collates_them() -> None:
         assert_trained_alike(ours, plain, 1e-10, "a tokenizer's batch")
 
 
+@for_changes
 def test_graphs_in_a_list_are_dealt_out_and_put_together_in_the_step() -> None:
     """What torch_geometric's own DataParallel wants of a loader."""
 

@@ -21,6 +21,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import torchstrategy
+from conditions import for_changes
 from problems import (
     assert_close,
     built,
@@ -184,6 +185,7 @@ def test_every_strategy_has_it(strategy: torchstrategy.Strategy) -> None:
     check(strategy, (model, twin), values(5, 2, 3))
 
 
+@for_changes
 @quickly
 @given(
     st.sampled_from(sorted(STRATEGIES)),

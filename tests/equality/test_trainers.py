@@ -25,6 +25,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import torchstrategy
+from conditions import for_changes
 from problems import context, data, deal, mlp, mse, replica_id, sgd
 from topologies import SEVERAL, TOPOLOGIES, central_in_one_place
 
@@ -776,6 +777,7 @@ def _attributes_of(trainer: Any) -> Iterator[dict[str, Any]]:
     yield vars(trainer)
 
 
+@for_changes
 @settings(
     max_examples=40,
     deadline=None,

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from conditions import for_changes
 from nets import F64, outputs, train, trained
 from problems import assert_close, close, compare, data, deal, mlp, mse
 from torchstrategy import RunOptions
@@ -181,6 +182,7 @@ def test_an_embedding_with_a_largest_norm_keeps_it_or_is_refused(make):
 # ---- buffers
 
 
+@for_changes
 def test_batch_norm_averages_statistics_by_share_and_applies_its_momentum_once(make):
     for momentum in (0.1, 0.5, None):
         for rows, pieces in [(8, [3, 3, 2]), (9, [3, 3, 3]), (5, [2, 2, 1])]:

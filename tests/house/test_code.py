@@ -6,6 +6,7 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
+from conditions import for_changes
 from house.rooms import ROOT, core_files, files, listed, nodes_in, nodes_of, short_name
 
 READS_BY_RUNNING = {
@@ -38,6 +39,7 @@ def unpickling_lines(nodes: list[ast.AST]) -> Iterator[str]:
                 yield f"line {node.lineno}: {name}"
 
 
+@for_changes
 def test_nothing_unpickles() -> None:
     """Workers once unpickled messages: who reached their port could run anything."""
     assert list(unpickling_lines(nodes_in("import pickle.x"))), "finds nothing"
@@ -130,6 +132,7 @@ def private_names(nodes: list[ast.AST]) -> list[str]:
     return [f"line {line}: {text}" for line, text in found]
 
 
+@for_changes
 def test_private_names_of_torch_stand_in_files_of_their_own() -> None:
     missed = [
         line

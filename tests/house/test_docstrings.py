@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 import torchstrategy
+from conditions import for_changes
 from house.public_names import public_things
 from house.rooms import files, listed, nodes_of, short_name
 
@@ -57,6 +58,7 @@ def public_methods(cls: type) -> Iterator[str]:
                     yield name
 
 
+@for_changes
 def test_every_example_does_what_it_says() -> None:
     failed = [
         report

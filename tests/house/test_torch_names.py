@@ -9,6 +9,7 @@ import ast
 
 import pytest
 
+from conditions import for_changes
 from house import torch_names
 from house.rooms import listed, package
 
@@ -76,6 +77,7 @@ def test_the_package_does_without_the_names_that_a_version_lacks() -> None:
     )
 
 
+@for_changes
 @pytest.mark.slow
 def test_the_record_is_true_of_the_torch_that_is_installed() -> None:
     version = torch_names.installed()

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, Subset
 
+from conditions import for_changes
 from topologies import central
 
 REPLICAS = [1, 2, 3, 4, 5]
@@ -71,6 +72,7 @@ def test_replicas_find_what_plain_pytorch_finds(
     assert_same(example, replicas, loader)
 
 
+@for_changes
 def test_no_row_is_counted_twice_or_not_at_all(
     example: ModuleType, test_images: Dataset
 ) -> None:
@@ -86,6 +88,7 @@ def test_no_row_is_counted_twice_or_not_at_all(
     holds()
 
 
+@for_changes
 @pytest.mark.slow
 def test_the_example_runs_and_checks_itself(
     example: ModuleType, capsys: pytest.CaptureFixture[str]

@@ -127,6 +127,7 @@ def test_the_digits_program_checks_itself_in_two_processes(
     ]  # one of them prints
 
 
+@for_changes
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments",

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import pytest
 
+from conditions import for_changes
 from documents import anchors_of, dead_links_of, examples_run_on
 from features.training import FEATURES, Training
 
@@ -63,6 +64,7 @@ def rows() -> list[Row]:
     return [Row(what, equal, TRAINED[what]) for what, _, _, equal in cells]
 
 
+@for_changes
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Lazy modules are a new feature")
 # Torch's own, in its forward mode.

@@ -169,6 +169,7 @@ def run_scripts() -> None:
         Path("net.pt").rename(f"{number}.pt")
 
 
+@for_changes
 @pytest.mark.slow
 @pytest.mark.parametrize("place", PLACES)
 def test_the_three_scripts_print_the_same_and_save_the_same_weights(

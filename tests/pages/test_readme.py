@@ -22,7 +22,7 @@ import pytest
 import pytest_torchstrategy
 import torchstrategy
 import torchstrategy.testing
-from conditions import for_releases
+from conditions import for_changes, for_releases
 from processes import LEAN, NO_ACCELERATOR, python
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -163,6 +163,7 @@ def consoles() -> list[Any]:
     ]
 
 
+@for_changes
 @pytest.mark.slow
 @pytest.mark.parametrize("console", consoles())
 def test_a_reader_who_follows_a_page_sees_what_it_shows(

@@ -51,6 +51,7 @@ def blamed(text: str) -> set[int]:
     }
 
 
+@for_changes
 @pytest.mark.parametrize(
     ("count", "culprit", "busy"), [(4, 1, None), (4, 0, None), (3, 2, 0), (4, 0, 3)]
 )
@@ -110,6 +111,7 @@ def test_a_death_is_heard_of_although_children_live_on(how: str) -> None:
         assert seconds < 7
 
 
+@for_changes
 @pytest.mark.skipif(sys.platform != "linux", reason="sockets are counted in /proc")
 def test_a_forked_child_has_no_part_in_the_training() -> None:
     for told, heard, sockets in [
@@ -165,6 +167,7 @@ def test_a_worker_that_is_stopped_before_it_answers_is_named_alone() -> None:
         assert seconds < SOON_S
 
 
+@for_changes
 @pytest.mark.parametrize("how", ["is killed", "raises"])
 @pytest.mark.parametrize("culprit", [0, 2])
 def test_a_worker_that_ends_while_all_join_is_named_at_once(
@@ -180,6 +183,7 @@ def test_a_worker_that_ends_while_all_join_is_named_at_once(
         assert seconds < SOON_S
 
 
+@for_changes
 def test_half_of_a_surrogate_pair_is_told_with_an_escape() -> None:
     first, second = cluster(2).run(blaming.of_surrogate)
     assert re.match(

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import torchstrategy
+from conditions import for_changes
 from workers import counting
 from workers.cluster import cluster
 from workers.trainings import difference
@@ -35,6 +36,7 @@ def test_the_training_is_that_of_plain_pytorch(
         assert difference(found, alone) < 1e-12
 
 
+@for_changes
 @pytest.mark.parametrize(("workers", "replicas"), [(2, 1), (2, 2)])
 def test_running_statistics_are_means_over_rows_all_the_same(
     workers: int, replicas: int

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import torchstrategy
-from conditions import for_releases, some_of
+from conditions import for_changes, for_releases, some_of
 from workers import exact_steps
 from workers.cluster import cluster
 
@@ -28,6 +28,7 @@ def of_plain_torch(program: exact_steps.Program) -> list[torch.Tensor]:
     return exact_steps.come_to(torchstrategy.get_strategy(), program)
 
 
+@for_changes
 @pytest.mark.parametrize("workers", [2, pytest.param(3, marks=for_releases)])
 @pytest.mark.parametrize("size", [1, math.inf], ids=["sent early", "sent in the end"])
 def test_steps_compute_the_numbers_of_plain_torch(workers: int, size: float) -> None:
@@ -47,6 +48,7 @@ def test_steps_compute_the_numbers_of_plain_torch(workers: int, size: float) -> 
     assert wrong == {}
 
 
+@for_changes
 @pytest.mark.parametrize("workers", [2, pytest.param(3, marks=for_releases)])
 def test_steps_of_copies_compute_the_numbers_of_plain_torch(workers: int) -> None:
     """Some batches have rows for some of a worker's replicas only, or for none."""
@@ -65,6 +67,7 @@ def test_steps_of_copies_compute_the_numbers_of_plain_torch(workers: int) -> Non
     assert wrong == {}
 
 
+@for_changes
 def test_a_strategy_over_some_of_the_processes_computes_plain_torchs_numbers() -> None:
     program = exact_steps.cleared_here_and_there
     *found, left_out = cluster(3).run(exact_steps.of_a_part, program)

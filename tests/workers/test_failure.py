@@ -21,6 +21,7 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 
 
+@for_changes
 @pytest.mark.parametrize("name", faults.FAULTS)
 def test_the_others_hear_who_failed_and_why(name: str) -> None:
     """Once, tensors of different shapes in `all_reduce` hung for 80 seconds.

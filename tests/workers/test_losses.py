@@ -85,6 +85,7 @@ def _wrong_of(name: str, of_workers: Sequence[Any], replicas: int) -> list[Any]:
     return wrong
 
 
+@for_changes
 @layouts
 @pytest.mark.parametrize("size", [1, math.inf], ids=["sent early", "sent in the end"])
 def test_random_losses_with_counts_have_the_gradient_of_plain_torch(
@@ -131,6 +132,7 @@ def test_trainings_compute_the_numbers_of_plain_torch(
     assert wrong == {}
 
 
+@for_changes
 @pytest.mark.parametrize(
     "train", [sharding.ordinary, sharding.several_backwards, sharding.sending_later]
 )

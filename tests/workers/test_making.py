@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import torchstrategy
+from conditions import for_changes
 from workers import making
 from workers.cluster import cluster
 from workers.trainings import difference
@@ -13,6 +14,7 @@ from workers.trainings import difference
 pytestmark = pytest.mark.slow
 
 
+@for_changes
 @pytest.mark.parametrize(("workers", "replicas"), [(3, 1), (2, 2)])
 def test_buffers_that_a_step_makes_are_those_of_the_first_replica_of_all(
     workers: int, replicas: int
@@ -57,6 +59,7 @@ def test_a_worker_that_makes_something_else_is_refused_and_nothing_is_written(
         )
 
 
+@for_changes
 @pytest.mark.parametrize("what", ["made", "removed"])
 def test_a_lone_replica_that_makes_something_else_is_refused(what: str) -> None:
     for message, *_ in cluster(2).run(making.of_one_only, what, 1):

@@ -8,6 +8,7 @@ import os
 import pytest
 import torch
 
+from conditions import for_changes
 from workers import overlapping
 from workers.cluster import cluster
 
@@ -36,6 +37,7 @@ def test_gradients_that_the_user_keeps_stay_as_they_are() -> None:
     assert cluster(2).run(overlapping.of_kept_gradients) == [True, True]
 
 
+@for_changes
 @pytest.mark.parametrize("how", ["raises", "goes another way", "another waits"])
 def test_a_worker_that_leaves_others_with_gradients_under_way_is_heard_of(
     how: str,

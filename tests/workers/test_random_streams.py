@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from conditions import for_changes
 from workers import drawing
 from workers.cluster import cluster
 from workers.trainings import difference
@@ -12,6 +13,7 @@ from workers.trainings import difference
 pytestmark = pytest.mark.slow
 
 
+@for_changes
 def test_four_replicas_draw_the_same_in_two_processes() -> None:
     alone = drawing.of_one_process()
     for of_worker in cluster(2).run(drawing.of_workers, 2):

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import torchstrategy
-from conditions import for_releases
+from conditions import for_changes, for_releases
 from workers import reading
 from workers.cluster import cluster
 from workers.trainings import Net, difference
@@ -97,6 +97,7 @@ def test_shares_of_rows_are_those_of_all_replicas() -> None:
     assert cluster(2).run(reading.of_shares, 2) == [[[4, 2]], [[1, 1]]]
 
 
+@for_changes
 @pytest.mark.parametrize("mode", ["PER_WORKER", "PER_REPLICA"])
 def test_workers_with_datasets_of_their_own_train_what_one_device_trains(
     mode: str,

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import torchstrategy
-from conditions import for_releases
+from conditions import for_changes, for_releases
 from torchstrategy._group.workers import PACK
 from workers import resuming
 from workers.cluster import cluster
@@ -17,6 +17,7 @@ from workers.trainings import difference
 pytestmark = pytest.mark.slow
 
 
+@for_changes
 @pytest.mark.parametrize("steps", [(1, 2, 6), (2, 4, 7), (3, 5, 9)])
 def test_a_training_goes_on_in_fewer_processes_and_in_one(
     steps: tuple[int, int, int],
@@ -59,6 +60,7 @@ def test_a_checkpoint_of_workers_that_had_copies_goes_on(
         assert torch.equal(one["random"], expected["random"])
 
 
+@for_changes
 @pytest.mark.parametrize("pack", [200, PACK], ids=["several packs", "one pack"])
 @pytest.mark.parametrize("count", [3, pytest.param(4, marks=for_releases)])
 @pytest.mark.parametrize("kind", resuming.KINDS)

@@ -79,6 +79,7 @@ def test_gradients_are_added_up_where_the_run_says_so(
         assert differ(found, plainly(batches())) < 1e-12
 
 
+@for_changes
 def test_low_precision_comes_near_to_the_numbers_of_one_device() -> None:
     model = sharding.Net()
     step = sharding.ordinary(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -105,6 +106,7 @@ def test_workers_that_compute_one_model_draw_the_same_random_numbers() -> None:
         )
 
 
+@for_changes
 @pytest.mark.parametrize("make", [sharding.shard, sharding.wrapped])
 def test_a_step_out_of_any_run_is_torchs_own(make: sharding.Make) -> None:
     data = [*batches(), batches()[0]]

@@ -52,6 +52,7 @@ def environments(kind: str, addresses: list[str]) -> list[dict[str, str]]:
     return [{"TASK": str(r)} for r in range(3)]
 
 
+@for_changes
 @pytest.mark.parametrize("kind", ["torchrun", "TF_CONFIG", "slurm", "simple"])
 def test_workers_find_each_other(kind: str) -> None:
     addresses = [f"127.0.0.1:{port}" for port in free_ports(3)]
@@ -62,6 +63,7 @@ def test_workers_find_each_other(kind: str) -> None:
         assert outcome.value == (3, [0, 1, 2], True, True)
 
 
+@for_changes
 def test_where_nobody_says_there_is_one_worker() -> None:
     config = json.dumps(
         {"cluster": {"worker": ["127.0.0.1:1"]}, "task": {"type": "worker", "index": 0}}
@@ -91,6 +93,7 @@ def test_a_group_that_the_script_has_made_for_devices_only_is_enough() -> None:
     assert [other.value for other in others] == [first.value, first.value]
 
 
+@for_changes
 def test_a_group_that_one_worker_has_made_alone_changes_no_names() -> None:
     """torch named the next group by a number that was another one in this worker.
 
@@ -103,6 +106,7 @@ def test_a_group_that_one_worker_has_made_alone_changes_no_names() -> None:
         processes.end()
 
 
+@for_changes
 def test_a_process_can_leave_its_world_for_one_of_other_processes(
     tmp_path: Path,
 ) -> None:
@@ -314,6 +318,7 @@ def test_no_thread_of_gloo_outlives_the_program() -> None:
     assert [process.returncode for process in processes] == [0, 0]
 
 
+@for_changes
 @pytest.mark.skipif(
     sys.platform != "linux", reason="the names of native threads are read in /proc"
 )

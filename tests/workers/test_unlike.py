@@ -9,6 +9,7 @@ import math
 
 import pytest
 
+from conditions import for_changes
 from workers import unlike
 from workers.cluster import cluster
 
@@ -18,6 +19,7 @@ PLACES = "The workers came to different synchronization points"
 UNLIKE = "The workers are not alike at"
 
 
+@for_changes
 @pytest.mark.parametrize("size", [1, math.inf], ids=["sent early", "sent in the end"])
 @pytest.mark.parametrize(
     ("what", "told", "later"),
@@ -116,6 +118,7 @@ def test_what_cannot_work_is_refused_by_name(what: str, told: str) -> None:
         assert message.startswith(told), (what, message)
 
 
+@for_changes
 def test_a_backward_that_raises_in_all_workers_leaves_no_gradients() -> None:
     (first, weights), (second, others) = cluster(2).run(
         unlike.of_backward_that_raises, math.inf
@@ -123,6 +126,7 @@ def test_a_backward_that_raises_in_all_workers_leaves_no_gradients() -> None:
     assert first == second == "" and weights == others
 
 
+@for_changes
 def test_a_backward_that_raises_after_some_gradients_were_sent_is_the_end() -> None:
     for message, _ in cluster(2).run(unlike.of_backward_that_raises, 1):
         assert "failed: ValueError: too large" in message

@@ -15,6 +15,7 @@ from workers.trainings import batches, difference
 pytestmark = pytest.mark.slow
 
 
+@for_changes
 @pytest.mark.parametrize(("workers", "replicas"), [(3, 1), (2, 2)])
 def test_values_have_the_numbers_of_all_replicas(workers: int, replicas: int) -> None:
     count = workers * replicas
@@ -47,6 +48,7 @@ def test_a_scalar_loss_is_the_mean_over_the_rows_of_all_workers_and_one_replica_
         )  # and printed nothing
 
 
+@for_changes
 @pytest.mark.parametrize(("workers", "replicas"), [(2, 1), (2, 2), (3, 1)])
 def test_a_loss_over_tokens_is_logged_as_plain_pytorch_prints_it(
     workers: int, replicas: int
@@ -56,6 +58,7 @@ def test_a_loss_over_tokens_is_logged_as_plain_pytorch_prints_it(
         assert found == pytest.approx(expected, rel=1e-12)
 
 
+@for_changes
 @pytest.mark.parametrize(("workers", "replicas"), [(3, 1), (2, 2)])
 def test_variables_are_those_of_replicas_in_one_process(
     workers: int, replicas: int
@@ -68,6 +71,7 @@ def test_variables_are_those_of_replicas_in_one_process(
     assert alone["assigned"] == 6
 
 
+@for_changes
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_values_that_each_replica_has_begin_with_those_of_worker_0(
     replicas: int,
@@ -84,6 +88,7 @@ def test_values_that_each_replica_has_begin_with_those_of_worker_0(
         assert late == ([7.0] * replicas, 7.0)
 
 
+@for_changes
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_an_expanded_buffer_begins_with_the_values_of_worker_0(replicas: int) -> None:
     """The first run failed.
@@ -94,6 +99,7 @@ def test_an_expanded_buffer_begins_with_the_values_of_worker_0(replicas: int) ->
         assert torch.equal(found, torch.arange(3.0).expand(2, 2, 3))
 
 
+@for_changes
 @pytest.mark.parametrize(("workers", "replicas"), [(3, 1), (2, 2)])
 def test_metrics_count_the_rows_of_all_workers(workers: int, replicas: int) -> None:
     alone = values.metrics_of(
@@ -116,6 +122,7 @@ def test_a_moving_average_of_a_lone_replica_stays_in_its_worker() -> None:
     assert cluster(2).run(values.of_attributes, 1) == [[], []]
 
 
+@for_changes
 def test_attributes_of_trainers_are_those_of_each_worker() -> None:
     found = cluster(2).run(values.of_trainers, 2)
     # In the last batch of one row the second worker is an understudy. It counts its

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import torchstrategy
+from conditions import for_changes
 from torchstrategy.cluster_resolver import (
     ClusterResolver,
     ClusterSpec,
@@ -66,6 +67,7 @@ def tf_config(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
 # ClusterSpec
 
 
+@for_changes
 @settings(deadline=None, max_examples=40)
 @given(CLUSTERS)
 def test_a_cluster_says_what_it_was_told(cluster: dict[str, Any]) -> None:

@@ -284,6 +284,7 @@ class Gated(Dataset):
         return index
 
 
+@for_changes
 @needs_fork
 @pytest.mark.parametrize("is_held", [True, False], ids=["held", "dropped"])
 def test_persistent_workers_serve_one_iteration_after_the_other(

@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader
 
 import torchstrategy
 from conditions import (
+    for_changes,
     for_releases,
     needs_fork,
     needs_signals,
@@ -241,6 +242,7 @@ def in_child(fn: Callable[[], Any]) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
+@for_changes
 @needs_fork
 @pytest.mark.parametrize("kind", ["ahead", "on demand", "workers"])
 def test_a_forked_child_leaves_its_parents_iterator_alone(kind: str) -> None:
@@ -332,6 +334,7 @@ EXIT = """
 """  # noqa: E501
 
 
+@for_changes
 @pytest.mark.slow
 @without_simulated_devices
 def test_the_interpreter_exits_without_a_word_and_without_waiting() -> None:

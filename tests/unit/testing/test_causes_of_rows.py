@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import torchstrategy
+from conditions import for_changes
 from problems import replica_id
 from torchstrategy.testing import assert_same_as_plain
 
@@ -138,6 +139,7 @@ def test_a_mean_of_the_batch_in_the_step_is_named_with_its_line(
     assert said.count("Cause:") == 1
 
 
+@for_changes
 def test_a_mean_and_a_deviation_are_named_together() -> None:
     def standardized(inputs: torch.Tensor) -> torch.Tensor:
         mean = inputs.mean()
@@ -281,6 +283,7 @@ def test_a_counter_that_is_right_passes() -> None:
     assert steps == {"taken": 0}
 
 
+@for_changes
 def test_what_is_far_more_than_rounding_is_not_called_rounding() -> None:
     def change(inputs: torch.Tensor) -> torch.Tensor:
         return inputs * (1 + replica_id()) if inputs.dtype is torch.float32 else inputs

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
 import linted
-from conditions import for_releases
+from conditions import for_changes, for_releases
 from sweep import operators
 from torchstrategy.testing import Finding, lint_training, run_ranks
 from torchstrategy.testing._lints import session
@@ -50,6 +50,7 @@ def the_failure(findings: list[Finding]) -> Finding:
     return failure
 
 
+@for_changes
 @pytest.mark.parametrize("event", ["calls", "goes_back", "stepped", "findings"])
 def test_a_lint_that_fails_does_not_end_the_program(
     monkeypatch: pytest.MonkeyPatch, event: str
@@ -78,6 +79,7 @@ def test_a_lint_that_fails_at_an_operator_does_not_end_the_program(
     )
 
 
+@for_changes
 def test_the_other_lints_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FedRows, "calls", fails)
     names = linted.names_of(lambda: run_ranks(train, RANKS))

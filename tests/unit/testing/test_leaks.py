@@ -101,6 +101,7 @@ def test_a_thread_that_goes_on_is_named_with_the_line_that_it_is_at() -> None:
         later.enter_context(thread("prefetch"))
 
 
+@for_changes
 def test_all_threads_that_go_on_are_named() -> None:
     with (
         ExitStack() as later,
@@ -113,6 +114,7 @@ def test_all_threads_that_go_on_are_named() -> None:
     assert "'first'" in first and "'second'" in second
 
 
+@for_changes
 def test_a_thread_that_was_told_to_end_is_waited_for() -> None:
     with ExitStack() as later, no_thread_leaks():
         later.enter_context(thread("prefetch")).set()
@@ -139,6 +141,7 @@ def test_a_strategy_in_a_cycle_ends_its_threads_in_time() -> None:
         del strategy, cycle
 
 
+@for_changes
 def test_a_replicas_thread_that_outlives_its_strategy_is_a_leak() -> None:
     team = ReplicaThreads([torch.device("cpu", 0)] * 2)
     with (
@@ -153,6 +156,7 @@ def test_a_replicas_thread_that_outlives_its_strategy_is_a_leak() -> None:
         team.inboxes[replica].put(None)
 
 
+@for_changes
 def test_the_error_of_the_block_notes_the_threads_that_go_on() -> None:
     with (
         ExitStack() as later,
@@ -451,6 +455,7 @@ def test_the_error_of_the_block_notes_what_is_left_on() -> None:
 # All of it
 
 
+@for_changes
 def test_one_report_names_all_that_was_left() -> None:
     with (
         ExitStack() as later,

@@ -44,6 +44,7 @@ def of_pair(pair: planted.Pair, is_right: bool) -> list[Finding]:
 ON_CPU = [name for name, pair in PAIRS.items() if not pair.needs_device]
 
 
+@for_changes
 @pytest.mark.parametrize("name", ON_CPU)
 def test_a_planted_mistake_is_named(name: str) -> None:
     (finding,) = findings_of(name, is_right=False)
@@ -96,6 +97,7 @@ def test_a_right_program_without_ranks_is_left_alone(
         program()
 
 
+@for_changes
 @pytest.mark.parametrize(
     "program", ranked_programs.EVERYWHERE, ids=lambda program: program.__name__
 )
@@ -107,6 +109,7 @@ def test_a_program_of_four_ranks_is_left_alone(
         program(lambda rank: torch.device("cpu"))
 
 
+@for_changes
 @pytest.mark.parametrize("is_right", [False, True])
 def test_gradients_that_are_reduced_over_the_wrong_group_are_named(
     is_right: bool,
@@ -278,6 +281,7 @@ CAPTURED = """
 """  # noqa: E501
 
 
+@for_changes
 def test_lints_do_not_wait_for_a_learning_rate_on_the_device(tmp_path: Path) -> None:
     """A graph that captures the step of such an optimizer failed.
 
@@ -323,6 +327,7 @@ USES_ITS_RESULTS = """
 """  # noqa: E501
 
 
+@for_changes
 def test_results_that_are_kept_or_read_are_left_alone(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(textwrap.dedent(USES_ITS_RESULTS))
     arguments = (

@@ -112,6 +112,7 @@ def train_with_average(
         evaluates(average, rank)
 
 
+@for_changes
 @pytest.mark.parametrize("times", [1, 2])
 @pytest.mark.parametrize("make", [frozen_copy, AveragedModel])
 def test_an_average_of_one_rank_that_all_evaluate_is_named(
@@ -128,6 +129,7 @@ def test_an_average_of_one_rank_that_all_evaluate_is_named(
     assert "On rank 1 it is still as it was made" in finding.write
 
 
+@for_changes
 def test_an_average_of_all_ranks_is_left_alone() -> None:
     assert names_of(lambda rank: train_with_average(rank, updates_on=(0, 1))) == []
 
@@ -177,6 +179,7 @@ RIGHT: dict[str, Callable[[nn.Module, int], object]] = {
 }
 
 
+@for_changes
 @pytest.mark.parametrize("name", RIGHT)
 def test_evaluations_of_an_average_that_may_be_meant(name: str) -> None:
     assert names_of(lambda rank: train_with_average(rank, evaluates=RIGHT[name])) == []
@@ -193,6 +196,7 @@ class Scaled(nn.Module):
         return self.rest(x * self.scale)
 
 
+@for_changes
 def test_the_same_rows_of_which_no_layer_is_the_first() -> None:
     def program(rank: int) -> None:
         begin()
@@ -209,6 +213,7 @@ def test_the_same_rows_of_which_no_layer_is_the_first() -> None:
     assert names_of(program) == []
 
 
+@for_changes
 def test_results_that_come_together_after_the_next_step_are_something_else() -> None:
     def program(rank: int) -> None:
         train_with_average(
@@ -269,6 +274,7 @@ def test_opponents_that_each_rank_loads_are_left_alone() -> None:
     assert names_of(program) == []
 
 
+@for_changes
 def test_a_pool_of_opponents_is_left_alone() -> None:
     def program(rank: int) -> None:
         begin()
@@ -299,6 +305,7 @@ def test_candidates_that_nobody_trains_by_gradients_are_left_alone() -> None:
     assert names_of(program) == []
 
 
+@for_changes
 def test_parts_that_are_no_copies_are_left_alone() -> None:
     """A single layer may have any shape.
 
@@ -318,6 +325,7 @@ def test_parts_that_are_no_copies_are_left_alone() -> None:
     assert names_of(program) == []
 
 
+@for_changes
 def test_parameters_without_a_shape_do_no_harm() -> None:
     def program(rank: int) -> None:
         begin()
@@ -330,6 +338,7 @@ def test_parameters_without_a_shape_do_no_harm() -> None:
     assert names_of(program) == []
 
 
+@for_changes
 def test_experts_that_the_wrapper_was_told_to_leave_alone() -> None:
     def program(rank: int) -> None:
         begin()
@@ -385,6 +394,7 @@ def test_statistics_of_each_rank_are_named() -> None:
     assert "The wrapper was told not to broadcast buffers" in finding.write
 
 
+@for_changes
 @pytest.mark.parametrize("before", [average_statistics, broadcast_statistics])
 def test_statistics_that_ranks_make_alike_are_left_alone(
     before: Callable[[nn.Module], None],
@@ -395,6 +405,7 @@ def test_statistics_that_ranks_make_alike_are_left_alone(
     assert names_of(program) == []
 
 
+@for_changes
 @pytest.mark.parametrize("call", [lambda model: model, lambda model: model.module])
 def test_statistics_that_the_wrapper_broadcasts_are_left_alone(
     call: Callable[[Any], nn.Module],
@@ -416,6 +427,7 @@ def test_statistics_in_training_mode_are_left_alone() -> None:
 # Weights that are put in the place of the trained ones
 
 
+@for_changes
 def test_averages_that_one_rank_puts_into_the_model_are_named() -> None:
     def program(rank: int, is_right: bool) -> None:
         begin()
@@ -503,6 +515,7 @@ def is_unlike(finding: Finding) -> bool:
     return finding.name == "models-differ"
 
 
+@for_changes
 @pytest.mark.parametrize("moves", [False, True])
 def test_a_teacher_that_was_copied_before_ranks_are_alike_is_named(moves: bool) -> None:
     def make_teacher(early: nn.Module, student: nn.Module) -> nn.Module:
@@ -518,6 +531,7 @@ def test_a_teacher_that_was_copied_before_ranks_are_alike_is_named(moves: bool) 
     assert "Make the copy after `DistributedDataParallel(model)`" in finding.write
 
 
+@for_changes
 def test_a_teacher_that_was_copied_later_is_left_alone() -> None:
     assert not [
         *filter(

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from conditions import for_releases
+from conditions import for_changes, for_releases
 from linted import findings_of, names_of
 from torchstrategy.testing import run_ranks
 
@@ -495,6 +495,7 @@ def test_weights_that_differ_are_named_where_a_flat_tensor_is_reduced(
     assert lints(program) == ([] if is_right else ["weights-differ"])
 
 
+@for_changes
 @pytest.mark.parametrize(
     ("of_loss", "of_flat", "names"),
     [
@@ -537,6 +538,7 @@ def test_a_flat_tensor_is_divided(
     assert lints(program) == names
 
 
+@for_changes
 @pytest.mark.parametrize("of_loss", [1, 2])
 @pytest.mark.parametrize("of_gradient", [1, 2, 4])
 def test_micro_batches_and_a_sum_over_ranks(of_loss: int, of_gradient: int) -> None:
@@ -679,6 +681,7 @@ def test_views_that_are_made_once_are_no_copies() -> None:
 # Rows that are taken by their numbers
 
 
+@for_changes
 @pytest.mark.parametrize("is_right", [False, True])
 @pytest.mark.parametrize("selects", [False, True])
 def test_parts_of_an_order_that_each_rank_draws_itself(

@@ -93,6 +93,7 @@ def test_an_optimizer_of_a_model_that_was_copied() -> None:
     assert finding.name == "optimizer-of-other-parameters"
 
 
+@for_changes
 def test_a_model_that_was_trained_before_is_left_alone() -> None:
     """It was said to have got the gradients.
 
@@ -217,6 +218,7 @@ def test_a_schedule_stepped_for_each_rank_is_left_alone() -> None:
     )
 
 
+@for_changes
 def test_several_schedules_in_a_chain_are_left_alone() -> None:
     def chain(optimizer: torch.optim.Optimizer) -> LRScheduler:
         return ChainedScheduler(
@@ -403,6 +405,7 @@ def test_an_optimizer_with_a_part_that_was_replaced_is_named() -> None:
     assert names_of(lambda: replace_the_head(is_right=True)) == []
 
 
+@for_changes
 def test_a_part_that_is_still_there_is_left_alone() -> None:
     assert names_of(lambda: replace_the_head(is_right=False, keeps_it=True)) == []
 

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, Subset, TensorDataset
 
 import linted
+from conditions import for_changes
 from torchstrategy.testing import Finding, run_ranks
 
 RANKS = 2
@@ -309,6 +310,7 @@ def test_parts_of_one_buffer_are_left_alone() -> None:
     assert names_of(program) == []
 
 
+@for_changes
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_gradients_that_are_reduced_in_each_step_are_left_alone(
     set_to_none: bool,

@@ -343,6 +343,7 @@ def turned(embed: nn.Embedding, head: nn.Linear) -> None:
     head.weight.data = embed.weight.data
 
 
+@for_changes
 @pytest.mark.parametrize(
     "tie", [by_data, by_a_new_parameter, by_storage, by_some_rows, turned]
 )
@@ -380,6 +381,7 @@ def one_is_frozen(embed: nn.Embedding, head: nn.Linear) -> None:
     head.requires_grad_(False)
 
 
+@for_changes
 @pytest.mark.parametrize(
     "tie", [one_parameter, parts_of_a_buffer, columns_of_a_buffer, one_is_frozen]
 )
@@ -481,6 +483,7 @@ def freeze(
         optimizer.step()
 
 
+@for_changes
 def test_a_finding_says_what_is_frozen_and_since_when() -> None:
     def program() -> None:
         model = make_model()
@@ -558,6 +561,7 @@ def fit_head(model: nn.Module, head: nn.Module, steps: int = 5) -> None:
     fit(model, sgd(head), steps)
 
 
+@for_changes
 @pytest.mark.parametrize("is_right", [False, True])
 def test_batch_norm_of_a_frozen_body(is_right: bool) -> None:
     def program() -> None:
@@ -692,6 +696,7 @@ def keys_come_from_a_slow_copy() -> None:
         optimizer.step()
 
 
+@for_changes
 @pytest.mark.parametrize(
     "program",
     [
@@ -730,6 +735,7 @@ SMALL: dict[str, Make] = {
 }
 
 
+@for_changes
 @pytest.mark.parametrize("name", SMALL)
 def test_updates_too_small_for_bfloat16_are_named(name: str) -> None:
     (finding,) = findings_of(lambda: fit_in(torch.bfloat16, SMALL[name]))
@@ -1015,6 +1021,7 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
 """  # noqa: E501
 
 
+@for_changes
 @pytest.mark.parametrize("name", UPDATES)
 @pytest.mark.parametrize("is_silenced", [False, True])
 def test_a_comment_silences_each(name: str, is_silenced: bool, tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ from torch.utils.data import (
 )
 
 import linted
-from conditions import for_releases
+from conditions import for_changes, for_releases
 from torchstrategy.testing import run_ranks
 
 RANKS, ROWS = 2, 32
@@ -511,6 +511,7 @@ def test_a_sampler_without_settings_in_more_ranks() -> None:
     assert says_nothing(in_ranks(main, 4))
 
 
+@for_changes
 def test_a_subset_may_grow() -> None:
     """A program appends the rows of the next epoch to the indices of its subset."""
 

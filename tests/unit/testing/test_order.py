@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import torchstrategy
-from conditions import for_releases, needs_signals
+from conditions import for_changes, for_releases, needs_signals
 from problems import context, data, deal, mlp, mse, parameters, replica_id, sgd
 from topologies import TOPOLOGIES, central, central_with_copies
 from torchstrategy._group import replica_threads
@@ -226,6 +226,7 @@ TEAMS = {
 }
 
 
+@for_changes
 @settings(deadline=None, max_examples=60)
 @given(interleavings())
 def test_any_order_of_any_program_is_kept(

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from conditions import for_releases
+from conditions import for_changes, for_releases
 from torchstrategy.testing import RanksStopped, run_ranks
 
 FILE = re.escape(Path(__file__).name)
@@ -61,6 +61,7 @@ def fails(order: Any, file: Path, collectives: int, is_right: bool = False) -> b
     return False
 
 
+@for_changes
 @pytest.mark.parametrize("collectives", [0, 1, 2, 3])
 def test_a_missing_barrier_shows_in_one_of_two_orders(
     collectives: int, tmp_path: Path

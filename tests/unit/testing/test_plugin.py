@@ -60,6 +60,7 @@ def header(output: str) -> list[str]:
 # Inert unless used
 
 
+@for_changes
 def test_a_project_that_does_not_use_the_plugin_does_not_notice_it(
     tmp_path: Path,
 ) -> None:
@@ -377,6 +378,7 @@ def test_a_number_of_devices_that_is_none_is_a_usage_error(
     assert output.endswith(f"exit {pytest.ExitCode.USAGE_ERROR:d}")
 
 
+@for_changes
 @pytest.mark.slow
 def test_what_simulate_devices_refuses_is_a_usage_error(tmp_path: Path) -> None:
     output = pytest_on(tmp_path, "--simulate-devices=1000")
@@ -384,6 +386,7 @@ def test_what_simulate_devices_refuses_is_a_usage_error(tmp_path: Path) -> None:
     assert output.endswith(f"exit {pytest.ExitCode.USAGE_ERROR:d}")
 
 
+@for_changes
 @pytest.mark.slow
 def test_real_devices_cannot_be_used_beside_simulated_ones(tmp_path: Path) -> None:
     project(tmp_path, two_gpus=TWO_GPUS)

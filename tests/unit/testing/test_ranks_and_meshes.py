@@ -180,6 +180,7 @@ def test_operators_on_uneven_shards_compute_what_they_compute_on_the_whole() -> 
     run_ranks(main, 4)
 
 
+@for_changes
 def test_slices_of_a_mesh_and_flattened_ones_tell_ranks_apart_too() -> None:
     def main(rank: int) -> None:
         dist.init_process_group("gloo")

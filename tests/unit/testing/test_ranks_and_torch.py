@@ -39,7 +39,7 @@ from torch.optim.optimizer import (
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import torchstrategy
-from conditions import for_releases
+from conditions import for_changes, for_releases
 from torchstrategy._base.objects.torch_hooks import on_step_begin, on_step_end
 from torchstrategy._base.torch_internals import global_step_hooks
 from torchstrategy.testing import run_ranks
@@ -327,6 +327,7 @@ def test_a_hook_may_let_other_ranks_run() -> None:
     assert run_ranks(main, 2)[0] == [expected] * 2
 
 
+@for_changes
 def test_strategies_in_ranks_and_after_them_are_told_of_steps() -> None:
     """The library registered its hook once for a process.
 

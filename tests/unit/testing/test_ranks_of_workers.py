@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import torchstrategy
+from conditions import for_changes
 from sharded_ranks import trained_in_shards, trained_plainly
 from torchstrategy.testing import run_ranks
 
@@ -48,6 +49,7 @@ def test_workers_train_together() -> None:
     assert record.counts["all_reduce"] == 2
 
 
+@for_changes
 @pytest.mark.parametrize("count", [2, 3])
 def test_workers_share_out_a_model_and_have_the_numbers_of_plain_torch(
     count: int,
@@ -61,6 +63,7 @@ def test_the_error_of_a_worker_is_that_of_the_run() -> None:
         run_ranks(trained, 3, args=(sgd, True))
 
 
+@for_changes
 def test_other_settings_of_a_second_optimizer_are_named() -> None:
     kept = []
 

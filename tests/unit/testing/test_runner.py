@@ -153,6 +153,7 @@ def test_the_type_of_devices_is_touched_by_the_runner_alone() -> None:
     assert done.returncode == 0, done.stderr
 
 
+@for_changes
 def test_a_torch_that_was_built_for_cuda_keeps_its_version() -> None:
     """It said 12.8, and torchvision did not let itself be imported.
 
@@ -209,6 +210,7 @@ def test_functions_of_torch_that_ask_for_devices_run(tmp_path: Path) -> None:
 # Exit status, and what ends a program
 
 
+@for_changes
 @pytest.mark.parametrize(
     ("program", "status", "printed"),
     [
@@ -231,6 +233,7 @@ def test_the_exit_status_is_that_of_the_program(
     assert printed in done.stderr
 
 
+@for_changes
 def test_a_race_is_an_exit_status_if_it_is_asked_for(tmp_path: Path) -> None:
     program = str(PROGRAMS / "prefetcher.py")
     done, report = run(tmp_path, program, "--forget")
@@ -239,6 +242,7 @@ def test_a_race_is_an_exit_status_if_it_is_asked_for(tmp_path: Path) -> None:
     assert done.returncode == 1 and "does not wait for it" in done.stderr
 
 
+@for_changes
 def test_a_write_of_numpy_on_a_buffer_that_is_copied_is_a_race(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(
         "import torch\n"
@@ -256,6 +260,7 @@ def test_a_write_of_numpy_on_a_buffer_that_is_copied_is_a_race(tmp_path: Path) -
     )
 
 
+@for_changes
 def test_memory_may_be_pinned_where_it_is_made(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(
         """if True:
@@ -346,6 +351,7 @@ def test_ctrl_c_ends_a_program_with_the_report_so_far(tmp_path: Path) -> None:
     )
 
 
+@for_changes
 def test_the_report_says_who_waited_where_beside_the_failure(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(
         "import argparse\n"
@@ -391,6 +397,7 @@ def test_the_report_says_who_waited_where_beside_the_failure(tmp_path: Path) -> 
     ]
 
 
+@for_changes
 def test_a_program_without_ranks_is_alone(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(
         "import os, torch, torch.distributed as dist\n"
@@ -415,6 +422,7 @@ def test_a_program_without_ranks_is_alone(tmp_path: Path) -> None:
     )
 
 
+@for_changes
 @pytest.mark.parametrize("spawned", [True, False])
 def test_ranks_of_a_program_that_sets_no_seed_draw_other_numbers(
     tmp_path: Path, spawned: bool
@@ -444,6 +452,7 @@ def test_ranks_of_a_program_that_sets_no_seed_draw_other_numbers(
     assert len(seeded) == 2 and seeded[0] == seeded[1]
 
 
+@for_changes
 def test_each_rank_of_a_program_may_start_hydra(tmp_path: Path) -> None:
     """The second rank's `hydra.main` ended: `GlobalHydra is already initialized`."""
     (tmp_path / "hydra" / "core").mkdir(parents=True)
@@ -501,6 +510,7 @@ def test_a_program_whose_processes_share_a_model_is_told_to_use_ranks(
     ) is shared
 
 
+@for_changes
 def test_a_program_that_silences_its_ranks_does_not_silence_the_report(
     tmp_path: Path,
 ) -> None:
@@ -525,6 +535,7 @@ def test_a_program_that_silences_its_ranks_does_not_silence_the_report(
     assert "ValueError: of all ranks" in done.stderr and "exit status 1" in done.stderr
 
 
+@for_changes
 @pytest.mark.parametrize("ranks", [[], ["--ranks", "2"]])
 @pytest.mark.parametrize(
     ("program", "status"),
@@ -555,6 +566,7 @@ def test_no_program_ends_without_a_report(
     )
 
 
+@for_changes
 def test_a_report_that_cannot_be_written_is_no_success(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text("print('ran')")
     done = python(
@@ -572,6 +584,7 @@ def test_a_report_that_cannot_be_written_is_no_success(tmp_path: Path) -> None:
     )
 
 
+@for_changes
 def test_a_collective_that_nobody_waits_for_is_found_in_a_program(
     tmp_path: Path,
 ) -> None:
@@ -588,6 +601,7 @@ def test_a_collective_that_nobody_waits_for_is_found_in_a_program(
     )
 
 
+@for_changes
 def test_each_rank_finds_the_classes_of_its_script_where_pickle_looks(
     tmp_path: Path,
 ) -> None:
@@ -603,6 +617,7 @@ def test_each_rank_finds_the_classes_of_its_script_where_pickle_looks(
     assert done.returncode == 0, done.stderr
 
 
+@for_changes
 def test_shards_of_a_tensor_draw_other_numbers_on_each_rank(tmp_path: Path) -> None:
     """torch draws them by another way on devices that say that they are CUDA's."""
     (tmp_path / "program.py").write_text(
@@ -618,6 +633,7 @@ def test_shards_of_a_tensor_draw_other_numbers_on_each_rank(tmp_path: Path) -> N
     assert done.returncode == 0, done.stderr
 
 
+@for_changes
 def test_a_rank_that_waits_for_ever_is_named(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(
         "import os\nimport torch.distributed as dist\ndist.init_process_group('nccl')\n"
@@ -629,6 +645,7 @@ def test_a_rank_that_waits_for_ever_is_named(tmp_path: Path) -> None:
     assert report["collectives"] == {}
 
 
+@for_changes
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -785,6 +802,7 @@ for _ in range(4):
 """
 
 
+@for_changes
 def test_a_program_without_an_optimizer_says_where_its_steps_end(
     tmp_path: Path,
 ) -> None:
@@ -794,6 +812,7 @@ def test_a_program_without_an_optimizer_says_where_its_steps_end(
     assert report["steps"] == 3 and len(report["predicted"]["steps"]) == 2
 
 
+@for_changes
 def test_advice_is_in_the_report_and_in_its_json(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(STEPS.format(read="item()"))
     done, report = run(tmp_path, "--profile", "A100", "program.py")
@@ -840,6 +859,7 @@ def test_a_report_is_compared_with_an_earlier_one(tmp_path: Path) -> None:
     ), lines
 
 
+@for_changes
 @pytest.mark.parametrize("text", ["", "[]", "{}", None])
 def test_what_is_no_report_cannot_be_compared(text: str | None, tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text("print('it ran')")
@@ -870,6 +890,7 @@ def test_findings_and_races_that_are_new_or_gone_are_a_difference() -> None:
     ]
 
 
+@for_changes
 def test_a_program_that_does_not_fit_into_the_gpu_runs_out_of_memory(
     tmp_path: Path,
 ) -> None:
@@ -882,6 +903,7 @@ def test_a_program_that_does_not_fit_into_the_gpu_runs_out_of_memory(
     assert report["predicted"]["devices"]["cuda:0"]["peak_bytes"] > 2**34
 
 
+@for_changes
 def test_the_text_of_a_program_of_the_docs_has_the_numbers_of_its_json(
     tmp_path: Path,
 ) -> None:
@@ -916,6 +938,7 @@ def test_the_text_of_a_program_of_the_docs_has_the_numbers_of_its_json(
         )
 
 
+@for_changes
 def test_what_is_counted_is_what_the_program_does(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(
         "import torch\n"

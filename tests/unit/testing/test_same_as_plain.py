@@ -21,6 +21,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import torchstrategy
+from conditions import for_changes
 from problems import data, mlp, replica_id, sgd
 from torchstrategy.testing._same_as_plain import assert_same_as_plain
 
@@ -91,6 +92,7 @@ def test_a_correct_step_is_the_same_under_every_strategy(
     assert_same_as_plain(good, mlp, optimizer_fn, BATCHES, strategy)
 
 
+@for_changes
 @settings(max_examples=40, deadline=None, derandomize=True, database=None)
 @given(
     replicas=st.integers(1, 4),
@@ -231,6 +233,7 @@ def test_gradients_are_compared_without_an_optimizer() -> None:
     )
 
 
+@for_changes
 def test_several_modules_and_optimizers_are_trained_together() -> None:
     def model_fn() -> dict[str, nn.Module]:
         return {"maker": nn.Linear(3, 2), "critic": nn.Linear(2, 1)}
@@ -508,6 +511,7 @@ def test_a_mean_whose_gradients_are_added_is_found() -> None:
     assert "every gradient is 4 times plain PyTorch's" in said
 
 
+@for_changes
 def test_batch_statistics_are_found() -> None:
     def model_fn() -> nn.Module:
         return nn.Sequential(
@@ -530,6 +534,7 @@ def test_dropout_is_found() -> None:
     assert "Without it the two agree" in said
 
 
+@for_changes
 def test_random_numbers_of_the_step_are_found() -> None:
     step = trained_by(
         lambda model, batch: squares(model, batch) * torch.rand(len(batch[0]))
@@ -545,6 +550,7 @@ def test_random_numbers_do_not_hide_another_cause() -> None:
     assert "Cause: The loss is a sum over rows" in failure(trained_by(loss))
 
 
+@for_changes
 def test_several_causes_are_found_one_behind_the_other() -> None:
     def model_fn() -> nn.Module:
         layers = [nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 2)]
@@ -562,6 +568,7 @@ def test_several_causes_are_found_one_behind_the_other() -> None:
     assert first.startswith("The loss is a sum over rows")
 
 
+@for_changes
 def test_rounding_is_told_from_mistakes() -> None:
     def model_fn() -> nn.Module:
         return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
@@ -749,6 +756,7 @@ def test_the_message_says_at_which_step_what_and_by_how_much() -> None:
     assert "4 replicas; the share of each in the batch: 0.25, 0.25, 0.25, 0.25" in said
 
 
+@for_changes
 def test_the_message_says_what_is_allowed_and_of_what_that_is_made() -> None:
     """`allowed: 0.02, rtol=0.01, atol=0.001` was read as three limits."""
     step = trained_by(lambda model, batch: squares(model, batch).sum())
@@ -917,6 +925,7 @@ def test_it_is_refused_in_a_scope() -> None:
 # What it leaves behind
 
 
+@for_changes
 def test_random_numbers_go_on_as_if_nothing_had_been_drawn() -> None:
     def draws() -> tuple[float, ...]:
         return float(torch.rand(())), random.random(), float(np.random.rand())

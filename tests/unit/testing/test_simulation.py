@@ -73,6 +73,7 @@ def test_an_alias_of_no_devices_is_refused() -> None:
     assert not hasattr(torch, "sim")
 
 
+@for_changes
 @runs_here
 def test_importing_the_library_simulates_nothing() -> None:
     done = run_program(
@@ -90,6 +91,7 @@ def test_importing_the_library_simulates_nothing() -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@for_changes
 @runs_here
 def test_the_same_count_may_be_asked_for_again_and_another_may_not() -> None:
     done = run_program(
@@ -105,6 +107,7 @@ def test_the_same_count_may_be_asked_for_again_and_another_may_not() -> None:
     )
 
 
+@for_changes
 @runs_here
 def test_one_device_is_enough_and_the_last_one_is_the_last() -> None:
     done = run_program(
@@ -118,6 +121,7 @@ def test_one_device_is_enough_and_the_last_one_is_the_last() -> None:
     assert "sim error: invalid device ordinal" in done.stderr
 
 
+@for_changes
 @runs_here
 def test_a_process_ends_cleanly_with_work_graphs_and_cycles_alive() -> None:
     done = run_program(
@@ -201,6 +205,7 @@ def test_a_spawned_process_is_given_a_model(tmp_path: Path) -> None:
     assert done.stdout == f"{shown}\n", done.stderr
 
 
+@for_changes
 @runs_here
 def test_a_strategy_that_ran_before_devices_were_simulated_goes_on() -> None:
     # What device types have autocast was read once, when theirs had another name.

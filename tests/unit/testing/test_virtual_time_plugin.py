@@ -163,6 +163,7 @@ def test_failing_tests_are_drawn(run: tuple[str, Path]) -> None:
     )
 
 
+@for_changes
 def test_without_devices_the_tests_are_skipped(tmp_path: Path) -> None:
     output = pytest_on(tmp_path)
     assert ("6 skipped" in output and "1 error" in output) or "7 skipped" in output

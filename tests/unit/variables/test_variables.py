@@ -16,6 +16,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import torchstrategy
+from conditions import for_changes
 from problems import close, context, data, deal, parameters, replica_id, share_a_place
 from topologies import central
 from torchstrategy import Variable, VariableAggregation, VariableSynchronization
@@ -120,6 +121,7 @@ ASSIGNMENTS = st.tuples(
 )
 
 
+@for_changes
 @given(
     st.sampled_from([*MAKERS]),
     st.sampled_from([AUTO, ON_WRITE, ON_READ]),
@@ -529,6 +531,7 @@ def without_the_collector() -> Iterator[None]:
     gc.enable()
 
 
+@for_changes
 def test_a_variable_lives_as_long_as_the_user_has_it(
     strategy: torchstrategy.Strategy, without_the_collector: None
 ) -> None:
@@ -548,6 +551,7 @@ def test_a_variable_lives_as_long_as_the_user_has_it(
     )
 
 
+@for_changes
 def test_a_module_of_the_strategy_lets_go_of_its_variables(
     two: torchstrategy.Strategy,
 ) -> None:
