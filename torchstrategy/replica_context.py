@@ -393,7 +393,7 @@ class LoneFrame(Frame):
     ) -> None:
         # As `Frame` does, without a call: each run makes one.
         self.strategy, self._replica_context, self.local_objects = strategy, None, {}
-        self._make_group = make_group
+        self.takes_turns, self._make_group = False, make_group
 
     @property
     def replica_context(self) -> ReplicaContextLike:

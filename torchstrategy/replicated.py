@@ -19,6 +19,7 @@ from torchstrategy._base.context import (
     is_accelerator,
     is_in_replica,
     needs_device_context,
+    remember_frames,
     this_thread,
     using_device,
 )
@@ -70,6 +71,8 @@ from torchstrategy._run.lone_replica import run_on_own_objects
 from torchstrategy._run.own.own_objects import OwnObjects
 from torchstrategy._run.run_losses import RunLosses
 from torchstrategy._run.storage import Storage
+from torchstrategy._turns.run import Surroundings, TurnsRun
+from torchstrategy._turns.storage import SharedObjects
 from torchstrategy._variables.kinds import MirroredVariable
 from torchstrategy._variables.variable import Variable
 from torchstrategy.extended import StrategyExtended
@@ -189,6 +192,8 @@ class ReplicatedExtended(StrategyExtended):
             return self._run_with_others(fn, args, kwargs, options)
         if not callable(fn):
             given_values.refuse_step(fn)
+        if isinstance(self._storage, SharedObjects):
+            return self._run_in_turns(self._storage, fn, args, kwargs, options)
         if not isinstance(self._storage, ReplicatedStorage):
             return self._run_alone(fn, args, kwargs, options)
         return self._run_together(fn, args, kwargs, options)
@@ -323,6 +328,88 @@ class ReplicatedExtended(StrategyExtended):
             losses.warn()
         return result
 
+    def _run_in_turns(
+        self,
+        storage: SharedObjects,
+        fn: ReplicaFn,
+        args: tuple[Tree, ...],
+        kwargs: dict[str, Tree],
+        options: RunOptions,
+    ) -> Tree:
+        strategy, leaves = self._container_strategy(), tree_leaves((args, kwargs))
+        check_component_counts(leaves, self._num_local)
+        # The numbers below are the steps of Note [The story of a step].
+        weights = self._weights(
+            storage, leaves, options, self._counts(args, kwargs, options)
+        )  # 1
+        is_settled = (
+            options.gradient_reduction is None
+            and getattr(fn, "__code__", None) in self._losses.settled
+        )
+        losses = (
+            None if is_settled else self._losses.begin_run(fn, options, weights, leaves)
+        )
+        caching = (
+            parametrizations_computed_anew()
+            if are_parametrizations_cached()
+            else _NO_BLOCK
+        )
+        streams = (
+            DeviceStreams(self._accelerators, self._side_streams)
+            if self._accelerators
+            else None
+        )
+        leave_replicas = remember_frames()
+        around = Surroundings(
+            storage.devices,
+            storage.parameter_device,
+            self._workers,
+            partial(Frame, strategy),
+            storage.warned,
+            storage.placement.averages_buffers,
+        )
+        with storage.running() as runs, streams or _NO_BLOCK, caching:
+            known, reached = storage.known_of(fn, leaves)
+            run = TurnsRun(known, reached, weights, around, leaves)  # 2
+            runs.append(run)
+
+            def call(replica: Replica) -> Tree:
+                own_args, own_kwargs = distributed_values.select(
+                    (args, kwargs), replica.index
+                )
+                group = ReplicaGroup(replica, weights, storage.devices, self._workers)
+                context = running_context(strategy, group, run.acting)
+                with (
+                    traced("run {} [replica {}]", fn, replica.index),
+                    Frame(strategy, context, takes_turns=True),
+                    losses.watching(replica, run.gradients) if losses else _NO_BLOCK,
+                ):
+                    try:
+                        step = partial(fn, *own_args, **own_kwargs)
+                        result = run.call(replica, step)
+                        refuse_unfinished(result)
+                        return result
+                    finally:
+                        context._ends()
+
+            try:
+                # 3, and in it 4
+                results = self._replicas.run(call, weights.present, run, streams)
+                result = weights.regroup(results, self._workers, are_results=True)  # 5
+                run.end()  # 6
+            except BaseException:
+                leave_replicas()
+                run.abort()
+                raise
+            finally:
+                run.let_go()
+        if streams is not None:
+            self._side_streams = tuple(streams.side)
+        run.warn()
+        if losses is not None:
+            losses.warn()
+        return result
+
     def _regroup_results(
         self, results: dict[int, Tree], weights: Participants, run_state: ReplicatedRun
     ) -> Tree:
@@ -356,7 +443,7 @@ class ReplicatedExtended(StrategyExtended):
 
     def _weights(
         self,
-        storage: ReplicatedStorage,
+        storage: ReplicatedStorage | SharedObjects,
         leaves: Sequence[Tree],
         options: RunOptions,
         counts: Sequence[float] | None,

@@ -28,7 +28,6 @@ from torchstrategy._base.errors import plural, require_type, warn
 from torchstrategy._base.options import ReduceOp, RunOptions, ValueContext
 from torchstrategy._base.result_leaves import map_results
 from torchstrategy._base.types import Device, DeviceLike, Tree
-from torchstrategy._copies.replicated_storage import ReplicatedStorage
 from torchstrategy._data.options import (
     DatasetFn,
     InputContext,
@@ -47,6 +46,7 @@ from torchstrategy._run.given_values import gather_alone
 from torchstrategy._run.own.own_objects import OwnObjects
 from torchstrategy._run.placement import Placement
 from torchstrategy._run.storage import Storage, is_nobodys
+from torchstrategy._turns.switch import storage_of_several
 from torchstrategy.replicated import ReplicatedExtended
 from torchstrategy.strategy import ONE_DEFAULT, Strategy, StrategyBase, T
 
@@ -572,5 +572,5 @@ def make_storage(
         devices, owner, averages_buffers=buffer_aggregation == "mean", **mirrored
     )
     if len(devices) > 1 or memory_device(devices[0]) != memory_device(owner):
-        return ReplicatedStorage(placement)
+        return storage_of_several(placement)
     return Storage(placement) if placement.workers.count == 1 else OwnObjects(placement)

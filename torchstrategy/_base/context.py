@@ -53,6 +53,8 @@ class Frame:
     strategy: StrategyLike
     _replica_context: ReplicaContextLike | None = None
     local_objects: Mapping[int, object] = field(default_factory=dict)
+    # Whether the replica takes turns on the program's own objects.
+    takes_turns: bool = field(default=False, kw_only=True)
 
     @property
     def replica_context(self) -> ReplicaContextLike | None:

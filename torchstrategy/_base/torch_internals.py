@@ -382,6 +382,18 @@ keeping_version: Callable[[_Kept], AbstractContextManager[None]] = (
 )
 
 
+def set_version(tensor: torch.Tensor, number: int) -> None:
+    """Sets how often a tensor counts as written in place.
+
+    Nothing public does so. What keeps a version for the length of a block remembers it,
+    and is given another one to remember.
+    """
+    keeper: Any = keeping_version(tensor)
+    assert hasattr(keeper, "prev_versions"), "it remembers the version under this name"
+    keeper.prev_versions = (number,)
+    keeper.__exit__(None, None, None)
+
+
 @contextmanager
 def counting_writes(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
     """A block that writes on each of some tensors once.

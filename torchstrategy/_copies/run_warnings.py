@@ -326,6 +326,9 @@ class SharedWrites(Watch):
                     )
         self._held = held
 
+    def begin_turn(self, replica: int) -> None:
+        """Nothing: `look` tells which replicas have run."""
+
     def warn(self) -> None:
         """Warns of tensors that several replicas wrote or replaced, once for each."""
         found = [*self._writers.values(), *self._assigners.values()]

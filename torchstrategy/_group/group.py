@@ -74,6 +74,9 @@ class Watch(Protocol):
         There are none at the start of the run, and after a synchronization point.
         """
 
+    def begin_turn(self, replica: int) -> None:
+        """Called before a replica goes on, while it stands still."""
+
 
 @dataclass(eq=False)
 class Replica(ABC):
@@ -97,7 +100,9 @@ class Replica(ABC):
     telling: Callable[[str], None] | None = field(default=None, init=False)
 
     @abstractmethod
-    def synchronize(self, name: str, combine: Combine, brought: Tree) -> Tree:
+    def synchronize(
+        self, name: str, combine: Combine, brought: Tree, is_for_some: bool = False
+    ) -> Tree:
         """Waits until every replica of the run is at this synchronization point.
 
         It returns the result for this replica.
@@ -108,6 +113,8 @@ class Replica(ABC):
             combine: Called once, on the thread that called `run`. Of the replicas'
                 functions, that of the lowest replica is called.
             brought: The value that this replica brings.
+            is_for_some: Whether replicas that stand at another point, or have ended,
+                need not come to it. Then `combine` gets what the others have brought.
 
         Raises:
             RuntimeError: From `run`, if the replicas are at different synchronization
@@ -117,6 +124,10 @@ class Replica(ABC):
     @abstractmethod
     def pause(self) -> None:
         """Stands still until it is this replica's turn again, which may be at once."""
+
+
+def _do_nothing() -> None:
+    pass
 
 
 @final
@@ -135,11 +146,15 @@ class InlineReplica(Replica):
     # The block in which `combine` runs: where the replica has a random stream of its
     # own, with the caller's.
     combining: Callable[[], AbstractContextManager[None]] = nullcontext
+    # Called before the replica goes on.
+    go_on: Callable[[], None] = _do_nothing
 
     def pause(self) -> None:
         pass  # no other replica could go on meanwhile
 
-    def synchronize(self, name: str, combine: Combine, brought: Tree) -> Tree:
+    def synchronize(
+        self, name: str, combine: Combine, brought: Tree, is_for_some: bool = False
+    ) -> Tree:
         tell_reached(self.index, name)
         if self.telling is not None:
             self.telling(name)
@@ -157,6 +172,7 @@ class InlineReplica(Replica):
             traced("synchronize at {}", name),
         ):
             answer = combine([brought])[0]
+            self.go_on()
         if side:
             keep_for(side, answer)
         return answer

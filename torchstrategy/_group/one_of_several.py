@@ -85,7 +85,9 @@ class OneOfSeveral(Replica):
     def pause(self) -> None:
         self._report(Paused(self.index))
 
-    def synchronize(self, name: str, combine: Combine, brought: Tree) -> Tree:
+    def synchronize(
+        self, name: str, combine: Combine, brought: Tree, is_for_some: bool = False
+    ) -> Tree:
         tell_reached(self.index, name)
         # See Note [Who may call what on which thread].
         if threading.get_ident() != self.thread:
@@ -103,7 +105,8 @@ class OneOfSeveral(Replica):
             else self.device_streams.standing_still()
         )
         with block as side, traced("wait at {}", name):
-            answer = self._report(Synchronizing(self.index, name, combine, brought))
+            point = Synchronizing(self.index, name, combine, brought, is_for_some)
+            answer = self._report(point)
         if side:
             keep_for(side, answer)
         return answer
@@ -150,6 +153,7 @@ class Synchronizing(NamedTuple):
     name: str
     combine: Combine
     brought: Tree
+    is_for_some: bool = False  # whether replicas that stand elsewhere need not come
 
 
 class Paused(NamedTuple):

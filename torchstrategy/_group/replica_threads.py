@@ -327,6 +327,7 @@ class _Run:
         self._is_in_order = turns is None and len(set(self._lanes.values())) == 1
         self._next: Turns = turns or min
         self._look = watch.look if watch is not None else lambda running: None
+        self._begin_turn = watch.begin_turn if watch is not None else lambda r: None
 
     def result(self) -> dict[int, Tree]:
         _here.depth = runs_under_way() + 1
@@ -438,6 +439,7 @@ class _Run:
             )
         # See Note [Random streams of replicas]: while the replica still stands still.
         self._streams.put_in_force(r)
+        self._begin_turn(r)
         if self._running:
             self._look(self._running)
         self._running.add(r)
@@ -486,7 +488,10 @@ class _Run:
 
     def _hold_synchronization_point(self) -> None:
         points = [self._arrived[r] for r in sorted(self._arrived)]
-        if self._results or any(point.name != points[0].name for point in points):
+        some = [point for point in points if point.is_for_some]
+        if some:
+            points = some
+        elif self._results or any(point.name != points[0].name for point in points):
             raise RuntimeError(self._unequal())
         # See Note [Who may call what on which thread] and Note [Random streams of
         # replicas].
@@ -497,7 +502,8 @@ class _Run:
         self._to_send = {
             point.replica: answer for point, answer in zip(points, answers, strict=True)
         }
-        self._arrived.clear()
+        for point in points:
+            del self._arrived[point.replica]
         self._look(())
 
     def _is_orderly(self, error: BaseException) -> bool:
@@ -622,16 +628,22 @@ class Replicas:
         device_streams: DeviceStreams | None,
     ) -> dict[int, Tree]:
         if len(self.devices) == 1:
-            return {0: self._run_alone(call, device_streams)}
+            return {0: self._run_alone(call, watch, device_streams)}
         return _Run(self, call, present, watch, device_streams).result()
 
     def _run_alone(
-        self, call: Callable[[Replica], Tree], device_streams: DeviceStreams | None
+        self,
+        call: Callable[[Replica], Tree],
+        watch: Watch | None,
+        device_streams: DeviceStreams | None,
     ) -> Tree:
         device = self.devices[0]
         replica = InlineReplica(
             0, device, torch.get_default_device(), device_streams=device_streams
         )
+        if watch is not None:
+            replica.go_on = functools.partial(watch.begin_turn, 0)
+        replica.go_on()
         with using_device(device):
             try:
                 return call_step_alone(call, (replica,), {})

@@ -7,7 +7,7 @@ run weighs by that.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from functools import partial
 from typing import Any, Protocol, final
@@ -50,7 +50,9 @@ class GradientsOfReplicas(Protocol):
     """The gradients of all replicas, as far as losses have to do with them."""
 
     @property
-    def of_replicas(self) -> Sequence[GradientsOfReplica]:
+    def of_replicas(
+        self,
+    ) -> Sequence[GradientsOfReplica] | Mapping[int, GradientsOfReplica]:
         """Those of each replica."""
 
 

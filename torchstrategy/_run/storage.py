@@ -60,11 +60,11 @@ class Storage:
         # parts claimed.
         for part in parts:
             self._require_free(part)
-            for parameter in part.parameters(recurse=False):
+            for parameter in _own_parameters(part):
                 self._require_free(parameter)
         for part in parts:
             self.take_part(part)
-            for parameter in part.parameters(recurse=False):
+            for parameter in _own_parameters(part):
                 self.claim_parameter(part, parameter)
 
     def claim(self, thing: nn.Module | Variable) -> None:
@@ -123,6 +123,11 @@ class Storage:
 
         A single replica uses it as it is.
         """
+
+
+def _own_parameters(module: nn.Module) -> list[nn.Parameter]:
+    # A class may give its method `parameters` another meaning.
+    return [one for one in module._parameters.values() if one is not None]
 
 
 # Modules and variables -> a weak reference to their storage.

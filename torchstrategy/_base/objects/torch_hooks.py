@@ -46,7 +46,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from torchstrategy._base.context import local_object
+from torchstrategy._base.context import current_frame, local_object
 from torchstrategy._base.torch_internals import global_step_hooks
 
 # An object that is stepped once per training step, and counts the steps.
@@ -176,7 +176,11 @@ class _SchedulerGuard:
     def __get__(self, scheduler: Any, owner: type) -> Any:
         if scheduler is None:
             return self
-        if not self._is_count and local_object(scheduler) is scheduler:
+        # In turns, the step of a scheduler that the run knows is replaced.
+        is_known = local_object(scheduler) is not scheduler or (
+            takes_turns_here() and "step" in vars(scheduler)
+        )
+        if not self._is_count and not is_known:
             _refuse_in_replica(
                 scheduler, vars(scheduler).get("optimizer"), "scheduler.step()"
             )
@@ -207,7 +211,7 @@ def _guard_method(plain: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _refuse_in_replica(stepper: object, optimizer: object, lines: str) -> None:
-    if local_object(optimizer) is not optimizer:
+    if local_object(optimizer) is not optimizer or takes_turns_here():
         raise RuntimeError(
             f"{type(stepper).__name__} was stepped in a replica, by a step that does "
             "not name it, and it was not created in strategy.scope(): it would count "
@@ -235,6 +239,32 @@ guards = _Exchange(
         (torch.amp.GradScaler, "_unscale_grads_"): _guard_method,
     }
 )
+
+
+def takes_turns_here() -> bool:
+    """Whether this thread is in a replica that takes turns on the program's objects."""
+    frame = current_frame()
+    return frame is not None and frame.takes_turns
+
+
+_num_guarded = 0  # runs in turns under way
+
+
+def begin_guards() -> None:
+    """A run in turns begins: unknown schedulers and scalers are guarded."""
+    global _num_guarded
+    with _lock:
+        _num_guarded += 1
+        guards.begin()
+
+
+def end_guards() -> None:
+    """The run has ended."""
+    global _num_guarded
+    with _lock:
+        _num_guarded -= 1
+        if not _num_guarded:
+            guards.end()
 
 
 # Who is told of the steps of optimizers
