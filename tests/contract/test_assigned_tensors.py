@@ -1,6 +1,7 @@
 """Tensors that a step replaces by others, at a place that all replicas share.
 
-What several assign is warned of.
+If replicas have copies, what several assign is warned of. In turns it is one
+assignment, as in plain PyTorch.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ import torch
 from torch import nn
 
 import torchstrategy
+from conditions import only_in_turns, only_with_copies
 from problems import data, deal, mlp, mse, replica_id, sgd
+from torchstrategy._turns.switch import IN_TURNS
 from warned_of import messages_of
 
 WARNING = torchstrategy.SharedWriteWarning
@@ -24,61 +27,67 @@ warned = functools.partial(messages_of, WARNING)
 running = torch.zeros(())
 
 
-def in_a_dict() -> Callable[[], None]:
+def in_a_dict() -> Callable[[], torch.Tensor]:
     average = {"weight": torch.zeros(())}
 
-    def assign() -> None:
-        average["weight"] = torch.ones(())
+    def assign() -> torch.Tensor:
+        average["weight"] = average["weight"] + 1
+        return average["weight"]
 
     return assign
 
 
-def in_an_inner_list() -> Callable[[], None]:
+def in_an_inner_list() -> Callable[[], torch.Tensor]:
     average = {"layers": [torch.zeros(()), torch.zeros(())]}
 
-    def assign() -> None:
-        average["layers"][1] = torch.ones(())
+    def assign() -> torch.Tensor:
+        average["layers"][1] = average["layers"][1] + 1
+        return average["layers"][1]
 
     return assign
 
 
-def in_a_queue() -> Callable[[], None]:
+def in_a_queue() -> Callable[[], torch.Tensor]:
     recent = deque([torch.zeros(())])
 
-    def assign() -> None:
-        recent[0] = torch.ones(())
+    def assign() -> torch.Tensor:
+        recent[0] = recent[0] + 1
+        return recent[0]
 
     return assign
 
 
-def in_an_attribute() -> Callable[[], None]:
+def in_an_attribute() -> Callable[[], torch.Tensor]:
     state = SimpleNamespace(total=torch.zeros(()))
 
-    def assign() -> None:
-        state.total = torch.ones(())
+    def assign() -> torch.Tensor:
+        state.total = state.total + 1
+        return state.total
 
     return assign
 
 
-def by_nonlocal() -> Callable[[], None]:
+def by_nonlocal() -> Callable[[], torch.Tensor]:
     total = torch.zeros(())
 
-    def assign() -> None:
+    def assign() -> torch.Tensor:
         nonlocal total
-        total = torch.ones(())
+        total = total + 1
+        return total
 
     return assign
 
 
-def by_global() -> Callable[[], None]:
-    def assign() -> None:
+def by_global() -> Callable[[], torch.Tensor]:
+    def assign() -> torch.Tensor:
         global running
-        running = torch.ones(())
+        running = running + 1
+        return running
 
     return assign
 
 
-WAYS: dict[str, tuple[Callable[[], Callable[[], None]], str]] = {
+WAYS: dict[str, tuple[Callable[[], Callable[[], torch.Tensor]], str]] = {
     "dict": (in_a_dict, "average['weight']"),
     "inner list": (in_an_inner_list, "average['layers'][1]"),
     "queue": (in_a_queue, "recent[0]"),
@@ -88,6 +97,7 @@ WAYS: dict[str, tuple[Callable[[], Callable[[], None]], str]] = {
 }
 
 
+@only_with_copies
 @pytest.mark.parametrize("way", WAYS)
 def test_a_tensor_that_several_replicas_replace_is_warned_of_once(
     several: torchstrategy.Strategy, way: str
@@ -105,10 +115,54 @@ def test_a_tensor_that_several_replicas_replace_is_warned_of_once(
     )
 
 
-def test_an_average_of_weights_in_a_dict_is_warned_of(
+@only_in_turns
+@pytest.mark.parametrize("way", WAYS)
+def test_what_all_replicas_assign_alike_is_one_assignment(
+    several: torchstrategy.Strategy, way: str
+) -> None:
+    make, _ = WAYS[way]
+    assign = make()
+    before = float(assign())
+    assert warned(lambda: [several.run(lambda: assign()) for _ in range(4)]) == []
+    assert float(assign()) == before + 5
+
+
+@only_in_turns
+def test_what_replicas_assign_of_their_own_rows_is_one_of_each(
+    several: torchstrategy.Strategy,
+) -> None:
+    """And each replica goes on with its own in the next run."""
+    total = {"loss": torch.zeros(())}
+
+    def step() -> None:
+        total["loss"] = total["loss"] + replica_id() + 1
+
+    for _ in range(3):
+        several.run(step)
+    components = several.experimental_local_results(total["loss"])
+    count = several.num_replicas_in_sync
+    assert [float(one) for one in components] == [3 * r + 3 for r in range(count)]
+    mean = several.reduce("mean", total["loss"], axis=None)
+    assert float(mean) == pytest.approx(3 * (count + 1) / 2)
+
+
+def test_an_average_of_weights_in_a_dict(
     in_one_place: torchstrategy.Strategy,
 ) -> None:
-    with in_one_place.scope():
+    """In turns it is that of plain PyTorch; copies apply it once in each replica."""
+    average = averaged(in_one_place, is_warned_of=not IN_TURNS)
+    if IN_TURNS:
+        plain = averaged(torchstrategy.get_strategy(), is_warned_of=False)
+        for name, value in average.items():
+            torch.testing.assert_close(value, plain[name], check_device=False)
+
+
+def averaged(
+    strategy: torchstrategy.Strategy, is_warned_of: bool
+) -> dict[str, torch.Tensor]:
+    """Trains; gives the moving average of the parameters that the step makes."""
+    torch.manual_seed(0)
+    with strategy.scope():
         model = mlp()
         optimizer = sgd(model)
     average = {
@@ -122,9 +176,14 @@ def test_an_average_of_weights_in_a_dict_is_warned_of(
         for name, parameter in model.named_parameters():
             average[name] = average[name] * 0.9 + parameter.detach() * 0.1
 
-    batch = deal(in_one_place, data(9))
-    (text,) = warned(lambda: [in_one_place.run(step, args=(batch,)) for _ in range(3)])
-    assert "`average['0.weight']`" in text and "and 1 more" in text
+    batch = deal(strategy, data(9))
+    texts = warned(lambda: [strategy.run(step, args=(batch,)) for _ in range(3)])
+    if is_warned_of:
+        (text,) = texts
+        assert "`average['0.weight']`" in text and "and 1 more" in text
+    else:
+        assert texts == []
+    return average
 
 
 def test_what_one_replica_assigns_is_not_warned_of(

@@ -18,6 +18,7 @@ import torchmetrics
 from torchmetrics import classification, wrappers
 
 import torchstrategy
+from conditions import only_with_copies
 from documents import examples_run_on
 from problems import deal, replica_id
 from topologies import SIMULATED, central, central_with_copies, compute_devices
@@ -265,6 +266,7 @@ def test_what_was_counted_is_dropped_with_a_reset(
     assert_same(metric.compute(), VALUES[2][0])
 
 
+@only_with_copies
 def test_the_copies_are_not_made_anew_for_what_was_counted(
     several: torchstrategy.Strategy,
 ) -> None:

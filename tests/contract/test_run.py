@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from conditions import only_in_turns, only_with_copies
 from problems import context, replica_id, share_a_place, shown
 from runs import REBUILD, Opaque, from_each, one_of, per_replica
 from topologies import TOPOLOGIES, central
@@ -302,7 +303,14 @@ def test_replicas_that_stand_at_a_meeting_are_unwound_when_another_fails_after_i
 
 
 @pytest.mark.parametrize(
-    "topology", ["default", "one_device", "central_1", "central_2", "copies_3"]
+    "topology",
+    [
+        "default",
+        "one_device",
+        "central_1",
+        pytest.param("central_2", marks=only_with_copies),
+        pytest.param("copies_3", marks=only_with_copies),
+    ],
 )
 def test_three_threads_may_run_one_strategy_at_once(topology: str) -> None:
     strategy = TOPOLOGIES[topology]()
@@ -336,6 +344,24 @@ def test_three_threads_may_run_one_strategy_at_once(topology: str) -> None:
         [[200.0 * thread + r, 200.0 * thread + (n - 1) / 2] for r in range(n)]
         for thread in range(3)
     ]
+
+
+@only_in_turns
+@pytest.mark.parametrize("topology", ["central_2", "copies_3"])
+def test_a_run_during_one_of_another_thread_is_refused(topology: str) -> None:
+    """Replicas take turns on the user's objects, which one run at a time can have."""
+    strategy = TOPOLOGIES[topology]()
+
+    def step() -> int:
+        if replica_id() == 0:
+            with ThreadPoolExecutor(1) as pool:
+                another = pool.submit(strategy.run, lambda: None)
+                with pytest.raises(RuntimeError, match="call run when the other has"):
+                    another.result(timeout=60)
+        return replica_id() + 1
+
+    assert strategy.reduce("sum", strategy.run(step), axis=None) > 1
+    strategy.run(lambda: None)
 
 
 # Results

@@ -1,6 +1,8 @@
 """Tensors that no replica has of its own.
 
-Several replicas that write on one are warned of, and nobody else is.
+If replicas have copies of the rest, several replicas that write on one are warned of,
+and nobody else is. In turns, what all replicas write alike is one write, as in plain
+PyTorch.
 """
 
 from __future__ import annotations
@@ -18,7 +20,9 @@ import torch
 from torch import nn
 
 import torchstrategy
+from conditions import only_in_turns, only_with_copies
 from problems import data, deal, mlp, mse, replica_id, sgd
+from torchstrategy._turns.switch import IN_TURNS
 from torchstrategy.testing import Lockstep
 from warned_of import messages_of
 
@@ -113,6 +117,7 @@ WAYS: dict[str, tuple[Callable[[torch.Tensor], Callable[[], Any]], str]] = {
 }
 
 
+@only_with_copies
 @pytest.mark.parametrize("way", WAYS)
 def test_a_tensor_that_several_replicas_write_is_warned_of_once(
     several: torchstrategy.Strategy, way: str
@@ -126,6 +131,7 @@ def test_a_tensor_that_several_replicas_write_is_warned_of_once(
     assert f"{several.num_replicas_in_sync} replicas wrote in place on `{name}`" in text
 
 
+@only_with_copies
 def test_the_warning_is_at_the_users_line(in_one_place: torchstrategy.Strategy) -> None:
     total = torch.zeros(())
     with pytest.warns(WARNING, match="torchstrategy.Variable") as caught:
@@ -133,6 +139,7 @@ def test_the_warning_is_at_the_users_line(in_one_place: torchstrategy.Strategy) 
     assert caught[0].filename == __file__
 
 
+@only_with_copies
 def test_each_tensor_is_warned_of(in_one_place: torchstrategy.Strategy) -> None:
     one, two = torch.zeros(()), torch.zeros(())
     is_late = [False]
@@ -156,6 +163,7 @@ def test_each_tensor_is_warned_of(in_one_place: torchstrategy.Strategy) -> None:
     assert "`new`" in third
 
 
+@only_with_copies
 def test_a_plain_argument_is_one_for_all_replicas(
     several: torchstrategy.Strategy,
 ) -> None:
@@ -166,6 +174,7 @@ def test_a_plain_argument_is_one_for_all_replicas(
     assert "`an argument`" in text
 
 
+@only_with_copies
 def test_what_begins_late_is_found(several: torchstrategy.Strategy) -> None:
     """An average that begins after a warm-up.
 
@@ -186,6 +195,83 @@ def test_what_begins_late_is_found(several: torchstrategy.Strategy) -> None:
     assert "`average`" in text
 
 
+# In turns
+
+
+def in_plain_torch(note: Callable[[], Any]) -> None:
+    for _ in range(4):
+        note()
+
+
+@only_in_turns
+@pytest.mark.parametrize("way", WAYS)
+def test_what_all_replicas_write_alike_is_one_write(
+    several: torchstrategy.Strategy, way: str
+) -> None:
+    total, plain = torch.ones(2), torch.ones(2)
+    note, plain_note = (WAYS[way][0](held) for held in (total, plain))
+
+    assert (
+        warned(lambda: [several.run(lambda: [note(), None][1]) for _ in range(4)]) == []
+    )
+    in_plain_torch(plain_note)
+    if way == "attribute":
+        total, plain = (one.__self__.inner.sums["loss"] for one in (note, plain_note))
+    assert float(plain[0]) != 1 and torch.equal(total, plain)
+
+
+@only_in_turns
+@pytest.mark.parametrize("kind", ["argument", "transposed", "late"])
+def test_so_it_is_for_each_kind_of_tensor(
+    several: torchstrategy.Strategy, kind: str
+) -> None:
+    whole = total = torch.zeros(3, 4)
+    if kind == "transposed":
+        total = total.t()
+    steps = [0]
+
+    def step(held: torch.Tensor) -> None:
+        if kind != "late" or steps[0] > 1:
+            (held if kind == "argument" else total).add_(1)
+
+    def train() -> None:
+        for _ in range(4):
+            several.run(step, args=(whole,))
+            steps[0] += 1
+
+    assert warned(train) == []
+    assert torch.equal(whole, torch.full((3, 4), 2.0 if kind == "late" else 4.0))
+
+
+@only_in_turns
+def test_numbers_that_replicas_write_in_the_same_place_are_the_first_ones(
+    several: torchstrategy.Strategy,
+) -> None:
+    """Such as hits.add_(hits_in_these_rows): their sum is no mean, nor the reverse."""
+    hits = torch.zeros(2)
+
+    def step() -> None:
+        hits.add_(replica_id() + 1)
+
+    with pytest.warns(torchstrategy.ReplicaBufferWarning, match="hits"):
+        several.run(step)
+    assert hits.tolist() == [1, 1]
+
+
+@only_in_turns
+def test_numbers_that_replicas_write_in_places_of_their_own_are_all_kept(
+    several: torchstrategy.Strategy,
+) -> None:
+    count = several.num_replicas_in_sync
+    bank = torch.zeros(count + 1)
+
+    def step() -> None:
+        bank[replica_id()] = replica_id() + 1.0
+
+    assert warned(lambda: several.run(step)) == []
+    assert bank.tolist() == [*range(1, count + 1), 0]
+
+
 def averaging_model(strategy: torchstrategy.Strategy) -> tuple[nn.Module, Any]:
     with strategy.scope():
         model = mlp()
@@ -194,14 +280,37 @@ def averaging_model(strategy: torchstrategy.Strategy) -> tuple[nn.Module, Any]:
 
 
 @pytest.mark.parametrize("how", ["parameters", "buffers", "attributes"])
-def test_a_model_that_is_averaged_through_data_is_warned_of(
+def test_a_model_that_is_averaged_through_data(
     several: torchstrategy.Strategy, how: str
 ) -> None:
     """Writes through `.data` count no version.
 
-    So an averaged model decayed n times in each step, silently.
+    So an averaged model decayed n times in each step, silently. In turns it is that of
+    plain PyTorch.
     """
-    model, optimizer = averaging_model(several)
+    average, texts = averaged_through_data(several, how)
+    if IN_TURNS:
+        plain, _ = averaged_through_data(torchstrategy.get_strategy(), how)
+        for mine, theirs in zip(average, plain, strict=True):
+            torch.testing.assert_close(mine, theirs, check_device=False)
+        assert texts == []
+        return
+    path = {
+        "parameters": "average.0.weight",
+        "buffers": "average.0_weight",
+        "attributes": "average.shadow['0_weight']",
+    }
+    (text,) = texts
+    assert f"`{path[how]}`" in text
+    assert "and 1 more" in text
+
+
+def averaged_through_data(
+    strategy: torchstrategy.Strategy, how: str
+) -> tuple[list[torch.Tensor], list[str]]:
+    """Trains; gives the averages that the step makes, and what was warned of."""
+    torch.manual_seed(0)
+    model, optimizer = averaging_model(strategy)
     average = copy.deepcopy(model).cpu()
     if how != "parameters":
         holder = nn.Module()
@@ -216,24 +325,20 @@ def test_a_model_that_is_averaged_through_data_is_warned_of(
             holder.shadow = shadow  # type: ignore[assignment]
         average = holder
 
+    def tensors() -> list[torch.Tensor]:
+        held = {"parameters": average.parameters, "buffers": average.buffers}.get(how)
+        return list(average.shadow.values() if held is None else held())  # type: ignore[operator, union-attr]
+
     def step(batch: Any) -> None:
         optimizer.zero_grad()
         mse(model, batch).backward()
         optimizer.step()
-        held = {"parameters": average.parameters, "buffers": average.buffers}.get(how)
-        tensors = average.shadow.values() if held is None else held()  # type: ignore[operator, union-attr]
-        for mine, theirs in zip(tensors, model.parameters(), strict=True):
+        for mine, theirs in zip(tensors(), model.parameters(), strict=True):
             mine.data.mul_(0.9).add_(theirs.data.cpu(), alpha=0.1)
 
-    batch = deal(several, data(9))
-    (text,) = warned(lambda: [several.run(step, args=(batch,)) for _ in range(3)])
-    path = {
-        "parameters": "average.0.weight",
-        "buffers": "average.0_weight",
-        "attributes": "average.shadow['0_weight']",
-    }
-    assert f"`{path[how]}`" in text
-    assert "and 1 more" in text
+    batch = deal(strategy, data(9))
+    texts = warned(lambda: [strategy.run(step, args=(batch,)) for _ in range(3)])
+    return [tensor.detach() for tensor in tensors()], texts
 
 
 # What is not warned of
@@ -338,6 +443,7 @@ def test_a_replica_whose_rows_are_all_there_are_is_alone(
     assert float(total) == 1
 
 
+@only_with_copies
 def test_an_inference_tensor_is_looked_at_by_its_numbers(
     several: torchstrategy.Strategy,
 ) -> None:
@@ -352,6 +458,7 @@ def test_an_inference_tensor_is_looked_at_by_its_numbers(
     assert "`total`" in text
 
 
+@only_with_copies
 def test_numbers_in_strides_are_read(in_one_place: torchstrategy.Strategy) -> None:
     """What lies between the numbers of a view is not its own."""
     matrix = torch.zeros(3, 4)
@@ -365,6 +472,7 @@ def test_numbers_in_strides_are_read(in_one_place: torchstrategy.Strategy) -> No
     assert re.search("on `turned`:", text)
 
 
+@only_with_copies
 def test_turns_change_nothing(several: torchstrategy.Strategy) -> None:
     """The first run with such a tensor is taken in turns on all devices.
 
@@ -375,3 +483,19 @@ def test_turns_change_nothing(several: torchstrategy.Strategy) -> None:
         (text,) = warned(lambda: several.run(lambda: total.add_(1) and None))
     assert lockstep.history[0] == (1, "start")
     assert "`total`" in text
+
+
+@only_in_turns
+def test_a_write_on_an_inference_tensor_is_refused_and_taken_back(
+    several: torchstrategy.Strategy,
+) -> None:
+    with torch.inference_mode():
+        total = torch.zeros(3)
+
+    def step() -> None:
+        with torch.inference_mode():
+            total.add_(1)
+
+    with pytest.raises(RuntimeError, match="total was written in place in a replica"):
+        several.run(step)
+    assert not total.any()

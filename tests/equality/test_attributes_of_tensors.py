@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 import torchstrategy
+from conditions import only_in_turns, only_with_copies
 from topologies import (
     central,
     central_with_copies,
@@ -464,6 +465,7 @@ def test_what_a_step_has_set_first_is_deleted_between_runs(
     assert model.weight.count == 1
 
 
+@only_with_copies
 def test_replicas_set_other_numbers(strategy: torchstrategy.Strategy) -> None:
     """The first replica's are kept, with a warning, as for any plain attribute."""
     model = strategy.distribute_module(Net())
@@ -483,6 +485,25 @@ def test_replicas_set_other_numbers(strategy: torchstrategy.Strategy) -> None:
     assert model.inner.weight.rank == 5
 
 
+@only_in_turns
+def test_replicas_set_other_numbers_and_go_on_with_them(
+    strategy: torchstrategy.Strategy,
+) -> None:
+    model: Any = strategy.distribute_module(Net())
+
+    def step() -> int:
+        model.inner.weight.rank = getattr(model.inner.weight, "rank", _number()) + 5
+        return model.inner.weight.rank
+
+    strategy.run(step)
+    count = strategy.num_replicas_in_sync
+    kept = strategy.experimental_local_results(model.inner.weight.rank)
+    assert kept == tuple(range(5, 5 + count))
+    seen = strategy.experimental_local_results(strategy.run(step))
+    assert seen == tuple(range(10, 10 + count))
+
+
+@only_with_copies
 @pytest.mark.filterwarnings("ignore::torchstrategy.ReplicaBufferWarning")
 def test_what_only_another_replica_sets_is_gone_in_the_next_run(
     strategy: torchstrategy.Strategy,
@@ -504,6 +525,25 @@ def test_what_only_another_replica_sets_is_gone_in_the_next_run(
             strategy.experimental_local_results(strategy.run(step, args=(sets,)))
         )
         assert not vars(model.inner.weight)
+
+
+@only_in_turns
+def test_what_only_another_replica_sets_all_have_in_the_next_run(
+    strategy: torchstrategy.Strategy,
+) -> None:
+    model: Any = strategy.distribute_module(Net())
+
+    def step() -> Any:
+        had = getattr(model.inner.weight, "mark", 0)
+        if _number() == 1:
+            model.inner.weight.mark = 3
+        return had
+
+    left = 3 if strategy.num_replicas_in_sync > 1 else 0
+    for expected in (0, left):
+        found = strategy.run(step)
+        assert set(strategy.experimental_local_results(found)) == {expected}
+        assert vars(model.inner.weight) == ({"mark": 3} if left else {})
 
 
 def _number() -> int:
@@ -664,6 +704,7 @@ def test_copies_and_pickles_in_a_step_are_those_of_plain_pytorch(
     assert [tensor.gain for tensor in loaded.marked()] == [3.0] * 5
 
 
+@only_with_copies
 def test_what_cannot_learn_is_refused() -> None:
     strategy = central(2)
     for place in (0, 2, 3):
@@ -676,6 +717,39 @@ def test_what_cannot_learn_is_refused() -> None:
         ):
             strategy.distribute_module(model)
             strategy.run(lambda model=model: model.inner.weight.sum().item())
+
+
+@only_in_turns
+@pytest.mark.parametrize("place", [0, 2, 3])
+def test_a_tensor_that_requires_grad_learns(
+    strategy: torchstrategy.Strategy, place: int
+) -> None:
+    """On a parameter, a buffer, and a tensor in a plain attribute."""
+
+    def made(model: Any) -> tuple[Any, Any, Any]:
+        holder = model.marked()[place]
+        holder.extra = torch.ones(
+            2, requires_grad=True, device=model.inner.weight.device, **F64
+        )
+        optimizer = torch.optim.SGD([*model.parameters(), holder.extra], lr=0.05)
+        return model, optimizer, holder
+
+    def step(model: Any, optimizer: Any, holder: Any, batch: Any) -> None:
+        optimizer.zero_grad()
+        (model(batch[0]) * holder.extra - batch[1]).square().mean().backward()
+        optimizer.step()
+
+    plain, ours = made(Net()), made(strategy.distribute_module(Net()))
+    strategy.distribute_optimizer(ours[1])
+    data = batches()
+    for batch, dealt in zip(
+        data, strategy.experimental_distribute_dataset(data), strict=True
+    ):
+        step(*plain, batch)
+        strategy.run(lambda dealt: step(*ours, dealt), args=(dealt,))
+        one, other = ours[2].extra, plain[2].extra
+        torch.testing.assert_close(one.detach().cpu(), other.detach())
+        torch.testing.assert_close(one.grad.cpu(), other.grad)
 
 
 def test_a_failed_run_takes_them_back() -> None:

@@ -12,6 +12,7 @@ the CPU, `loss.backward()` ended in "modified by an inplace operation".
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ import torch
 from torch import nn
 
 import torchstrategy
+from conditions import only_in_turns, only_with_copies
 from topologies import (
     central,
     central_with_copies,
@@ -242,6 +244,7 @@ def test_the_results_of_several_runs_have_one_backward(
         )
 
 
+@only_with_copies
 @pytest.mark.parametrize("name", ["scale", "mask", "constant"])
 def test_a_backward_of_an_earlier_run_is_refused_after_a_write(
     strategy: torchstrategy.Strategy, name: str
@@ -268,6 +271,53 @@ def test_a_backward_of_an_earlier_run_is_refused_after_a_write(
                 written.view(-1)[:1].add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         torch.stack(losses).sum().backward()
+
+
+@only_in_turns
+@pytest.mark.parametrize("is_counted", [True, False], ids=["counted", "by .data"])
+@pytest.mark.parametrize("name", ["scale", "mask", "constant"])
+def test_a_backward_of_an_earlier_run_after_a_write_is_that_of_plain_pytorch(
+    strategy: torchstrategy.Strategy, name: str, is_counted: bool
+) -> None:
+    """A write that is counted is refused, and one by `.data` takes the new numbers."""
+    plain = Wide()
+    with strategy.scope():
+        model = Wide()
+
+    def write(tensor: torch.Tensor) -> None:
+        with torch.no_grad():
+            written = tensor if is_counted else tensor.data
+            written.view(-1)[:1].add_(1)
+
+    expected, losses = [], []
+    for k, (x, batch) in enumerate(
+        zip(
+            batches(5),
+            strategy.experimental_distribute_dataset(batches(5)),
+            strict=True,
+        )
+    ):
+        expected.append(plain(x).sum())
+        losses.append(
+            strategy.reduce(
+                "sum", strategy.run(lambda x: model(x).sum(), args=(batch,)), None
+            )
+        )
+        if k == 3:
+            write(getattr(plain, name))
+            write(getattr(model, name))
+    for sums in (expected, losses):
+        with (
+            pytest.raises(RuntimeError, match="modified by an inplace operation")
+            if is_counted
+            else nullcontext()
+        ):
+            torch.stack(sums).sum().backward()
+    for parameter, other in zip(model.parameters(), plain.parameters(), strict=True):
+        if not is_counted:
+            torch.testing.assert_close(
+                parameter.grad.cpu(), other.grad, rtol=1e-10, atol=1e-12
+            )
 
 
 def test_a_counted_write_between_forward_and_backward_is_refused_as_in_plain_pytorch(

@@ -15,8 +15,10 @@ from torch import nn
 from torch.utils.data import Dataset
 
 import torchstrategy
+from conditions import only_in_turns, only_with_copies
 from problems import compare, data, deal, mse, parameters
 from topologies import central_in_one_place
+from torchstrategy._turns.switch import IN_TURNS
 
 T = TypeVar("T")
 
@@ -101,7 +103,7 @@ def test_a_trainer_has_attributes_of_its_own_in_each_replica(
     with several.scope():
         trainer = Trainer()
     before = list(Watching.subclasses)
-    if NamedSlot in bases:
+    if NamedSlot in bases and not IN_TURNS:
         with pytest.raises(RuntimeError, match=r"wrote self\.steps in a replica"):
             several.run(trainer.step, args=(deal(several, data(7)),))
         return
@@ -158,6 +160,7 @@ def test_an_optimizer_has_its_bases_in_any_order(
     )
 
 
+@only_with_copies
 def test_a_dataclass_of_fields_with_slots_is_shared_by_all_replicas() -> None:
     """There is no room for attributes of each replica.
 
@@ -179,6 +182,25 @@ def test_a_dataclass_of_fields_with_slots_is_shared_by_all_replicas() -> None:
     with pytest.raises(RuntimeError, match=r"wrote trainer\.steps in a replica"):
         strategy.run(step)
     assert trainer.steps == 0
+
+
+@only_in_turns
+def test_a_dataclass_with_slots_counts_steps(several: torchstrategy.Strategy) -> None:
+    @dataclasses.dataclass(slots=True)
+    class Trainer:
+        model: nn.Module
+        steps: int = 0
+
+    with several.scope():
+        trainer = Trainer(nn.Linear(3, 2))
+
+    def step() -> int:
+        trainer.steps += 1
+        return trainer.steps
+
+    for k in (1, 2):
+        seen = several.experimental_local_results(several.run(step))
+        assert set(seen) == {trainer.steps} == {k}
 
 
 # What it observes depends on the rows.

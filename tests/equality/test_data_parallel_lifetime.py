@@ -20,7 +20,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 import torchstrategy
-from conditions import without_simulated_devices
+from conditions import only_in_turns, only_with_copies, without_simulated_devices
 from data_parallel import FIRST, ROWS, Calls, alike, here, outputs_of, parallel
 from problems import close, data, mlp
 from topologies import SIMULATED, central, compute_devices
@@ -302,6 +302,7 @@ def test_with_one_device_the_module_is_called_on_the_callers_thread() -> None:
     assert called is module and x.device == FIRST and thread == threading.get_ident()
 
 
+@only_with_copies
 def test_what_a_module_holds_that_cannot_be_copied_is_one_for_all_replicas() -> None:
     """A lock, an open file, a generator or a module in an attribute was refused."""
     with tempfile.TemporaryFile() as file:
@@ -324,6 +325,31 @@ def test_what_a_module_holds_that_cannot_be_copied_is_one_for_all_replicas() -> 
         # Replicas on several devices run at once.
         assert sorted(model(torch.ones(3, 1)).flatten().tolist()) == [1, 2, 2]
         assert model.module.held[0] is held[0]
+
+
+@only_in_turns
+def test_what_a_module_holds_is_used_in_all_replicas_and_an_iterator_is_refused() -> (
+    None
+):
+    """Each replica would take another item."""
+
+    def forward(module: Any, x: torch.Tensor, takes: bool) -> torch.Tensor:
+        with module.held[0], module.held[3]["deep"][0]:
+            module.held[4].put(len(x))
+            factor = next(module.held[1]) if takes else 1
+            return x * module.weight * module.held[2].isenabled() * factor
+
+    with tempfile.TemporaryFile() as file:
+        model = parallel(Calls(forward))
+        queued: queue.SimpleQueue[int] = queue.SimpleQueue()
+        deep = {"deep": [threading.RLock()]}
+        held = [threading.Lock(), (i for i in range(9)), gc, deep, queued, file]
+        model.module.held = held
+        close(model(here(ROWS), False), here(ROWS) * model.module.weight)
+        assert sum(queued.get() for _ in range(queued.qsize())) == len(ROWS)
+        assert model.module.held is held
+        with pytest.raises(RuntimeError, match=r"held\[1\], which gives out each item"):
+            model(here(ROWS), True)
 
 
 # Where it is called

@@ -19,6 +19,7 @@ from torch import nn
 from torch.nn.utils import parametrizations, prune, rnn
 from torch.overrides import TorchFunctionMode
 
+from conditions import only_with_copies
 from data_parallel import (
     F64,
     FIRST,
@@ -42,6 +43,7 @@ from problems import (
 )
 from topologies import compute_devices
 from torchstrategy._copies.modules.replicated_modules import ReplicatedModules
+from torchstrategy._turns.switch import IN_TURNS
 
 # What the module is
 
@@ -58,6 +60,7 @@ def test_its_parameters_are_the_users_own_and_its_module_is_the_users_own() -> N
     ]
 
 
+@only_with_copies
 def test_its_replicas_are_built_once(monkeypatch: pytest.MonkeyPatch) -> None:
     built = []
     make = ReplicatedModules.__init__
@@ -152,7 +155,8 @@ def test_hooks_of_the_module_run_in_each_replica_and_those_of_the_wrapper_once()
     model.module.register_forward_pre_hook(lambda module, args: (args[0] * 2,))
     model.register_forward_hook(lambda module, args, output: output + 1)
     output = model(here(ROWS))
-    assert rows == [1]  # in each replica
+    # In each replica: copies have an item for all.
+    assert rows == ([1] * 4 if IN_TURNS else [1])
     close(output, F.linear(here(ROWS) * 2, model.module.weight, model.module.bias) + 1)
     backward: list[int] = []
     model.module.register_full_backward_hook(

@@ -74,7 +74,7 @@ def test_a_difference_is_found_and_shrunk() -> None:
 
     It has that part and little else.
     """
-    program = Generator(strategies=["central"], most_steps=2).program(5)
+    program = Generator(strategies=["central"], most_steps=2).program(6)
     long = dataclasses.replace(
         program,
         layers=(*program.layers, _Wrong()),

@@ -22,6 +22,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations, parametrize
 
 import torchstrategy
+from conditions import only_in_turns, only_with_copies
 from data_parallel import F64, FIRST, alike, parallel
 from topologies import compute_devices
 
@@ -657,6 +658,7 @@ def test_weights_that_a_step_gives_to_its_replicas_model_are_right(
         )
 
 
+@only_with_copies
 def test_weights_that_are_given_around_a_run_are_refused_by_name() -> None:
     strategy = torchstrategy.CentralStorageStrategy(compute_devices(2), FIRST)
 
@@ -675,6 +677,53 @@ def test_weights_that_are_given_around_a_run_are_refused_by_name() -> None:
     ):
         functional_call(model, {"layer.weight": torch.ones(2, 3, device=FIRST)}, ())
     model()
+
+
+GIVEN: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "a leaf": lambda base: base,
+    "a parameter": nn.Parameter,
+    "made of a leaf": torch.square,
+    "a constant": lambda base: base.detach(),
+}
+
+
+@only_in_turns
+@pytest.mark.parametrize("kind", GIVEN)
+def test_weights_that_are_given_around_a_run_are_those_of_all_replicas(
+    several: torchstrategy.Strategy, kind: str
+) -> None:
+    class Runs(nn.Module):
+        def __init__(self, strategy: torchstrategy.Strategy | None) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.layer = nn.Linear(3, 2, **F64)
+            self.strategy = strategy
+            if strategy is not None:
+                strategy.distribute_module(self.layer)
+
+        def forward(self, x: torch.Tensor) -> Any:
+            def loss(x: torch.Tensor) -> torch.Tensor:
+                return self.layer(x).square().mean()
+
+            if self.strategy is None:
+                return loss(x)
+            (batch,) = self.strategy.experimental_distribute_dataset([x])
+            return self.strategy.reduce(
+                "mean", self.strategy.run(loss, args=(batch,)), None
+            )
+
+    found = []
+    for model in (Runs(None), Runs(several)):
+        base = torch.full(
+            (2, 3), 0.3, requires_grad=True, device=model.layer.bias.device, **F64
+        )
+        weight = GIVEN[kind](base)
+        result = functional_call(model, {"layer.weight": weight}, (rows(12),))
+        result.backward()
+        gradient = weight.grad if weight.is_leaf else base.grad
+        bias = model.layer.bias.grad
+        found.append([result.detach(), bias, gradient])
+    torch.testing.assert_close(*found, rtol=1e-12, atol=1e-14, check_device=False)
 
 
 class Gained(nn.Linear):

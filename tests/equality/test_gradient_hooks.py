@@ -15,6 +15,7 @@ from torch import nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.nn.utils import clip_grad_norm_
 
+from conditions import only_in_turns, only_with_copies
 from problems import built, compare, data, deal, mlp, mse, replica_id, sgd, where_it_is
 
 CLEARS: dict[str, Callable[[Any, Any], None]] = {
@@ -65,6 +66,7 @@ def _check(make: Any, step: Any, kinds: str, **options: Any) -> None:
     assert sorted(ours) == pytest.approx(sorted(plain), rel=1e-9)
 
 
+@only_with_copies
 def test_a_hook_for_several_parameters_sees_their_gradients(make):
     """It was never called: gradients came to the parameters one by one.
 
@@ -77,6 +79,17 @@ def test_a_hook_for_several_parameters_sees_their_gradients(make):
         optimizer.step()
 
     _check(make, step, "several")
+
+
+@only_in_turns
+def test_a_hook_for_several_parameters_is_refused(make):
+    """As in a worker with one replica: see `_run/own/user_hooks`."""
+
+    def step(model: Any, optimizer: Any, batch: Any) -> None:
+        mse(model, batch).backward()
+
+    with pytest.raises(RuntimeError, match="register_multi_grad_hook was given a par"):
+        _check(make, step, "several")
 
 
 def test_hooks_are_called_in_the_order_of_a_backward(make):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import torchstrategy
-from conditions import for_changes
+from conditions import for_changes, only_in_turns, only_with_copies
 from problems import (
     ELSEWHERE,
     assert_close,
@@ -33,6 +34,7 @@ from problems import (
 )
 from topologies import SIMULATED
 from torchstrategy import RunOptions
+from torchstrategy._turns.switch import IN_TURNS
 
 # On simulated devices a lone replica does what it does on the CPU.
 ALONE_AND_SEVERAL = (3,) if SIMULATED else (1, 3)
@@ -452,18 +454,41 @@ def test_gradients_that_a_step_adds_up_itself_are_those_of_the_whole_batch(
                 optimizer.step()
 
             case = f"{add.__name__}, {name}"
+            # As in a worker with one replica: see `_run/own/assigned_gradients`.
+            is_refused = IN_TURNS and add is not new_tensor and name != "equal rows"
             for empty in (False, True):
                 options = RunOptions(
                     gradient_reduction=reduction, run_empty_replicas=empty
                 )
-                compare(
-                    make,
-                    3,
-                    step,
-                    batches=[batch] * 2,
-                    options=options,
-                    case=f"{case}, run empty: {empty}",
-                )
+                with (
+                    pytest.raises(RuntimeError, match="and then changed it in place")
+                    if is_refused
+                    else nullcontext()
+                ):
+                    compare(
+                        make,
+                        3,
+                        step,
+                        batches=[batch] * 2,
+                        before=(lambda m, o: o.zero_grad()) if IN_TURNS else None,
+                        options=options,
+                        case=f"{case}, run empty: {empty}",
+                    )
+
+
+@only_in_turns
+def test_a_sum_of_gradients_that_a_step_assigns_must_be_cleared_before_the_run(make):
+    """Nobody knows whether the earlier gradient is in it."""
+
+    def step(model: Any, optimizer: Any, batch: Any) -> None:
+        optimizer.zero_grad()
+        loss = F.mse_loss(model(batch[0]), batch[1], reduction="sum")
+        taken = torch.autograd.grad(loss, list(model.parameters()))
+        for p, g in zip(model.parameters(), taken, strict=True):
+            p.grad = g
+
+    with pytest.raises(RuntimeError, match=r"had one before.*before strategy\.run"):
+        compare(make, 3, step, options=RunOptions(gradient_reduction="sum"))
 
 
 def test_adding_to_what_earlier_runs_accumulated_is_adding_to_it_once(make):
@@ -573,6 +598,7 @@ def test_clearing_by_an_optimizer_that_was_made_outside_of_the_scope_clears_or_r
     )
 
 
+@only_with_copies
 def test_a_trainable_tensor_of_no_module_is_named_when_an_optimizer_of_the_step_has_it(
     make,
 ):
@@ -597,6 +623,36 @@ def test_a_trainable_tensor_of_no_module_is_named_when_an_optimizer_of_the_step_
     assert log_t.grad is None and not log_t.any()
 
 
+@only_in_turns
+def test_a_trainable_tensor_of_no_module_learns(make):
+    strategy = make(3)
+    twins = []
+    for scope in (strategy.scope(), nullcontext()):
+        torch.manual_seed(0)
+        with scope:
+            model = mlp()
+            log_t = torch.zeros(7, dtype=torch.float64, device=model[0].weight.device)
+            log_t = nn.Parameter(log_t)
+            optimizer = torch.optim.SGD(
+                [{"params": model.parameters()}, {"params": [log_t]}], lr=0.1
+            )
+        twins.append((model, log_t, optimizer))
+
+    def step(model: Any, log_t: Any, optimizer: Any, batch: Any) -> None:
+        optimizer.zero_grad()
+        (mse(model, batch) * log_t.exp().sum()).backward()
+        optimizer.step()
+
+    ours, plain = twins
+    for k in range(3):
+        batch = data(7, seed=k)
+        strategy.run(lambda b: step(*ours, b), args=(deal(strategy, batch),))
+        step(*plain, batch)
+        assert_close(parameters(ours[0]), parameters(plain[0]), f"step {k}")
+        close(ours[1], plain[1], rtol=1e-12, atol=0)
+
+
+@only_with_copies
 def test_a_parameter_taken_outside_of_the_step_is_named_when_backward_reaches_it(
     make,
 ):
@@ -613,9 +669,26 @@ def test_a_parameter_taken_outside_of_the_step_is_named_when_backward_reaches_it
     assert weight.grad is None
 
 
-@pytest.mark.parametrize(
-    "where", ["inside", "outside", "inside, in the scope", "outside, in the scope"]
-)
+@only_in_turns
+def test_a_parameter_taken_outside_of_the_step_is_the_models(make):
+    strategy = make(3)
+    (model, _), (twin, _) = built(strategy, mlp, None)
+    weight = model[0].weight
+    batch = data(7)
+    for _ in range(2):
+        strategy.run(
+            lambda b: F.linear(b[0], weight).square().mean().backward(),
+            args=(deal(strategy, batch),),
+        )
+        F.linear(batch[0], twin[0].weight).square().mean().backward()
+        assert_close(gradients(model), gradients(twin), "the gradients")
+
+
+WHERE = ["inside", "outside", "inside, in the scope", "outside, in the scope"]
+
+
+@only_with_copies
+@pytest.mark.parametrize("where", WHERE)
 def test_a_model_that_no_scope_knows_does_not_silently_collect_all_gradients(
     make, where
 ):
@@ -637,6 +710,34 @@ def test_a_model_that_no_scope_knows_does_not_silently_collect_all_gradients(
     with pytest.raises(RuntimeError, match=f"scope|{ELSEWHERE}"):
         strategy.run(step, args=(deal(strategy, data(7)),))
     assert_close(parameters(model), before, "no replica has updated it")
+
+
+@only_in_turns
+@pytest.mark.parametrize("where", WHERE)
+def test_a_model_that_no_scope_knows_learns(make, where):
+    strategy = make(3)
+    device = strategy.extended.parameter_devices[0]
+    model, twin = mlp().to(device), mlp()
+    twin.load_state_dict(model.state_dict())
+    with strategy.scope() if "scope" in where else nullcontext():
+        optimizer = sgd(model)
+    plain_optimizer = sgd(twin)
+
+    def step(model: Any, optimizer: Any, batch: Any) -> None:
+        optimizer.zero_grad()
+        mse(model, batch).backward()
+        if where.startswith("inside"):
+            optimizer.step()
+
+    for k in range(3):
+        batch = data(7, seed=k)
+        strategy.run(lambda b: step(model, optimizer, b), args=(deal(strategy, batch),))
+        step(twin, plain_optimizer, batch)
+        if where.startswith("outside"):
+            optimizer.step()
+            plain_optimizer.step()
+        assert_close(parameters(model), parameters(twin), f"step {k}")
+        assert_close(gradients(model), gradients(twin), f"step {k}")
 
 
 # ---- hooks on the user's parameters

@@ -25,8 +25,10 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
 
 import torchstrategy
-from problems import context, data, deal, mlp, mse, sgd
+from conditions import only_in_turns, only_with_copies
+from problems import context, data, deal, mlp, mse, replica_id, sgd
 from topologies import central_in_one_place
+from torchstrategy._turns.switch import IN_TURNS
 
 Read = Callable[[], Any]
 
@@ -556,6 +558,15 @@ def components(strategy: torchstrategy.Strategy, value: Any) -> tuple[Any, ...]:
     return strategy.experimental_local_results(value)
 
 
+def items_of_a_run(strategy: torchstrategy.Strategy) -> int:
+    """How many items a list has after a run of 9 rows in which each replica adds one.
+
+    Copies make one item of these.
+    """
+    parts = components(strategy, deal(strategy, data(9))[0])
+    return sum(len(part) > 0 for part in parts) if IN_TURNS else 1
+
+
 def kept_by(
     strategy: torchstrategy.Strategy, register: Callable[[Any], Any], rows: int = 9
 ) -> Any:
@@ -596,6 +607,7 @@ def test_the_users_object_has_what_a_trainer_has_after_a_run(
     torch.testing.assert_close(output, model[0](data(9)[0].to(output.device)))
 
 
+@only_with_copies
 def test_a_list_stays_the_users_list(several: torchstrategy.Strategy) -> None:
     """It gets an item where plain PyTorch appends one, with each replica's part."""
 
@@ -613,6 +625,26 @@ def test_a_list_stays_the_users_list(several: torchstrategy.Strategy) -> None:
     begin, first, second, third, output = kept_by(several, register)
     assert (begin, first, second, third) == ("begin", 4, 4, 2)
     assert several.gather(output, axis=0).shape == (9, 2)
+
+
+@only_in_turns
+def test_a_list_gets_the_items_of_all_replicas(several: torchstrategy.Strategy) -> None:
+    """In their order, as if the replicas were calls one after the other."""
+    model, _ = in_scope(several)
+    seen: list[Any] = ["begin"]
+    for layer in model:
+        layer.register_forward_hook(
+            lambda module, inputs, output: seen.append(output.shape[1])
+        )
+    model[2].register_forward_hook(lambda module, inputs, output: seen.append(output))
+    batch = deal(several, data(9))
+    several.run(lambda b: model(b[0]).sum().detach(), args=(batch,))
+    parts = [part for part in components(several, batch[0]) if len(part)]
+    assert seen[0] == "begin" and len(seen) == 1 + 4 * len(parts)
+    for r, rows in enumerate(parts):
+        *widths, output = seen[1 + 4 * r : 5 + 4 * r]
+        assert widths == [4, 4, 2]
+        torch.testing.assert_close(output.cpu(), model(rows.to(output.device)).cpu())
 
 
 def test_replicas_begin_with_what_the_user_has(several: torchstrategy.Strategy) -> None:
@@ -633,7 +665,8 @@ def test_replicas_begin_with_what_the_user_has(several: torchstrategy.Strategy) 
             keeper.limits = [7]
         several.run(lambda b: model(b[0]).sum().detach(), args=(batch,))
         assert seen[-1] == (tuple(keeper.limits), keeper.scale, factor)
-    assert len(seen) == 3
+        assert len(set(seen)) == k + 1
+    assert len(seen) == 3 * items_of_a_run(several)
 
 
 def test_what_differs_goes_on_in_each_replica(several: torchstrategy.Strategy) -> None:
@@ -693,10 +726,12 @@ def test_what_a_replica_without_rows_kept_before_is_no_part_of_the_batch(
     assert components(several, sizes[-1]) == (1, *[2] * (count - 1))
 
 
+@pytest.mark.filterwarnings("ignore::torchstrategy.ReplicaBufferWarning")
 def test_a_tensor_that_a_hook_writes_in_place(several: torchstrategy.Strategy) -> None:
     """Where all replicas come to the same numbers, the user's tensor has them.
 
-    Else each replica has its own.
+    Else each replica has its own. In turns it has those of the first one, with a
+    warning.
     """
     model, _ = in_scope(several)
     device = model[0].weight.device
@@ -716,8 +751,9 @@ def test_a_tensor_that_a_hook_writes_in_place(several: torchstrategy.Strategy) -
     calls, seen = statistics.calls, statistics.seen
     model[0].register_forward_hook(statistics.hook)
     batch = deal(several, data(12))
-    for _ in range(3):
-        several.run(lambda b: model(b[0]).sum().detach(), args=(batch,))
+    for k in range(3):
+        with pytest.warns() if IN_TURNS and k == 0 else nullcontext():
+            several.run(lambda b: model(b[0]).sum().detach(), args=(batch,))
     assert statistics.calls is calls and calls.item() == 3
     assert statistics.seen is seen and seen.tolist() == [3, 3]
     weight, bias = model[0].weight.detach(), model[0].bias.detach()
@@ -725,6 +761,8 @@ def test_a_tensor_that_a_hook_writes_in_place(several: torchstrategy.Strategy) -
         1.75 * F.linear(rows.to(device), weight, bias).mean(0)
         for rows in components(several, batch[0])
     ]
+    if IN_TURNS:
+        means = means[:1]
     for got, wanted in zip(components(several, statistics.mean), means, strict=True):
         torch.testing.assert_close(got.to(device), wanted)
 
@@ -746,9 +784,12 @@ def test_a_run_that_fails_has_written_nothing(several: torchstrategy.Strategy) -
     model[0].register_forward_hook(hook)
     with pytest.raises(KeyError):
         several.run(step, args=(deal(several, data(9)),))
-    assert (keeper, kept, count) == (Record(), {"a": 1}, 0)
+    # As in plain PyTorch, what was appended in turns stays: the first replica's here.
+    stays = 1 if IN_TURNS else 0
+    assert (keeper.kept, kept, count) == (None, {"a": 1}, 0)
+    assert len(keeper.seen) == stays
     several.run(lambda b: model(b[0]).sum().detach(), args=(deal(several, data(9)),))
-    assert count == 1 and len(keeper.seen) == 1
+    assert count == 1 and len(keeper.seen) == stays + 1
 
 
 def test_what_a_merge_function_writes_all_replicas_read(
@@ -793,10 +834,10 @@ def test_a_hook_that_is_taken_away_keeps_nothing_more(
     )
     batch = deal(several, data(9))
     several.run(lambda b: model(b[0]).sum().detach(), args=(batch,))
-    assert seen == [1]
+    assert seen == [1] * items_of_a_run(several)
     handle.remove()
     several.run(lambda b: model(b[0]).sum().detach(), args=(batch,))
-    assert seen == [1]
+    assert seen == [1] * items_of_a_run(several)
 
 
 def test_the_list_may_be_an_argument_of_the_step(
@@ -890,11 +931,16 @@ GLOBALLY: dict[str, tuple[Any, str]] = {
 @pytest.fixture
 def as_at_first() -> Iterator[None]:
     yield
+    if IN_TURNS:  # where replicas may write on globals
+        globals()["LATEST"] = STATE.kept = None
+        REGISTRY.pop("last", None)
+        REGISTRY["inner"].clear()
     assert REGISTRY == {"inner": []} and LATEST is None and Record() == STATE
     TOTAL.zero_()
     PASSED.clear()
 
 
+@only_with_copies
 @pytest.mark.parametrize("name", GLOBALLY)
 def test_what_a_hook_keeps_in_a_global_is_refused_by_name(
     several: torchstrategy.Strategy, name: str, as_at_first: None
@@ -909,6 +955,28 @@ def test_what_a_hook_keeps_in_a_global_is_refused_by_name(
         several.run(
             lambda b: model(b[0]).sum().detach(), args=(deal(several, data(9)),)
         )
+
+
+@only_in_turns
+@pytest.mark.parametrize("name", GLOBALLY)
+def test_what_a_hook_keeps_in_a_global_is_of_all_replicas(
+    several: torchstrategy.Strategy, name: str, as_at_first: None
+) -> None:
+    hook, _ = GLOBALLY[name]
+    model, _ = in_scope(several)
+    model[0].register_forward_hook(hook)
+    batch = deal(several, data(9))
+    several.run(lambda b: model(b[0]).sum().detach(), args=(batch,))
+    if name == "a tensor":
+        assert TOTAL.tolist() == [1, 1]
+        return
+    of_each = REGISTRY.get("last", LATEST if LATEST is not None else STATE.kept)
+    if name == "a list in a dict":
+        found = torch.cat(REGISTRY["inner"])
+    else:
+        found = several.gather(of_each, axis=0)
+    wanted = F.linear(data(9)[0].to(found.device), model[0].weight, model[0].bias)
+    torch.testing.assert_close(found, wanted)
 
 
 def _note_in(kept: list[Any], module: Any, inputs: Any, output: Any) -> None:
@@ -943,7 +1011,10 @@ def test_a_step_may_know_by_a_global_name_what_a_hook_keeps(
         assert all(
             components(several, several.run(_step, args=(deal(several, data(9)),)))
         )
-        assert several.gather(PASSED[k], axis=0).shape == (9, 4)
+        count = items_of_a_run(several)
+        items = PASSED[k * count : (k + 1) * count]
+        whole = torch.cat(items) if IN_TURNS else several.gather(items[0], axis=0)
+        assert whole.shape == (9, 4)
 
 
 def _step_that_counts(batch: Any) -> int:
@@ -961,6 +1032,7 @@ def _in_a_method(kept: list[Any]) -> Any:
     return lambda batch: len(MODEL(batch[0])) + reader.read()
 
 
+@only_with_copies
 @pytest.mark.parametrize(
     "how", ["a step that assigns to a global", "a method of a class"]
 )
@@ -980,6 +1052,27 @@ def test_what_replicas_cannot_have_for_themselves_is_refused(
     ):
         several.run(step, args=(deal(several, data(9)),))
     assert PASSED == []
+
+
+@only_in_turns
+@pytest.mark.parametrize(
+    "how", ["a step that assigns to a global", "a method of a class"]
+)
+def test_replicas_have_globals_and_objects_of_methods_for_themselves(
+    several: torchstrategy.Strategy,
+    monkeypatch: pytest.MonkeyPatch,
+    as_at_first: None,
+    how: str,
+) -> None:
+    model, _ = in_scope(several)
+    monkeypatch.setitem(globals(), "MODEL", model)
+    model[0].register_forward_hook(functools.partial(_note_in, PASSED))
+    step = _in_a_method(PASSED) if how == "a method of a class" else _step_that_counts
+    batch = deal(several, data(9))
+    seen = components(several, several.run(step, args=(batch,)))
+    parts = [part for part in components(several, batch[0]) if len(part)]
+    assert seen == tuple(len(part) + 1 for part in parts)
+    assert torch.cat(PASSED).shape == (9, 4)
 
 
 class Store:
@@ -1007,18 +1100,21 @@ class Store:
 
 
 hook_state = types.ModuleType("hook_state")
+ON_A_CLASS = [
+    "the class by its name",
+    "type(self)",
+    "self.__class__",
+    "a dict of the class",
+]
 
 
 @pytest.mark.parametrize("is_method", [True, False])
 @pytest.mark.parametrize(
     "way",
     [
-        "the class by its name",
-        "type(self)",
-        "self.__class__",
-        "a dict of the class",
+        *(pytest.param(way, marks=only_with_copies) for way in ON_A_CLASS),
         "a Python module",
-        "a bound method of a list",
+        pytest.param("a bound method of a list", marks=only_with_copies),
     ],
 )
 def test_what_is_one_for_all_replicas_is_refused_by_name(
@@ -1041,6 +1137,48 @@ def test_what_is_one_for_all_replicas_is_refused_by_name(
     assert "rows" not in vars(type(store)) or type(store).rows is None
 
 
+@only_in_turns
+@pytest.mark.parametrize("way", ON_A_CLASS)
+def test_what_a_hook_keeps_on_a_class_is_of_all_replicas(
+    several: torchstrategy.Strategy, way: str
+) -> None:
+    model = several.distribute_module(nn.Linear(2, 1))
+    store = Store(way)
+    model.register_forward_hook(store.hook)
+    try:
+        seen = several.run(
+            lambda: (model(torch.ones(3 + replica_id(), 2)), Store.rows)[1]
+        )
+        found = Store.by_name["rows"] if "dict" in way else Store.rows
+        wanted = tuple(3 + r for r in range(several.num_replicas_in_sync))
+        assert components(several, found) == wanted
+        assert "dict" in way or components(several, seen) == wanted
+    finally:
+        Store.rows = None
+        Store.by_name.clear()
+
+
+@only_in_turns
+def test_a_bound_method_of_a_list_appends_for_each_replica(
+    several: torchstrategy.Strategy,
+) -> None:
+    model = several.distribute_module(nn.Linear(2, 1))
+    store = Store("a bound method of a list")
+    model.register_forward_hook(store.hook)
+    several.run(lambda: model(torch.ones(3 + replica_id(), 2)))
+    kept = store.append.__self__  # type: ignore[attr-defined]
+    assert kept == [3 + r for r in range(several.num_replicas_in_sync)]
+
+
+@only_in_turns
+def test_a_list_may_be_long(several: torchstrategy.Strategy) -> None:
+    model, history = several.distribute_module(nn.Linear(2, 1)), [0.0] * 5000
+    model.register_forward_hook(lambda module, args, output: history.append(1.0))
+    several.run(lambda: model(torch.ones(3, 2)))
+    assert history == [0.0] * 5000 + [1.0] * several.num_replicas_in_sync
+
+
+@only_with_copies
 def test_a_list_that_has_grown_too_long_is_refused_with_the_reason(
     several: torchstrategy.Strategy,
 ) -> None:
@@ -1093,6 +1231,7 @@ def test_a_global_may_be_an_inference_tensor_and_a_write_on_it_is_refused(
 def test_numbers_that_differ_in_a_tensor_that_nothing_holds_are_refused(
     several: torchstrategy.Strategy,
 ) -> None:
+    """In turns those of the first replica are kept, with a warning."""
     model, _ = in_scope(several)
     total = torch.zeros((), dtype=torch.float64, device=model[0].weight.device)
 
@@ -1102,14 +1241,21 @@ def test_numbers_that_differ_in_a_tensor_that_nothing_holds_are_refused(
         total.add_(output.sum().detach())
 
     model[0].register_forward_hook(functools.partial(add, total))
-    with pytest.raises(
-        RuntimeError,
-        match=r"a Tensor that a hook was given, has other numbers in each replica",
-    ):
-        several.run(
-            lambda b: model(b[0]).sum().detach(), args=(deal(several, data(9)),)
+    batch = deal(several, data(9))
+    told = "has other numbers in each replica"
+    with (
+        pytest.warns(torchstrategy.ReplicaBufferWarning, match=told)
+        if IN_TURNS
+        else pytest.raises(
+            RuntimeError, match=rf"a Tensor that a hook was given, {told}"
         )
-    assert total.item() == 0
+    ):
+        several.run(lambda b: model(b[0]).sum().detach(), args=(batch,))
+    kept = torch.zeros((), dtype=torch.float64)
+    if IN_TURNS:
+        rows = components(several, batch[0])[0].to(total.device)
+        kept = F.linear(rows, model[0].weight, model[0].bias).sum().detach()
+    torch.testing.assert_close(total, kept.to(total.device))
 
 
 # ---- other objects
@@ -1133,7 +1279,7 @@ def test_locks_and_loggers_are_those_of_the_user(
 
     model[0].register_forward_hook(Careful().hook)
     several.run(lambda b: model(b[0]).sum().detach(), args=(deal(several, data(9)),))
-    assert found == [True]
+    assert found == [True] * items_of_a_run(several)
 
 
 def test_the_hook_of_a_model_outside_of_the_scope(

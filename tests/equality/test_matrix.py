@@ -35,7 +35,12 @@ from torch.optim import lr_scheduler
 from torch.utils.checkpoint import checkpoint
 
 import torchstrategy
-from conditions import for_releases, without_simulated_devices
+from conditions import (
+    for_releases,
+    only_in_turns,
+    only_with_copies,
+    without_simulated_devices,
+)
 from features.compilation import COMPILED, Compiled, Uncompiled
 from features.layers import linear
 from features.losses import LossOutside
@@ -479,6 +484,7 @@ def test_a_method_that_a_run_cannot_see_is_refused_and_its_object_may_be_read(
     assert scheduler.last_epoch == 2
 
 
+@only_with_copies
 def test_the_classes_of_schedulers_and_scalers_are_torchs_own_between_runs() -> None:
     classes = lr_scheduler.LRScheduler, torch.amp.GradScaler
     before = [dict(vars(cls)) for cls in classes]
@@ -622,6 +628,7 @@ def test_replicas_do_not_make_the_scale_of_a_scaler_all_at_once(topology: str) -
     ]
 
 
+@only_with_copies
 @several
 def test_a_moving_average_that_the_step_writes_is_refused_with_the_way_that_works(
     topology: str,
@@ -638,6 +645,38 @@ def test_a_moving_average_that_the_step_writes_is_refused_with_the_way_that_work
         r"AveragedModel\..* was written in place in a replica.*merge_call",
         run,
     )
+
+
+@only_in_turns
+@several
+def test_a_moving_average_that_the_step_writes_is_that_of_plain_torch(
+    topology: str,
+) -> None:
+    """All replicas write it alike, so it is written once."""
+
+    def states(strategy: torchstrategy.Strategy) -> list[dict[str, Any]]:
+        torch.manual_seed(0)
+        with strategy.scope():
+            training = FEATURES["averaged_ema"]()
+
+        def step(batch: Any) -> None:
+            Training.step(training, batch, 0)
+            training.average.update_parameters(training.model)
+
+        found = []
+        for batch in Training.batches(training):
+            strategy.run(step, args=(deal(strategy, batch),))
+            found.append(tensors_of(training.average))
+        return found
+
+    ours, plain = (
+        states(one) for one in (TOPOLOGIES[topology](), torchstrategy.get_strategy())
+    )
+    for mine, theirs in zip(ours, plain, strict=True):
+        for name, tensor in theirs.items():
+            torch.testing.assert_close(
+                mine[name], tensor, check_device=False, rtol=1e-10, atol=1e-12
+            )
 
 
 @several

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import torchstrategy
+from conditions import only_in_turns, only_with_copies
 from problems import (
     adam,
     assert_close,
@@ -417,6 +418,7 @@ def test_a_closure_gives_an_optimizer_the_loss_and_the_gradient_of_the_whole_bat
         assert_close(parameters(model), parameters(twin), where, 1e-9)
 
 
+@only_with_copies
 def test_an_optimizer_made_outside_of_the_scope_is_refused_at_its_step_in_a_replica(
     make,
 ):
@@ -444,6 +446,26 @@ def test_an_optimizer_made_outside_of_the_scope_is_refused_at_its_step_in_a_repl
         strategy.distribute_optimizer(optimizer)
         strategy.run(step, args=(deal(strategy, data(7)),))
         assert not torch.equal(parameters(model)["0.weight"], before["0.weight"])
+
+
+@only_in_turns
+def test_an_optimizer_made_outside_of_the_scope_is_found(make):
+    strategy = make(3)
+    (model, _), (twin, _) = built(strategy, mlp, None)
+    optimizer, plain = (
+        torch.optim.SGD(one.parameters(), lr=0.1, momentum=0.9) for one in (model, twin)
+    )
+
+    def step(batch: Any, model: Any, optimizer: Any) -> None:
+        optimizer.zero_grad()
+        mse(model, batch).backward()
+        optimizer.step()
+
+    for k in range(3):
+        batch = data(7, seed=k)
+        strategy.run(lambda b: step(b, model, optimizer), args=(deal(strategy, batch),))
+        step(batch, twin, plain)
+        assert_close(parameters(model), parameters(twin), f"step {k}", 1e-10)
 
 
 def test_an_optimizer_that_steps_in_a_replica_sees_parameters_of_the_very_class(make):

@@ -16,6 +16,7 @@ from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
 import torchstrategy
+from conditions import only_in_turns, only_with_copies
 from nets import F64
 from problems import (
     ELSEWHERE,
@@ -27,6 +28,7 @@ from problems import (
     mse,
     where_it_is,
 )
+from torchstrategy._turns.switch import IN_TURNS
 
 
 def refused(make: Any, build: Callable[[], nn.Module], match: str) -> None:
@@ -38,6 +40,7 @@ def refused(make: Any, build: Callable[[], nn.Module], match: str) -> None:
         strategy.run(lambda: model(torch.ones(1, 3)))
 
 
+@only_with_copies
 def test_a_script_module_is_refused(make):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -51,6 +54,7 @@ def test_a_script_module_is_refused(make):
     refused(make, Holder, r"Holder\.inner is a ScriptModule, which cannot be copied")
 
 
+@only_with_copies
 def test_a_module_made_in_inference_mode_is_refused_and_one_that_runs_in_it_is_not(
     make,
 ):
@@ -104,6 +108,7 @@ class Attribute(nn.Module):
         return self.layer(x)
 
 
+@only_with_copies
 def test_a_tensor_that_requires_grad_in_a_plain_attribute_is_refused(make):
     refused(
         make,
@@ -113,6 +118,7 @@ def test_a_tensor_that_requires_grad_in_a_plain_attribute_is_refused(make):
     )
 
 
+@only_with_copies
 def test_a_tensor_that_requires_grad_is_refused_also_when_it_was_put_there_between_runs(
     make,
 ):
@@ -160,6 +166,7 @@ def test_parameters_in_a_plain_container_learn_or_are_refused(make, container):
         )
 
 
+@only_with_copies
 def test_a_subclass_of_parameter_is_refused(make):
     class Special(nn.Parameter):
         pass
@@ -217,7 +224,9 @@ def test_what_cannot_be_copied_is_one_for_all_replicas(make, when):
     model.meter = Meter(stream)
     for count in (1, 2):
         strategy.run(lambda: model(torch.ones(1, 3)).detach())
-        assert (model.meter.count, stream.written) == (count, 3 * count)
+        # In turns, each replica begins with what the stream has counted before.
+        written = count if IN_TURNS else 3 * count
+        assert (model.meter.count, stream.written) == (count, written)
     assert (
         type(model.meter.lock) is type(threading.Lock())
         and model.meter.nested[1] is math
@@ -283,6 +292,7 @@ def test_a_buffer_may_lose_its_memory_between_runs_but_not_in_a_step(make, size)
         strategy.run(step)
 
 
+@only_with_copies
 def test_a_buffer_that_wraps_other_tensors_is_refused(make):
     """To look for writes on it ended the process."""
 
@@ -294,6 +304,7 @@ def test_a_buffer_that_wraps_other_tensors_is_refused(make):
     refused(make, build, r"^Linear\.held is a TwoTensor, which wraps other tensors")
 
 
+@only_with_copies
 def test_a_module_that_cannot_be_copied_is_refused(make):
     class Stubborn(nn.Linear):
         def __deepcopy__(self, memo):
@@ -325,6 +336,7 @@ def test_one_model_in_two_strategies_is_refused(make):
     assert_close(gradients(own), gradients(model), "each in its own strategy")
 
 
+@only_with_copies
 def test_a_part_of_another_strategys_model_is_refused_when_made_or_at_the_first_run(
     make,
 ):
@@ -351,6 +363,7 @@ def test_a_model_that_is_refused_leaves_none_of_its_parts_claimed(make):
     assert third.extended.variable_created_in_scope(third.distribute_module(new))
 
 
+@only_with_copies
 def test_a_model_of_another_strategy_in_a_step_is_refused(make):
     first, second = make(2), make(2)
     with first.scope():
@@ -377,13 +390,14 @@ def test_a_buffer_of_another_shape_in_each_replica_is_refused_by_name(make):
     strategy = make(2)
     with strategy.scope():
         model = Growing()
-    with pytest.raises(
-        RuntimeError,
-        match=(
-            r"replaced the buffer Growing\.queue by a tensor of shape \(3,\) and "
-            r"torch\.float32, and"
-        ),
-    ):
+    told = (
+        r"replaced the buffer Growing\.queue by tensors of different shapes: "
+        r"\(3,\) in replica 0, \(4,\) in replica 1"
+        if IN_TURNS
+        else r"replaced the buffer Growing\.queue by a tensor of shape \(3,\) and "
+        r"torch\.float32, and"
+    )
+    with pytest.raises(RuntimeError, match=told):
         strategy.run(
             lambda: model(
                 1 + torchstrategy.get_replica_context().replica_id_in_sync_group
@@ -407,3 +421,118 @@ def test_a_buffer_may_get_another_shape_that_is_the_same_in_all_replicas(make):
             count,
         ] and model.queue.tolist() == [0.0, 0.0, *[1.0] * count]
     assert float(model(1)) == 4
+
+
+# Replicas that take turns have no copies: what cannot be copied trains
+
+
+class Special(nn.Parameter):
+    pass
+
+
+class Stubborn(nn.Linear):
+    def __deepcopy__(self, memo):
+        raise RuntimeError("there is one")
+
+
+def of_a_special_parameter() -> nn.Module:
+    model = nn.Linear(3, 2, **F64)
+    model.weight = Special(model.weight.data)
+    return model
+
+
+def of_a_script_module() -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return nn.Sequential(torch.jit.script(nn.Linear(3, 2, **F64)))
+
+
+def with_a_buffer_of_two_tensors() -> nn.Module:
+    model = nn.Linear(3, 2, **F64)
+    model.register_buffer("held", TwoTensor(torch.ones(3), torch.ones(3)))
+    return model
+
+
+class Scaled(nn.Module):
+    """It learns a plain attribute, which an optimizer is given apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 2, **F64)
+        self.scale = torch.ones(1, requires_grad=True, **F64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) * self.scale.to(x.device)
+
+
+UNCOPIED: dict[str, Callable[[], nn.Module]] = {
+    "script module": of_a_script_module,
+    "subclass of Parameter": of_a_special_parameter,
+    "tensor in an attribute": Scaled,
+    "deepcopy raises": lambda: nn.Sequential(Stubborn(3, 2, **F64)),
+    "wrapper of tensors": with_a_buffer_of_two_tensors,
+}
+
+
+@only_in_turns
+@pytest.mark.parametrize("kind", UNCOPIED)
+def test_a_model_that_cannot_be_copied_trains(make, kind):
+    strategy = make(3)
+    torch.manual_seed(0)
+    with strategy.scope():
+        model = UNCOPIED[kind]()
+    torch.manual_seed(0)
+    twin = UNCOPIED[kind]()
+
+    def trained(model: Any) -> list[torch.Tensor]:
+        return [
+            *model.parameters(),
+            *([model.scale] if hasattr(model, "scale") else []),
+        ]
+
+    ours, plain = (
+        torch.optim.SGD(trained(one), lr=0.1, momentum=0.9) for one in (model, twin)
+    )
+
+    def step(model: nn.Module, optimizer: Any, batch: Any) -> None:
+        optimizer.zero_grad()
+        mse(model, batch).backward()
+        optimizer.step()
+
+    for k in range(3):
+        batch = data(7, seed=k)
+        strategy.run(lambda b: step(model, ours, b), args=(deal(strategy, batch),))
+        step(twin, plain, batch)
+        for mine, theirs in zip(trained(model), trained(twin), strict=True):
+            torch.testing.assert_close(mine, theirs, check_device=False)
+
+
+@only_in_turns
+def test_a_model_made_in_inference_mode_runs_in_it(make):
+    strategy = make(3)
+    torch.manual_seed(0)
+    with torch.inference_mode(), strategy.scope():
+        model = mlp()
+    torch.manual_seed(0)
+    twin = mlp()
+    with torch.inference_mode():
+        result = strategy.run(lambda b: model(b[0]), args=(deal(strategy, data(7)),))
+        rows = strategy.gather(result, axis=0).cpu()
+    torch.testing.assert_close(rows, twin(data(7)[0]).detach())
+
+
+@only_in_turns
+def test_a_model_of_another_strategy_in_a_step_gets_gradients(make):
+    """Also if a part of it is in a model of this strategy."""
+    first, second = make(2), make(2)
+    torch.manual_seed(0)
+    with first.scope():
+        model = mlp()
+    with second.scope():
+        other = nn.Sequential(model[0], model[1], model[2])
+    torch.manual_seed(0)
+    twin = mlp()
+    for one in (model, other):
+        second.run(lambda b: mse(one, b).backward(), args=(deal(second, data(5)),))  # noqa: B023
+        mse(twin, data(5)).backward()
+        assert_close(gradients(model), gradients(twin), "of the whole batch")

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 import torchstrategy
+from conditions import only_in_turns, only_with_copies
 from torchstrategy import ReplicaBufferWarning
 from torchstrategy._base.context import using_device
 
@@ -161,6 +162,7 @@ def test_a_replaced_buffer_is_another_tensor_as_in_plain_torch(
         torch.testing.assert_close(one, other)
 
 
+@only_with_copies
 def test_copies_are_not_made_anew_for_a_buffer_that_each_step_replaces(
     several: torchstrategy.Strategy,
 ) -> None:
@@ -219,6 +221,7 @@ def test_a_buffer_that_replicas_make_from_their_rows_is_warned_of() -> None:
         strategy.run(lambda x: model(x), args=(batch,))
 
 
+@only_with_copies
 def test_a_buffer_that_is_to_learn_is_refused() -> None:
     """Replicas had copies of it that were no part of any graph of the user's.
 
@@ -238,6 +241,26 @@ def test_a_buffer_that_is_to_learn_is_refused() -> None:
         TypeError, match=r"Scaled\.scale is a tensor that requires grad"
     ):
         strategy.run(lambda: (model.scale * X).mean().backward())
+
+
+@only_in_turns
+def test_a_buffer_that_is_to_learn_gets_its_gradient(
+    several: torchstrategy.Strategy,
+) -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer(
+                "scale", torch.ones(2, dtype=torch.float64, requires_grad=True)
+            )
+
+    with several.scope():
+        model = Scaled()
+    twin = Scaled()
+    (batch,) = several.experimental_distribute_dataset([X])
+    several.run(lambda x: (model.scale * x).square().mean().backward(), args=(batch,))
+    (twin.scale * X).square().mean().backward()
+    torch.testing.assert_close(model.scale.grad, twin.scale.grad, check_device=False)
 
 
 def the_same(m: Any) -> None:

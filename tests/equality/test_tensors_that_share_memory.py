@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 import torchstrategy
+from conditions import only_with_copies
 from torchstrategy._base.context import using_device
 
 X = torch.arange(8, dtype=torch.float64).reshape(4, 2) / 8
@@ -141,6 +142,7 @@ def test_a_write_under_one_name_is_seen_under_the_other(
         torch.testing.assert_close(one, other)
 
 
+@only_with_copies
 def test_copies_are_not_made_anew_while_the_same_tensors_share_memory(
     several: torchstrategy.Strategy,
 ) -> None:

@@ -25,9 +25,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 import torchstrategy
-from conditions import for_changes
+from conditions import for_changes, only_in_turns, only_with_copies
 from problems import context, data, deal, mlp, mse, replica_id, sgd
 from topologies import SEVERAL, TOPOLOGIES, central_in_one_place
+from torchstrategy._turns.switch import IN_TURNS
 
 Values = torchstrategy.DistributedValues
 
@@ -216,12 +217,38 @@ def test_a_value_that_only_some_replicas_wrote_is_theirs(
     trainer, count = made(several, Some), several.num_replicas_in_sync
     several.run(trainer.step)
     best, has_mine = several.run(trainer.step)
+    if IN_TURNS:
+        # An attribute that only some have is that of all.
+        assert set(components(several, best)) == {"found"}
+        assert set(components(several, has_mine)) == {True}
+        return
     assert components(several, best) == tuple(
         "found" if r == 1 else None for r in range(count)
     )
     assert components(several, has_mine) == tuple(r == 1 for r in range(count))
 
 
+@only_in_turns
+def test_tensors_that_are_equal_in_all_replicas_are_one_afterwards(
+    several: torchstrategy.Strategy,
+) -> None:
+    class Norm(Trainer):
+        def step(self) -> None:
+            self.norm = torch.ones(())
+            self.state = (torch.zeros(2), {"c": torch.ones(1)})
+            self.own = torch.ones(()) * replica_id()
+
+    trainer = made(several, Norm)
+    several.run(trainer.step)
+    assert torch.equal(trainer.norm, torch.ones(()))
+    assert torch.equal(trainer.state[0], torch.zeros(2))
+    assert torch.equal(trainer.state[1]["c"], torch.ones(1))
+    assert [float(one) for one in components(several, trainer.own)] == list(
+        range(several.num_replicas_in_sync)
+    )
+
+
+@only_with_copies
 def test_tensors_are_one_for_each_replica_and_never_asked_whether_they_are_equal(
     several: torchstrategy.Strategy,
 ) -> None:
@@ -272,9 +299,12 @@ def test_lists_and_dicts_that_a_trainer_holds_are_one_for_all_replicas(
     trainer = made(in_one_place, Appending)
     losses = trainer.losses
     in_one_place.run(trainer.step)
-    assert trainer.losses is losses and losses == list(
-        range(in_one_place.num_replicas_in_sync)
-    )
+    expected = list(range(in_one_place.num_replicas_in_sync))
+    assert trainer.losses is losses
+    if IN_TURNS:  # as long as in plain PyTorch
+        (item,) = losses
+        losses = list(components(in_one_place, item))
+    assert losses == expected
 
 
 def test_a_meter_holds_no_model_and_adds_up_what_all_replicas_tell_it(
@@ -297,9 +327,12 @@ def test_a_meter_holds_no_model_and_adds_up_what_all_replicas_tell_it(
 
     trainer, batch = made(in_one_place, Metered), torch.randn(7, dtype=torch.float64)
     in_one_place.run(trainer.step, args=(deal(in_one_place, batch),))
-    assert trainer.meter.count == 7 and trainer.meter.total == pytest.approx(
-        float(batch.sum())
-    )
+    count, total = trainer.meter.count, trainer.meter.total
+    if IN_TURNS:  # each replica has its own
+        count, total = (
+            in_one_place.reduce("sum", value, axis=None) for value in (count, total)
+        )
+    assert count == 7 and float(total) == pytest.approx(float(batch.sum()))
 
 
 def test_a_loss_that_a_step_keeps_may_be_differentiated_after_the_run(
@@ -432,7 +465,7 @@ def test_a_module_from_outside_of_the_scope_may_be_the_trainer(
     before = inner.model[0].weight.detach().clone()
     with pytest.warns(
         torchstrategy.ReplicaBufferWarning,
-        match=r"The attribute Learner\.rows has other numbers",
+        match=r"The (attribute )?Learner\.rows has other numbers",
     ):
         rows = several.run(learner, args=(deal(several, data(7)),))
     assert sum(components(several, rows)) == 7
@@ -595,6 +628,37 @@ SHARED: dict[str, tuple[Callable[[], Any], Callable[[Any], None], str]] = {
 }
 
 
+@only_in_turns
+@pytest.mark.parametrize("kind", SHARED)
+def test_what_each_replica_writes_on_any_object_is_its_own(kind: str) -> None:
+    strategy = central_in_one_place(2)
+    new, write, _ = SHARED[kind]
+    torch.manual_seed(0)
+    trainer, holder = made(strategy), made(strategy, new)
+    torch.manual_seed(0)
+    plain = Trainer()
+
+    def step(batch: Any) -> int:
+        write(holder)
+        trainer.update(batch)
+        meet()
+        loss: int = holder["loss"] if isinstance(holder, dict) else holder.loss
+        return loss
+
+    for k in range(2):
+        batch = data(5, seed=k)
+        seen = strategy.run(step, args=(deal(strategy, batch),))
+        assert components(strategy, seen) == (0, 1)
+        left = holder["loss"] if isinstance(holder, dict) else holder.loss
+        assert components(strategy, left) == (0, 1)
+        plain.update(batch)
+    for mine, theirs in zip(
+        trainer.model.parameters(), plain.model.parameters(), strict=True
+    ):
+        torch.testing.assert_close(mine, theirs, check_device=False)
+
+
+@only_with_copies
 @pytest.mark.parametrize("kind", SHARED)
 @pytest.mark.parametrize("before_an_update", [True, False])
 def test_what_cannot_be_copied_may_not_be_written_and_nothing_is_done(

@@ -24,6 +24,7 @@ from torch.optim import lr_scheduler
 from torch.utils.checkpoint import checkpoint
 
 import torchstrategy
+from conditions import only_in_turns, only_with_copies
 from features.schedulers import SCHEDULERS
 from problems import (
     assert_close,
@@ -37,6 +38,7 @@ from problems import (
     replica_id,
     sgd,
 )
+from torchstrategy._turns.switch import IN_TURNS
 
 # ---- schedulers and scalers of the scope, wherever the step has them from
 
@@ -532,7 +534,8 @@ def test_a_buffer_that_only_a_later_replica_makes_is_none_of_the_models(
     strategy.run(lambda: make_a_mask(model) if replica_id() else None)
     seen = [hasattr(model, "mask")]
     strategy.run(lambda: seen.append(hasattr(model, "mask")))
-    assert seen == [False] * 4
+    # In turns, what only some have is there for all.
+    assert seen == [IN_TURNS] * 4
 
 
 # ---- functions that close over the model they are in
@@ -733,7 +736,8 @@ def test_they_do_so_on_every_thread(
 
     strategy.run(step)
     assert all(all(same.values()) and len(same) == 8 for _, same in found), found
-    assert len({head for head, _ in found} | {id(model.head)}) == 4
+    heads = {head for head, _ in found} | {id(model.head)}
+    assert len(heads) == (1 if IN_TURNS else 4)
     assert model.ways["a lambda"]() is model.head
 
 
@@ -757,7 +761,8 @@ def test_what_such_a_function_counts_and_notes_each_replica_has_for_itself(
     strategy.run(
         lambda batch: model(batch[0]).sum().backward(), args=(deal(strategy, data(7)),)
     )
-    assert (count, seen, hook.calls) == (1, [True], 1)
+    # In turns, the list has the items of all replicas.
+    assert (count, seen, hook.calls) == (1, [True] * (3 if IN_TURNS else 1), 1)
 
 
 def test_a_hook_may_keep_what_it_saw_in_the_last_step(
@@ -844,12 +849,49 @@ NOT_COPIED: dict[str, tuple[Callable[[Any], None], str]] = {
         ),
     ),
 }
+NOT_REFUSED_IN_TURNS = (
+    "a ScriptModule",
+    "a function over a tensor that learns",
+    "a hook over a tensor that learns",
+)
 # Others may become something that can be used.
 AT_ONCE = ("a DataParallel of torch", "a ScriptModule")
 
 
+@only_in_turns
 @pytest.mark.parametrize("when", ["before", "between"])
-@pytest.mark.parametrize("name", NOT_COPIED)
+def test_a_tensor_that_learns_and_that_a_hook_closes_over_gets_its_gradient(
+    make: Callable[[int], torchstrategy.Strategy], when: str
+) -> None:
+    strategy = make(3)
+    (model, _), (twin, _) = built(strategy, Net, None)
+    scales = [torch.ones((), dtype=torch.float64, requires_grad=True) for _ in range(2)]
+    if when == "between":
+        strategy.run(lambda: None)
+
+    def hook(scale: torch.Tensor) -> Callable[..., torch.Tensor]:
+        return lambda module, inputs, output: output * scale.to(output.device)
+
+    for m, scale in zip((model, twin), scales, strict=True):
+        m.head.register_forward_hook(hook(scale))
+    for k in range(2):
+        batch = data(7, seed=k)
+        strategy.run(lambda b: mse(model, b).backward(), args=(deal(strategy, batch),))
+        mse(twin, batch).backward()
+        assert_close(gradients(model), gradients(twin), f"step {k}", 1e-10)
+        torch.testing.assert_close(scales[0].grad, scales[1].grad)
+
+
+@pytest.mark.parametrize("when", ["before", "between"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(
+            name, marks=only_with_copies if name in NOT_REFUSED_IN_TURNS else ()
+        )
+        for name in NOT_COPIED
+    ],
+)
 def test_what_cannot_be_distributed_is_refused_by_its_path_with_what_to_do(
     make: Callable[[int], torchstrategy.Strategy], name: str, when: str
 ) -> None:

@@ -66,7 +66,8 @@ def _by_module(module: nn.Module) -> Read:
 
 
 def _list(module: nn.Module) -> Read:
-    kept: list[Any] = []
+    # What replicas append to an empty list are items for all: this one is rewritten.
+    kept: list[Any] = [None]
     module.register_forward_pre_hook(lambda module, args: kept.clear())
     module.register_forward_hook(lambda module, args, output: kept.append(output))
     return lambda: kept[-1] if kept else None
@@ -83,19 +84,13 @@ def _deque(module: nn.Module) -> Read:
 
 
 def _list_of_lists(module: nn.Module) -> Read:
-    kept: list[list[Any]] = [[], []]
-    module.register_forward_hook(
-        lambda module, args, output, own=kept[1]: own.append(output)
-    )
+    kept: list[list[Any]] = [[], [None]]
 
-    def newest() -> Any:
-        # Earlier ones go, too: a replica may have had as many rows then as the whole
-        # batch has now.
-        found = kept[1].pop() if kept[1] else None
-        kept[1].clear()
-        return found
+    def hook(module: nn.Module, args: Any, output: torch.Tensor) -> None:
+        kept[1][:] = [output]
 
-    return newest
+    module.register_forward_hook(hook)
+    return lambda: kept[1][-1]
 
 
 def _variable(module: nn.Module) -> Read:

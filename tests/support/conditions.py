@@ -15,6 +15,7 @@ import torch
 
 from depths import Depth, current_depth
 from topologies import SIMULATED
+from torchstrategy._turns.switch import IN_TURNS
 
 T = TypeVar("T")
 
@@ -32,6 +33,14 @@ without_accelerators = pytest.mark.skipif(
         "tests a machine without accelerators, and this one has some: hide them, and "
         "run without --simulate-devices"
     ),
+)
+# Replicas have copies of the program's objects, or take turns on the objects: see
+# `torchstrategy/_turns`.
+only_with_copies = pytest.mark.skipif(
+    IN_TURNS, reason="says what only copies do, or cannot do: unset TORCHSTRATEGY_TURNS"
+)
+only_in_turns = pytest.mark.skipif(
+    not IN_TURNS, reason="says what only turns do: set TORCHSTRATEGY_TURNS=1"
 )
 # The first depth at which a test runs: see `depths.py`.
 for_changes = pytest.mark.depth("CHANGE")

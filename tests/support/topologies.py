@@ -9,8 +9,8 @@ import torch
 import torchstrategy
 from torchstrategy._base.devices import canonical_device
 from torchstrategy._base.options import ReduceOp
-from torchstrategy._copies.replicated_storage import ReplicatedStorage
 from torchstrategy._run.placement import Placement
+from torchstrategy._turns.switch import storage_of_several
 from torchstrategy.replicated import ReplicatedExtended
 from torchstrategy.testing import simulated_devices
 
@@ -51,7 +51,7 @@ def central_with_copies(replicas: int) -> torchstrategy.Strategy:
     """
     devices = [canonical_device(device) for device in compute_devices(replicas)]
     owner = SIMULATED[4] if SIMULATED else devices[0]
-    storage = ReplicatedStorage(Placement(devices, owner, may_alias=False))
+    storage = storage_of_several(Placement(devices, owner, may_alias=False))
     return torchstrategy.Strategy(ReplicatedExtended(storage, ReduceOp.MEAN))
 
 
@@ -66,7 +66,7 @@ def mirrored_with_copies(replicas: int) -> torchstrategy.Strategy:
     It is as if it had a device of its own.
     """
     devices = [canonical_device(device) for device in compute_devices(replicas)]
-    storage = ReplicatedStorage(
+    storage = storage_of_several(
         Placement(devices, devices[0], may_alias=False, is_mirrored=True)
     )
     return torchstrategy.Strategy(ReplicatedExtended(storage, ReduceOp.MEAN))
