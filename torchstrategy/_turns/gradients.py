@@ -51,9 +51,11 @@ class Known:
 
     Attributes:
         are_written: Whether replicas write on `.grad` in place. Then each gets its own.
+        num_runs: How many runs there were.
     """
 
     are_written = False
+    num_runs = 0
 
 
 @final
@@ -134,6 +136,11 @@ class BatchGradients:
     ) -> None:
         self._exchange, self._weights, self._name_of = exchange, weights, name_of
         self._known, self._take_off, self._act = known, take_off, act
+        known.num_runs += 1
+        # See Note [Writes that change no version] in `_turns/memory`: in some runs each
+        # replica has gradients of its own, and the numbers are compared.
+        self._compares = known.num_runs & (known.num_runs - 1) == 0
+        self._lent_sums: list[Gradient] = []  # in these runs, as they were lent
         self._parameters = exchange.parameters
         self._images = images
         self._lead, *self._others = images.values()
@@ -214,12 +221,14 @@ class BatchGradients:
         The lead gets them, and the others share a copy: as long as the lead's are
         unwritten, a replica that writes on the copy can be told apart.
         """
+        if self._compares:
+            self._lent_sums = [None if g is None else g.clone() for g in totals]
         lists: list[list[Gradient]] = []
         shared: dict[torch.device, list[Gradient]] = {}
         for image in self._images.values():
             if image is self._lead and image.is_home:
                 lists.append(totals)
-            elif self._known.are_written or image.device not in shared:
+            elif self._has_own or image.device not in shared:
                 own = shared[image.device] = self._on(image, totals, is_own=False)
                 lists.append(own)
             else:
@@ -349,6 +358,7 @@ class BatchGradients:
                     image.grads = earlier[r] or [None] * len(totals)
                 self.settle()  # what the steps have assigned themselves
                 in_order = [image.grads for image in self._images.values()]
+                self._lent_sums = []  # they are no longer alone in `.grad`
                 self._lend(self._add_earlier(in_order, totals))
             else:
                 self._lend_sums(totals)
@@ -415,7 +425,7 @@ class BatchGradients:
                 if old is None and is_leads:
                     new.append(total)
                 elif old is None:
-                    if (i, image.device) not in fresh or self._known.are_written:
+                    if (i, image.device) not in fresh or self._has_own:
                         fresh[i, image.device] = total.to(image.device, copy=True)
                     new.append(fresh[i, image.device])
                 else:
@@ -459,7 +469,8 @@ class BatchGradients:
         """
         images = list(self._images.values())
         of_batch = [self._batch_of(image) for image in images]
-        if not self._known.are_written and all(
+        self._note_uncounted()
+        if not self._has_own and all(
             all(map(is_, image.grads, known))
             for image, known in zip(images, of_batch, strict=True)
         ):
@@ -474,6 +485,22 @@ class BatchGradients:
         if settled:
             self._show(settled)
         return self._on_home(self._lead.grads)
+
+    @property
+    def _has_own(self) -> bool:
+        """Whether each replica has gradients of its own."""
+        return self._known.are_written or self._compares
+
+    def _note_uncounted(self) -> None:
+        """Finds whether replicas have written on gradients without being counted."""
+        lent, self._lent_sums = self._lent_sums, []
+        for image in self._images.values() if not self._known.are_written else ():
+            for gradient, sent in zip(image.grads, lent, strict=False):
+                if gradient is not None and sent is not None:
+                    here = gradient.detach().to(sent.device)
+                    if not are_same_numbers(here, sent.detach()):
+                        self._known.are_written = True
+                        return
 
     def _settle_one(
         self, i: int, column: Sequence[Gradient], batch: Sequence[Gradient]

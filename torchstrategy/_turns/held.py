@@ -8,16 +8,26 @@ from __future__ import annotations
 
 import types
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
+from functools import cached_property
 from itertools import chain
 from operator import is_
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 # A container whose contents are exchanged: a dict, list, set or deque, or one of their
 # subclasses that reads and writes as they do; or the attributes of a class.
 Container = Any
 # What a container holds: a dict, or a list of the items.
 Contents = Any
+
+
+class _Span(NamedTuple):
+    """Where the contents of a container are in the flat lists."""
+
+    is_table: bool
+    names: int  # where the names of a table begin
+    values: int  # where the values, or the items, begin
+    size: int
 
 
 @final
@@ -30,31 +40,41 @@ class Held:
 
     def __init__(self, containers: Mapping[int, Container]) -> None:
         self.containers = containers
-        self._known: dict[int, Contents] = {
-            key: contents_of(c) for key, c in containers.items() if c
-        }
+        full = [c for c in containers.values() if c]
         # Empty ones are looked at apart: to chain nothing takes as long as to chain.
-        self._empty = [c for c in containers.values() if not c]
-        self._tables = [c for c in containers.values() if c and _is_table(c)]
-        self._items = [c for c in containers.values() if c and not _is_table(c)]
+        self._empty = (
+            [c for c in containers.values() if not c]
+            if len(full) < len(containers)
+            else []
+        )
+        # The order of an `OrderedDict` is known to its own methods only.
+        self._tables = [
+            c for c in full if isinstance(c, dict) and not isinstance(c, OrderedDict)
+        ]
+        self._others = [c for c in full if isinstance(c, _WITH_OWN_METHODS)]
+        self._items = [c for c in full if not isinstance(c, _TABLES)]
         self._sizes = self._measure()
-        self._names = [*chain.from_iterable(self._tables)]
+        self._names = [*self._chain_names()]
         self._values = [*self._chain_values()]
 
     def of(self, key: int) -> Contents:
-        """What a container held. The caller does not write on it."""
-        known = self._known.get(key)
-        if known is None:
-            return {} if _is_table(self.containers[key]) else []
-        return known
+        """What a container held, as a new dict or list."""
+        span = self._spans.get(key)
+        if span is None:
+            return {} if isinstance(self.containers[key], _TABLES) else []
+        values = self._values[span.values : span.values + span.size]
+        if not span.is_table:
+            return values
+        names = self._names[span.names : span.names + span.size]
+        return dict(zip(names, values, strict=True))
 
     def is_same(self) -> bool:
         """Whether all containers hold the same objects, in the same order."""
-        if any(self._empty) or self._measure() != self._sizes:
-            return False
-        names = chain.from_iterable(self._tables)
-        return all(map(is_, self._chain_values(), self._values)) and all(
-            map(is_, names, self._names)
+        return (
+            not any(self._empty)
+            and self._measure() == self._sizes
+            and all(map(is_, self._chain_values(), self._values))
+            and all(map(is_, self._chain_names(), self._names))
         )
 
     def differing(self) -> list[int]:
@@ -62,19 +82,43 @@ class Held:
         return [
             key
             for key, container in self.containers.items()
-            if not is_same(self._known.get(key, ()), container)
+            if not is_same(self.of(key), container)
         ]
 
     def values(self) -> list[Any]:
         """All that the containers held."""
         return self._values
 
+    @cached_property
+    def _spans(self) -> dict[int, _Span]:
+        key_of = {id(container): key for key, container in self.containers.items()}
+        spans: dict[int, _Span] = {}
+        names = values = 0
+        full = [*self._tables, *self._others, *self._items]
+        for container, count in zip(full, self._sizes, strict=True):
+            is_table = isinstance(container, _TABLES)
+            spans[key_of[id(container)]] = _Span(is_table, names, values, count)
+            names += count if is_table else 0
+            values += count
+        return spans
+
     def _measure(self) -> list[int]:
-        return [*map(len, self._tables), *map(len, self._items)]
+        return [
+            *map(len, self._tables),
+            *map(len, self._others),
+            *map(len, self._items),
+        ]
+
+    def _chain_names(self) -> Iterable[Any]:
+        return chain(
+            chain.from_iterable(self._tables), chain.from_iterable(self._others)
+        )
 
     def _chain_values(self) -> Iterable[Any]:
         return chain(
-            chain.from_iterable(map(_values_of, self._tables)),
+            # The values of a subclass of dict may be computed.
+            chain.from_iterable(map(dict.values, self._tables)),
+            chain.from_iterable(map(_values_of, self._others)),
             chain.from_iterable(self._items),
         )
 
@@ -143,13 +187,16 @@ def write_class(cls: type, then: Contents, now: Contents) -> None:
             type.__setattr__(cls, name, value)
 
 
-def _is_table(container: Container) -> bool:
-    return isinstance(container, (dict, types.MappingProxyType))
-
-
 def _values_of(table: Any) -> Iterable[Any]:
-    # The values of a subclass may be computed.
-    return _of_dict(table) if isinstance(table, dict) else table.values()
+    values: Iterable[Any]
+    if isinstance(table, OrderedDict):
+        values = OrderedDict.values(table)
+    elif isinstance(table, dict):
+        values = dict.values(table)  # that of a subclass may compute them
+    else:
+        values = table.values()
+    return values
 
 
-_of_dict: Callable[[dict[Any, Any]], Iterable[Any]] = dict.values
+_TABLES = (dict, types.MappingProxyType)
+_WITH_OWN_METHODS = (OrderedDict, types.MappingProxyType)

@@ -84,13 +84,14 @@ class ReplicaMemory:
         self._compares_all = known.num_runs & (known.num_runs - 1) == 0
         self._has_away = any(not image.is_home for image in images.values())
         self._home = exchange.users.device
+        parameters = set(self._reached.parameters)
         # The tensors that have memory elsewhere, where a replica is elsewhere.
         self._moved = {
             i
             for i, tensor in enumerate(self._tensors)
             if self._has_away
             and not is_variable(tensor)
-            and (i in self._reached.of_modules or i in set(self._reached.parameters))
+            and (i in self._reached.of_modules or i in parameters)
             and memory_device(tensor.device) == self._home
         }
         self._begin()
@@ -249,14 +250,19 @@ class ReplicaMemory:
         """Gives each replica its own of tensors that one of them has written first."""
         known, writer, exchange = self._known, self._exchange.on, self._exchange
         for i in found:
+            if has_lost_memory(self._tensors[i]):
+                name = self._reached.details.name_of(self._tensors[i]) or "A tensor"
+                if i in known.kept:
+                    exchange.put_memory(i, known.kept.pop(i), None)
+                raise RuntimeError(refusals.taken_away(name))
             if self._tensors[i].is_inference():
                 # torch lets nobody give it other memory with a version.
                 with torch.inference_mode():
                     self._tensors[i].copy_(known.kept[i])
-                name = self._reached.name_of(self._tensors[i]) or "A tensor"
+                name = self._reached.details.name_of(self._tensors[i]) or "A tensor"
                 raise RuntimeError(refusals.written_large(name))
             if i not in known.kept and writer.is_home:
-                name = self._reached.name_of(self._tensors[i]) or "A tensor"
+                name = self._reached.details.name_of(self._tensors[i]) or "A tensor"
                 is_parameter = i in self._reached.parameters
                 refuse = (
                     refusals.written_parameter
@@ -304,7 +310,7 @@ class ReplicaMemory:
             if not all(
                 are_same_numbers(first, other.to(first.device)) for other in others
             ):
-                name = self._reached.name_of(self._tensors[i])
+                name = self._reached.details.name_of(self._tensors[i])
                 raise RuntimeError(refusals.written_parameter(name))
 
     def tell(self, act: Image, lead: Image, before: Mapping[int, int]) -> None:

@@ -106,7 +106,8 @@ class Merging:
         base = self._exchange.base.of(key)
         columns = [self._exchange.contents(image, key) for image in self._images]
         container = self._reached.containers[key]
-        if self._reached.is_hooks(key):
+        is_module = key in self._reached.in_modules
+        if is_module and self._reached.details.is_hooks(key):
             # Each replica has registered the same hooks, under numbers of its own.
             return columns[0]
         if isinstance(base, dict):
@@ -149,10 +150,12 @@ class Merging:
     def _merge_value(self, column: Sequence[Any], before: Any) -> Any:
         """What a place holds after the run, which belongs to no module."""
         first = column[0]
-        if are_one(column):
+        # A replica that took no part goes on with its own, if it has one.
+        has_absent = len(self._present) < self._num_replicas and is_kept(before)
+        if are_one(column) and not has_absent:
             return first
         there = [value for value in column if value is not MISSING]
-        if len(there) == 1 or are_one(there):
+        if not has_absent and (len(there) == 1 or are_one(there)):
             return there[0]
         return self._of_each(column, before)
 
@@ -169,7 +172,7 @@ class Merging:
         if any(isinstance(value, (nn.Module, nn.Parameter)) for value in column):
             raise RuntimeError(refusals.made_part(self._name(key, name)))
         if all(isinstance(value, torch.Tensor) for value in column):
-            is_buffer = self._reached.is_buffers(key)
+            is_buffer = self._reached.details.is_buffers(key)
             is_running = is_buffer and name in ("running_mean", "running_var")
             if is_running and len({v.shape for v in column}) == 1 and self._averages:
                 where = before if isinstance(before, torch.Tensor) else first
@@ -184,7 +187,7 @@ class Merging:
                     )
                 )
         if isinstance(first, torch.Tensor) and (
-            self._reached.is_buffers(key)
+            self._reached.details.is_buffers(key)
             or (isinstance(before, torch.Tensor) and first.shape == before.shape)
         ):
             self._tell_lost(key, self._name(key, name), first, others)
@@ -211,6 +214,12 @@ class Merging:
         for r, value in zip(self._present, column, strict=True):
             components[r] = ABSENT if value is MISSING else value
         # Two places that hold one object in each replica hold one value after the run.
+        if before is not MISSING:
+            for r in set(range(self._num_replicas)) - set(self._present):
+                earlier = component_of(before, r)
+                # A sum goes on with its part; of outputs, there are none of this batch.
+                if isinstance(earlier, _SUMMED):
+                    components[r] = earlier
         key = tuple(map(id, components))
         if key in self._made:
             return self._made[key]
@@ -221,7 +230,7 @@ class Merging:
         return made
 
     def _name(self, key: int, name: Any) -> str:
-        return self._reached.name_in(key, str(name))
+        return self._reached.details.name_in(key, str(name))
 
     # Memory
 
@@ -260,7 +269,9 @@ class Merging:
             is_new |= is_written
         if conflicts:
             tensor = self._reached.tensors[i]
-            self._tell_lost(id(tensor), self._reached.shown(tensor), first, others)
+            self._tell_lost(
+                id(tensor), self._reached.details.shown(tensor), first, others
+            )
         return result
 
     def _merge_states(self, users: Image) -> None:
@@ -274,13 +285,18 @@ class Merging:
             if others and isinstance(array, (np.ndarray, bytearray)):
                 dtype = getattr(array, "dtype", np.dtype(np.uint8))
                 numbers = [np.frombuffer(one, dtype) for one in (own[0], *others)]
-                name = self._reached.name_of(array)
+                name = self._reached.details.name_of(array)
                 self._tell_lost(id(array), name, numbers[0], numbers[1:])
+
+
+_SUMMED = (int, float, complex)
 
 
 def component_of(value: Any, replica: int) -> Any:
     """What a replica begins with where the program has a value."""
-    if not is_kept(value) or replica >= len(value._components):
+    if type(value) is tuple:
+        return tuple([component_of(item, replica) for item in value])
+    if not _is_kept_value(value) or replica >= len(value._components):
         return value
     own = value._components[replica]
     if own is ABSENT:
@@ -289,7 +305,13 @@ def component_of(value: Any, replica: int) -> Any:
 
 
 def is_kept(value: Any) -> bool:
-    """Whether a value is one that replicas have left in an object."""
+    """Whether a value is one that replicas have left in an object, or holds one."""
+    if type(value) is tuple:
+        return any(map(is_kept, value))
+    return _is_kept_value(value)
+
+
+def _is_kept_value(value: Any) -> bool:
     return type(value) is PerReplica and value.is_kept
 
 

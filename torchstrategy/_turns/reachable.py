@@ -11,7 +11,10 @@ from __future__ import annotations
 
 import re
 import types
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import compress
 from operator import not_
 from typing import Any, NamedTuple, final
@@ -21,6 +24,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from torchstrategy._run.metrics import is_metric
 from torchstrategy._turns import refusals
 from torchstrategy._turns.held import Container
 from torchstrategy._turns.opaque import can_exchange, is_opaque
@@ -125,6 +129,12 @@ class Walk:
         self._is_checked = [not isinstance(o, _REPLACED) for o in self._objects]
         self._checked_ids = list(compress(self._ids, self._is_checked))
         self._num_roots = len(roots)
+        # Containers that hold nothing, and tensors without attributes: once they have
+        # some, there is more to walk through.
+        objects, with_parts = self._objects, {node.position for node in self._nodes}
+        bare = [p for p in self.firsts if p not in with_parts]
+        self._bare = [p for p in bare if isinstance(objects[p], _FILLED)]
+        self._bare_tensors = [p for p in bare if isinstance(objects[p], torch.Tensor)]
         # For each position, the first one of the same object: a tied weight stays tied.
         self._first_of = [seen.get(key, p) for p, key in enumerate(self._ids)]
 
@@ -147,7 +157,18 @@ class Walk:
     def take(self) -> Reached:
         """What was found. The walk does not keep it."""
         objects, self._objects = self._objects, []
-        return Reached(self, objects)
+        details = Details(self, objects)
+        self._roles = _Roles.of(self, details, objects)
+        reached = self._roles.take(self, objects)
+        self.owners = [
+            _OF_MODULE
+            if key in details.in_modules
+            else _OF_OBJECT
+            if key in details.in_objects
+            else ""
+            for key in reached.containers
+        ]
+        return reached
 
     def go(self, roots: Roots) -> Reached | None:
         """Goes the same way again; None if something is not as it was."""
@@ -178,13 +199,26 @@ class Walk:
             return None
         if len({ids[p] for p in self.firsts}) != len(self.firsts):
             return None
-        return Reached(self, objects)
+        at = objects.__getitem__
+        if any(map(at, self._bare)) or any(
+            map(_attributes_of, map(at, self._bare_tensors))
+        ):
+            return None
+        # A tensor with a graph may stand where one without stood, or the other way.
+        if not self._roles.fit(objects):
+            return None
+        return self._roles.take(self, objects)
 
 
 def _kinds_of(objects: Iterable[Any]) -> list[int]:
     return list(map(id, map(type, objects)))
 
 
+def _attributes_of(tensor: torch.Tensor) -> dict[str, Any]:
+    return {} if is_variable(tensor) else vars(tensor)
+
+
+_FILLED = (list, dict, set, deque)
 _REPLACED = (
     types.FunctionType,
     types.MethodType,
@@ -197,21 +231,22 @@ _REPLACED = (
 )
 
 
+# Whose a container is.
+_OF_MODULE, _OF_OBJECT = "a module", "an object"
+
+
 @final
+@dataclass(eq=False)
 class Reached:
     """What a step reaches, for the length of one run.
-
-    Args:
-        walk: How it was found.
-        objects: The objects on this way.
 
     Attributes:
         containers: Whose contents are exchanged, by their ids.
         classes: Those of them that are the attributes of classes.
         places: The names that hold one object.
         tensors: The tensors without a graph.
-        parameters: The positions of those that require grad, or that an optimizer
-            trains.
+        parameters: The positions of those that are parameters, require grad, or are
+            trained by an optimizer.
         trained: The positions of those that an optimizer trains.
         of_modules: The positions of those that a module holds.
         running: The positions of running statistics.
@@ -219,16 +254,66 @@ class Reached:
             exchanged.
         acting: What acts once for all replicas.
         iterators: What gives out each item once.
+        metrics: The attributes of modules that are metrics.
+    """
+
+    containers: dict[int, Container]
+    classes: dict[int, type]
+    places: list[Place]
+    tensors: list[torch.Tensor]
+    parameters: list[int]
+    trained: set[int]
+    of_modules: set[int]
+    running: set[int]
+    opaque: list[Any]
+    acting: list[Any]
+    iterators: list[Any]
+    metrics: list[dict[str, Any]]
+    _walk: Walk
+    _objects: Sequence[Any]
+
+    @cached_property
+    def in_modules(self) -> set[int]:
+        """The ids of containers that belong to a module."""
+        return self._owned_by(_OF_MODULE)
+
+    @cached_property
+    def in_objects(self) -> set[int]:
+        """The ids of containers that belong to another object."""
+        return self._owned_by(_OF_OBJECT)
+
+    def _owned_by(self, kind: str) -> set[int]:
+        pairs = zip(self.containers, self._walk.owners, strict=True)
+        return {key for key, owner in pairs if owner == kind}
+
+    @cached_property
+    def details(self) -> Details:
+        """What is asked for where something differs, or for a message."""
+        return Details(self._walk, self._objects)
+
+
+@final
+class Details:
+    """What each object that was found is, and what the user calls it.
+
+    Args:
+        walk: How it was found.
+        objects: The objects on this way.
+
+    Attributes:
         in_modules: The ids of containers that belong to a module.
         in_objects: The ids of containers that belong to another object.
-        kinds: The classes of modules, by the ids of their attributes and buffers.
+        kinds: The classes of modules, by the ids of their attributes and tables.
     """
 
     def __init__(self, walk: Walk, objects: Sequence[Any]) -> None:
         self._walk, self._objects = walk, objects
         self.containers: dict[int, Container] = {}
         self.classes: dict[int, type] = {}
-        self.places: list[Place] = []
+        # Cells, globals and slots, as `_Roles` has them.
+        self.cells: list[tuple[int, int, str]] = []
+        self.names: list[tuple[int, str, str]] = []
+        self.slots: list[tuple[int, int]] = []
         self.tensors: list[torch.Tensor] = []
         self.of_modules: set[int] = set()
         self.running: set[int] = set()
@@ -295,32 +380,32 @@ class Reached:
         self.in_objects.update((id(tensor), id(table)))
 
     def _take_function(self, fn: types.FunctionType) -> None:
-        for name, cell in zip(
-            fn.__code__.co_freevars, fn.__closure__ or (), strict=True
-        ):
+        position = self._position_of[id(fn)]
+        for i, cell in enumerate(fn.__closure__ or ()):
             if id(cell) not in self._position_of:
-                self._position_of[id(cell)] = self._position_of[id(fn)]
-                self.places.append(Place(cell, name))
+                self._position_of[id(cell)] = position
+                self.cells.append((position, i, fn.__code__.co_freevars[i]))
         if is_installed(fn.__module__):
             return
         names = names_in(fn.__code__)
         inside = fn.__globals__
         for name in names.stored:
-            self._take_global(inside, name)
+            self._take_global(position, inside, name)
         for name in names.used:
             value = inside.get(name)
             if type(value) is types.ModuleType and not is_installed(value.__name__):
                 for inner in names.attributes:
-                    if inner in vars(value):
-                        self._take_global(vars(value), inner)
+                    self._take_global(position, vars(value), inner, name)
         table = vars(fn)
         self.containers[id(table)] = table
 
-    def _take_global(self, inside: dict[str, Any], name: str) -> None:
+    def _take_global(
+        self, position: int, inside: dict[str, Any], name: str, file: str = ""
+    ) -> None:
         key = id(inside), name
         if key not in self._globals:
             self._globals.add(key)
-            self.places.append(Place(inside, name))
+            self.names.append((position, name, file))
 
     def _take_opaque(self, position: int, thing: Any) -> None:
         # A generator that no module has is one for all replicas, which draw from it one
@@ -372,7 +457,8 @@ class Reached:
                         self._statistics.add(id(buffers[name]))
             else:
                 self.in_objects.update((id(thing), id(table)))
-        self.places += [Place(thing, name, member) for name, member in slots_of(cls)]
+        position = self._position_of[id(thing)]
+        self.slots.extend((position, i) for i in range(len(slots_of(cls))))
 
     def _refuse(self, module: nn.Module, inside: dict[str, Any]) -> None:
         name = self.name_of(module) or type(module).__name__
@@ -449,3 +535,117 @@ class Reached:
 
 # How a module holds what the user calls `module.name`.
 _IN_TABLES = re.compile(r"\._(modules|parameters|buffers)\['([^']*)'\]")
+
+
+@final
+class _Roles(NamedTuple):
+    """What is what on a way, by the positions on it.
+
+    With this, a run that goes the same way again does not look at each object.
+    """
+
+    containers: list[int]  # which are exchanged themselves
+    tables: list[int]  # the objects whose attributes are exchanged
+    classes: list[int]
+    acting: list[int]
+    cells: list[tuple[int, int, str]]  # a function, and a cell of its closure
+    names: list[tuple[int, str, str]]  # a function, and a global; of a file, its name
+    slots: list[tuple[int, int]]  # an object, and which of its slots
+    tensors: list[int]
+    with_graphs: list[int]
+    opaque: list[int]
+    iterators: list[int]
+    metrics: list[int]
+    parameters: list[int]
+    trained: set[int]
+    of_modules: set[int]
+    running: set[int]
+
+    @classmethod
+    def of(cls, walk: Walk, details: Details, objects: Sequence[Any]) -> _Roles:
+        """Learns the roles from what was found by looking at each object."""
+        position_of = {id(objects[p]): p for p in walk.firsts}
+        containers = [p for p in walk.firsts if id(objects[p]) in details.containers]
+        classes = [p for p in containers if id(objects[p]) in details.classes]
+        taken = {id(one) for one in details.tensors}
+        tables, graphs, metrics = [], [], []
+        for p in walk.firsts:
+            table = dict_of(objects[p])
+            if table is not None and id(table) in details.containers:
+                tables.append(p)
+                is_collection = table.keys() >= {"_groups", "_groups_checked"}
+                if isinstance(objects[p], nn.Module) and (
+                    is_metric(table) or is_collection
+                ):
+                    metrics.append(p)
+            if isinstance(objects[p], torch.Tensor) and id(objects[p]) not in taken:
+                graphs.append(p)
+        return cls(
+            containers=[p for p in containers if p not in set(classes)],
+            tables=tables,
+            classes=classes,
+            acting=[position_of[id(one)] for one in details.acting],
+            cells=details.cells,
+            names=details.names,
+            slots=details.slots,
+            tensors=[position_of[id(one)] for one in details.tensors],
+            with_graphs=[p for p in graphs if not is_variable(objects[p])],
+            opaque=[position_of[id(one)] for one in details.opaque],
+            iterators=[position_of[id(one)] for one in details.iterators],
+            metrics=metrics,
+            parameters=details.parameters,
+            trained=details.trained,
+            of_modules=details.of_modules,
+            running=details.running,
+        )
+
+    def fit(self, objects: Sequence[Any]) -> bool:
+        """Whether tensors have graphs where they had."""
+        return all(objects[p].grad_fn is None for p in self.tensors) and not any(
+            objects[p].grad_fn is None for p in self.with_graphs
+        )
+
+    def take(self, walk: Walk, objects: Sequence[Any]) -> Reached:
+        """What is on the way, by the roles."""
+        at = objects.__getitem__
+        acting = list(map(at, self.acting))
+        found = list(map(at, self.containers))
+        found += map(_table_of, map(at, self.tables))
+        for thing in acting:
+            if "param_groups" in vars(thing):
+                groups = groups_of(thing)
+                found += (groups, *groups, *(group["params"] for group in groups))
+        containers = dict(zip(map(id, found), found, strict=True))
+        classes = {id(cls): cls for cls in map(at, self.classes)}
+        containers.update((key, vars(cls)) for key, cls in classes.items())
+        return Reached(
+            containers=containers,
+            classes=classes,
+            places=self._places(objects),
+            tensors=list(map(at, self.tensors)),
+            parameters=self.parameters,
+            trained=self.trained,
+            of_modules=self.of_modules,
+            running=self.running,
+            opaque=list(map(at, self.opaque)),
+            acting=acting,
+            iterators=list(map(at, self.iterators)),
+            metrics=[vars(objects[p]) for p in self.metrics],
+            _walk=walk,
+            _objects=objects,
+        )
+
+    def _places(self, objects: Sequence[Any]) -> list[Place]:
+        places = [Place(objects[p].__closure__[i], name) for p, i, name in self.cells]
+        for p, name, file in self.names:
+            inside = objects[p].__globals__
+            places.append(Place(vars(inside[file]) if file else inside, name))
+        for p, i in self.slots:
+            name, member = slots_of(type(objects[p]))[i]
+            places.append(Place(objects[p], name, member))
+        return places
+
+
+def _table_of(thing: Any) -> dict[str, Any]:
+    table: dict[str, Any] = object.__getattribute__(thing, "__dict__")
+    return table

@@ -207,3 +207,13 @@ def unlike_flags(name: str, replica: int) -> str:
         "set it otherwise than the first one. Set it in every replica, or outside of "
         "strategy.run."
     )
+
+
+def taken_away(name: str) -> str:
+    """The message for a tensor whose memory a step has taken away."""
+    return (
+        f"The step has written {name}, and has taken its memory away in a replica, as "
+        "tensor.untyped_storage().resize_(0) does. After a run, it has the values of "
+        "the replicas. Take the memory away between runs, or train with one replica in "
+        "each process, by MultiWorkerMirroredStrategy."
+    )

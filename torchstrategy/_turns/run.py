@@ -37,7 +37,7 @@ from torchstrategy._group.group import Replica, Watch
 from torchstrategy._group.participants import Participants
 from torchstrategy._group.workers import Workers
 from torchstrategy._run.losses.loss_watchers import CLOSURE_OF_TERMS
-from torchstrategy._run.metrics import Metric, is_metric, states_of
+from torchstrategy._run.metrics import Metric, states_of
 from torchstrategy._turns import gradients, refusals
 from torchstrategy._turns.acting import (
     Acting,
@@ -179,7 +179,7 @@ class TurnsRun(Watch):
     def _give_components(self) -> None:
         """Gives each replica its own, where the program has a value of each."""
         base = self._exchange.base
-        if PerReplica in set(map(type, base.values())):
+        if any(type(v) in _MAY_BE_KEPT and is_kept(v) for v in base.values()):
             for key in self._reached.containers:
                 held = base.of(key)
                 values = held.values() if isinstance(held, dict) else held
@@ -197,29 +197,26 @@ class TurnsRun(Watch):
         Returns the metrics, each with the id of its attributes.
         """
         metrics: list[tuple[int, Metric]] = []
-        for key, container in self._reached.containers.items():
-            if key in self._reached.in_modules and isinstance(container, dict):
-                is_collection = container.keys() >= {"_groups", "_groups_checked"}
-                if is_metric(container) or is_collection:
-                    local: Any = {}
-                    for r, image in self._images.items():
-                        image.containers[key] = local[r] = dict(
-                            self._exchange.contents(image, key)
-                        )
-                    metric = Metric(
-                        container,
-                        self._reached.kinds[key],
-                        local,
-                        [memory_device(d) for d in self._around.devices],
-                        self._around.workers,
-                    )
-                    metric.hand_out(self.weights)
-                    metrics.append((key, metric))
+        for inside in self._reached.metrics:
+            key = id(inside)
+            local: Any = {}
+            for r, image in self._images.items():
+                held = dict(self._exchange.contents(image, key))
+                image.containers[key] = local[r] = held
+            metric = Metric(
+                inside,
+                self._reached.details.kinds[key],
+                local,
+                [memory_device(device) for device in self._around.devices],
+                self._around.workers,
+            )
+            metric.hand_out(self.weights)
+            metrics.append((key, metric))
         return metrics
 
     def _name_of_parameter(self, i: int) -> str:
         parameter = self._exchange.parameters[i]
-        name = self._reached.name_of(parameter)
+        name = self._reached.details.name_of(parameter)
         return name or f"a parameter of shape {tuple(parameter.shape)}"
 
     # Turns
@@ -601,7 +598,7 @@ class TurnsRun(Watch):
                 self._reached.iterators, self._positions, now, strict=True
             ):
                 if then != here:
-                    name = self._reached.name_of(one) or type(one).__name__
+                    name = self._reached.details.name_of(one) or type(one).__name__
                     raise RuntimeError(refusals.advanced_iterator(name))
 
     def let_go(self) -> None:
@@ -621,6 +618,7 @@ def _form_of(reached: Reached) -> object:
     return len(reached.tensors), reached.parameters, reached.trained
 
 
+_MAY_BE_KEPT = frozenset({PerReplica, tuple})
 _NOTHING = object()
 # What a metric has in replicas besides its states, and the program's own has not.
 _OF_METRICS = frozenset(
