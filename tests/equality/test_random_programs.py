@@ -9,6 +9,7 @@ from collections import Counter
 
 import pytest
 
+from conditions import for_changes
 from random_programs.generation import Generator
 from random_programs.trials import Verdict, judged
 from torchstrategy.testing import simulated_devices
@@ -17,6 +18,7 @@ AT_ONCE = 25
 PROGRAMS = 100 if simulated_devices() else 300  # a simulated device takes its time
 
 
+@for_changes
 @pytest.mark.parametrize("first", range(0, PROGRAMS, AT_ONCE))
 def test_random_programs_leave_behind_what_they_leave_in_plain_torch(
     first: int,

@@ -382,6 +382,7 @@ def test_activation_checkpoints_meet_again_in_backward(
     assert_close(state(model), state(twin), "state")
 
 
+@for_changes
 @pytest.mark.slow  # the first to import the compiler
 # Which the compiler asks for.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")

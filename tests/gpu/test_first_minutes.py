@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from conditions import for_releases, without_simulated_devices
+from conditions import for_changes, for_releases, without_simulated_devices
 from gpu.__main__ import PACKAGES, ROOT, test_files
 
 TESTS = ROOT / "tests"
@@ -28,6 +28,7 @@ def imported(path: Path) -> Iterator[str]:
             yield node.module.partition(".")[0]
 
 
+@for_changes
 def test_it_needs_no_package_but_torch_numpy_and_pytest() -> None:
     shared = [
         TESTS / "conftest.py",

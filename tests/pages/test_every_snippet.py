@@ -478,6 +478,7 @@ def names_of_messages(strategy: torchstrategy.Strategy, folder: Path) -> dict[st
         names["dataset"].state_dict = dict
     names["step"] = lambda *args: None
     names |= {"loss": names["losses"], "counts": names["batch"]}
+    names["iterator"] = itertools.count()
     return names
 
 

@@ -18,7 +18,7 @@ from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 import torchstrategy
-from conditions import for_releases
+from conditions import for_changes, for_releases
 
 ONE, TWO = torch.device("sim:1"), torch.device("sim:2")
 
@@ -724,6 +724,7 @@ def test_torch_compile_traces_devices(backend: str) -> None:
     assert_close(y, layer(x).relu().to(TWO) + 1)
 
 
+@for_changes
 @pytest.mark.filterwarnings("ignore")
 def test_torch_compile_for_real_kernels_is_refused_and_names_the_device() -> None:
     torch._dynamo.reset()

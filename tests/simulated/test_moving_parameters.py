@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import comm
 
 import torchstrategy
+from conditions import for_changes
 from torchstrategy._group import transfer
 from torchstrategy.testing import Traffic, count_traffic, record_streams
 
@@ -175,6 +176,7 @@ def weights(compute: list[str], owner: str) -> list[Any]:
     return [value.tolist() for value in model.state_dict().values()]
 
 
+@for_changes
 def test_parameters_go_to_several_accelerators_in_one_broadcast(
     primitives: list[tuple[str, list[str]]],
 ) -> None:

@@ -70,6 +70,7 @@ def trained_alone(net: nn.Module) -> list[torch.Tensor]:
     return [parameter.detach().cpu() for parameter in net.parameters()]
 
 
+@for_changes
 @pytest.mark.parametrize("is_pinned", [True, False], ids=["pinned", "pageable"])
 def test_gradients_leave_as_fast_as_the_link_wherever_the_parameters_are(
     is_pinned: bool,
@@ -132,6 +133,7 @@ def loss_of_a_transformer(net: nn.Module) -> torch.Tensor:
         return F.cross_entropy(net(words).flatten(0, -2), words.flatten())
 
 
+@for_changes
 @pytest.mark.parametrize("is_inside", [False, True], ids=["outside", "inside"])
 @pytest.mark.parametrize("is_pinned", [True, False], ids=["pinned", "pageable"])
 @pytest.mark.parametrize(

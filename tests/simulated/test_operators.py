@@ -10,6 +10,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from conditions import for_changes
 from sweep import exceptions, mixing, operators
 from sweep.agreement import Trial, Verdict, judge
 from sweep.mixing import Answer
@@ -46,6 +47,7 @@ def test_an_operator_agrees_with_the_cpu_in_another_dtype(
     assert {outcome.verdict for outcome in outcomes} & {Verdict.EQUAL, Verdict.CLOSE}
 
 
+@for_changes
 def test_an_operator_takes_tensors_of_one_device_or_says_which_ones_it_was_given() -> (
     None
 ):

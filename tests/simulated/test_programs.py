@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from conditions import for_changes
 from torchstrategy.testing import simulated_devices
 
 SIM = simulated_devices()
@@ -53,6 +54,7 @@ PROGRAMS = {
 }
 
 
+@for_changes
 @pytest.mark.parametrize("what", PROGRAMS)
 def test_a_program_runs_where_devices_are_simulated(what: str, tmp_path: Path) -> None:
     beginning = (

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from conditions import for_changes
 from torchstrategy.testing import (
     DeviceProfile,
     VirtualTrace,
@@ -217,6 +218,7 @@ def in_buckets(**options: Any) -> VirtualTrace:
     return trace
 
 
+@for_changes
 def test_larger_buckets_are_predicted() -> None:
     trace = in_buckets()
     (found,) = [
@@ -262,6 +264,7 @@ def test_graphs_are_advised_where_the_device_waits_for_the_program() -> None:
     assert kernels < after < kernels + 6 * H100.launch
 
 
+@for_changes
 def test_no_graphs_are_advised_where_they_would_gain_nothing_or_cannot_be() -> None:
     assert "CUDA graphs, if shapes stay" not in advised(launched(8192))
     assert "CUDA graphs, if shapes stay" not in advised(launched(64, reads_within=True))

@@ -21,6 +21,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import torchstrategy
+from conditions import for_changes
 from torchstrategy.testing import simulated_devices, virtual_time
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -101,6 +102,7 @@ def seconds_of_a_step(constructor: str) -> float:
     return trace.step(1).seconds
 
 
+@for_changes
 @pytest.mark.slow
 @pytest.mark.parametrize("page", FIRST)
 def test_the_first_strategy_of_a_page_is_a_fast_one(page: str) -> None:

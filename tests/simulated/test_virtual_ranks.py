@@ -254,6 +254,7 @@ def virtual_profile() -> Any:
 PARAMETERS = LAYERS * WIDTH * WIDTH * 4  # bytes
 
 
+@for_changes
 @pytest.mark.filterwarnings("ignore")  # of torch's internals, about themselves
 def test_what_ddp_sends_hides_under_its_backward_unless_the_link_is_slow() -> None:
     fast, record = timed(ddp)
@@ -294,6 +295,7 @@ def test_fsdp_gathers_twice_scatters_once_and_holds_less() -> None:
     assert "of collectives" in sharded.report()
 
 
+@for_changes
 @pytest.mark.filterwarnings("ignore")  # of torch's internals, about themselves
 @pytest.mark.parametrize("program", [ddp, pytest.param(fsdp, marks=for_changes)])
 def test_two_runs_of_ranks_take_the_same_time(
