@@ -214,6 +214,22 @@ def in_a_queue() -> Count:
     return count
 
 
+def in_a_queue_of_a_class_of_its_own() -> Count:
+    """A walk took it for a queue, and the exchange between turns for none."""
+
+    class Recent(deque[int]):
+        def last(self) -> int:
+            return self[-1]
+
+    state = Recent([0], maxlen=1)
+
+    def count() -> float:
+        state.append(state.last() + 1)
+        return state.last() - 1
+
+    return count
+
+
 def in_a_set() -> Count:
     state: set[int] = set()
 
@@ -286,6 +302,7 @@ COUNTS = {
         in_a_defaultdict,
         in_an_ordered_dict,
         in_a_queue,
+        in_a_queue_of_a_class_of_its_own,
         in_a_set,
         in_a_tensor_that_is_replaced,
         in_a_tensor_that_is_written,

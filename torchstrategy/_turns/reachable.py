@@ -354,7 +354,7 @@ class Details:
                 self.classes[id(thing)] = thing
         elif issubclass(cls, (tuple, frozenset)):
             self._note_holder(position, thing)
-        elif issubclass(cls, (dict, list, set)) or cls.__name__ == "deque":
+        elif issubclass(cls, _FILLED):
             self._take_container(position, thing)
         else:
             if hasattr(cls, "__next__"):
