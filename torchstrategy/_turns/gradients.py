@@ -215,7 +215,7 @@ class BatchGradients:
                 by_ids[key] = _Lent(list(gradients), now, [image])
         self._lent = list(by_ids.values())
 
-    def _lend_sums(self, totals: list[Gradient]) -> None:
+    def lend_sums(self, totals: list[Gradient]) -> None:
         """Shows all replicas the sums.
 
         The lead gets them, and the others share a copy: as long as the lead's are
@@ -361,10 +361,10 @@ class BatchGradients:
                 self._lent_sums = []  # they are no longer alone in `.grad`
                 self._lend(self._add_earlier(in_order, totals))
             else:
-                self._lend_sums(totals)
+                self.lend_sums(totals)
             if hooks:
                 here = self._on_home(self._lead.grads)
-                self._lend_sums(self._call(hooks, here, UserHooks.call_on_accumulated))
+                self.lend_sums(self._call(hooks, here, UserHooks.call_on_accumulated))
         return [None] * len(brought)
 
     def _sum(self, those: set[int], makes_graph: bool) -> list[Gradient]:
@@ -582,10 +582,6 @@ class BatchGradients:
                 mine[i] = None if total is None else total.to(image.device, copy=True)
             lists.append(mine)
         self._lend(lists)
-
-    def show(self, gradients: list[Gradient]) -> None:
-        """Shows all replicas the gradients that one who acts for all has left."""
-        self._lend_sums(gradients)
 
     # The end
 

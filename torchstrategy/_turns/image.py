@@ -8,7 +8,6 @@ from typing import Any, final
 
 import torch
 
-from torchstrategy._base.context import without_autograd
 from torchstrategy._base.torch_internals import (
     raw_grads,
     requires_grad_of,
@@ -184,14 +183,6 @@ class Exchange:
         if i not in self.home:
             self.home[i] = plain_data(self.reached.tensors[i])
         return self.home[i]
-
-    def wear(self, image: Image) -> None:
-        """Puts an image on, if it is not on."""
-        if self.on is image and not self.is_taken_off:
-            return
-        with without_autograd():
-            self.take_off()
-            self.put_on(image)
 
     def _fill(self, key: int, contents: Contents | None) -> None:
         container = self.reached.containers[key]

@@ -251,25 +251,22 @@ class ReplicaMemory:
         known, writer, exchange = self._known, self._exchange.on, self._exchange
         for i in found:
             if has_lost_memory(self._tensors[i]):
-                name = self._reached.details.name_of(self._tensors[i]) or "A tensor"
                 if i in known.kept:
                     exchange.put_memory(i, known.kept.pop(i), None)
-                raise RuntimeError(refusals.taken_away(name))
+                raise RuntimeError(refusals.taken_away(self._name_of(i)))
             if self._tensors[i].is_inference():
                 # torch lets nobody give it other memory with a version.
                 with torch.inference_mode():
                     self._tensors[i].copy_(known.kept[i])
-                name = self._reached.details.name_of(self._tensors[i]) or "A tensor"
-                raise RuntimeError(refusals.written_large(name))
+                raise RuntimeError(refusals.written_large(self._name_of(i)))
             if i not in known.kept and writer.is_home:
-                name = self._reached.details.name_of(self._tensors[i]) or "A tensor"
                 is_parameter = i in self._reached.parameters
                 refuse = (
                     refusals.written_parameter
                     if is_parameter
                     else refusals.written_large
                 )
-                raise RuntimeError(refuse(name))
+                raise RuntimeError(refuse(self._name_of(i)))
         tensors = [self._tensors[i].detach() for i in found]
         values = dict(zip(found, copy_tensors(tensors, tensors[0].device), strict=True))
         for i in found:
@@ -291,6 +288,9 @@ class ReplicaMemory:
             writer.versions[i] = now[i]
             exchange.put_memory(i, writer.memory[i], now[i])
 
+    def _name_of(self, i: int) -> str:
+        return self._reached.details.name_of(self._tensors[i]) or "A tensor"
+
     def versions_at_home(self) -> dict[int, int]:
         """The versions of the program's own tensors, where replicas have others."""
         return {i: self._now[i] for i in self._exchange.home}
@@ -307,18 +307,15 @@ class ReplicaMemory:
         """Refuses trained parameters that replicas have written differently."""
         for i in sorted(self._known.written & self._reached.trained):
             first, *others = (image.memory[i] for image in self._images.values())
-            if not all(
-                are_same_numbers(first, other.to(first.device)) for other in others
-            ):
+            if not all(are_same_numbers(first, other) for other in others):
                 name = self._reached.details.name_of(self._tensors[i])
                 raise RuntimeError(refusals.written_parameter(name))
 
-    def tell(self, act: Image, lead: Image, before: Mapping[int, int]) -> None:
+    def tell(self, act: Image, before: Mapping[int, int]) -> None:
         """Gives all replicas what one who acts for all has written.
 
         Args:
             act: The image of who acts, which has the lead's memory.
-            lead: The lead's image.
             before: The versions of the tensors when it began to act.
         """
         for i in self._known.written:

@@ -213,13 +213,13 @@ class Merging:
         components: list[Any] = [ABSENT] * self._num_replicas
         for r, value in zip(self._present, column, strict=True):
             components[r] = ABSENT if value is MISSING else value
-        # Two places that hold one object in each replica hold one value after the run.
         if before is not MISSING:
             for r in set(range(self._num_replicas)) - set(self._present):
                 earlier = component_of(before, r)
                 # A sum goes on with its part; of outputs, there are none of this batch.
                 if isinstance(earlier, _SUMMED):
                     components[r] = earlier
+        # Two places that hold one object in each replica hold one value after the run.
         key = tuple(map(id, components))
         if key in self._made:
             return self._made[key]
@@ -241,7 +241,7 @@ class Merging:
             memory = self._exchange.home[i]
             own = [image.memory[i].to(memory.device) for image in self._images]
             is_running = i in self._reached.running
-            if all(_equal(one, memory) for one in own):
+            if all(are_same_numbers(one, memory) for one in own):
                 continue
             users.versions[i] = max(image.versions[i] for image in self._images)
             if is_running and not self._averages:
@@ -256,7 +256,7 @@ class Merging:
         self, i: int, memory: torch.Tensor, own: Sequence[torch.Tensor]
     ) -> torch.Tensor:
         first, *others = own
-        if all(_equal(one, first) for one in others):
+        if all(are_same_numbers(one, first) for one in others):
             return first
         if any(one.is_sparse or one.shape != memory.shape for one in own):
             return first
@@ -326,7 +326,7 @@ def _are_equal(value: Any, other: Any) -> bool:
         return False
     if isinstance(value, torch.Tensor):
         is_trained = value.requires_grad or other.requires_grad
-        return not is_trained and _equal(value, other)
+        return not is_trained and are_same_numbers(value, other)
     if isinstance(value, np.ndarray):
         return value.dtype == other.dtype and np.array_equal(value, other)
     if type(value) in (list, tuple, deque):
@@ -358,7 +358,3 @@ def mean_of(
     weighed = [one * f for one, f in zip(own, fractions, strict=True) if f]
     is_as_before = torch.stack([same_places(one, memory) for one in own]).all(0)
     return torch.where(is_as_before, memory, torch.stack(weighed).sum(0))
-
-
-def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return are_same_numbers(one, other.to(one.device))

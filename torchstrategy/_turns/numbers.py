@@ -8,10 +8,11 @@ from torchstrategy._group.transfer import equal
 
 
 def are_same_numbers(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors on one device have the same form and numbers.
+    """Whether two tensors have the same form and numbers, wherever they are.
 
     NaN is the same as NaN: replicas that computed alike have both.
     """
+    other = other.to(one.device)
     if one.dtype.is_floating_point and one.element_size() == 1:
         if one.dtype != other.dtype:
             return False

@@ -68,11 +68,6 @@ class KnownStep:
         self.memory = KnownMemory(reached)
         self.gradients = gradients.Known()
         self.lost = LostNumbers()
-        self._form = _form_of(reached)
-
-    def fits(self, reached: Reached) -> bool:
-        """Whether tensors and parameters stand in the same positions as before."""
-        return self._form == _form_of(reached)
 
 
 @final
@@ -361,7 +356,7 @@ class TurnsRun(Watch):
         is_same = is_counted and all(map(is_, act.grads, before))
         if not is_same or versions_of(before) != then:
             with without_autograd():
-                self.gradients.show(act.grads)
+                self.gradients.lend_sums(act.grads)
 
     def keep(self) -> None:
         """An update begins: if the run fails later, what it has written stays."""
@@ -392,7 +387,7 @@ class TurnsRun(Watch):
             if act.flags != before.flags:
                 for image in self._images.values():
                     image.flags = list(act.flags)
-            self._memory.tell(act, self._lead, before.versions)
+            self._memory.tell(act, before.versions)
             self._act = outer
 
     def before_any_step(self, optimizer: Optimizer) -> None:
@@ -612,10 +607,6 @@ class TurnsRun(Watch):
             vars(part).clear()
         self._lost, self._warned = lost, warned
         self._num_replicas, self._has_trained_on_plain_rows = count, has_trained
-
-
-def _form_of(reached: Reached) -> object:
-    return len(reached.tensors), reached.parameters, reached.trained
 
 
 _MAY_BE_KEPT = frozenset({PerReplica, tuple})

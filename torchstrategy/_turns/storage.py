@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import gc
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
@@ -16,13 +15,11 @@ from torch.optim import Optimizer
 
 from torchstrategy._base.context import is_in_replica
 from torchstrategy._base.distributed_values import DistributedValues
-from torchstrategy._base.objects.module_traversal import modules_within, roots_of
 from torchstrategy._base.objects.torch_hooks import Stepper, tell_of_steps
 from torchstrategy._base.types import ReplicaFn, Tree
 from torchstrategy._base.weak_references import living
 from torchstrategy._run.placement import Placement
 from torchstrategy._run.storage import Storage
-from torchstrategy._run.worker_values import take_from_first_worker
 from torchstrategy._turns import refusals
 from torchstrategy._turns.reachable import Reached, Walk
 from torchstrategy._turns.run import KnownStep, TurnsRun
@@ -88,17 +85,6 @@ class SharedObjects(Storage):
         else:
             self._steppers[id(stepper)] = stepper
 
-    def take_from_first_worker(self) -> None:
-        """Gives the modules and variables of the scope the values of worker 0."""
-        gc.collect()  # what the program has dropped must not be compared
-        known: list[Any] = [*self._variables.values(), *self._on_read.valuerefs()]
-        take_from_first_worker(
-            self.placement.workers, roots_of(self._parts()), variables=living(known)
-        )
-
-    def _parts(self) -> list[nn.Module]:
-        return modules_within(living(self._modules.values()))
-
     # Runs
 
     @contextmanager
@@ -155,8 +141,7 @@ class SharedObjects(Storage):
         key = code_of(fn)
         known = self._known.pop(key, None)
         reached = None if known is None else known.walk.go(roots)
-        # A tensor with a graph may stand where one without stood: it is not exchanged.
-        if known is None or reached is None or not known.fits(reached):
+        if known is None or reached is None:
             walk = Walk(roots)
             reached = walk.take()
             known = KnownStep(walk, reached)
