@@ -28,6 +28,7 @@ from torchstrategy._base.objects.module_traversal import (
 from torchstrategy._base.objects.proxies import plain_class
 from torchstrategy._base.torch_internals import is_distributed_tensor
 from torchstrategy._run.module_tensors import trainable_among
+from torchstrategy._run.refusals import data_parallel, lazy
 from torchstrategy._variables.variable import is_variable
 
 
@@ -68,18 +69,10 @@ def refuse_uncopyable(
                 "was made from."
             )
         if isinstance(module, nn.DataParallel):
-            raise TypeError(
-                f"{path} is a torch.nn.DataParallel, and would make replicas of each "
-                "replica. Use the module that it wraps, `.module`: the batch is split "
-                "already."
-            )
+            raise TypeError(data_parallel(path))
         for name, parameter in module._parameters.items():
             if parameter is not None and nn.parameter.is_lazy(parameter) and are_all:
-                raise TypeError(
-                    f"{path}.{name} has no shape yet: {type(module).__name__} is lazy. "
-                    "Run one batch through the module, outside of strategy.run, before "
-                    "the first step."
-                )
+                raise TypeError(lazy(f"{path}.{name}", type(module).__name__))
             if parameter is not None and not nn.parameter.is_lazy(parameter):
                 _refuse_parameter(f"{path}.{name}", parameter)
         if not are_all:

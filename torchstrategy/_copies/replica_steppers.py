@@ -14,7 +14,6 @@ method once. Everything else about them can be asked anywhere.
 from __future__ import annotations
 
 import types
-import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -22,21 +21,27 @@ from itertools import chain
 from typing import Any, Protocol, final
 
 import torch
-from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from torchstrategy._base.context import current_frame, using_device
-from torchstrategy._base.devices import memory_device
 from torchstrategy._base.marks import Versions
 from torchstrategy._base.objects.proxies import plain_class, users_own
-from torchstrategy._base.plain import PLAIN
 from torchstrategy._base.torch_internals import hide_from_compiler
 from torchstrategy._base.trace import traced
-from torchstrategy._base.tree import tree_flatten
-from torchstrategy._base.types import Device, Tree
+from torchstrategy._base.types import Tree
 from torchstrategy._copies.gradients.replica_gradients import ReplicaGradients
 from torchstrategy._group.group import Replica
+from torchstrategy._run import refusals
+from torchstrategy._run.shared_methods import (
+    COMPARED,
+    Given,
+    have_same_value,
+    is_closure,
+    refuse_different,
+    refuse_graphs,
+    replace_argument,
+)
 
 
 def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -65,7 +70,7 @@ class OptimizerHost(Protocol):
             optimizer: The optimizer of which the function calls a method, if it does.
         """
 
-    def compare(self, name: str, given: _Given) -> None:
+    def compare(self, name: str, given: Given) -> None:
         """Refuses a method that acts once for all replicas if arguments differ.
 
         Those of other processes give it other arguments.
@@ -194,12 +199,13 @@ class ReplicaOptimizer:
             if method == "step"
             else f"{plain_class(type(self.optimizer)).__name__}.{method}()"
         )
-        closures = [value for value in (*args, *kwargs.values()) if _is_closure(value)]
+        closures = [value for value in (*args, *kwargs.values()) if is_closure(value)]
         if closures:
             return self._call_with(closures[0], name, method, (args, kwargs))
 
-        def combine(brought: Sequence[_Given]) -> list[Any]:
-            _check(name, brought, self.host)
+        def combine(brought: Sequence[Given]) -> list[Any]:
+            refuse_graphs(name, brought)
+            refuse_different(name, brought, self.host)
             result = self.host.call_for_all(
                 lambda: self._update(method, *args, **kwargs), self.optimizer
             )
@@ -209,7 +215,7 @@ class ReplicaOptimizer:
         return self.replica.synchronize(name, combine, (args, kwargs))
 
     def _call_with(
-        self, closure: Callable[[], Any], name: str, method: str, arguments: _Given
+        self, closure: Callable[[], Any], name: str, method: str, arguments: Given
     ) -> Any:
         """Runs an optimizer that calls a closure as often as it likes (`LBFGS`).
 
@@ -224,8 +230,9 @@ class ReplicaOptimizer:
 
         # Three functions that are called once for all replicas, while they wait.
 
-        def begin(brought: Sequence[_Given]) -> list[None]:
-            _check(name, brought, host)
+        def begin(brought: Sequence[Given]) -> list[None]:
+            refuse_graphs(name, brought)
+            refuse_different(name, brought, host)
             host.show()
             return [None] * len(brought)
 
@@ -255,10 +262,10 @@ class ReplicaOptimizer:
         # combines: it is a part of the step, and needs the thread-local state of its
         # replica. So the loop has to run on the thread of a replica, too.
         self.replica.synchronize(
-            name, begin, _replace_argument(arguments, closure, None)
+            name, begin, replace_argument(arguments, closure, None)
         )
         if self.leads:
-            args, kwargs = _replace_argument(arguments, closure, ask_all)
+            args, kwargs = replace_argument(arguments, closure, ask_all)
             with host.cross_replica():
                 result = self._update(method, *args, **kwargs)
             return self.replica.synchronize(name, stop_showing, result)
@@ -311,16 +318,12 @@ class ReplicaOptimizer:
         parameters_shown = [list(map(id, group["params"])) for group in self._shown]
         if parameters != parameters_shown:
             raise RuntimeError(
-                "The step changed the parameters of "
-                f"{plain_class(type(self.optimizer)).__name__}.param_groups, or the "
-                "groups themselves, in a replica, which shares the optimizer with the "
-                "others. Do it outside of strategy.run. To freeze parameters in a "
-                "step, set their requires_grad."
+                refusals.changed_groups(plain_class(type(self.optimizer)).__name__)
             )
         written: dict[tuple[int, str], Any] = {}
         for i, (group, shown) in enumerate(zip(self._groups, self._shown, strict=True)):
             for name, value in group.items():
-                if name != "params" and not _have_same_value(value, shown.get(name)):
+                if name != "params" and not have_same_value(value, shown.get(name)):
                     written[i, name] = value
         return written
 
@@ -352,24 +355,21 @@ class ReplicaOptimizer:
         shown_states = [one._shown_state for one in (self, *others.values())]
         if any(state is not None and state.have_changed() for state in shown_states):
             raise RuntimeError(
-                _STATE_WRITTEN.format(name=plain_class(type(self.optimizer)).__name__)
+                refusals.written_state(plain_class(type(self.optimizer)).__name__)
             )
         written = self.written_settings()
         for replica, other in others.items():
             for (i, name), value in other.written_settings().items():
                 own = written.get((i, name), self._central_groups[i].get(name))
                 if (
-                    isinstance(value, _COMPARED)
-                    and isinstance(own, _COMPARED)
+                    isinstance(value, COMPARED)
+                    and isinstance(own, COMPARED)
                     and own != value
                 ):
                     kind = plain_class(type(self.optimizer)).__name__
                     setting = f"{kind}.param_groups[{i}][{name!r}]"
                     raise RuntimeError(
-                        f"The replicas set {setting} to different values: {own!r} in "
-                        f"replica {mine} and {value!r} in replica {replica}. They "
-                        "share the optimizer. Set the same value in each: "
-                        "get_replica_context().all_reduce(...) makes one of all."
+                        refusals.unlike_settings(setting, own, mine, value, replica)
                     )
 
     @property
@@ -386,14 +386,6 @@ class ReplicaOptimizer:
     def _local(self, owner: torch.Tensor) -> torch.Tensor:
         index = self.index_of.get(id(owner))
         return owner if index is None else self.gradients.own(index)
-
-
-_STATE_WRITTEN = (
-    "A step wrote on the state of {name} in a replica, which shares the optimizer with "
-    "the others. Write on it in a method of the optimizer's class, which is called "
-    "once for all of them; after strategy.run; or in a merge function: "
-    "get_replica_context().merge_call(...)."
-)
 
 
 @final
@@ -413,7 +405,7 @@ class _Shown(dict[Any, Any]):
         raise KeyError(key)
 
     def _refuse(self, *args: Any, **kwargs: Any) -> Any:
-        raise RuntimeError(_STATE_WRITTEN.format(name=self._optimizer))
+        raise RuntimeError(refusals.written_state(self._optimizer))
 
     __setitem__ = __delitem__ = setdefault = update = pop = popitem = clear = (
         __ior__
@@ -432,40 +424,9 @@ def _is_setting(value: object) -> bool:
     return is_number or isinstance(value, (int, float, tuple, type(None)))
 
 
-_COMPARED = (*PLAIN, tuple)  # the settings that the replicas of one process compare
 # Tells the other replicas that the optimizer has called the closure and has no result
 # yet.
 _EVALUATE = object()
-
-# The arguments of a method: positional and by keyword.
-_Given = tuple[tuple[Any, ...], dict[str, Any]]
-
-
-def _is_closure(value: Any) -> bool:
-    return callable(value) and not isinstance(value, (nn.Module, torch.Tensor, type))
-
-
-def _replace_argument(given: _Given, old: object, new: object) -> _Given:
-    """The arguments of a method with another object in the place of one of them."""
-    args, kwargs = given
-    own = [new if value is old else value for value in args]
-    by_name = {key: new if value is old else value for key, value in kwargs.items()}
-    return tuple(own), by_name
-
-
-def _check(name: str, brought: Sequence[_Given], host: OptimizerHost) -> None:
-    for given in brought if any(brought[0]) else ():  # mostly there are no arguments
-        if any(
-            isinstance(leaf, torch.Tensor) and leaf.requires_grad
-            for leaf in tree_flatten(given)[0]
-        ):
-            raise RuntimeError(
-                f"{name} acts once for all replicas, and was given a tensor that "
-                "requires grad, which is one replica's own. In the step, run backward "
-                "and give the method nothing of the graph; or call it after "
-                "strategy.run, with tensors computed from your own parameters."
-            )
-    _refuse_different(name, brought, host)
 
 
 @final
@@ -490,8 +451,8 @@ class SharedStepper:
         """
         name = f"{type(self.stepper).__name__}.{method}()"
 
-        def combine(brought: Sequence[_Given]) -> list[Any]:
-            _refuse_different(name, brought, self.host)
+        def combine(brought: Sequence[Given]) -> list[Any]:
+            refuse_different(name, brought, self.host)
             return [
                 self.host.call_for_all(
                     lambda: getattr(self.stepper, method)(*args, **kwargs)
@@ -499,19 +460,6 @@ class SharedStepper:
             ] * len(brought)
 
         return self.replica.synchronize(name, combine, (args, kwargs))
-
-
-_ready: weakref.WeakSet[torch.amp.GradScaler] = weakref.WeakSet()
-
-
-def make_ready(steppers: Iterable[object], device: Device) -> None:
-    """Lets scalers make the tensor of their scale before the replicas run."""
-    # A scaler makes it when it sees its first loss. In a run, several replicas would
-    # make it at the same time.
-    for stepper in steppers:
-        if isinstance(stepper, torch.amp.GradScaler) and stepper not in _ready:
-            stepper.scale(torch.zeros((), device=memory_device(device)))
-            _ready.add(stepper)
 
 
 def refuse_bound_methods(named: Iterable[tuple[str, object]]) -> None:
@@ -532,39 +480,6 @@ def refuse_bound_methods(named: Iterable[tuple[str, object]]) -> None:
                 f"for all of them. Name the object in the step, and call its {name} "
                 "there; or call it after the run."
             )
-
-
-def _refuse_different(
-    name: str, brought: Sequence[_Given], host: OptimizerHost
-) -> None:
-    """Refuses different arguments for a method that runs once for all replicas.
-
-    Raises:
-        ValueError: Naming what they call.
-    """
-    args, kwargs = brought[0]
-    for other, by_name in brought[1:]:
-        are_alike = len(args) == len(other) and kwargs.keys() == by_name.keys()
-        if are_alike:
-            pairs = [
-                *zip(args, other, strict=True),
-                *((value, by_name[key]) for key, value in kwargs.items()),
-            ]
-            are_alike = all(_have_same_value(own, theirs) for own, theirs in pairs)
-        if not are_alike:
-            raise ValueError(
-                f"{name} acts once for all replicas, and they gave it different "
-                "arguments. Give it the same in each: "
-                "get_replica_context().all_reduce(...) makes one value of all."
-            )
-    if args or kwargs:
-        host.compare(name, brought[0])
-
-
-def _have_same_value(value: Any, other: Any) -> bool:
-    if isinstance(value, torch.Tensor) and isinstance(other, torch.Tensor):
-        return value.shape == other.shape and torch.equal(value, other.to(value.device))
-    return value is other or (isinstance(value, PLAIN) and bool(value == other))
 
 
 # A compiler that traced these would trace the locks and threads of a synchronization

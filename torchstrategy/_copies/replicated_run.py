@@ -48,7 +48,6 @@ from torchstrategy._copies.attributes.trainers import (
 from torchstrategy._copies.gradients.gradient_reducer import GradientReducer
 from torchstrategy._copies.gradients.replica_gradients import (
     ReplicaParameter,
-    written_in_replica_message,
 )
 from torchstrategy._copies.modules.replicated_modules import ReplicatedModules
 from torchstrategy._copies.optimizer_copies import OptimizerCopies, can_have_copies
@@ -67,6 +66,7 @@ from torchstrategy._group.group import Replica
 from torchstrategy._group.participants import Participants
 from torchstrategy._run.losses.loss_watchers import CLOSURE_OF_TERMS
 from torchstrategy._run.placement import Placement
+from torchstrategy._run.refusals import written_parameter
 from torchstrategy._variables.variable import Variable, is_variable
 
 
@@ -603,7 +603,7 @@ class ReplicatedRun(OptimizerHost):
             )
             if written:
                 raise RuntimeError(
-                    written_in_replica_message(self._names_of_outsiders[written[0]])
+                    written_parameter(self._names_of_outsiders[written[0]])
                 )
 
     def _updating(

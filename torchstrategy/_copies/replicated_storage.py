@@ -59,7 +59,7 @@ from torchstrategy._copies.references.step_references import (
     list_held,
 )
 from torchstrategy._copies.refusals import refuse_uncopyable
-from torchstrategy._copies.replica_steppers import make_ready, refuse_bound_methods
+from torchstrategy._copies.replica_steppers import refuse_bound_methods
 from torchstrategy._copies.replicated_run import CrossReplica, ReplicaSet, ReplicatedRun
 from torchstrategy._copies.run_warnings import (
     PLAIN_BATCH,
@@ -69,6 +69,7 @@ from torchstrategy._copies.run_warnings import (
 )
 from torchstrategy._group.participants import Participants
 from torchstrategy._run.placement import Placement
+from torchstrategy._run.shared_methods import make_ready
 from torchstrategy._run.storage import Storage
 from torchstrategy._run.worker_values import take_from_first_worker
 from torchstrategy._variables.kinds import SyncOnReadVariable, unwritten

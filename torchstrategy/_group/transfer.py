@@ -175,6 +175,18 @@ def copy_to(tensors: Sequence[torch.Tensor], device: Device) -> list[torch.Tenso
     return [arrived[index] for index in range(len(tensors))]
 
 
+def in_own_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor in memory of its own, as in plain PyTorch.
+
+    Those that came together, by `copy_to`, are parts of one piece.
+    """
+    is_whole = (
+        tensor.layout is torch.strided
+        and tensor.untyped_storage().nbytes() == tensor.nbytes
+    )
+    return tensor if is_whole else tensor.clone()
+
+
 def sum_on(tensors: Sequence[torch.Tensor], device: Device) -> torch.Tensor:
     """The sum of tensors of one shape on any devices, as a new tensor on `device`.
 

@@ -14,5 +14,7 @@ knows no copies: those are in `_copies`, on the floor above.
     module_tensors    parameters, buffers, and tensors that learn and are neither
     own               the step of a worker with one replica, on the user's own objects
     run_losses        which runs look at their losses, and what they warn of
+    shared_methods    methods that run once for all replicas, and their arguments
+    refusals          messages of what replicas cannot do, however they run
     lone_replica      a run in the only replica of one of several workers
 """

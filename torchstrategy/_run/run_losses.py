@@ -167,7 +167,7 @@ class RunLosses:
 
         The first few runs of a step do, if nobody has said how replicas count.
         """
-        key, looks = _code(fn), self._looks
+        key, looks = code_of(fn), self._looks
         said = options.gradient_reduction or self.said
         if said is not None or self._is_counted or options.examples is not None:
             if options == NO_OPTIONS and len(self.settled) < MAX_STEPS:
@@ -184,7 +184,7 @@ class RunLosses:
 
         It does so in the first runs of the step.
         """
-        key = _code(fn)
+        key = code_of(fn)
         look, runs = self._whole.get(key) or (WholeBatchLook(), 0)
         if (
             runs >= LOOKS
@@ -202,7 +202,7 @@ class RunLosses:
 
         A gradient is wrong if it is not that of the whole batch.
         """
-        key = _code(fn)
+        key = code_of(fn)
         if key in self._warned:
             return
         is_by_rows = isinstance(watcher, (LossNotes, LoneLossNotes))
@@ -326,7 +326,7 @@ def _rows(leaves: Sequence[Tree]) -> tuple[float, ...] | None:
     return records.pop() if len(records) == 1 else None
 
 
-def _code(fn: Any) -> object:
+def code_of(fn: Any) -> object:
     """What two calls of one step share, even if each run makes the step anew."""
     while isinstance(fn, partial):
         fn = fn.func

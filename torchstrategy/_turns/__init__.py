@@ -13,7 +13,7 @@ in every replica, on every thread, and in every hook and closure.
     merging      what the replicas leave in the objects
     run          one run: it begins, replicas take turns, it ends or is undone
     storage      the objects of a strategy's scope
-    refusals     every message
+    refusals     messages; `_run/refusals` has those that copies share
 
 `testing/_ranks/belongings` does the same for what a process has once. A strategy with
 one replica in a process needs none of it: `_run/own`.

@@ -10,29 +10,30 @@ another package has beside torch's.
 from __future__ import annotations
 
 import types
-import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, final
 
 import torch
-from torch import nn
 from torch.optim import Optimizer
 
 from torchstrategy._base.context import current_frame, using_device
-from torchstrategy._base.devices import memory_device
 from torchstrategy._base.objects.torch_hooks import begin_guards, end_guards
-from torchstrategy._base.plain import PLAIN
 from torchstrategy._base.torch_internals import hide_from_compiler
 from torchstrategy._base.trace import traced
-from torchstrategy._base.tree import tree_flatten
-from torchstrategy._base.types import Device
 from torchstrategy._group.group import Replica
+from torchstrategy._run.refusals import changed_groups, unlike_settings
+from torchstrategy._run.shared_methods import (
+    COMPARED,
+    Given,
+    is_closure,
+    refuse_different,
+    refuse_graphs,
+    replace_argument,
+)
 from torchstrategy._turns import refusals
 from torchstrategy._turns.parts import MISSING
 
-# The arguments of a method: positional and by keyword.
-Given = tuple[tuple[Any, ...], dict[str, Any]]
 # Tells the other replicas that the optimizer has called the closure and has no result
 # yet.
 _EVALUATE = object()
@@ -146,14 +147,14 @@ class _Once:
                 refusals.only_outside(type(self._thing).__name__, self._method)
             )
         is_optimizer = isinstance(self._thing, Optimizer)
-        closures = [v for v in (*args, *kwargs.values()) if _is_closure(v)]
+        closures = [v for v in (*args, *kwargs.values()) if is_closure(v)]
         if is_optimizer and closures:
             return self._call_with(replica, closures[0], (args, kwargs))
 
         def combine(brought: Sequence[Given]) -> list[Any]:
             if is_optimizer:
-                _refuse_graphs(self.name, brought)
-            _refuse_different(self.name, brought, self._host)
+                refuse_graphs(self.name, brought)
+            refuse_different(self.name, brought, self._host)
             with self._host.cross_replica(), self._host.acting(self._thing):
                 result = self._act(*args, **kwargs)
             return [result] * len(brought)
@@ -179,8 +180,8 @@ class _Once:
         # Three functions that are called once for all replicas, while they wait.
 
         def begin(brought: Sequence[Given]) -> list[None]:
-            _refuse_graphs(self.name, brought)
-            _refuse_different(self.name, brought, host)
+            refuse_graphs(self.name, brought)
+            refuse_different(self.name, brought, host)
             host.begin_acting(self._thing)
             return [None] * len(brought)
 
@@ -204,9 +205,9 @@ class _Once:
             with frame, using_device(replica.device):
                 return evaluate()
 
-        replica.synchronize(self.name, begin, _replace_argument(given, closure, None))
+        replica.synchronize(self.name, begin, replace_argument(given, closure, None))
         if host.leads(replica):
-            args, kwargs = _replace_argument(given, closure, ask_all)
+            args, kwargs = replace_argument(given, closure, ask_all)
             with host.cross_replica():
                 result = self._act(*args, **kwargs)
             return replica.synchronize(self.name, stop, result)
@@ -239,50 +240,6 @@ def _methods_of(thing: Any) -> list[str]:
     return [*names, *_ONLY_OUTSIDE]
 
 
-def _is_closure(value: Any) -> bool:
-    return callable(value) and not isinstance(value, (nn.Module, torch.Tensor, type))
-
-
-def _replace_argument(given: Given, old: object, new: object) -> Given:
-    """The arguments of a method with another object in the place of one of them."""
-    args, kwargs = given
-    own = [new if value is old else value for value in args]
-    by_name = {key: new if value is old else value for key, value in kwargs.items()}
-    return tuple(own), by_name
-
-
-def _refuse_graphs(name: str, brought: Sequence[Given]) -> None:
-    for given in brought if any(brought[0]) else ():  # mostly there are no arguments
-        if any(
-            isinstance(leaf, torch.Tensor) and leaf.requires_grad
-            for leaf in tree_flatten(given)[0]
-        ):
-            raise RuntimeError(refusals.argument_with_graph(name))
-
-
-def _refuse_different(name: str, brought: Sequence[Given], host: Host) -> None:
-    args, kwargs = brought[0]
-    for other, by_name in brought[1:]:
-        are_alike = len(args) == len(other) and kwargs.keys() == by_name.keys()
-        if are_alike:
-            pairs = [
-                *zip(args, other, strict=True),
-                *((value, by_name[key]) for key, value in kwargs.items()),
-            ]
-            are_alike = all(have_same_value(own, theirs) for own, theirs in pairs)
-        if not are_alike:
-            raise ValueError(refusals.unlike_arguments(name))
-    if args or kwargs:
-        host.compare(name, brought[0])
-
-
-def have_same_value(value: Any, other: Any) -> bool:
-    """Whether two arguments or settings are one object, or equal."""
-    if isinstance(value, torch.Tensor) and isinstance(other, torch.Tensor):
-        return value.shape == other.shape and torch.equal(value, other.to(value.device))
-    return value is other or (isinstance(value, PLAIN) and bool(value == other))
-
-
 def refuse_unlike_settings(
     optimizer: Optimizer, groups: Mapping[int, Sequence[Mapping[str, Any]]]
 ) -> None:
@@ -299,34 +256,16 @@ def refuse_unlike_settings(
     (lead, own), *others = groups.items()
     for r, theirs in others:
         if len(theirs) != len(own):
-            raise RuntimeError(refusals.changed_groups(kind))
+            raise RuntimeError(changed_groups(kind))
         for i, (mine, other) in enumerate(zip(own, theirs, strict=True)):
             if list(map(id, mine["params"])) != list(map(id, other["params"])):
-                raise RuntimeError(refusals.changed_groups(kind))
+                raise RuntimeError(changed_groups(kind))
             for name in mine.keys() | other.keys():
                 one, two = mine.get(name), other.get(name)
-                is_compared = isinstance(one, refusals.COMPARED) and isinstance(
-                    two, refusals.COMPARED
-                )
+                is_compared = isinstance(one, COMPARED) and isinstance(two, COMPARED)
                 if one is not two and is_compared and one != two:
                     setting = f"{kind}.param_groups[{i}][{name!r}]"
-                    raise RuntimeError(
-                        refusals.unlike_settings(setting, one, lead, two, r)
-                    )
-
-
-_ready: weakref.WeakSet[torch.amp.GradScaler] = weakref.WeakSet()
-
-
-def make_ready(things: Iterable[object], device: Device) -> None:
-    """Lets scalers make the tensor of their scale before the replicas run.
-
-    A scaler makes it when it sees its first loss, which would be that of a replica.
-    """
-    for thing in things:
-        if isinstance(thing, torch.amp.GradScaler) and thing not in _ready:
-            thing.scale(torch.zeros((), device=memory_device(device)))
-            _ready.add(thing)
+                    raise RuntimeError(unlike_settings(setting, one, lead, two, r))
 
 
 # A compiler that traced it would trace the threads of a synchronization point.

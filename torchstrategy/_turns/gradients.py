@@ -35,7 +35,7 @@ from torchstrategy._base.torch_internals import (
 from torchstrategy._group.group import Replica
 from torchstrategy._group.instruments import tell_combined_gradients
 from torchstrategy._group.participants import Participants
-from torchstrategy._group.transfer import copy_to
+from torchstrategy._group.transfer import copy_to, in_own_memory
 from torchstrategy._group.weighing import add_weighted, factor_for, weighted_sum
 from torchstrategy._run.own.gradient_parts import add, all_laid_out, refuse_graphs
 from torchstrategy._run.own.user_hooks import UserHooks
@@ -193,7 +193,7 @@ class BatchGradients:
         if image.is_home:
             copies = [g.clone() for g in there]
         else:
-            copies = [_own_memory(g) for g in copy_to(there, image.device)]
+            copies = [in_own_memory(g) for g in copy_to(there, image.device)]
         in_order = iter(copies)
         left = gradients if image.is_home else [None] * len(gradients)
         return [
@@ -624,15 +624,6 @@ def _overlaps(gradient: torch.Tensor) -> bool:
         return False
     pairs = zip(gradient.stride(), gradient.shape, strict=True)
     return any(stride == 0 and size > 1 for stride, size in pairs)
-
-
-def _own_memory(gradient: torch.Tensor) -> torch.Tensor:
-    """A gradient in memory of its own: those that came together share memory."""
-    is_whole = (
-        gradient.layout is torch.strided
-        and gradient.untyped_storage().nbytes() == gradient.nbytes
-    )
-    return gradient if is_whole else gradient.clone()
 
 
 _ONLY_NONE = frozenset({type(None)})

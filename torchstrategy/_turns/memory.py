@@ -22,6 +22,7 @@ from torchstrategy._base.memory import has_lost_memory
 from torchstrategy._base.torch_internals import versions
 from torchstrategy._copies.tensor_copies import copy_tensors, group_by_memory
 from torchstrategy._group.transfer import Write, write
+from torchstrategy._run.refusals import written_parameter
 from torchstrategy._turns import refusals
 from torchstrategy._turns.image import Exchange, Image
 from torchstrategy._turns.numbers import are_same_numbers
@@ -261,11 +262,7 @@ class ReplicaMemory:
                 raise RuntimeError(refusals.written_large(self._name_of(i)))
             if i not in known.kept and writer.is_home:
                 is_parameter = i in self._reached.parameters
-                refuse = (
-                    refusals.written_parameter
-                    if is_parameter
-                    else refusals.written_large
-                )
+                refuse = written_parameter if is_parameter else refusals.written_large
                 raise RuntimeError(refuse(self._name_of(i)))
         tensors = [self._tensors[i].detach() for i in found]
         values = dict(zip(found, copy_tensors(tensors, tensors[0].device), strict=True))
@@ -309,7 +306,7 @@ class ReplicaMemory:
             first, *others = (image.memory[i] for image in self._images.values())
             if not all(are_same_numbers(first, other) for other in others):
                 name = self._reached.details.name_of(self._tensors[i])
-                raise RuntimeError(refusals.written_parameter(name))
+                raise RuntimeError(written_parameter(name))
 
     def tell(self, act: Image, before: Mapping[int, int]) -> None:
         """Gives all replicas what one who acts for all has written.

@@ -25,7 +25,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from torchstrategy._run.metrics import is_metric
-from torchstrategy._turns import refusals
+from torchstrategy._run.refusals import data_parallel, lazy
 from torchstrategy._turns.held import Container
 from torchstrategy._turns.opaque import can_exchange, is_opaque
 from torchstrategy._turns.parts import (
@@ -463,11 +463,11 @@ class Details:
     def _refuse(self, module: nn.Module, inside: dict[str, Any]) -> None:
         name = self.name_of(module) or type(module).__name__
         if isinstance(module, nn.DataParallel):
-            raise TypeError(refusals.data_parallel(name))
+            raise TypeError(data_parallel(name))
         for own, parameter in inside["_parameters"].items():
             if parameter is not None and nn.parameter.is_lazy(parameter):
                 kind = type(module).__name__
-                raise TypeError(refusals.lazy(f"{name}.{own}", kind))
+                raise TypeError(lazy(f"{name}.{own}", kind))
 
     def _take_parameters(self) -> None:
         """Optimizers may train tensors that a step has frozen for now."""

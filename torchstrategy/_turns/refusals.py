@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from torchstrategy._base.plain import PLAIN
-
 
 def unlike_clearing(name: str) -> str:
     """The message for a gradient that some replicas have cleared and others not."""
@@ -37,48 +35,6 @@ def ambiguous_sum(name: str) -> str:
     )
 
 
-def written_parameter(name: str) -> str:
-    """The message for a parameter on which a step wrote in place."""
-    return (
-        f"{name} was written in place in a replica, or on a thread that a replica "
-        "started. Every replica would make this change, and copies on other devices "
-        "would not agree; where replicas share memory, it was made. Write on "
-        "parameters after strategy.run, or in get_replica_context().merge_call(lambda "
-        "strategy: ...)."
-    )
-
-
-def written_state(name: str) -> str:
-    """The message for a write on the state of an optimizer."""
-    return (
-        f"A step wrote on the state of {name} in a replica, which shares the optimizer "
-        "with the others. Write on it in a method of the optimizer's class, which is "
-        "called once for all of them; after strategy.run; or in a merge function: "
-        "get_replica_context().merge_call(...)."
-    )
-
-
-def changed_groups(name: str) -> str:
-    """The message for parameters that a step has moved between groups."""
-    return (
-        f"The step changed the parameters of {name}.param_groups, or the groups "
-        "themselves, in a replica, which shares the optimizer with the others. Do it "
-        "outside of strategy.run. To freeze parameters in a step, set their "
-        "requires_grad."
-    )
-
-
-def unlike_settings(
-    setting: str, own: object, replica: int, other: object, there: int
-) -> str:
-    """The message for a setting that two replicas have set to different values."""
-    return (
-        f"The replicas set {setting} to different values: {own!r} in replica {replica} "
-        f"and {other!r} in replica {there}. They share the optimizer. Set the same "
-        "value in each: get_replica_context().all_reduce(...) makes one of all."
-    )
-
-
 def advanced_iterator(name: str) -> str:
     """The message for an iterator of which several replicas took items."""
     return (
@@ -94,8 +50,6 @@ RUN_IN_RUN = (
     "when the other has returned."
 )
 
-COMPARED = (*PLAIN, tuple)  # the settings that replicas compare
-
 
 def only_outside(name: str, method: str) -> str:
     """The message for a method of an optimizer that acts on no gradient."""
@@ -103,25 +57,6 @@ def only_outside(name: str, method: str) -> str:
         f"{name}.{method}() was called in a replica, which shares the optimizer with "
         "the others. Call it outside of strategy.run, or from a merge function: "
         "get_replica_context().merge_call(...)."
-    )
-
-
-def argument_with_graph(name: str) -> str:
-    """The message for an argument of which a replica has a graph."""
-    return (
-        f"{name} acts once for all replicas, and was given a tensor that requires "
-        "grad, which is one replica's own. In the step, run backward and give the "
-        "method nothing of the graph; or call it after strategy.run, with tensors "
-        "computed from your own parameters."
-    )
-
-
-def unlike_arguments(name: str) -> str:
-    """The message for a method that replicas give different arguments."""
-    return (
-        f"{name} acts once for all replicas, and they gave it different arguments. "
-        "Give it the same in each: get_replica_context().all_reduce(...) makes one "
-        "value of all."
     )
 
 
@@ -163,14 +98,6 @@ def unlike_shapes(
     )
 
 
-def data_parallel(path: str) -> str:
-    """The message for a `torch.nn.DataParallel` in a model."""
-    return (
-        f"{path} is a torch.nn.DataParallel, and would make replicas of each replica. "
-        "Use the module that it wraps, `.module`: the batch is split already."
-    )
-
-
 def unequal_backwards(counts: Mapping[int, int]) -> str:
     """The message for replicas that ran unequal numbers of backwards and then wrote."""
     shown = ", ".join(f"{count} in replica {r}" for r, count in counts.items())
@@ -179,14 +106,6 @@ def unequal_backwards(counts: Mapping[int, int]) -> str:
         f"{shown}, and wrote on gradients in place, as clip_grad_norm_ does, before "
         "the last of these. Run as many backwards in each replica: a replica that has "
         "no rows left runs one of zero, (outputs.sum() * 0).backward()."
-    )
-
-
-def lazy(name: str, kind: str) -> str:
-    """The message for a parameter of a lazy module that has seen no batch."""
-    return (
-        f"{name} has no shape yet: {kind} is lazy. Run one batch through the module, "
-        "outside of strategy.run, before the first step."
     )
 
 

@@ -38,11 +38,11 @@ from torchstrategy._group.participants import Participants
 from torchstrategy._group.workers import Workers
 from torchstrategy._run.losses.loss_watchers import CLOSURE_OF_TERMS
 from torchstrategy._run.metrics import Metric, states_of
+from torchstrategy._run.refusals import written_state
+from torchstrategy._run.shared_methods import Given, make_ready
 from torchstrategy._turns import gradients, refusals
 from torchstrategy._turns.acting import (
     Acting,
-    Given,
-    make_ready,
     refuse_unlike_settings,
 )
 from torchstrategy._turns.gradients import BatchGradients
@@ -294,7 +294,7 @@ class TurnsRun(Watch):
         """Refuses what a replica has written on the state of an optimizer."""
         for name, held, states, then in self._states:
             if versions_of(states) != then or not held.is_same():
-                raise RuntimeError(refusals.written_state(name))
+                raise RuntimeError(written_state(name))
 
     def _look_at_shared(self) -> None:
         self._states: list[tuple[str, Held, list[torch.Tensor], list[int]]] = []

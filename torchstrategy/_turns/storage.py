@@ -19,6 +19,7 @@ from torchstrategy._base.objects.torch_hooks import Stepper, tell_of_steps
 from torchstrategy._base.types import ReplicaFn, Tree
 from torchstrategy._base.weak_references import living
 from torchstrategy._run.placement import Placement
+from torchstrategy._run.run_losses import code_of
 from torchstrategy._run.storage import Storage
 from torchstrategy._turns import refusals
 from torchstrategy._turns.reachable import Reached, Walk
@@ -152,13 +153,6 @@ class SharedObjects(Storage):
 
 
 MOST_STEPS = 8  # of which a strategy remembers what earlier runs have shown
-
-
-def code_of(fn: Any) -> object:
-    """What two calls of one step share, even if each run makes the step anew."""
-    while isinstance(fn, functools.partial):
-        fn = fn.func
-    return getattr(fn, "__code__", None) or type(fn)
 
 
 def _forget(storage: weakref.ref[SharedObjects], key: int, _: object) -> None:

@@ -74,7 +74,7 @@ from torchstrategy._copies.gradients.worker_gradients import WorkerReduction
 from torchstrategy._copies.gradients.written_gradients import can_be_chosen, choose
 from torchstrategy._group.instruments import tell_combined_gradients
 from torchstrategy._group.participants import Participants
-from torchstrategy._group.transfer import copy_to, equal
+from torchstrategy._group.transfer import copy_to, equal, in_own_memory
 from torchstrategy._group.weighing import add_weighted, weighted_sum
 from torchstrategy._group.workers import LONE, Workers
 from torchstrategy._run.placement import AllReduce
@@ -687,7 +687,7 @@ class GradientReducer:
             local = self._bring_to_owners(local, self._early_copies[r])
         if weight == 1 and len(self._weights.weighing) == 1:
             self._total = (
-                {i: _own_memory(gradient) for i, gradient in local.items()}
+                {i: in_own_memory(gradient) for i, gradient in local.items()}
                 if self._is_remote[r]
                 else local
             )
@@ -755,15 +755,3 @@ _exchanging = threading.RLock()
 # A compiled step calls this, too. A compiler that followed it would trace locks, and
 # sums of other replicas.
 torch_internals.hide_from_compiler(GradientReducer.accumulate)
-
-
-def _own_memory(gradient: torch.Tensor) -> torch.Tensor:
-    """A gradient in memory of its own, as in plain PyTorch.
-
-    Those that came together are parts of one piece.
-    """
-    is_whole = (
-        gradient.layout is torch.strided
-        and gradient.untyped_storage().nbytes() == gradient.nbytes
-    )
-    return gradient if is_whole else gradient.clone()

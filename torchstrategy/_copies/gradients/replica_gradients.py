@@ -31,6 +31,7 @@ from torchstrategy._base.torch_internals import (
 )
 from torchstrategy._group.device_streams import NO_SIDE_STREAM
 from torchstrategy._group.group import Replica
+from torchstrategy._run.refusals import written_parameter
 from torchstrategy._variables.variable import plain_data, set_plain_data
 
 
@@ -172,9 +173,7 @@ class ReplicaParameter(torch.nn.Parameter):
         state = self.torchstrategy_state
         if state.run.gradients is not None:
             raise RuntimeError(
-                written_in_replica_message(
-                    state.run.gradients.totals.names[state.position]
-                )
+                written_parameter(state.run.gradients.totals.names[state.position])
             )
         set_plain_data(self, value)
 
@@ -750,17 +749,6 @@ def _made_together_message(name: str) -> str:
         "torch.autograd.grad(loss, parameters, create_graph=True), and those of the "
         "batch by get_replica_context().all_reduce of these: a backward goes through "
         "both."
-    )
-
-
-def written_in_replica_message(name: str) -> str:
-    """The message for a parameter on which a step wrote in place."""
-    return (
-        f"{name} was written in place in a replica, or on a thread that a replica "
-        "started. Every replica would make this change, and copies on other devices "
-        "would not agree; where replicas share memory, it was made. Write on "
-        "parameters after strategy.run, or in get_replica_context().merge_call(lambda "
-        "strategy: ...)."
     )
 
 

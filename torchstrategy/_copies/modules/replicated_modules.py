@@ -47,7 +47,6 @@ from torchstrategy._copies.attributes.kept_by_hooks import KeptByHooks
 from torchstrategy._copies.attributes.late_attributes import Later, find_late
 from torchstrategy._copies.gradients.replica_gradients import (
     ReplicaParameter,
-    written_in_replica_message,
 )
 from torchstrategy._copies.modules.module_replica import (
     ModuleReplica,
@@ -71,6 +70,7 @@ from torchstrategy._run import worker_values
 from torchstrategy._run.metrics import metrics_of
 from torchstrategy._run.module_tensors import is_running, tensors_in
 from torchstrategy._run.placement import Placement
+from torchstrategy._run.refusals import written_parameter
 from torchstrategy._variables.variable import Variable
 
 # For each replica that took part, what its step did to buffers and hooks.
@@ -464,7 +464,7 @@ class ReplicatedModules:
         for r in present:
             written += self.replicas[r].written_parameters()
         if written:
-            raise RuntimeError(written_in_replica_message(self.names[min(written)]))
+            raise RuntimeError(written_parameter(self.names[min(written)]))
 
     def check_structure(self, present: Sequence[int]) -> Changes:
         """Refuses parameters and layers that a step made, replaced or removed.
